@@ -82,6 +82,16 @@ def test_answers_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureF
     assert "15 answers" in capsys.readouterr().err
 
 
+def test_the_command_says_whether_to_think_where_a_line_does_not(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0, "max_tokens": 12}
+    lines = [line("silent", CHAT, **asked), line("not", CHAT, **asked, enable_thinking=False)]
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    assert main(["batch", str(source), str(target), "--think", *SHORT]) == 0
+    thoughts = {name: answer["response"]["body"]["choices"][0]["message"]["reasoning_content"]
+                for name, answer in read(target).items()}
+    assert thoughts["silent"] and not thoughts["not"]
+
+
 def test_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = asked(6)
     source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"

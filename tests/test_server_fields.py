@@ -13,17 +13,23 @@ from test_server_harness import CALL as WEATHER_CALL
 from test_server_harness import THOUGHT, USER, Scripted, scripted, serving, tiny
 
 from deltic import __version__
+from deltic.server.body import unknown_field
 from deltic.server.fields import IGNORED_HEADER
+from deltic.server.openapi import BODIES
+from deltic.text.chat_processor import ChatProcessor
+from deltic.text.markers import closes_thinking
+from deltic.types import SamplingParams
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 pytestmark = pytest.mark.usefixtures("script_server")
 
 
 @pytest.mark.parametrize(("field", "value"), [
     ("cache_prompt", True), ("add_special_tokens", False), ("skip_special_tokens", True), ("keep_alive", "5m"),
-    ("provider", {"order": ["x"]}), ("transforms", []), ("id_slot", -1), ("mirostat", 0), ("resendFiles", True),
+    ("provider", {"order": ["x"]}), ("transforms", []), ("id_slot", -1), ("repeat_last_n", 64), ("resendFiles", True),
     ("promptPrefix", "x"), ("timings_per_token", True), ("separate_reasoning", True), ("priority", 0),
-    ("top_a", 0), ("drop_params", True), ("length_penalty", 1.0),
+    ("mirostat_tau", 5.0), ("samplers", ["top_k"]), ("drop_params", True), ("length_penalty", 1.0), ("do_sample", True),
 ])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_other_servers_know_is_ignored_and_named(field: str, value: Any, stream: bool) -> None:
@@ -37,9 +43,9 @@ def test_what_other_servers_know_is_ignored_and_named(field: str, value: Any, st
 def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
     with scripted("x") as (served, _), caplog.at_level(logging.WARNING, "deltic"):
         for _ in range(2):
-            assert served.post(CHAT, messages=USER, watermark=True).status_code == 200
+            assert served.post(CHAT, messages=USER, num_gpu=1).status_code == 200
     assert [record.getMessage() for record in caplog.records].count(
-        "a client sends the field 'watermark', which has no effect here") == 1
+        "a client sends the field 'num_gpu', which has no effect here") == 1
 
 
 @pytest.mark.parametrize(("path", "fields", "sampling"), [
@@ -48,6 +54,7 @@ def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
     (CHAT, {"top_k": -1}, {"top_k": 0}), (MESSAGES, {"top_k": -1, "max_tokens": 5}, {"top_k": 0}),
     (CHAT, {"num_predict": 7}, {"max_tokens": 7}),
     (CHAT, {"max_new_tokens": 5, "max_tokens": 5}, {"max_tokens": 5}),
+    (CHAT, {"do_sample": False}, {"temperature": 0.0}),
     (CHAT, {"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}), (CHAT, {"min_new_tokens": 2}, {"min_tokens": 2}),
 ])
 def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -60,6 +67,7 @@ def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: 
 
 @pytest.mark.parametrize(("fields", "ignored"), [
     ({"max_new_tokens": 7, "max_tokens": 5}, "max_new_tokens"), ({"n_predict": 5, "num_predict": 7}, "num_predict"),
+    ({"max_tokens": 5, "do_sample": False, "temperature": 0.5}, "do_sample"),
     ({"max_tokens": 5, "reasoning": {"effort": "high", "enabled": True}, "enable_thinking": False}, "reasoning"),
 ])
 def test_of_two_fields_that_differ_ours_counts_and_the_other_is_named(fields: dict[str, Any], ignored: str) -> None:
@@ -78,6 +86,51 @@ def test_a_budget_within_thinking_counts() -> None:
     assert answers[0] == answers[1] and wrong.status_code == 400
 
 
+CHOOSING: dict[str, Any] = {
+    "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 7,
+    "stop_token_ids": [5], "min_tokens": 2, "ignore_eos": True, "max_repeat": 3, "logit_bias": {"7": -5}}
+BAD_CHOOSING: list[dict[str, Any]] = [
+    {"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": 3}, {"frequency_penalty": "1"}, {"min_tokens": -1},
+    {"logit_bias": {"x": 1}}, {"logit_bias": {str(token): 1 for token in range(301)}}, {"max_repeat": -1},
+    {"stop_token_ids": ["x"]}, {"chat_template_kwargs": []}, {"structured_outputs": {"regex": 5}},
+    {"structured_outputs": {"regex": "a", "choice": ["a"]}}]
+
+
+def asked(path: str) -> dict[str, Any]:
+    return {"input": USER} if path == RESPONSES else {"messages": USER, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_how_tokens_are_chosen_is_said_in_the_same_way_everywhere(path: str) -> None:
+    with scripted("a b c") as (served, engine):
+        for each in (CHAT, path):
+            assert served.post(each, **asked(each), **CHOOSING, speculate=False).status_code == 200
+        chat, other = engine.seen
+        for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+                     "stop_token_ids", "min_tokens", "ignore_eos", "max_repeat", "logit_bias"):
+            assert getattr(other.output, name) == getattr(chat.output, name) != getattr(SamplingParams(), name)
+        assert other.speculate is chat.speculate is False
+        for wrong in BAD_CHOOSING:
+            said, expected = (served.post(each, **asked(each), **wrong) for each in (path, CHAT))
+            assert said.status_code == expected.status_code == 400
+            assert said.json()["error"]["message"] == expected.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_variables_of_the_template_and_forms_are_said_in_the_same_way_everywhere(path: str) -> None:
+    variables = {"chat_template_kwargs": {"enable_thinking": True}}
+    with scripted("a") as (served, engine):
+        for each in (CHAT, path):
+            assert served.post(each, **asked(each), **variables).status_code == 200
+            assert served.post(each, **asked(each), structured_outputs={"choice": ["a"]}).status_code == 200
+        thinking, formed, other_thinking, other_formed = engine.seen
+        assert other_thinking.prompt == thinking.prompt != formed.prompt == other_formed.prompt
+        assert not thinking.constraint and formed.constraint and other_formed.constraint
+        counting = "/v1/messages/count_tokens" if path == MESSAGES else "/v1/responses/input_tokens"
+        sent = {name: value for name, value in asked(path).items() if name != "max_tokens"}
+        assert served.post(counting, **sent, **variables).json()["input_tokens"] == len(thinking.prompt)
+
+
 @pytest.mark.parametrize(("fields", "same"), [
     ({"think": True}, {"enable_thinking": True}), ({"think": "high"}, {"reasoning_effort": "high"}),
     ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}), ({"reasoning": {"enabled": True}},
@@ -89,6 +142,36 @@ def test_other_ways_to_ask_for_thinking(fields: dict[str, Any], same: dict[str, 
         for asked in (fields, same):
             assert served.post(CHAT, messages=USER, **asked).status_code == 200
     assert engine.seen[-1].prompt == engine.seen[-2].prompt
+
+
+SAYS_SO = [(CHAT, {"enable_thinking": True}, True), (CHAT, {"enable_thinking": False}, False),
+           (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, True),
+           (CHAT, {"reasoning_effort": "high"}, True), (CHAT, {"reasoning_effort": "none"}, False),
+           (RESPONSES, {"reasoning": {"effort": "high"}}, True),
+           (RESPONSES, {"enable_thinking": False}, False), (MESSAGES, {"max_tokens": 5}, False),
+           (MESSAGES, {"max_tokens": 5, "thinking": {"type": "adaptive"}}, True)]
+
+
+@pytest.mark.parametrize("default", [None, True, False])
+def test_the_server_says_whether_to_think_where_the_request_does_not(default: bool | None) -> None:
+    engine = Scripted("x")
+    model = engine.model()
+    model.chat_processor = ChatProcessor(tiny().chat_processor.tokenizer, thinking=default)
+    with serving(model) as served:
+        def thinks(path: str, **fields: Any) -> bool:
+            assert served.post(path, **{"input" if path == RESPONSES else "messages": USER}, **fields).is_success
+            return not closes_thinking(engine.seen[-1].prompt, model.chat_processor.tokenizer)
+
+        assert thinks(CHAT) == thinks(CHAT, enable_thinking=None) == thinks(RESPONSES) == bool(default)
+        assert [thinks(path, **fields) for path, fields, _ in SAYS_SO] == [wanted for *_, wanted in SAYS_SO]
+
+
+def test_what_is_pinned_is_what_prompts_begin_with_where_the_server_says_whether_to_think() -> None:
+    template = "{{ enable_thinking }} {% for message in messages %}{{ message.content }}\n{% endfor %}"
+    processor = ChatProcessor(tiny().chat_processor.tokenizer, template, thinking=False)
+    system = [{"role": "system", "content": "Be kind."}]
+    pinned = processor.opening(system)
+    assert pinned and processor.chat([*system, *USER]).request.ids[:len(pinned)] == pinned
 
 
 @pytest.mark.parametrize("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
@@ -132,12 +215,35 @@ def test_thoughts_are_counted() -> None:
 @pytest.mark.parametrize(("field", "value"), [
     ("use_beam_search", True), ("lora_path", "x"), ("allowed_token_ids", [1]),
     ("bad_words", ["x"]), ("chat_template", "{{ 1 }}"), ("include_stop_str_in_output", True),
-    ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]),
+    ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]), ("watermark", True), ("mirostat", 2),
+    ("mirostat_mode", 1), ("dry_multiplier", 0.8), ("xtc_probability", 0.5), ("dynatemp_range", 0.5),
+    ("typical_p", 0.9), ("top_a", 0.2), ("tfs_z", 0.95), ("top_n_sigma", 1.5), ("no_repeat_ngram_size", 3),
+    ("min_keep", 5), ("mirostat", "off"), ("typical_p", []),
 ])
 def test_what_would_change_the_answer_is_refused(field: str, value: Any) -> None:
     with scripted("x") as (served, _):
         error = served.post(CHAT, messages=USER, **{field: value}).json()["error"]
+        others = [served.post(path, **asked(path), **{field: value}) for path in (RESPONSES, MESSAGES)]
     assert (error["type"], error["param"]) == ("invalid_request_error", field)
+    assert {other.json()["error"]["message"] for other in others} == {error["message"]}
+
+
+@pytest.mark.parametrize("fields", [
+    {"mirostat": 0, "mirostat_mode": 0, "dry_multiplier": 0, "xtc_probability": 0.0, "dynatemp_range": 0, "top_a": 0.0,
+     "typical_p": 1.0, "typ_p": 1, "tfs_z": 1, "tfs": 1.0, "top_n_sigma": -1, "min_keep": 0, "watermark": False},
+    {"top_n_sigma": 0, "mirostat": None, "typical_p": None, "no_repeat_ngram_size": 0, "guidance_scale": 1},
+])
+def test_what_is_switched_off_asks_for_nothing(fields: dict[str, Any]) -> None:
+    with scripted("x") as (served, _):
+        response = served.post(CHAT, messages=USER, **fields)
+    assert response.status_code == 200 and IGNORED_HEADER not in response.headers
+
+
+def test_a_lenient_server_ignores_what_would_change_the_answer_and_says_so() -> None:
+    fields = {"mirostat": 2, "xtc_probability": 0.5, "bad_words": ["x"], "top_a": 0}
+    with serving(Scripted("x").model(), lenient=True) as lenient:
+        response = lenient.post(CHAT, messages=USER, **fields)
+    assert response.status_code == 200 and response.headers[IGNORED_HEADER] == "mirostat, xtc_probability, bad_words"
 
 
 def test_unknown_fields_are_refused_unless_the_server_is_lenient() -> None:
@@ -155,9 +261,21 @@ def test_unknown_fields_are_refused_unless_the_server_is_lenient() -> None:
         assert many.status_code == 200 and len(many.headers[IGNORED_HEADER]) < 1000
 
 
+@pytest.mark.parametrize(("path", "field", "meant"), [
+    (RESPONSES, "max_tokens", "max_output_tokens"), (RESPONSES, "max_completion_tokens", "max_output_tokens"),
+    (RESPONSES, "reasoning_effort", "reasoning"), (RESPONSES, "inputs", "input"), (RESPONSES, "nipt", None),
+    (RESPONSES, "minput", "input"), (RESPONSES, "output", None), (CHAT, "max_tokns", "max_tokens"),
+    (CHAT, "frequncy_penalty", "frequency_penalty"), (CHAT, "mesages", "messages"), (CHAT, "maxtokens", "max_tokens"),
+    (CHAT, "sampler", None), (CHAT, "x", None), (CHAT, "_", None), (MESSAGES, "stop_sequence", "stop_sequences"),
+    ("/v1/embeddings", "dimension", "dimensions"),
+])
+def test_only_near_misses_get_a_suggestion(path: str, field: str, meant: str | None) -> None:
+    said = str(unknown_field("", field, BODIES[path].model_fields))
+    assert said == f"unknown field '{field}'" + (f": do you mean '{meant}'?" if meant else "")
+
+
 CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "x"}
-RESPONSES = "/v1/responses"
 ASKED: dict[str, dict[str, Any]] = {CHAT: {}, RESPONSES: {}, MESSAGES: {"max_tokens": 5}}
 WITHIN: list[tuple[str, str, Any]] = [  # path, place of the object that gets another field, and what stands there
     (CHAT, "messages[0]", [{"role": "user", "content": "x"}]),

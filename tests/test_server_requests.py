@@ -175,7 +175,7 @@ def test_a_line_for_each_request_and_refusal(tmp_path: Path) -> None:
     with serving(Scripted("one two").model(), api_keys=KEYS, request_log=RequestLog(str(path))) as served:
         http = served.http
         http.headers["x-api-key"] = "a"
-        body = {"messages": [{"role": "user", "content": secret}], "top_a": 1}
+        body = {"messages": [{"role": "user", "content": secret}], "n_probs": 1}
         answer = http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine"})
         assert answer.headers["x-request-id"] == "mine"
         http.post("/v1/completions", json={"prompt": secret, "stream": True, "n": 2})
@@ -191,7 +191,7 @@ def test_a_line_for_each_request_and_refusal(tmp_path: Path) -> None:
     chat, text, wrong, foreign, nowhere, nonsense = lines(path)
     assert (chat["id"], chat["key"], chat["status"], chat["model"]) == ("mine", "ann", 200, "tiny")
     assert not chat["stream"]
-    assert chat["finish_reasons"] == ["stop"] and chat["ignored"] == ["top_a"] and chat["refused"] is None
+    assert chat["finish_reasons"] == ["stop"] and chat["ignored"] == ["n_probs"] and chat["refused"] is None
     assert chat["cached_tokens"] == 5 and chat["output_tokens"] > 1 and chat["prompt_tokens"] > 5
     assert 0 <= chat["queue_ms"] <= chat["first_token_ms"] <= chat["total_ms"] < 60_000
     assert text["stream"] and text["finish_reasons"] == ["stop", "stop"] and text["id"].startswith("req_")

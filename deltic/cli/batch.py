@@ -55,6 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument("--served-name", type=text, metavar="NAME",
                         help="what the requests call the model (default: its own name; they may leave it out)")
+    options.add_thinking(parser)
     options.add_template(parser)
     options.add_engine(parser)
     options.add_random(parser, hidden=True)

@@ -61,6 +61,13 @@ def add_template(parser: argparse.ArgumentParser) -> None:
                         help="how the model writes tool calls. auto: as its chat template shows (default)")
 
 
+def add_thinking(parser: argparse.ArgumentParser, name: str = "thinking") -> None:
+    """name: what the arguments call it; a model is opened with the default one."""
+    parser.add_argument("--think", dest=name, action=argparse.BooleanOptionalAction, default=None,
+                        help="ask the model to think first, or not to. A client's chat request may say otherwise "
+                             "(default: as its template does)")
+
+
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "Where not given, the model's generation_config.json decides.")
     for name, (kind, metavar, line) in SAMPLING.items():
@@ -71,8 +78,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def add_conversation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", type=text, help="system message")
-    parser.add_argument("--think", action=argparse.BooleanOptionalAction, default=None,
-                        help="ask the model to think first, or not to (default: as its template does)")
+    add_thinking(parser, "think")  # goes with each request: in a chat it can be changed
     parser.add_argument("--no-thinking-output", dest="thinking_output", action="store_false",
                         help="do not show the thinking; otherwise it goes to stderr")
     add_template(parser)

@@ -69,7 +69,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cors-origin", action="append", type=text, default=[], metavar="URL",
                         help="a web page's origin that may use the server, * for all; may be repeated")
     parser.add_argument("--lenient", action="store_true",
-                        help="ignore fields of requests that nobody knows, rather than refusing them")
+                        help="ignore fields of requests that nobody knows, and those of other servers that would "
+                             "change the answer, rather than refusing them")
     parser.add_argument("--pin-prompt", action="append", type=_opening, default=[], metavar="FILE",
                         help="a system prompt to read at start and to keep: text, or JSON with messages and tools as "
                              "clients send them; may be repeated")
@@ -79,6 +80,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embedding-model", action="append", type=text, default=[], metavar="MODEL",
                         help="a model of vectors or scores to serve beside it; may be repeated")
     model_set.add(parser)
+    options.add_thinking(parser)
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)

@@ -78,8 +78,9 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     served_name: the model's name for clients. api_keys: what clients must send, if anything, and the names of those to
     whom the keys belong. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which it
     may be asked ("*": all). stuck_after: seconds without progress that make /health fail. lenient: fields that nobody
-    knows are ignored. request_log: gets a line for each request, and is closed at the end. encoders: models of vectors
-    and scores beside it. ConfigError if they do not fit together.
+    knows are ignored, and those of other servers that would change the answer. request_log: gets a line for each
+    request, and is closed at the end. encoders: models of vectors and scores beside it. ConfigError if they do not fit
+    together.
     """
     if unknown := options.keys() - _DEFAULTS.keys():
         raise TypeError(f"create_app has no option {', '.join(sorted(unknown))}")

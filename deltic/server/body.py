@@ -44,6 +44,8 @@ _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools",
 _SCHEMAS = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
              "guided_choice", "guided_grammar", "text", "output_config")
 _MOST_TOLD = 1000
+_MISSPELT, _RELATED = 0.85, 0.6
+"""How near to a field's name (difflib) another one has to be to be meant as it, and one that has a word of it."""
 _LONGEST_NAME = 60
 _MOST_NAMED = 50  # fields without effect, in the header and in the log: clients could send any number
 
@@ -89,7 +91,8 @@ class _Upload:
 
 
 class Intake:
-    """Takes in the bodies of all requests of a server. lenient: ignores fields that nobody knows."""
+    """Takes in the bodies of all requests of a server. lenient: ignores fields that nobody knows, and those
+    of other servers that would change the answer."""
 
     def __init__(self, limits: Limits, lenient: bool = False) -> None:
         self._limits, self._lenient, self._held = limits, lenient, 0
@@ -275,7 +278,7 @@ def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str],
             strange[name] = {} if meant is None else meant
     own = {name: data[name] for name in fields if name in data}
     for name, meant in strange.items():
-        _take_over(name, data[name], meant, own, schema, ignored)
+        _take_over(name, data[name], meant, own, schema, ignored, lenient)
     for name, field in fields.items():
         for kind in get_args(field.annotation):
             if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(own.get(name), dict):
@@ -284,13 +287,16 @@ def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str],
 
 
 def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: dict[str, Any],
-               schema: type[BaseModel], ignored: list[str]) -> None:
+               schema: type[BaseModel], ignored: list[str], lenient: bool) -> None:
     if value is None:
         return
     if isinstance(meant, Refused):
-        if value not in meant.neutral:
-            raise RequestError(f"{name} is not supported", name)
-        return
+        if value in meant.neutral:
+            return
+        if not lenient:
+            raise RequestError(f"{name} is not supported" + (f" with the value {show(value)}" if meant.neutral else ""),
+                               name)
+        meant = {}
     asked = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
     taken = {ours: wanted for ours, wanted in asked.items() if own.get(ours) in (None, wanted)}
     own.update(taken)
@@ -363,8 +369,20 @@ def _explain(error: ValidationError) -> RequestError:
 def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     """There is no field of this name, and perhaps one of those that are known is meant. path: what stands before it."""
     shown = path + (name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
-    near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1)
-    return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + near[0]!r}?" if near else ""), shown)
+    meant = _meant(name[:_LONGEST_NAME], known)
+    return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + meant!r}?" if meant else ""), shown)
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """The name that this one seems to be: that one misspelt, or one with words of it, the more the better, so that who
+    says `max_tokens` hears of `max_output_tokens` rather than of `min_tokens`."""
+    def common(other: str) -> int:
+        return len({*name.split("_")} & {*other.split("_")})
+
+    near = difflib.get_close_matches(name, known, _MOST_NAMED, _RELATED)
+    misspelt = difflib.get_close_matches(name, near, 1, _MISSPELT)
+    related = sorted(filter(common, near), key=common, reverse=True)
+    return next(iter((*misspelt, *related)), None)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

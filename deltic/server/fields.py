@@ -64,13 +64,18 @@ def _usage(value: Any) -> Mapping[str, Any]:
     return {"stream_options": {"include_usage": True}} if isinstance(value, dict) and value.get("include") else {}
 
 
+def _do_sample(value: Any) -> Mapping[str, Any]:
+    """transformers, text-generation-inference: whether to draw."""
+    return {"temperature": 0.0} if value is False else {}
+
+
 _HONOURED: Mapping[str, Honour] = {
     "n_predict": _as("max_tokens"), "num_predict": _as("max_tokens"), "max_new_tokens": _as("max_tokens"),
     "min_new_tokens": _as("min_tokens"), "repeat_penalty": _as("repetition_penalty"), "think": _think,
     "reasoning": _reasoning, "thinking": _thinking, "usage": _usage, "stop_sequences": _as("stop"),
     "grammar": _as("guided_grammar"), "ebnf": _as("guided_grammar"), "regex": _as("guided_regex"),
     "json_schema": _as("guided_json"), "format": _format,
-    "output_format": _output_format,
+    "output_format": _output_format, "do_sample": _do_sample,
 }
 
 _REFUSED: Mapping[str, Refused] = {
@@ -80,7 +85,17 @@ _REFUSED: Mapping[str, Refused] = {
     "prompt_embeds": Refused(), "session_params": Refused(({},)), "image_data": Refused(([],)),
     "return_hidden_states": Refused((False,)), "include_stop_str_in_output": Refused((False,)),
     "no_stop_trim": Refused((False,)), "mcp_servers": Refused(([],)), "chat_template": Refused(),
-    "truncate_prompt_tokens": Refused((-1,)),
+    "truncate_prompt_tokens": Refused((-1,)), "watermark": Refused((False,)),
+    # other ways to choose tokens, by the values that switch them off
+    "mirostat": Refused((0,)), "mirostat_mode": Refused((0,)), "dry_multiplier": Refused((0,)),
+    "xtc_probability": Refused((0,)), "dynatemp_range": Refused((0,)), "dynamic_temperature": Refused((False,)),
+    "typical_p": Refused((1,)), "typ_p": Refused((1,)), "tfs_z": Refused((1,)), "tfs": Refused((1,)),
+    "top_a": Refused((0,)), "top_n_sigma": Refused((-1, 0)), "nsigma": Refused((0,)), "min_keep": Refused((0, 1)),
+    "epsilon_cutoff": Refused((0,)), "eta_cutoff": Refused((0,)), "smoothing_factor": Refused((0,)),
+    "penalty_alpha": Refused((0,)), "no_repeat_ngram_size": Refused((0,)),
+    "encoder_repetition_penalty": Refused((1,)), "guidance_scale": Refused((1,)),
+    # other ways to end an answer
+    "n_indent": Refused((0,)), "t_max_predict_ms": Refused((0,)),
 }
 
 _IGNORED: Mapping[str, str] = {
@@ -92,15 +107,17 @@ _IGNORED: Mapping[str, str] = {
         "bootstrap_room data_parallel_rank return_cached_tokens_details return_prompt_text",
     "llama.cpp":
         "cache_prompt id_slot slot_id n_keep n_discard samplers sampler_seq penalize_nl penalty_prompt repeat_last_n "
-        "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_range "
-        "dynatemp_exponent mirostat mirostat_tau mirostat_eta typical_p typ_p tfs_z xtc_probability xtc_threshold "
-        "top_n_sigma n_probs min_keep n_indent t_max_predict_ms timings_per_token return_progress return_tokens "
-        "post_sampling_probs response_fields reasoning_format parse_tool_calls thinking_forced_open",
+        "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau "
+        "mirostat_eta xtc_threshold n_probs timings_per_token return_progress return_tokens post_sampling_probs "
+        "response_fields reasoning_format parse_tool_calls thinking_forced_open",
+    "Text generation web UI, KoboldCpp, Aphrodite":
+        "dynatemp_low dynatemp_high dynatemp_min dynatemp_max smoothing_curve temperature_last sampler_priority "
+        "sampler_order repetition_penalty_range rep_pen_range",
     "Ollama, text-generation-inference":
-        "keep_alive options raw num_ctx num_batch num_gpu num_thread num_keep use_mmap details do_sample "
-        "decoder_input_details watermark",
+        "keep_alive options raw num_ctx num_batch num_gpu num_thread num_keep use_mmap details "
+        "decoder_input_details",
     "OpenRouter, LibreChat, Open WebUI, litellm":
-        "provider models route transforms plugins top_a session_id conversation_id message_id chat_id promptPrefix "
+        "provider models route transforms plugins session_id conversation_id message_id chat_id promptPrefix "
         "modelLabel chatGptLabel resendFiles imageDetail maxContextTokens spec iconURL greeting endpoint "
         "background_tasks features variables tool_ids files model_item drop_params caching litellm_metadata tags "
         "litellm_session_id prediction_id extra_headers custom_llm_provider extra_body",

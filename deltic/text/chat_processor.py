@@ -37,6 +37,8 @@ from deltic.vision.reader import PictureReader, urls_of
 
 log = logging.getLogger("deltic")
 
+_THINKING = frozenset(("enable_thinking", "reasoning_effort"))
+"""Variables by which a request says whether the model is to think."""
 _LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens of KiB
 
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
@@ -67,12 +69,14 @@ class ChatConfig:
 
     history: how prompts treat earlier answers, see `deltic.text.history`. strip_billing_header: remove the billing
     header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
-    `ChatProcessor.chat`. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
+    `ChatProcessor.chat`. thinking: whether the model is to think where a request says nothing about it; None: the
+    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
     """
 
     history: str = "auto"
     strip_billing_header: bool = False
     thinking_budget: int | None = None
+    thinking: bool | None = None
     tool_call_parser: str = "auto"
 
     def __post_init__(self) -> None:
@@ -80,6 +84,8 @@ class ChatConfig:
         if not isinstance(self.strip_billing_header, bool):
             raise ConfigError(f"strip_billing_header must be True or False, not {show(self.strip_billing_header)}",
                               "strip_billing_header")
+        if not isinstance(self.thinking, bool | None):
+            raise ConfigError(f"thinking must be True, False or None, not {show(self.thinking)}", "thinking")
         if not isinstance(self.tool_call_parser, str) or self.tool_call_parser not in PARSERS:
             raise ConfigError(f"tool_call_parser must be one of {', '.join(PARSERS)}, not "
                               f"{show(self.tool_call_parser)}", "tool_call_parser")
@@ -133,7 +139,7 @@ class ChatProcessor:
         mode = self._config.history if history is None else history
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
-        template, (variables, opens) = self._template(tools), _opens(variables or {})
+        template, (variables, opens) = self._template(tools), _opens(self._with_thinking(variables))
         reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens,
                                 self._fetch(messages, pictures)) if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
@@ -187,7 +193,7 @@ class ChatProcessor:
         template = self._template(tools)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
-                                         variables)
+                                         self._with_thinking(variables))
         prompt = spell(self.tokenizer, conversation.render(conversation.messages))
         return prompt.ids[:opening(conversation, prompt)]
 
@@ -223,6 +229,11 @@ class ChatProcessor:
 
     def _template(self, tools: Any) -> ChatTemplate:
         return self._override or load_template(self.tokenizer, tools, self._seconds)
+
+    def _with_thinking(self, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """The variables, and whether to think if they do not say it and this processor's options do."""
+        given, thinking = variables or {}, self._config.thinking
+        return given if thinking is None or _THINKING & given.keys() else {"enable_thinking": thinking, **given}
 
     def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> Turn:
         if opens == "turn":

@@ -110,7 +110,7 @@ def only_format(formats: Sequence[OutputFormat | None]) -> OutputFormat | None:
     found = [given for given in formats if given]
     if len(found) > 1:
         raise RequestError(f"{found[0].field} and {found[1].field} both say what the answer looks like: give one",
-                           found[1].field)
+                           found[0].field)
     return found[0] if found else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from deltic.errors import RequestError, show
 from deltic.server.body import Fields
 from deltic.server.http import Problem, ProblemError
-from deltic.server.openai.schema import ChatRequest
+from deltic.server.openai.schema import ChatRequest, SamplingFields
 from deltic.server.parts import ANTHROPIC, check_within
 
 NO_THREADS = "thread_unsupported_request"
@@ -34,11 +34,15 @@ class CountRequest(Fields):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    # as in a chat request
+    chat_template_kwargs: dict[str, Any] | None = None
+    history: str | None = None
 
     def chat(self) -> tuple[ChatRequest, Names]:
         """The same as a chat request, and how what it names is called here. RequestError names what cannot be had."""
         messages, names = _chat_messages(self.system, self.messages)
-        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        fields: dict[str, Any] = {"model": self.model, "messages": messages, "history": self.history,
+                                  "chat_template_kwargs": self.chat_template_kwargs}
         fields |= _tools(self.tools, self.tool_choice) | self._thinking() | self._format() | self._more()
         fields["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
         names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools or ()))}
@@ -57,7 +61,9 @@ class CountRequest(Fields):
         return (self.thinking or {}).get("display") != "omitted"
 
     def _thinking(self) -> dict[str, Any]:
-        """Without the field there is none, as Anthropic's clients expect."""
+        """Without the field there is none, as Anthropic's clients expect, unless the template's variable says it."""
+        if self.thinking is None and "enable_thinking" in (self.chat_template_kwargs or {}):
+            return {}
         given = self.thinking or {"type": "disabled"}
         kind, budget = given.get("type"), given.get("budget_tokens")
         if kind not in _KINDS:
@@ -84,7 +90,7 @@ class CountRequest(Fields):
         return {}
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, SamplingFields):
     """The body of /v1/messages."""
 
     max_tokens: int
@@ -92,13 +98,9 @@ class MessagesRequest(CountRequest):
     stop_sequences: list[Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    history: str | None = None
-    speculate: bool | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
+    structured_outputs: Any = None  # as in a chat request
     thread: Any = None
 
     def _more(self) -> dict[str, Any]:
@@ -107,9 +109,8 @@ class MessagesRequest(CountRequest):
                                        "messages", "thread", NO_THREADS))
         if self.max_tokens < 0:  # 0 reads the prompt ahead of who will ask
             raise RequestError(f"max_tokens must be at least 0, not {show(self.max_tokens)}", "max_tokens")
-        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "history",
-                                                       "speculate", "ignore_eos", "seed")} | {
-            "stop": self.stop_sequences}
+        same = ("max_tokens", "temperature", "top_p", "structured_outputs")
+        return self.choosing() | {name: getattr(self, name) for name in same} | {"stop": self.stop_sequences}
 
 
 def _tools(tools: list[Any] | None, choice: Mapping[str, Any] | None) -> dict[str, Any]:

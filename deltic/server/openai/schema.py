@@ -42,6 +42,27 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None
 
 
+class SamplingFields(Fields):
+    """How tokens are chosen: what all wires call the same, whether or not their own documents have it."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    max_repeat: int | None = None
+    speculate: bool | None = None
+
+    def choosing(self) -> dict[str, Any]:
+        """These fields."""
+        return {name: getattr(self, name) for name in SamplingFields.model_fields}
+
+
 class FormatFields(Fields):
     """The fields that say what an answer has to look like: OpenAI's, and vLLM's by their newer and older names."""
 
@@ -59,7 +80,7 @@ class FormatFields(Fields):
                             *guided])
 
 
-class _Common(FormatFields):
+class _Common(SamplingFields, FormatFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -68,22 +89,10 @@ class _Common(FormatFields):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: Any = None
     service_tier: Any = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    max_repeat: int | None = None
-    speculate: bool | None = None
     prompt_logprobs: int | None = None
 
     @property

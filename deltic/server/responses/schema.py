@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltic.errors import RequestError, show, valid_text
-from deltic.server.body import Fields
-from deltic.server.openai.schema import ChatRequest
+from deltic.server.openai.schema import ChatRequest, SamplingFields
 from deltic.server.parts import RESPONSES, check_within
 
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -54,7 +53,7 @@ class OwnTool:
         return _shown(self.name, self.namespace)
 
 
-class ResponsesRequest(Fields):
+class ResponsesRequest(SamplingFields):
     """The body of /v1/responses."""
 
     model: str | None = None
@@ -88,14 +87,12 @@ class ResponsesRequest(Fields):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     # as in a chat request
-    top_k: int | None = None
-    seed: int | None = None
     stop: Any = None
-    ignore_eos: bool | None = None
+    structured_outputs: Any = None
     enable_thinking: bool | None = None
     thinking_budget: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     history: str | None = None
-    speculate: bool | None = None
 
     @property
     def seals(self) -> bool:
@@ -132,13 +129,13 @@ class ResponsesRequest(Fields):
         names = {**_NAMES, **({"messages[0]": "instructions", "messages[0].content": "instructions"} if first else {})}
         places = [*["previous_response_id"] * len(before), *(f"input[{index}]" for index in range(len(items)))]
         messages = _messages([*before, *items], places, len(first), names)
-        same = ("model", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "enable_thinking", "history",
-                "thinking_budget", "speculate", "parallel_tool_calls", "service_tier")
+        same = ("model", "temperature", "top_p", "stop", "structured_outputs", "enable_thinking", "thinking_budget",
+                "chat_template_kwargs", "history", "parallel_tool_calls", "service_tier")
         tools, choice = self._tools(names)
         check_within(self, RESPONSES)
         return ChatRequest(messages=[*first, *messages], tools=tools, tool_choice=choice,
                            max_tokens=self.max_output_tokens, **self._format(), **self._effort(),
-                           **{name: getattr(self, name) for name in same}), names
+                           **self.choosing(), **{name: getattr(self, name) for name in same}), names
 
     def own_tools(self) -> dict[str, OwnTool]:
         """The client's tools, by what the model calls them. RequestError for what is no tool."""
