@@ -214,6 +214,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         ops, dtype, threads = _prepare(config, options)
+        _check_packed(None, options, drafts)
         check_experts(None, config, options, dtype, quantizes)
         tensors = random_tensors(config, dtype, model.seed, device=options.device,
                                  initializer_range=model.initializer_range)
@@ -221,6 +222,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         files = open_model(model, revision, progress=progress is not None, mmproj=None if drafts else options.mmproj)
         name, config, generation = str(model or "tiny"), files.config, files.generation
         ops, dtype, threads = _prepare(config, options)
+        _check_packed(files, options, drafts)
         tiled = _keeps_packed(files, options, dtype)
         marks = _marks(files, options)
         check_experts(files, config, options, dtype, tiled or quantizes)
@@ -394,6 +396,15 @@ def _keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> boo
     if options.packed_weights == "on":
         raise ConfigError(f"packed_weights=on is not possible: {reason}", "packed_weights")
     return False
+
+
+def _check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:
+    """ConfigError if weights shall stay quantized that are not. Of two models, one of which drafts for the other, the
+    option may be meant for either."""
+    shared = drafts or isinstance(options.speculation, Draft)
+    if options.packed_weights == "on" and not shared and (files is None or files.gguf is None):
+        raise ConfigError("packed_weights=on is for GGUF files, whose weights may be quantized: leave it out, or "
+                          "quantize the model while it is loaded (`quant='q8_0'`)", "packed_weights")
 
 
 def _check_device(device: str) -> None:
