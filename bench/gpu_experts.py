@@ -40,8 +40,7 @@ def main() -> None:
     args = _arguments()
     model = RandomModel(args.model, layers=args.layers)
     options = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(args.batch),
-                           max_context=4096, prefix_cache=False, speculate="off", expert_refresh=args.refresh,
-                           quant=args.quant)
+                           max_context=4096, prefix_cache=False, speculate="off", quant=args.quant)
     whole: dict[int, float] = {}
     if not args.without_all:
         runtime = load(model, options)
@@ -49,7 +48,8 @@ def main() -> None:
         del runtime
         torch.cuda.empty_cache()
     for compute in args.expert_compute if args.quant == "none" else ["card"]:
-        runtime = load(model, replace(options, expert_cap=args.cap, expert_compute=compute))
+        runtime = load(model, replace(options, expert_cap=args.cap, expert_compute=compute,
+                                      expert_refresh=args.refresh))
         assert runtime.experts and isinstance(runtime.experts.store, CardStore)
         rates = runtime.experts.rates or (0.0, runtime.experts.store.copy_rate())
         for batch in args.batch:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -490,7 +491,22 @@ def test_another_answer(monkeypatch):
         self, [{"role": "user", "content": "What is the capital of Spain?"}], sampling))
     finding = look(installation.check_answer)
     assert finding.state == "problem" and "Madrid" in finding.fact and "--ops ref" in finding.advice
+    assert "drafts, the same without" in finding.fact and "--speculate" not in finding.advice
     assert installation.check_answer(arguments(run_model=False)) is None
+
+
+def test_drafts_that_change_the_answer(monkeypatch):
+    stream = LLM.stream
+    monkeypatch.setattr(LLM, "stream", lambda self, messages, sampling: stream(
+        self, messages if self.runtime.mtp_runner else [{"role": "user", "content": "1+1="}], sampling))
+    finding = look(installation.check_answer)
+    assert finding.state == "problem" and "drafts, not the same without" in finding.fact
+    assert "Paris" in finding.fact and "--speculate off" in finding.advice
+
+
+def test_drafts_that_change_nothing():
+    finding = look(installation.check_answer)
+    assert finding.state == "ok" and re.search(r"[1-9]\d* drafts, the same without", finding.fact)
 
 
 def test_lines(monkeypatch, capsys):

@@ -393,9 +393,27 @@ def test_engine_option_out_of_range_is_refused_by_name(option, value):
     assert caught.value.option == option
 
 
+@pytest.mark.parametrize("options,missing", [
+    ({"expert_refresh": 5}, {"expert_memory": "1GiB"}), ({"expert_predict": True}, {"expert_cap": 2}),
+    ({"expert_profile": "p"}, {"expert_memory": "auto"}), ({"expert_reserve": "2GiB"}, {"expert_memory": "auto"}),
+    ({"expert_reserve": "2GiB", "expert_memory": "1GiB"}, {"expert_memory": "auto"}),
+    ({"cache_disk_gb": 1.0}, {"cache_dir": "c"}), ({"aot_dir": "a"}, {"quant": "q8_0"})], ids=str)
+def test_options_that_say_more_of_another_need_that(options, missing):
+    with pytest.raises(ConfigError, match=r"give \S+, or leave it out$") as caught:
+        EngineConfig(**options)
+    assert caught.value.option == next(iter(options))
+    EngineConfig(**{**options, **missing})
+
+
+def test_what_is_said_as_it_is_anyway_needs_nothing():
+    default = EngineConfig()
+    names = [option.name for option in fields(EngineConfig)]
+    assert EngineConfig(**{name: getattr(default, name) for name in names if name != "token_budget"}) == default
+
+
 def test_options_that_name_files_may_be_paths():
     for name in ("cache_dir", "aot_dir", "mmproj", "expert_profile"):
-        options = {name: Path("/some/where"), "expert_memory": "1GiB"}
+        options = {name: Path("/some/where"), "expert_memory": "1GiB", "quant": "q8_0"}
         assert getattr(EngineConfig(**options), name) == "/some/where"
 
 

@@ -47,6 +47,7 @@ from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import MtpDrafter, NgramDrafter, _Ngrams
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.memory import share_memory
 from deltic.engine.mtp import MtpRunner
 from deltic.engine.promise import Wants
 from deltic.engine.runtime import Runtime
@@ -292,6 +293,15 @@ def test_a_draft_model_is_loaded_beside() -> None:
     assert caught.value.option == "speculate"
     with pytest.raises(ConfigError, match="must share one tokenizer"):
         Engine(load(RandomModel(shape=odd_shape()), EngineConfig(memory="64MiB", speculate="draft:tiny")))
+
+
+def test_what_is_said_of_one_model_is_not_of_the_one_that_drafts(tmp_path: Path) -> None:
+    options = EngineConfig(memory="64MiB", speculate="draft:tiny", cache_dir=str(tmp_path), cache_disk_gb=1.0)
+    both = share_memory(options)
+    assert [each.cache_disk_gb for each in both] == [1.0, 10.0] and both[1].cache_dir is None
+    experts = share_memory(EngineConfig(memory="64MiB", speculate="draft:tiny", expert_memory="auto",
+                                        expert_reserve="2GiB", expert_refresh=3, expert_profile="p"))
+    assert [each.expert_refresh for each in experts] == [3, 1] and not experts[1].offloads_experts
 
 
 def test_too_little_memory_for_rings_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -336,6 +336,16 @@ def test_without_the_kernels_nothing_is_packed(written: Written, monkeypatch: py
         assert caught.value.option == [*changes][-1]
 
 
+@pytest.mark.parametrize("model", ["tiny", RandomModel(shape=SHAPES["equal heads"])], ids=["files", "random"])
+def test_what_is_not_quantized_cannot_stay_so(model: Any) -> None:
+    """But a model of two may be, one of which drafts for the other."""
+    with pytest.raises(ConfigError, match=r"packed_weights=on is for GGUF files.*leave it out") as caught:
+        load(model, options(packed_weights="on"))
+    assert caught.value.option == "packed_weights"
+    if model == "tiny":
+        assert load(model, options(packed_weights="on", speculate="draft:tiny", memory="64MiB")).draft
+
+
 @pytest.mark.parametrize("kind", ["Q4_K_M", "Q8_0"])
 def test_what_is_quantized_is_not_quantized_again(written: Written, kind: str) -> None:
     """Unless its numbers are asked for."""

@@ -4,6 +4,7 @@ matter here: every answer is compared with another way to the same tokens."""
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.llm import Stream
 from deltic.engine.promise import Wants
 from deltic.engine.sequence import Sequence
+from deltic.engine.start_times import StartTimes
 from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError
 from deltic.text.chat_processor import ChatConfig
@@ -421,3 +423,24 @@ def test_streams_are_what_stream_returns(llm: LLM) -> None:
     stream = llm.generate_stream("x", greedy(1))
     assert isinstance(stream, Stream)
     list(stream)
+
+
+# Start
+
+
+def test_the_log_says_where_the_time_of_a_start_went(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "deltic"), LLM(memory="64MiB", threads=1, speculate="draft:tiny"):
+        pass
+    lines = [re.sub(r"\d+\.\d\d s", "T", record.getMessage()) for record in caplog.records]
+    parts = "loaded in T (files T, weights T, layers T, vision tower T, cache T)"
+    assert [line for line in lines if " T" in line] == [
+        f"the draft model tiny: {parts}", f"tiny: {parts}", "tiny: tokenizer and chat template read in T"]
+
+
+def test_times_of_a_start_add_up() -> None:
+    times = StartTimes()
+    for part in ("a", "b", "a"):
+        time.sleep(0.01)
+        times.done(part)
+    assert [*times.seconds] == ["a", "b"] and times.seconds["a"] >= 0.02 and times.seconds["b"] >= 0.01
+    assert str(times).startswith(f"{sum(times.seconds.values()):.2f} s (a ")

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import numbers, odd_shape, transformers_model
 from torch import Tensor, nn
 
+from deltic import Session
 from deltic.cache.pools import allocate
 from deltic.config import ModelConfig
 from deltic.engine.batch import build as build_batch
@@ -103,6 +106,7 @@ class Pair:
     theirs: Theirs
     config: ModelConfig
     weights: dict[str, Tensor]
+    place: Path
 
     def mtp(self, ops: Ops, rows: int | None = None) -> tuple[Decoder, Mtp]:
         decoder = build(self.config, {**self.weights}, ops, torch.float32)
@@ -120,7 +124,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     theirs = Theirs(trunk).eval()
     assert set(theirs.tensors(config)) == set(expected_head(config))
     with torch.no_grad():
-        yield Pair(theirs, config, load_directory(directory, config))
+        yield Pair(theirs, config, load_directory(directory, config), directory)
 
 
 # Ours
@@ -178,6 +182,19 @@ def test_logits_of_three_drafts_are_transformers(pair: Pair, backend: str) -> No
     found = drafted(mtp, pair.config, tokens, pair.theirs.hidden(tokens[:PROMPT]))
     assert error(expected, found) < TOLERANCE
     assert len({int(row.argmax()) for row in expected}) == DEPTH and found.dtype == torch.float32
+
+
+def test_a_session_gives_the_logits_of_its_drafts(pair: Pair) -> None:
+    head = {f"mtp.{name}": parameter.detach().clone() for name, parameter in pair.theirs.named_parameters()}
+    save_file(head, pair.place / "mtp.safetensors")
+    session = Session(pair.place, speculate="mtp", memory="8MiB", threads=1)
+    tokens = tokens_of(pair.config, seed=4)[:PROMPT + 1]
+    session.prefill(tokens[:PROMPT])
+    drafts, logits = session.draft(tokens[PROMPT], DEPTH, logits=True)
+    expected = pair.theirs.drafts((*tokens, *drafts[:-1]))
+    assert error(expected, logits) < TOLERANCE and logits.dtype == torch.float32
+    assert drafts == expected.argmax(-1).tolist() == session.draft(tokens[PROMPT], DEPTH)
+    assert session.position == PROMPT
 
 
 def test_hidden_states_come_from_the_trunks_own_forward(pair: Pair) -> None:

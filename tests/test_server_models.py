@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tiny_texts
 from test_server_harness import USER, Scripted, Served, serving, wait_until
 
 from deltic import LLM
@@ -21,6 +22,8 @@ from deltic.cli.model_set import stored_bytes
 from deltic.errors import ConfigError, ModelError
 from deltic.server import model_registry
 from deltic.server.model_registry import ModelSet, ModelSource
+from deltic.weights.gguf.convert import convert
+from deltic.weights.hub import open_model
 
 
 @dataclass
@@ -206,6 +209,24 @@ def test_the_command_line_names_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(32 << 20 < source.size < 64 << 20 for source in models.sources)
     with serving(models) as served:
         assert json.loads(ask(served, "b").text)["model"] == "b"
+
+
+def test_weights_stay_quantized_in_those_that_are_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models that share their options; without a file it is refused, as anywhere."""
+    file = tmp_path / "a.gguf"
+    convert(open_model("tiny"), tiny_texts(), "a", file, "Q8_0", mtp="none")
+    found: list[ModelSet] = []
+    monkeypatch.setattr("deltic.server.app.serve", lambda models, *_, **__: found.append(models))
+    for name in (str(file), "tiny"):
+        assert main(["serve", "--port", "0", "--model", f"a={name}", "--model", "b=tiny", "--memory", "32MiB",
+                     "--packed-weights", "on"]) == 0
+    both, none = found
+    kept = [source.load() for source in both.sources]
+    assert [llm.runtime.options.packed_weights for llm in kept] == ["on", "auto"]
+    for llm in kept:
+        llm.close()
+    with pytest.raises(ConfigError, match="packed_weights=on is for GGUF files"):
+        none.sources[1].load()
 
 
 def test_names_are_told_apart() -> None:

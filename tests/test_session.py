@@ -342,6 +342,17 @@ def test_a_session_over_random_weights() -> None:
     assert first.max_context == 64 and first.vocab_size == 509
 
 
+def test_a_session_says_what_it_has() -> None:
+    one = Session(max_context=128, threads=1)
+    assert one.config == one.runtime.config and one.config.vocab_size == one.vocab_size
+    assert one.device == one.step(1).device == torch.device("cpu") and one.max_context == 128
+    assert (one.has_vision, one.has_draft_head) == (True, True)
+    less = Session(vision=False, speculate="off", max_context=128, threads=1)
+    assert (less.has_vision, less.has_draft_head) == (False, False)
+    plain = session()
+    assert (plain.has_vision, plain.has_draft_head) == (False, False)
+
+
 def test_a_session_over_a_directory(tmp_path: Path) -> None:
     theirs = transformers_model(tmp_path)
     tokens = numbers(0, 20, 307)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -19,13 +20,16 @@ from speculation_cases import (
 from support import (
     numbers,
     odd_runtime,
+    odd_shape,
     same_logits,
     session_over,
 )
 
+from deltic import RandomModel
 from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
 from deltic.errors import ConfigError, RequestError
+from deltic.model.mtp import build_head
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -88,6 +92,19 @@ def test_a_session_drafts_with_the_head() -> None:
         session_over(odd_runtime()).draft(1, 3)
     with pytest.raises(RequestError, match="count must be from 1 to 12"):
         session.draft(1, 13)
+
+
+def test_a_head_of_few_tokens_gives_all_others_no_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.engine.loading.build_head", partial(build_head, rows=64))
+    session = Session(RandomModel(shape=odd_shape(), initializer_range=0.1, head=True), memory="8MiB", threads=1)
+    session.prefill(numbers(0, 20, 509))
+    drafts, logits = session.draft(7, 5, logits=True)
+    assert logits.shape == (5, session.vocab_size) and logits.dtype == torch.float32
+    assert logits[:, :64].isfinite().all() and (logits[:, 64:] == -torch.inf).all()
+    assert drafts == logits.argmax(-1).tolist() == session.draft(7, 5)
+    kept = logits.clone()
+    session.draft(8, 5, logits=True)
+    assert torch.equal(logits, kept)
 
 
 def test_a_session_refuses_what_it_cannot_verify() -> None:

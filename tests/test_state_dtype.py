@@ -67,9 +67,12 @@ def test_what_it_cannot_be(value: Any) -> None:
 
 
 def test_a_compiled_program_has_states_of_its_own() -> None:
+    """And experts, and weights."""
     info: Any = ProgramInfo.__new__(ProgramInfo)
-    with pytest.raises(ConfigError, match="state_dtype=bfloat16 has no meaning for a compiled program: leave it out"):
-        _checked(EngineConfig(state_dtype="bfloat16"), info)
+    for name, value in (("state_dtype", "bfloat16"), ("kv_dtype", "fp8"), ("mmproj", "a.gguf"), ("expert_cap", 2),
+                        ("expert_memory", "1GiB"), ("gpu_memory_utilization", 0.5)):
+        with pytest.raises(ConfigError, match=f"{name}={value} has no meaning for a compiled program: leave it out"):
+            _checked(EngineConfig(**{name: value}), info)
 
 
 # Memory

@@ -24,8 +24,9 @@ from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
 
-_COMPILED: Final = ("device", "dtype", "state_dtype", "quant", "packed_weights", "batch_invariant", "debug_layers",
-                    "cache_dir", "host_memory", "aot_dir")
+_COMPILED: Final = ("device", "dtype", "kv_dtype", "state_dtype", "quant", "packed_weights", "batch_invariant",
+                    "debug_layers", "cache_dir", "host_memory", "aot_dir", "mmproj", "expert_memory", "expert_cap",
+                    "gpu_memory_utilization")
 """Options of the engine that are of no use for a program: what they say is compiled in, or lies where nobody else can
 reach it."""
 

@@ -48,6 +48,7 @@ def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> Model
     from deltic.engine.options import settled
     from deltic.server.model_registry import ModelSet
     from deltic.server.served_model import short_name
+    from deltic.weights.hub import only_gguf, resolve
 
     given = engine_options(args)
     config = settled(EngineConfig(**given))
@@ -63,20 +64,30 @@ def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> Model
     memory = asked if isinstance(asked, int) else (
         card_share(config.device, share) if share else int(free_memory(config.device) * _SHARE))
     cache = config.memory_bytes or int(memory * _CACHES) // len(named)
-    sources = [_source(args, name, model, cache, prepare) for name, model in named]
+    each = [_own(args, model) for _, model in named]
+    paths = [resolve(own.model, own.revision) for own in each]
+    files = [path.is_file() or only_gguf(path) is not None for path in paths]
+    if config.packed_weights == "on" and any(files):  # which it is meant for
+        each = [own if file else without(own, "packed_weights") for own, file in zip(each, files, strict=True)]
+    sources = [_source(own, name, path, cache, prepare)
+               for own, (name, _), path in zip(each, named, paths, strict=True)]
     if aliases:
         sources[0] = _with(sources[0], aliases)
     return ModelSet(tuple(sources), config.limits, memory, args.idle_unload)
 
 
-def _source(args: argparse.Namespace, name: str, model: str | None, cache: int,
-            prepare: Callable[[LLM], None]) -> ModelSource:
-    from deltic.server.model_registry import ModelSource
-    from deltic.weights.hub import resolve
-
+def _own(args: argparse.Namespace, model: str | None) -> argparse.Namespace:
+    """The arguments of one of the models."""
     revision = args.revision if model == args.model else None
-    own = argparse.Namespace(**{**vars(args), "model": model, "revision": revision})
-    return ModelSource(name, partial(_load, own, cache, prepare), stored_bytes(resolve(model, revision)) + cache)
+    return argparse.Namespace(**{**vars(args), "model": model, "revision": revision})
+
+
+def _source(args: argparse.Namespace, name: str, path: Path, cache: int,
+            prepare: Callable[[LLM], None]) -> ModelSource:
+    """args: those of this model. path: where it lies."""
+    from deltic.server.model_registry import ModelSource
+
+    return ModelSource(name, partial(_load, args, cache, prepare), stored_bytes(path) + cache)
 
 
 def _with(source: ModelSource, aliases: tuple[str, ...]) -> ModelSource:

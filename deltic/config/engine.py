@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import PurePath
 from typing import Any, Final, get_type_hints
 
@@ -142,6 +142,9 @@ class EngineConfig:
         if self.quant == "fp8" and self.device == "cpu":
             raise ConfigError("quant=fp8 is for NVIDIA GPUs: take q8_0, which is as large and more precise, or give "
                               "device cuda", "quant")
+        if self.aot_dir is not None and self.quant == "none":
+            raise ConfigError("aot_dir is for the packed weights that `quant` makes: give that, or leave it out",
+                              "aot_dir")
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         self._check_utilization()
@@ -189,18 +192,24 @@ class EngineConfig:
                               "cache_disk_gb")
         if self.cache_dir is not None and not self.prefix_cache:
             raise ConfigError("cache_dir needs the prefix cache: leave out `prefix_cache=False`", "cache_dir")
+        if self.cache_dir is None and self._differs("cache_disk_gb"):
+            raise ConfigError("cache_disk_gb is what `cache_dir` may take: give that, or leave it out",
+                              "cache_disk_gb")
 
     def _check_experts(self) -> None:
         if self.expert_memory not in (None, "auto"):
             parse_bytes(str(self.expert_memory), "expert_memory")
         parse_bytes(self.expert_reserve, "expert_reserve")
-        for name in ("expert_predict", "expert_profile"):
-            if getattr(self, name) and not self.offloads_experts:
-                raise ConfigError(f"{name} is for experts that are not all in memory: give expert_memory, or leave it "
-                                  "out", name)
+        for name in ("expert_predict", "expert_profile", "expert_refresh"):
+            if self._differs(name) and not self.offloads_experts:
+                raise ConfigError(f"{name} is for experts that are not all in memory: give `expert_memory`, or leave "
+                                  "it out", name)
+        if self.expert_memory != "auto" and self._differs("expert_reserve"):
+            raise ConfigError("expert_reserve is what `expert_memory='auto'` leaves free: give that, or leave it out",
+                              "expert_reserve")
         if self.expert_compute != "auto" and (self.device == "cpu" or not self.offloads_experts):
             raise ConfigError(f"expert_compute={self.expert_compute} is for experts that are not all on a GPU: leave "
-                              "it out, or give device cuda and expert_memory", "expert_compute")
+                              "it out, or give `device='cuda'` and `expert_memory`", "expert_compute")
         if self.expert_predict and self.device.startswith("cuda"):
             raise ConfigError(f"expert_predict is for device cpu, not {self.device}; leave it out", "expert_predict")
         if self.offloads_experts and self.quant != "none" and self.device == "cpu":
@@ -238,6 +247,10 @@ class EngineConfig:
         if twice:
             raise ConfigError(f"ops names {', '.join(sorted(twice))} twice; give one backend", "ops")
 
+    def _differs(self, name: str) -> bool:
+        """Whether an option is another than where nobody gives it."""
+        return bool(getattr(self, name) != option_defaults()[name])
+
     @property
     def memory_bytes(self) -> int | None:
         """The cache budget in bytes, `None` when it is to be chosen."""
@@ -269,3 +282,8 @@ class EngineConfig:
         """`threads`, or else the physical cores that this process may use; for a model of so few parameters that
         they stay in a core's cache, one: more would only wait for each other."""
         return self.threads or (1 if parameters < _CACHED_PARAMETERS else available_cores())
+
+
+def option_defaults() -> dict[str, Any]:
+    """What the options are where nobody gives them; those that are made for each model anew are left out."""
+    return {option.name: option.default for option in fields(EngineConfig) if option.default is not MISSING}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import uuid
 import weakref
 from collections import deque
@@ -281,7 +282,9 @@ class LLM:
         check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
         config = engine_config(options, ["revision", "chat_template", *names])
         runtime = load_any(model, config, revision, progress)
-        self._chat_processor = _chat_processor(runtime, chat_template, **chat)
+        began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
+        if self._chat_processor:
+            log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()

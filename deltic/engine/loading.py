@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from deltic.engine.memory import plan_memory, share_memory
 from deltic.engine.options import settled
 from deltic.engine.pictures import Encode
 from deltic.engine.runtime import Runtime
+from deltic.engine.start_times import StartTimes
 from deltic.engine.tiers import open_tiers
 from deltic.errors import ConfigError, ModelError, show
 from deltic.model.decoder import Decoder, build
@@ -105,6 +107,7 @@ class _Loaded:
     made: what the weights were made of.
     drafts: it drafts for another model.
     experts: those that are not all in memory.
+    times: where the time went until now.
     """
 
     name: str
@@ -120,6 +123,7 @@ class _Loaded:
     made: Identity
     drafts: bool
     experts: Experts | None
+    times: StartTimes
 
 
 def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revision: str | None = None,
@@ -130,7 +134,9 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
         if revision is not None:
             raise ModelError(f"{model} is compiled: leave out the revision ({revision}), which is for models of the "
                              "Hugging Face hub")
-        return open_artifact(Path(model), options)
+        began, program = time.perf_counter(), open_artifact(Path(model), options)
+        log.info("%s: loaded in %.2f s", model, time.perf_counter() - began)
+        return program
     return load(model, options, revision, progress, rings)
 
 
@@ -176,6 +182,8 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
         why = explain(ops, loaded.decoder.weights, runtime.views)["step"]
         raise ConfigError(f"expert_memory is not possible: on a GPU only deltic's own kernels know such experts: {why}",
                           "expert_memory")
+    loaded.times.done("cache")
+    log.info("%s%s: loaded in %s", "the draft model " if loaded.drafts else "", loaded.name, loaded.times)
     return runtime
 
 
@@ -206,6 +214,7 @@ def _memory_for_weights(model: str | RandomModel | None, device: str) -> Abstrac
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
           progress: LoadProgress | None, drafts: bool = False) -> _Loaded:
     """drafts: it drafts for another model, and if it is quantized stays so."""
+    times = StartTimes()
     _check_device(options.device)
     select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
     files, tiled, marks = None, False, list[FileMark]()
@@ -214,13 +223,16 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         ops, dtype, threads = _prepare(config, options)
+        _check_packed(None, options, drafts)
         check_experts(None, config, options, dtype, quantizes)
         tensors = random_tensors(config, dtype, model.seed, device=options.device,
                                  initializer_range=model.initializer_range)
     else:
         files = open_model(model, revision, progress=progress is not None, mmproj=None if drafts else options.mmproj)
         name, config, generation = str(model or "tiny"), files.config, files.generation
+        times.done("files")
         ops, dtype, threads = _prepare(config, options)
+        _check_packed(files, options, drafts)
         tiled = _keeps_packed(files, options, dtype)
         marks = _marks(files, options)
         check_experts(files, config, options, dtype, tiled or quantizes)
@@ -239,6 +251,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         weights = (files.load_packed(progress, _form(options), here) if files and tiled
                    else {**dict(tensors)})
     head = _head_weights(model, files, config, dtype, tiled, options)
+    times.done("weights")
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
     if beside_card(options):
@@ -250,9 +263,11 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
+    times.done("layers")
     encode = _tower(files, ops, dtype, options) if files and not drafts else None
+    times.done("vision tower")
     return _Loaded(name, files, config, options, generation, decoder, mtp, encode, threads, tiled, made, drafts,
-                   experts)
+                   experts, times)
 
 
 def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> Encode | None:
@@ -394,6 +409,15 @@ def _keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> boo
     if options.packed_weights == "on":
         raise ConfigError(f"packed_weights=on is not possible: {reason}", "packed_weights")
     return False
+
+
+def _check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:
+    """ConfigError if weights shall stay quantized that are not. Of two models, one of which drafts for the other, the
+    option may be meant for either."""
+    shared = drafts or isinstance(options.speculation, Draft)
+    if options.packed_weights == "on" and not shared and (files is None or files.gguf is None):
+        raise ConfigError("packed_weights=on is for GGUF files, whose weights may be quantized: leave it out, or "
+                          "quantize the model while it is loaded (`quant='q8_0'`)", "packed_weights")
 
 
 def _check_device(device: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, enough, split_memory
 from deltic.cache.pools import Extras, page_bytes, ring_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
+from deltic.config.engine import option_defaults
 from deltic.errors import ConfigError
 from deltic.ops.cuda.packed_experts import scratch_bytes
 from deltic.ops.kv import FP8
@@ -51,8 +52,9 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
 def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     """The options of a model and of the one that drafts for it, which gets a quarter of the memory."""
     memory = options.memory_bytes or free_memory(options.device) // 2
-    drafting = replace(options, memory=str(memory // 4), speculate="off", cache_dir=None, expert_memory=None,
-                       expert_cap=None, expert_predict=False, expert_profile=None, expert_compute="auto")
+    own = {name: value for name, value in option_defaults().items()
+           if name.startswith("expert_") or name in ("cache_dir", "cache_disk_gb")}
+    drafting = replace(options, memory=str(memory // 4), speculate="off", **own)
     return replace(options, memory=str(memory - memory // 4)), drafting
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,7 +167,7 @@ class Runtime:
         if self.graphs is None or (self.mtp_runner is not None and not self.verifies):
             return
         head, memory = self.mtp_runner is not None, BatchMemory(self.numbers)
-        most = FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
+        began, most = time.perf_counter(), FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
         for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
             deferred = self.defers and rows > FEW_ROWS
             row = Row((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
@@ -178,7 +179,8 @@ class Runtime:
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)
-        log.info("recorded %d graphs of steps that decode", len(self.graphs.buckets))
+        log.info("%s: recorded %d graphs of steps that decode in %.2f s", self.name, len(self.graphs.buckets),
+                 time.perf_counter() - began)
 
     @property
     def _drafts(self) -> int:

@@ -10,13 +10,14 @@ from functools import wraps
 from hashlib import blake2b
 from operator import index
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from deltic.artifacts.opening import kind_of
 from deltic.cache.lease import Lease, Snapshot
+from deltic.config import ModelConfig
 from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load_any
 from deltic.engine.options import engine_config
@@ -100,7 +101,28 @@ class Session:
 
     @property
     def vocab_size(self) -> int:
+        """Token ids that there are, and logits of each token."""
         return self.runtime.config.vocab_size
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape, as its files say it."""
+        return self.runtime.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, and where logits lie."""
+        return self.runtime.device
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether `prefill` takes prompts with pictures."""
+        return self.runtime.encode is not None
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether `draft` has something to draft with."""
+        return self.runtime.mtp_runner is not None
 
     @_alone
     def prefill(self, tokens: Sequence[int] | Prompt, all_logits: bool = False) -> Tensor:
@@ -141,10 +163,22 @@ class Session:
         """Append tokens whose logits nobody wants."""
         self._feed(tokens, False)
 
+    @overload
+    def draft(self, /, token: int, count: int, logits: Literal[False] = False) -> list[int]: ...
+
+    @overload
+    def draft(self, /, token: int, count: int, logits: Literal[True]) -> tuple[list[int], Tensor]: ...
+
     @_alone
     @torch.inference_mode()
-    def draft(self, token: int, count: int) -> list[int]:
-        """What the model's draft head thinks most likely to follow the next token; the session stays where it is."""
+    def draft(self, token: int, count: int, logits: bool = False) -> list[int] | tuple[list[int], Tensor]:
+        """What the model's draft head thinks most likely to follow the next token, `count` (1 to 12) ids; the session
+        stays where it is.
+
+        logits: return also what they were chosen by, float32 [count, V]: row i is of draft i, after the token and the
+        drafts before it. A head may know the first tokens of the vocabulary only: the others have -inf. RequestError
+        without a head.
+        """
         token, head, cache, lease = *self._checked([token]), self.runtime.mtp_runner, self.runtime.cache, self._lease
         if head is None:
             raise RequestError("this model has no draft head, or was loaded with speculate='off'", "speculate")
@@ -152,11 +186,13 @@ class Session:
         if cache.reserve(lease, count) < count:
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         drafts, hidden = [token], None
-        for depth in range(count):
-            row = Row((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1, rotary=self._shift)
-            hidden, logits = head.draft(self._batch(row), hidden)
-            drafts.append(int(logits.argmax()))
-        return drafts[1:]
+        rows = torch.full((count, self.vocab_size), -torch.inf, device=self.device)
+        for depth, row in enumerate(rows):
+            last = Row((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1, rotary=self._shift)
+            hidden, found = head.draft(self._batch(last), hidden)
+            row[:found.shape[1]] = found[0]
+            drafts.append(int(row.argmax()))
+        return (drafts[1:], rows) if logits else drafts[1:]
 
     @_alone
     def verify(self, tokens: Sequence[int]) -> Tensor:

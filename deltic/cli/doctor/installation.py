@@ -22,7 +22,7 @@ _OLD_DRIVER = ("check with nvidia-smi that the driver runs and is not older than
 _NO_CUDA = "install a CUDA build of the same torch (https://pytorch.org/get-started), and models run on it"
 _LEVELS = ("no vector extensions", "AVX2", "AVX-512", "AVX-512 with VNNI", "AVX-512 with BF16 products")
 """What the kernels' levels mean."""
-_QUESTION, _ANSWER, _ANSWER_TOKENS = "What is the capital of France?", "Paris", 32
+_QUESTION, _ANSWER, _ANSWER_TOKENS, _ANSWER_MEMORY = "What is the capital of France?", "Paris", 32, "64MiB"
 
 
 def check_python(args: argparse.Namespace) -> Finding:
@@ -80,21 +80,29 @@ def check_operations(args: argparse.Namespace) -> Finding:
 
 
 def check_answer(args: argparse.Namespace) -> Finding | None:
-    """The embedded model answers a question whose answer it knows."""
+    """The embedded model answers a question whose answer it knows, and without drafts it answers the same."""
     if not args.run_model:
         return None
     from deltic.cli.answer import read_answer
     from deltic.engine.llm import LLM
     from deltic.types import SamplingParams
 
-    llm, sampling = LLM(), SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS)
+    llm, plain = (LLM(memory=_ANSWER_MEMORY, speculate=drafts) for drafts in ("auto", "off"))
+    sampling = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS)
     question = [{"role": "user", "content": _QUESTION}]
     stream, meter = read_answer(llm, lambda: llm.stream(question, sampling), lambda delta: None)
-    given, rate = stream.output.text.strip() if stream.output else "", meter.tokens_per_second
+    alone, _ = read_answer(plain, lambda: plain.stream(question, sampling), lambda delta: None)
+    found, wanted = (each.output.choices[0] if each.output else None for each in (stream, alone))
+    given, rate = found.text.strip() if found else "", meter.tokens_per_second
+    same = bool(found and wanted and found.tokens == wanted.tokens)
     speed = f"{meter.tokens} tokens in {meter.end - meter.started:.2f} s" + (f", {rate:.0f} tokens/s" if rate else "")
-    wrong: list[Fault] = [("problem", "the embedded model answers wrongly: try deltic run --ops ref; if that is right, "
-                                      f"a kernel is broken, else reinstall: {reinstall()}")]
-    return Finding.of("answer", f"{given!r} ({speed})", [] if _ANSWER in given else wrong)
+    drafts = f"{found.usage.drafted_tokens if found else 0} drafts, {'' if same else 'not '}the same without"
+    wrong: Fault = ("problem", "the embedded model answers wrongly: try deltic run --ops ref; if that is right, a "
+                               f"kernel is broken, else reinstall: {reinstall()}")
+    changed: Fault = ("problem", "drafts change the answer, which they must not: run models with --speculate off, and "
+                                 f"reinstall: {reinstall()}")
+    faults = [wrong] * (_ANSWER not in given) + [changed] * (not same)
+    return Finding.of("answer", f"{given!r} ({speed}; {drafts})", faults)
 
 
 def reinstall() -> str:
