@@ -63,7 +63,7 @@ def test_what_it_cannot_be(options: dict[str, Any], message: str) -> None:
 
 def test_the_command_line_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--kv-dtype", "fp8", "tiny", "hi"]) == 2
-    assert "kv_dtype=fp8 is for NVIDIA GPUs" in capsys.readouterr().err
+    assert "--kv-dtype fp8 is for NVIDIA GPUs" in capsys.readouterr().err
 
 
 # Memory

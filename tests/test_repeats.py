@@ -223,4 +223,4 @@ def test_on_the_command_line(command: str, capsys: pytest.CaptureFixture[str]) -
     given = engine_options(command_parser(command).parse_mixed([*words, "--max-repeat", "4"]))
     assert given == {"max_repeat": 4}
     assert main([command, *words, "--max-repeat", "1"]) == 2
-    assert "max_repeat must be at least 2, or 0 for off" in capsys.readouterr().err
+    assert "--max-repeat must be at least 2, or 0 for off" in capsys.readouterr().err

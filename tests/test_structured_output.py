@@ -472,7 +472,7 @@ def test_json_objects(served: Served) -> None:
     ({"guided_choice": []}, "guided_choice"), ({"guided_choice": ["a", 5]}, "guided_choice"),
     ({"guided_regex": 5}, "guided_regex"), ({"guided_grammar": "start: nothing"}, "guided_grammar"),
     ({"guided_grammar": "\x00"}, "guided_grammar"), ({"guided_json": "{"}, "guided_json"),
-    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": NAMED, "tools": [WEATHER]}, "tool_choice"),
 ])
 def test_what_is_no_form_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
