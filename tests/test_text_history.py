@@ -227,8 +227,8 @@ def test_without_history_the_same_conversation_misses(thinking: bool) -> None:
     assert shared(first, after, client.answer_ids) == len(first.request.prompt) + len(client.answer_ids)
 
 
-def test_auto_asks_the_template() -> None:
-    for variables, kept in (({}, False), ({"preserve_thinking": True}, True), ({"preserve_thinking": False}, False)):
+def test_thinking_is_preserved_unless_a_request_has_the_template_drop_it() -> None:
+    for variables, kept in (({}, True), ({"preserve_thinking": True}, True), ({"preserve_thinking": False}, False)):
         client = talk(None, True, QWEN_LIKE, returns=False)
         client.messages = [{"role": "user", "content": "Hi"}]
         first = client.ask(**variables)
@@ -240,10 +240,10 @@ def test_auto_asks_the_template() -> None:
 
 
 def test_modes_are_checked() -> None:
-    with pytest.raises(ConfigError, match="auto, template, preserve") as wrong:
+    with pytest.raises(ConfigError, match="one of template, preserve") as wrong:
         ChatProcessor(TOKENIZER, history="all")
     assert wrong.value.option == "history"
-    with pytest.raises(RequestError, match="auto, template, preserve") as refused:
+    with pytest.raises(RequestError, match="one of template, preserve") as refused:
         ChatProcessor(TOKENIZER).chat([{"role": "user", "content": "Hi"}], history="none")
     assert refused.value.field == "history"
 
@@ -350,7 +350,8 @@ def test_what_does_not_fit_is_rendered() -> None:
     first = client.say("Hi")
     client.hear(first, "Hello")
     whole = len(client.say("And?").request.prompt)
-    for longest, kept in ((whole + 1, True), (whole, False)):
+    room = next(room for room in range(2 * whole) if room - room // 4 == whole)  # a quarter is left to the answer
+    for longest, kept in ((room + 1, True), (room, False)):
         processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, longest=longest)
         client = Talk(processor, "preserve", True, returns=False)
         client.hear(client.say("Hi"), "Hello")

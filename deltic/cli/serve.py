@@ -132,7 +132,7 @@ def _chats(args: argparse.Namespace) -> bool:
 def _refuse_chat_options(args: argparse.Namespace) -> None:
     """They have no meaning for vectors and scores."""
     given = {"--pin-prompt": args.pin_prompt, "--log-text": args.log_text, "--chat-template": args.chat_template,
-             "--history": args.history != "auto", "--strip-billing-header": args.strip_billing_header,
+             "--history": args.history != "preserve", "--strip-billing-header": args.strip_billing_header,
              "--thinking-budget": args.thinking_budget is not None,
              "--tool-call-parser": args.tool_call_parser != "auto"}
     if useless := [name for name, is_given in given.items() if is_given]:

@@ -262,7 +262,7 @@ class LLM:
     one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
 
     Of the options, those of ChatConfig say how conversations are read, the others, of EngineConfig, how the model runs.
-    history: "template", "preserve" or "auto", how prompts treat earlier answers: see `deltic.text.history`.
+    history: "preserve" or "template", how prompts treat earlier answers: see `deltic.text.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
     thinking: whether to think, where a request does not say it; None: the template decides.
     thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.

@@ -39,6 +39,8 @@ log = logging.getLogger("deltic")
 
 _THINKING = frozenset(("enable_thinking", "reasoning_effort"))
 """Variables by which a request says whether the model is to think."""
+_PRESERVES = "preserve_thinking"
+"""Variable by which a request says whether the template shall show the thinking of earlier turns."""
 _LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens of KiB
 
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
@@ -73,7 +75,7 @@ class ChatConfig:
     template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
     """
 
-    history: str = "auto"
+    history: str = "preserve"
     strip_billing_header: bool = False
     thinking_budget: int | None = None
     thinking: bool | None = None
@@ -120,7 +122,7 @@ class ChatProcessor:
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None,
+             thinking_budget: int | None = None, owner: str = "",
              pictures: Mapping[str, bytes | RequestError] | None = None) -> Job:
         """The next turn of a conversation.
 
@@ -128,7 +130,8 @@ class ChatProcessor:
         what its answer has to look like where it is no call; after the thinking.
         variables: template variables such as enable_thinking, and add_generation_prompt and continue_final_message as
         transformers has them: an answer that does not begin a turn is not remembered.
-        history: another mode than this processor's.
+        history: another mode than this processor's. owner: whose earlier answers the prompt may be made of, and whose
+        this answer is.
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think.
@@ -136,7 +139,7 @@ class ChatProcessor:
         Unfetched raised where one is missing.
         RequestError names what is wrong.
         """
-        mode = self._config.history if history is None else history
+        mode = self._mode(history, variables or {})
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(self._with_thinking(variables))
@@ -144,7 +147,7 @@ class ChatProcessor:
                                 self._fetch(messages, pictures)) if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
                                          see=reader)
-        turn = self._turn(conversation, mode, opens)
+        turn = self._turn(conversation, mode, owner, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
         closing = Closing.of(conversation)
@@ -161,6 +164,12 @@ class ChatProcessor:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
         return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+
+    def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
+        """The request's own mode, or else this processor's; a request that has the template drop thinking gets that."""
+        if history is None and variables.get(_PRESERVES) is False:
+            return "template"
+        return self._config.history if history is None else history
 
     def _fetch(self, messages: Any, pictures: Mapping[str, bytes | RequestError] | None
                ) -> Callable[[str, str], bytes] | None:
@@ -235,9 +244,9 @@ class ChatProcessor:
         given, thinking = variables or {}, self._config.thinking
         return given if thinking is None or _THINKING & given.keys() else {"enable_thinking": thinking, **given}
 
-    def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> Turn:
+    def _turn(self, conversation: Conversation, mode: str, owner: str, opens: Opens) -> Turn:
         if opens == "turn":
-            return self._history.turn(conversation, mode)
+            return self._history.turn(conversation, mode, owner)
         prompt = unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
         start = opening(conversation, prompt)
         return Turn(prompt.ids, (start,) if start else ())
