@@ -6,10 +6,12 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from deltic.config import Limits
@@ -112,7 +114,8 @@ class ChatProcessor:
                           else None)
         self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
         self._fetches = image_urls
-        self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
+        self._history, self._owner = History(tokenizer, notes, replace(self._bound, field="messages")), ""
+        self._warned = Event()
         self.grammars = Grammars(tokenizer, limits.schema_seconds)
 
     @classmethod
@@ -120,9 +123,15 @@ class ChatProcessor:
         """Read a model directory's tokenizer; `template` is a file with a chat template, options those of the class."""
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
+    def of(self, owner: str) -> ChatProcessor:
+        """The same for one owner: prompts are made of this one's earlier answers alone, which are nobody else's."""
+        own = copy(self)
+        own._owner = owner
+        return own
+
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None, owner: str = "",
+             thinking_budget: int | None = None,
              pictures: Mapping[str, bytes | RequestError] | None = None) -> Job:
         """The next turn of a conversation.
 
@@ -130,8 +139,7 @@ class ChatProcessor:
         what its answer has to look like where it is no call; after the thinking.
         variables: template variables such as enable_thinking, and add_generation_prompt and continue_final_message as
         transformers has them: an answer that does not begin a turn is not remembered.
-        history: another mode than this processor's. owner: whose earlier answers the prompt may be made of, and whose
-        this answer is.
+        history: another mode than this processor's.
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think.
@@ -147,7 +155,7 @@ class ChatProcessor:
                                 self._fetch(messages, pictures)) if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
                                          see=reader)
-        turn = self._turn(conversation, mode, owner, opens)
+        turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
         closing = Closing.of(conversation)
@@ -244,9 +252,9 @@ class ChatProcessor:
         given, thinking = variables or {}, self._config.thinking
         return given if thinking is None or _THINKING & given.keys() else {"enable_thinking": thinking, **given}
 
-    def _turn(self, conversation: Conversation, mode: str, owner: str, opens: Opens) -> Turn:
+    def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> Turn:
         if opens == "turn":
-            return self._history.turn(conversation, mode, owner)
+            return self._history.turn(conversation, mode, self._owner)
         prompt = unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
         start = opening(conversation, prompt)
         return Turn(prompt.ids, (start,) if start else ())
@@ -255,8 +263,8 @@ class ChatProcessor:
         cleaned = without_billing_headers(messages)
         if cleaned is messages or self._config.strip_billing_header:
             return cleaned
-        if not self._warned:
-            self._warned = True
+        if not self._warned.is_set():
+            self._warned.set()
             log.warning("the system message begins with a billing header, which changes from request to request and "
                         "keeps prompts from being reused: `strip_billing_header` removes it")
         return messages

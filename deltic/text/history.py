@@ -87,7 +87,8 @@ class _Base:
 class History:
     """The answers of one model. Threads may share it.
 
-    bound: of prompts. A preserved one that has more than three quarters of it is rendered instead, which may be shorter.
+    bound: of prompts. A preserved one that takes more than three quarters of it is rendered instead, which may be
+    shorter.
     """
 
     def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, bound: Bound = UNBOUNDED) -> None:
