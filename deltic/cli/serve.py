@@ -59,6 +59,9 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help=f"what clients must send; may be repeated (default: ${_KEY_VARIABLE}, else nothing)")
     parser.add_argument("--api-key-file", type=existing_file, metavar="FILE",
                         help="more keys: a line for each, the key and then perhaps a name for the log")
+    parser.add_argument("--share-prefix-cache", action="store_true",
+                        help="let the owners of API keys share what is kept of prompts: less is read twice, and one "
+                             "can find out what another's prompts begin with")
     parser.add_argument("--request-log", type=path_name, metavar="FILE",
                         help="append a line of JSON for each request, without its text; - is standard output")
     parser.add_argument("--log-text", action="store_true",
@@ -97,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     with _listener(args) as listener:
         door = {"listener": listener, "tls": tls, "drain_seconds": args.drain_seconds, "lenient": args.lenient,
                 "cors_origins": args.cors_origin, "allowed_hosts": args.allowed_host, "api_keys": keys,
+                "share_prefix_cache": args.share_prefix_cache,
                 "request_log": _request_log(args)}
         chats = _chats(args)
         if not chats:

@@ -17,13 +17,15 @@ _LONGEST_NAME = 100
 
 
 class Keys:
-    """Lets in who sends one of these keys, and notes whose it is. owners: names, by key; a name may have several."""
+    """Lets in who sends one of these keys, and notes whose it is. owners: names, by key; a name may have several.
+    share_prefix_cache: what is kept of the prompts of one owner serves the others."""
 
-    def __init__(self, owners: Mapping[str, str]) -> None:
+    def __init__(self, owners: Mapping[str, str], share_prefix_cache: bool = False) -> None:
         if len(owners) > _MOST:
             raise ConfigError(f"there may be at most {_MOST} API keys, not {len(owners)}", "api_keys")
         if not all(owners):
             raise ConfigError("an API key is empty: everybody would have it", "api_keys")
+        self._shares = share_prefix_cache
         self._owners = [(spelled, name) for key, name in owners.items() for spelled in _spellings(key)]
 
     def check(self, request: Request) -> None:
@@ -37,7 +39,8 @@ class Keys:
         if not found:
             raise ProblemError(Problem(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY",
                                        code="invalid_api_key"))
-        record_of(request).key = found[0]
+        record = record_of(request)
+        record.key, record.prefix_owner = found[0], None if self._shares else found[0]
 
 
 def _spellings(key: str) -> Iterator[bytes]:

@@ -36,6 +36,7 @@ class RequestRecord:
     id: the client's own, or else ours.
     client: its address.
     key: the name of whose key it came with.
+    prefix_owner: the same, where that one's prompts share nothing with those of others.
     arrived, began: by the clock, and by time.perf_counter.
     served: whether it came so far as to be looked at by an endpoint.
     model, stream: what it asks for, once its body is read.
@@ -55,6 +56,7 @@ class RequestRecord:
     arrived: float = field(default_factory=time.time)
     began: float = field(default_factory=time.perf_counter)
     key: str | None = None
+    prefix_owner: str | None = None
     served: bool = False
     model: str | None = None
     stream: bool = False
@@ -165,6 +167,12 @@ def _without_host(scope: Scope) -> Scope:
         return scope
     path = scope["path"][whole.end():] or "/"
     return {**scope, "path": path, "raw_path": quote(path).encode()}
+
+
+def salt_of(owner: str | None, salt: str) -> str:
+    """What tells the prompts and answers of this owner under this `SaltedFields.salt` from all others; "" without
+    both."""
+    return "" if owner is None and not salt else f"{salt} {'' if owner is None else 'of ' + owner}"
 
 
 def record_of(request: Request) -> RequestRecord:
