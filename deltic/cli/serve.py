@@ -58,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", action="append", type=text, default=[], metavar="KEY",
                         help=f"what clients must send; may be repeated (default: ${_KEY_VARIABLE}, else nothing)")
     parser.add_argument("--api-key-file", type=existing_file, metavar="FILE",
-                        help="more keys: a line for each, the key and then perhaps a name for the log")
+                        help="more keys: a line for each, the key and then perhaps its owner's name")
     parser.add_argument("--share-prefix-cache", action="store_true",
                         help="let the owners of API keys share what is kept of prompts: less is read twice, and one "
                              "can find out what another's prompts begin with")

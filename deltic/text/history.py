@@ -30,7 +30,7 @@ from hashlib import blake2b
 from typing import Any
 
 from deltic.errors import DelticError, LongPromptError
-from deltic.text.chat import Conversation, Openings, boundaries, opening, spell, turning
+from deltic.text.chat import Conversation, Openings, boundaries, opening, spell
 from deltic.text.coerce import argument_schema, typed
 from deltic.text.deltas import Answer
 from deltic.text.messages import REASONING
@@ -198,12 +198,12 @@ def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> T
 
 def _rendered(conversation: Conversation, openings: Openings, notes: Mapping[int, Note], base: _Base | None,
               bound: Bound, whole: bool) -> Turn:
-    """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it."""
+    """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it; else, or
+    where the answer cannot be continued, as one that was stopped, it goes on from one of the template's boundaries."""
     conversation, text = _as_written(conversation, notes)
     prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
     start = opening(conversation, prompt, openings)
-    found = (_positions(start, turning(conversation, prompt), len(prompt.ids)) if whole
-             else boundaries(conversation, prompt, start))
+    found = _positions(*boundaries(conversation, prompt, start), len(prompt.ids) if whole else 0)
     return Turn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
                 _sent_thoughts(conversation))
 
