@@ -14,7 +14,7 @@ from deltic import LLM
 from deltic.errors import RequestError
 from deltic.types import SamplingParams
 
-KEYS = {"first": "ann", "second": "ann", "third": "bob"}
+KEYS: dict[str, str | None] = {"first": "ann", "second": "ann", "third": "bob"}
 SECRET = "The door code is 4711."
 SHORT: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
 
@@ -53,7 +53,7 @@ def history(question: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def thinking(keys: dict[str, str], **options: Any) -> Iterator[tuple[Served, Scripted]]:
+def thinking(keys: dict[str, str | None], **options: Any) -> Iterator[tuple[Served, Scripted]]:
     engine = Scripted(f"{SECRET}\n</think>\n\n{SAID}")
     with serving(engine.model(), api_keys=keys, **options) as served:
         yield served, engine
@@ -173,6 +173,30 @@ def test_after_a_restart(tmp_path: Path) -> None:
     with model(tmp_path) as llm, serving(limited(llm), api_keys=KEYS) as served:
         wait_for_disk(llm)
         assert [cached(served, key, "chat") > 100 for key in ("third", "second")] == [False, True]
+
+
+def test_keys_without_names_are_owners_wherever_they_stand(tmp_path: Path) -> None:
+    """A key that is put before them, as by a line of the file, finds nothing of what another had in its place."""
+    asked = {"input": "Hi", "max_output_tokens": 4, "temperature": 0}
+    with model(tmp_path) as llm, serving(llm, api_keys={"one": None, "two": None}) as served:
+        assert [cached(served, key, "chat") for key in ("one", "two")] == [0, 0]
+        path = f"/v1/responses/{post(served, 'one', '/v1/responses', asked)['id']}"
+    with model(tmp_path) as llm, serving(llm, api_keys={"new": None, "two": None, "one": None}) as served:
+        wait_for_disk(llm)
+        assert [cached(served, key, "chat") > 100 for key in ("new", "one", "two")] == [False, True, True]
+        found = {key: served.http.get(path, headers={"x-api-key": key}).status_code for key in ("new", "two", "one")}
+        assert found == {"new": 404, "two": 404, "one": 200}
+
+
+def test_a_name_that_the_log_gives_to_another_is_no_owner() -> None:
+    engine = Scripted(pause=0.01)
+    with serving(engine.model(), api_keys={"one": None, "two": "key-1"}) as served:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        with served.http.stream("POST", "/v1/chat/completions", json=body, headers={"x-api-key": "one"}) as response:
+            assert response.status_code == 200
+            seen = {key: len(served.http.get("/v1/requests", headers={"x-api-key": key}).json()["data"])
+                    for key in ("one", "two")}
+    assert seen == {"one": 1, "two": 0}
 
 
 def wait_for_disk(llm: LLM) -> None:

@@ -307,7 +307,7 @@ WITHOUT_QUESTION = [[SYSTEM], [SYSTEM, call({}, content=None), result("x")], [ca
 def test_a_conversation_without_a_question_is_refused_where_the_template_looks_for_one(
         template: str, messages: list[Any]) -> None:
     """Qwen3.5's does, also under vLLM: the model has never seen such a prompt. What to do is said."""
-    with pytest.raises(RequestError, match='user.*: add a message with the role "user"$') as caught:
+    with pytest.raises(RequestError, match=r'user.*: add a message with the role "user"$') as caught:
         ChatProcessor(TOKENIZER, template).chat(messages)
     assert caught.value.field == "messages" and ".:" not in str(caught.value)
 

@@ -220,14 +220,14 @@ def _tls(args: argparse.Namespace) -> SSLContext | None:
     return tls_context(args.tls_certificate, args.tls_key)
 
 
-def _keys(args: argparse.Namespace) -> dict[str, str]:
+def _keys(args: argparse.Namespace) -> dict[str, str | None]:
     """The names of those to whom the keys belong, by key."""
     given = args.api_key
     if not all(given):
         raise UsageError("--api-key is empty: leave it out for a server that everybody may use")
     if args.api_key_file is None:
         given = given or [key for key in [os.environ.get(_KEY_VARIABLE)] if key]
-    owners = {key: f"key-{number}" for number, key in enumerate(given, 1)}
+    owners = dict[str, str | None].fromkeys(given)
     if args.api_key_file is not None:
         from deltic.server.keys import read_keys
 

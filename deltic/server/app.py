@@ -57,7 +57,7 @@ class AppOptions(TypedDict, total=False):
     """What `create_app` can be told."""
 
     served_name: str | None
-    api_keys: Mapping[str, str]
+    api_keys: Mapping[str, str | None]
     share_prefix_cache: bool
     cors_origins: Sequence[str]
     allowed_hosts: Sequence[str]
@@ -77,11 +77,12 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     several models, which are loaded when they are asked for. Limits of connections are kept by `serve`, not here.
 
     served_name: the model's name for clients. api_keys: what clients must send, if anything, and the names of those to
-    whom the keys belong. share_prefix_cache: owners of keys share what is kept of prompts. cors_origins: web pages that
-    may use the server ("*": all). allowed_hosts: names by which it may be asked ("*": all). stuck_after: seconds
-    without progress that make /health fail. lenient: fields that nobody knows are ignored, and those of other servers
-    that would change the answer. request_log: gets a line for each request, and is closed at the end. encoders: models
-    of vectors and scores beside it. ConfigError if they do not fit together.
+    whom the keys belong; without a name (None) a key has an owner of its own. share_prefix_cache: owners of keys share
+    what is kept of prompts. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which
+    it may be asked ("*": all). stuck_after: seconds without progress that make /health fail. lenient: fields that
+    nobody knows are ignored, and those of other servers that would change the answer. request_log: gets a line for each
+    request, and is closed at the end. encoders: models of vectors and scores beside it. ConfigError if they do not fit
+    together.
     """
     if unknown := options.keys() - _DEFAULTS.keys():
         raise TypeError(f"create_app has no option {', '.join(sorted(unknown))}")
@@ -133,7 +134,7 @@ def application(routes: Sequence[Route], records: Records, cors_origins: Sequenc
     return app
 
 
-def check_of(api_keys: Mapping[str, str], share_prefix_cache: bool = False) -> Check:
+def check_of(api_keys: Mapping[str, str | None], share_prefix_cache: bool = False) -> Check:
     """Refuses requests without one of the keys; without keys none."""
     return Keys(api_keys, share_prefix_cache).check if api_keys else lambda _: None
 

@@ -1,10 +1,12 @@
-"""API keys: what clients send, and the names of those to whom the keys belong."""
+"""API keys: what clients send, and to whom the keys belong."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
 
 from starlette.requests import Request
 
@@ -16,17 +18,30 @@ _MOST = 1000  # keys: each request is compared with all of them
 _LONGEST_NAME = 100
 
 
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """name: for the log. id: of what is kept for it."""
+
+    name: str
+    id: str
+
+
 class Keys:
     """Lets in who sends one of these keys, and notes whose it is. owners: names, by key; a name may have several.
-    share_prefix_cache: what is kept of the prompts of one owner serves the others."""
+    share_prefix_cache: what is kept of the prompts of one owner serves the others.
 
-    def __init__(self, owners: Mapping[str, str], share_prefix_cache: bool = False) -> None:
+    A key without a name is an owner by itself. The log calls it by its place; what is kept belongs to a digest of the
+    key, so that a key that later comes to have this place finds nothing.
+    """
+
+    def __init__(self, owners: Mapping[str, str | None], share_prefix_cache: bool = False) -> None:
         if len(owners) > _MOST:
             raise ConfigError(f"there may be at most {_MOST} API keys, not {len(owners)}", "api_keys")
         if not all(owners):
             raise ConfigError("an API key is empty: everybody would have it", "api_keys")
         self._shares = share_prefix_cache
-        self._owners = [(spelled, name) for key, name in owners.items() for spelled in _spellings(key)]
+        self._owners = [(spelled, _Owner(name or f"key-{number}", name or _digest(key)))
+                        for number, (key, name) in enumerate(owners.items(), 1) for spelled in _spellings(key)]
 
     def check(self, request: Request) -> None:
         """Of what the two kinds of clients send, as a bearer's or as x-api-key; status 401 without."""
@@ -35,12 +50,17 @@ class Keys:
         given = [value for value in (sent.get(b"x-api-key"), bearer[7:] if bearer[:7].lower() == b"bearer " else None)
                  if value is not None]
         # all of them are compared, to take the same time
-        found = [name for value in given for key, name in self._owners if hmac.compare_digest(value, key)]
+        found = [owner for value in given for key, owner in self._owners if hmac.compare_digest(value, key)]
         if not found:
             raise ProblemError(Problem(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY",
                                        code="invalid_api_key"))
         record = record_of(request)
-        record.key, record.prefix_owner = found[0], None if self._shares else found[0]
+        record.key, record.owner = found[0].name, found[0].id
+        record.prefix_owner = None if self._shares else found[0].id
+
+
+def _digest(key: str) -> str:
+    return "key " + blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _spellings(key: str) -> Iterator[bytes]:
@@ -51,18 +71,18 @@ def _spellings(key: str) -> Iterator[bytes]:
             yield key.encode("latin-1")
 
 
-def read_keys(text: str, file: str) -> dict[str, str]:
+def read_keys(text: str, file: str) -> dict[str, str | None]:
     """A file's keys, with their owners' names: a line for each, the key, a space, and a name if it has one. Empty lines
     and those that begin with # are left out. ConfigError names a line that is wrong, never a key."""
-    owners: dict[str, str] = {}
+    owners: dict[str, str | None] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         key, *name = line.split(maxsplit=1)
-        owner = name[0].strip() if name else f"{file}:{number}"
+        owner = name[0].strip() if name else None
         if key in owners:
             raise ConfigError(f"line {number} of {file} has a key that another line has", "api_key_file")
-        if len(owner) > _LONGEST_NAME:
+        if owner and len(owner) > _LONGEST_NAME:
             raise ConfigError(f"line {number} of {file} has a name of more than {_LONGEST_NAME} characters",
                               "api_key_file")
         owners[key] = owner

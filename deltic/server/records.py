@@ -35,7 +35,8 @@ class RequestRecord:
 
     id: the client's own, or else ours.
     client: its address.
-    key: the name of whose key it came with.
+    key: what the log calls the key that it came with: its owner's name, if it has one.
+    owner: to whom belongs what is kept for it, and what counts for the key.
     prefix_owner: the same, where that one's prompts share nothing with those of others.
     arrived, began: by the clock, and by time.perf_counter.
     served: whether it came so far as to be looked at by an endpoint.
@@ -56,6 +57,7 @@ class RequestRecord:
     arrived: float = field(default_factory=time.time)
     began: float = field(default_factory=time.perf_counter)
     key: str | None = None
+    owner: str | None = None
     prefix_owner: str | None = None
     served: bool = False
     model: str | None = None
@@ -128,7 +130,7 @@ class Records:
             if answers > most:
                 raise RequestError(f"the request is for {answers} answers, and a key may have {most} at a time "
                                    "(max_running_per_key)", "n")
-            held = sum(other.answers for other in self._live if other.key == record.key and other is not record)
+            held = sum(other.answers for other in self._live if other.owner == record.owner and other is not record)
             if held + answers > most:
                 raise QuotaError(f"the API key has {held} answers that run or wait, and may have {most} "
                                  "(max_running_per_key): try again when one has ended")

@@ -58,7 +58,7 @@ class ServedModel:
         whole: the answers are wanted whole."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
-        client = record.key or _client_of(request)
+        client = record.owner or _client_of(request)
         jobs = [replace(job, request=replace(job.request, client=client, cache_salt=salt_of(
             record.prefix_owner, job.request.cache_salt))) for job in jobs]
         try:

@@ -180,8 +180,8 @@ def opening(conversation: Conversation, prompt: Spelled, openings: Openings | No
 
 def _turning(prompt: Spelled, view: _View, ending: str = "") -> int:
     """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
-    edited; 0 if there is nothing of that kind. ending: what the template writes after a last question, if that is known:
-    then it need not be asked."""
+    edited; 0 if there is nothing of that kind. ending: what the template writes after a last question, if that is
+    known: then it need not be asked."""
     *before, last = view.conversation.messages or [{"role": "nobody"}]
     if last["role"] != "user" or all(message["role"] != "assistant" for message in before):
         return 0

@@ -32,7 +32,7 @@ from deltic.server.request_log import RequestLog
 class EncoderAppOptions(TypedDict, total=False):
     """As of `create_app`."""
 
-    api_keys: Mapping[str, str]
+    api_keys: Mapping[str, str | None]
     share_prefix_cache: bool
     cors_origins: Sequence[str]
     allowed_hosts: Sequence[str]
