@@ -352,8 +352,9 @@ class LLM:
                         **options: Unpack[FormatOptions]) -> Stream:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
         check_options("generate_stream", options, _GENERATE_STREAM)
-        salt = as_salt(options.pop("cache_salt", None))
-        return Stream(self, self._job(as_prompt(prompt), as_params(sampling), as_format(**options), salt))
+        wanted = as_format(options.get("response_format"), options.get("structured_outputs"))
+        salt = as_salt(options.get("cache_salt"))
+        return Stream(self, self._job(as_prompt(prompt), as_params(sampling), wanted, salt))
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
