@@ -4,6 +4,7 @@ engines against those that have the same weights as plain numbers."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,24 @@ def test_a_model_in_float8(tmp_path: Path) -> None:
             for one, other in zip(found[:4], wanted[:4], strict=True)]
     assert sum(same) > 0.7 * len(same)
     assert all(len(found) == 24 for found in answers(packed, 20))  # 17 rows and more: plain copies
+
+
+def test_a_file_that_is_too_wide_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    """Its weights become bfloat16 at load where they fit; else torch dequantizes them in every step."""
+    shape = replace(SHAPE, hidden_size=5120, intermediate_size=512)
+    wide = file_of(random_weights(shape, "float32", initializer_range=0.02), "Q4_K_M", tmp_path)
+    caplog.set_level("INFO")
+    plain = load(str(wide), options())
+    assert {*plain.decoder.weight_kinds()} <= {"bfloat16", "BF16", "float32"}, plain.decoder.weight_kinds()
+    assert "the weights become bfloat16 when they are loaded, as the GPU kernels know no quantized" in caplog.text
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * shape.parameter_count, 80 << 30))
+    packed = load(str(wide), options(memory="16MiB"))
+    assert "torch dequantizes each matrix in every step; the CPU (device=cpu) may be faster" in caplog.text
+    assert {"Q4_K", "Q6_K"} <= {*packed.decoder.weight_kinds()}
+    same = [one == other for found, wanted in zip(answers(packed, 4), answers(plain, 4), strict=True)
+            for one, other in zip(found[:4], wanted[:4], strict=True)]
+    assert sum(same) > 0.7 * len(same)
 
 
 def test_what_cannot_be_is_refused() -> None:

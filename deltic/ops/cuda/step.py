@@ -180,10 +180,10 @@ class Step:
 
     def _begin(self, batch: Batch, kind: str) -> _Work:
         work = self.work(batch, kind)
-        self._enter(batch, work.residual, work.turns, self._blocks)
+        self.enter(batch, work.residual, work.turns, self._blocks)
         return work
 
-    def _enter(self, batch: Batch, residual: Tensor, turns: Tensor, blocks: int) -> None:
+    def enter(self, batch: Batch, residual: Tensor, turns: Tensor, blocks: int) -> None:
         embedding = self._decoder.embedding
         name, table = (("k_enter", embedding) if isinstance(embedding, Tensor)
                        else (f"k_enter_{embedding.type.lower()}", embedding.data))
@@ -347,25 +347,25 @@ class Step:
 
     def linear(self, x: Tensor, weight: object) -> Tensor:
         """By cuBLAS, of a quantized weight with a plain copy that is gone afterwards."""
+        return F.linear(x, self.plain(weight))
+
+    def plain(self, weight: object) -> Tensor:
+        """A weight [rows, columns] bf16; of a quantized one a copy."""
         parts = self._shapes.parts.get(id(weight))
         if parts:
-            return F.linear(x, packed.unpack(self._module, parts))
+            return packed.unpack(self._module, parts)
         assert isinstance(weight, Tensor)
-        return F.linear(x, weight)
+        return weight
 
     def head(self, x: Tensor) -> Tensor:
         """Normed hidden states [L, H] bf16 -> logits [L, V] float32."""
         weight = self._decoder.head
-        if not isinstance(weight, Tensor):
-            parts = self._shapes.parts[id(weight)]
-            if len(x) > MOST:
-                weight = packed.unpack(self._module, parts)
-            else:
-                logits = torch.empty(len(x), _rows(weight), device=self._device)
-                if len(x):
-                    self._multiply(weight, x, None, logits, STORE)
-                return logits
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        if isinstance(weight, Tensor) or len(x) > MOST:
+            return torch.mm(x, self.plain(weight).t(), out_dtype=torch.float32)
+        logits = torch.empty(len(x), _rows(weight), device=self._device)
+        if len(x):
+            self._multiply(weight, x, None, logits, STORE)
+        return logits
 
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16, which goes to `wide` in float32, too."""
