@@ -156,7 +156,7 @@ def test_prompts_beside_rows_that_are_behind(runtime: Runtime) -> None:
 @pytest.mark.parametrize("model", SIZES)
 def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
     options = {"dtype": "bfloat16", "device": "cuda", "memory": "1GiB", "max_context": 1024, "speculate": "off"}
-    size = SIZES[model]
+    size, options["quant"] = SIZES[model]
     one, many = (Session(size and replace(size, head=False), **options) for _ in range(2))
     assert many.runtime.verifies
     prompt, tokens, rng = numbers(1, 20, one.vocab_size), numbers(2, 90, one.vocab_size), random.Random(3)

@@ -256,6 +256,8 @@ class Step:
                    else Multiply(_columns(weight), scale is not None, out, unit_of(_rows(weight), out, self._blocks)))
         if len(x) > product.most:  # their input would not fit
             half = len(x) // 2
+            x = _compact(x, len(x), _columns(weight))
+            y = _compact(y, len(x), _rows(weight) // (2 if out == GATE else 1))
             self._multiply(weight, x[:half], scale, y[:half], out)
             return self._multiply(weight, x[half:], scale, y[half:], out)
         self._launch(product, weight, len(x), x=x, scale=scale, y=y, eps=self._decoder.eps)
@@ -380,6 +382,11 @@ class Step:
 def _module(source: str, device: torch.device) -> Module:
     """Loaded once, however many copies of a model are made."""
     return Module(source, device)
+
+
+def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:
+    """The rows [tokens, width] at the beginning of memory that may have been made for wider ones."""
+    return memory.view(-1)[:tokens * width].view(tokens, width)
 
 
 def _real(batch: Batch) -> Real:
