@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from reuse_cases import runtime_of, serve, tree_of, usage_of
 from speculation_cases import headed
-from support import drain, greedy, numbers, odd_runtime, reference, same_tokens
+from support import Answers, drain, greedy, numbers, odd_runtime, reference, same_tokens, take
 from test_prompts import PROMPT as SHOWN
 from test_prompts import request as shown
 
@@ -23,7 +24,7 @@ from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import Drafter, MtpDrafter, NgramDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
-from deltic.types import Embed, Event, Request, SamplingParams, VectorOut
+from deltic.types import Embed, Event, Request, SamplingParams, VectorOut, common_length
 
 TEXT, COUNT = numbers(1, 150, 500), 12
 MINE, YOURS = {"cache_salt": "mine"}, {"cache_salt": "yours"}
@@ -182,3 +183,32 @@ def test_keys_of_salts() -> None:
     one, two, none = (engine.keys_of(asked("a", salt=salt)) for salt in ("mine", "yours", ""))
     assert [*none] == [*TEXT] and one[2:] == two[2:] == none[2:]
     assert len({*one[:2], *two[:2]}) == 4 and max(*one[:2], *two[:2]) < 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_salts_at_once_in_a_small_cache(seed: int) -> None:
+    """They push each other out, pause, end early and find no more than what their own salt has left."""
+    draw, engine = Random(seed), Engine(runtime_of(odd_runtime(), pages=40, slots=10, batch=3, budget=40))
+    answers, told = Answers(), dict[str, list[Request]]()
+    for number in range(14):
+        salt, common = draw.choice(["", "mine", "yours"]), draw.choice([20, 48, 90])
+        prompt = (*TEXT[:common], *numbers(draw.randrange(3), draw.randrange(1, 30), 500))
+        request = asked(f"{number}", prompt, salt)
+        engine.add(request)
+        told.setdefault(salt, []).append(request)
+        for _ in range(draw.randrange(6)):
+            take(answers, engine.step())
+            live = draw.choice([*engine._sequences, "nobody"])
+            draw.choice([engine.pause, engine.resume, lambda _: None])(live)
+            engine.check()
+    for name in list(engine._sequences):
+        engine.resume(name)
+    answers = drain(engine, answers)
+    engine.check()
+    for requests in told.values():
+        for place, request in enumerate(requests):
+            answer = answers[request.id, 0]
+            same_tokens(reference(odd_runtime(), request.ids, COUNT), answer.tokens)
+            own = max((common_length(request.ids, other.ids) for other in requests if other is not request), default=0)
+            assert answer.last.usage and answer.last.usage.cached_tokens <= own, (place, request.id)
+    assert engine.scheduler.preemptions + engine.stats.reused_tokens > 0

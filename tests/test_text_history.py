@@ -359,6 +359,18 @@ def test_what_does_not_fit_is_rendered() -> None:
         assert ("Let me" in TOKENIZER.decode(prompt)) == (len(prompt) == whole) == kept
 
 
+def test_a_long_conversation_is_read_again_when_its_thinking_fills_the_context() -> None:
+    """Not in every turn: what the template has dropped leaves room for the next turns."""
+    client = Talk(ChatProcessor(TOKENIZER, TINY_TEMPLATE, longest=1000), "preserve", True, returns=False, size=5)
+    job, extended = client.say("Hi"), list[bool]()
+    for number in range(20):
+        client.hear(job, f"Answer {number}.", thought="I think about it. " * 15)
+        before, job = job, client.say(f"And {number}?")
+        assert len(job.request.prompt) < 1000
+        extended.append(shared(before, job, client.answer_ids) == len(before.request.prompt) + len(client.answer_ids))
+    assert 0 < extended.count(False) <= 5, extended
+
+
 def test_a_greeting_before_the_first_question() -> None:
     client = talk("preserve", True, messages=[SYSTEM, {"role": "assistant", "content": "How can I help?"}])
     first = client.say("Hi")
