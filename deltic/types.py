@@ -303,7 +303,7 @@ class Request:
     group: requests that came together name the same.
     client: who asks, such as an address; "": each group is one of its own. Where places are short clients have equal
         parts, and of a client's part its groups.
-    cache_salt: only requests with the same one share what is kept of prompts. Changes no token.
+    cache_salt: requests share cached prefixes only if they have the same salt. It does not change any token.
     """
 
     id: str

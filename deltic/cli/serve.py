@@ -60,8 +60,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-file", type=existing_file, metavar="FILE",
                         help="more keys: a line for each, the key and then perhaps its owner's name")
     parser.add_argument("--share-prefix-cache", action="store_true",
-                        help="let the owners of API keys share what is kept of prompts: less is read twice, and one "
-                             "can find out what another's prompts begin with")
+                        help="share cached prefixes between the owners of API keys: saves work, and lets one owner "
+                             "find out how another's prompts begin")
     parser.add_argument("--request-log", type=path_name, metavar="FILE",
                         help="append a line of JSON for each request, without its text; - is standard output")
     parser.add_argument("--log-text", action="store_true",

@@ -14,7 +14,7 @@ _SALTED = 2  # keys: 126 bits of hashes
 
 
 def keys_of(request: Request, vocabulary: int, max_context: int, pictures: bool) -> array[int]:
-    """The keys of its prompt, without its salt; RequestError if it cannot be served as asked. vocabulary: tokens of the
+    """The keys of its prompt, not yet salted; RequestError if it cannot be served as asked. vocabulary: tokens of the
     model. max_context: those that a prompt and its answer may have together. pictures: the model sees them."""
     if not request.prompt:
         raise RequestError("the prompt is empty: give at least one token", "prompt")
@@ -41,10 +41,12 @@ def keys_of(request: Request, vocabulary: int, max_context: int, pictures: bool)
 
 
 def salted(keys: array[int], salt: str, public: Iterable[array[int]] = ()) -> array[int]:
-    """Keys that agree with those of no other salt beyond the longest of the `public` prompts that they begin with.
+    """Salts the keys of a prompt in place: a prompt with another salt does not match them.
 
-    Whatever compares prompts compares keys, so this is all that separates them: the first two differ, and no prefix
-    that includes them is found by another salt. Without a salt the keys stay as they are.
+    The prefix tree, the tiers, the draft models and the scheduler compare keys only, so this one change separates all
+    of them. It hashes the first two keys with the salt. If the prompt starts with one of the `public` prompts, it
+    hashes the two keys after the longest of these, so that all salts share the public part. An empty salt changes
+    nothing.
     """
     start = max((len(prompt) for prompt in public if keys[:len(prompt)] == prompt), default=0)
     for place in range(start, min(start + _SALTED, len(keys)) if salt else start):

@@ -83,7 +83,7 @@ def as_params(sampling: Any, name: str = "sampling") -> SamplingParams:
 
 
 def as_salt(cache_salt: Any) -> str:
-    """A string that only those know who may share what is kept; "" for none."""
+    """The salt of a call's cached prefixes; "" for none."""
     if cache_salt == "":
         raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
     return "" if cache_salt is None else valid_text(cache_salt, "cache_salt")

@@ -136,8 +136,8 @@ class Engine:
         return salted(keys, request.cache_salt, self._public)
 
     def pin(self, prompt: tuple[int, ...]) -> bool:
-        """Keep a prompt that was read for as long as anything is kept, for requests with whatever `cache_salt`; returns
-        whether there was anything to keep."""
+        """Pins the prefix of a prompt that was prefilled. Requests with any `cache_salt` share it. Returns False if the
+        cache does not hold it."""
         keys = array("q", prompt)
         self._public += [] if keys in self._public else [keys]
         return self.runtime.cache.pin(prompt)

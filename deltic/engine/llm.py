@@ -58,12 +58,12 @@ _CLOSING = 60.0  # seconds that `close` waits for the step that is running
 
 
 class FormatOptions(TypedDict, total=False):
-    """What answers have to look like, and who shares what is kept.
+    """The form of the answers, and which calls share the cache.
 
     response_format: in OpenAI's form, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ...,
         "schema": ...}}.
     structured_outputs: in vLLM's, one of json (a schema), regex, choice (a list of texts), grammar.
-    cache_salt: only calls with the same one share what is kept of prompts and answers.
+    cache_salt: calls share cached prefixes and answer records only if they have the same salt.
     """
 
     response_format: Mapping[str, Any] | None

@@ -74,18 +74,17 @@ class Fields(BaseModel):
 
 
 class SaltedFields(Fields):
-    """cache_salt, as vLLM has it: only requests with the same one share what is kept of prompts and answers."""
+    """Adds cache_salt, as in vLLM: requests with different salts share neither cached prefixes nor answer records."""
 
     cache_salt: str | None = None
 
     @property
     def salt(self) -> str:
-        """A digest of it; "" without."""
+        """A digest of the salt; "" if there is none."""
         if self.cache_salt is None:
             return ""
         if not self.cache_salt:
-            raise RequestError("cache_salt is empty: give a string that only those know who may share, or leave it out",
-                               "cache_salt")
+            raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
         return blake2b(valid_text(self.cache_salt, "cache_salt").encode(), digest_size=16).hexdigest()
 
 

@@ -20,18 +20,20 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """name: for the log. id: of what is kept for it."""
+    """name: in the log. id: identity for everything that is stored."""
 
     name: str
     id: str
 
 
 class Keys:
-    """Lets in who sends one of these keys, and notes whose it is. owners: names, by key; a name may have several.
-    share_prefix_cache: what is kept of the prompts of one owner serves the others.
+    """Checks API keys and records the owner of a request's key.
 
-    A key without a name is an owner by itself. The log calls it by its place; what is kept belongs to a digest of the
-    key, so that a key that later comes to have this place finds nothing.
+    owners: names by key; several keys may have the same name, and belong to one owner. share_prefix_cache: owners share
+    cached prefixes.
+
+    A key without a name has an owner of its own. The log names it by its position. Its owner's identity is a digest of
+    the key: a position may belong to another key after a restart, and must not give access to stored data.
     """
 
     def __init__(self, owners: Mapping[str, str | None], share_prefix_cache: bool = False) -> None:

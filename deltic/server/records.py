@@ -35,9 +35,9 @@ class RequestRecord:
 
     id: the client's own, or else ours.
     client: its address.
-    key: what the log calls the key that it came with: its owner's name, if it has one.
-    owner: to whom belongs what is kept for it, and what counts for the key.
-    prefix_owner: the same, where that one's prompts share nothing with those of others.
+    key: name of the API key in the log.
+    owner: identity of the key's owner for stored responses, answer records and quotas.
+    prefix_owner: the same for cached prefixes; None if owners share them.
     arrived, began: by the clock, and by time.perf_counter.
     served: whether it came so far as to be looked at by an endpoint.
     model, stream: what it asks for, once its body is read.
@@ -172,8 +172,7 @@ def _without_host(scope: Scope) -> Scope:
 
 
 def salt_of(owner: str | None, salt: str) -> str:
-    """What tells the prompts and answers of this owner under this `SaltedFields.salt` from all others; "" without
-    both."""
+    """Combines an owner and a `SaltedFields.salt` into one salt; "" if there is neither."""
     return "" if owner is None and not salt else f"{salt} {'' if owner is None else 'of ' + owner}"
 
 

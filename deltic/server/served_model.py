@@ -32,7 +32,7 @@ class ServedModel:
     memory: one thread, in which answers are remembered in their order.
     records: all requests of the server, also for other models.
     pictures: what was fetched for a request, by URL, or why it could not be.
-    owner: whose key the request came with.
+    owner: of the request's API key.
     """
 
     llm: LLM

@@ -42,7 +42,7 @@ log = logging.getLogger("deltic")
 _THINKING = frozenset(("enable_thinking", "reasoning_effort"))
 """Variables by which a request says whether the model is to think."""
 _PRESERVES = "preserve_thinking"
-"""Variable by which a request says whether the template shall show the thinking of earlier turns."""
+"""Template variable for the thinking of earlier turns."""
 _LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens of KiB
 
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
@@ -124,7 +124,7 @@ class ChatProcessor:
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def of(self, owner: str) -> ChatProcessor:
-        """The same for one owner: prompts are made of this one's earlier answers alone, which are nobody else's."""
+        """A view of this processor for one owner: its prompts use this owner's answer records only."""
         own = copy(self)
         own._owner = owner
         return own
@@ -174,7 +174,7 @@ class ChatProcessor:
         return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
 
     def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
-        """The request's own mode, or else this processor's; a request that has the template drop thinking gets that."""
+        """The request's mode, or this processor's. `preserve_thinking: false` in a request selects template."""
         if history is None and variables.get(_PRESERVES) is False:
             return "template"
         return self._config.history if history is None else history

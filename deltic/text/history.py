@@ -12,8 +12,8 @@ is not sent and conversations that look alike have had different answers, none o
 another's thinking; the answers that follow, by which they part, tell again which is whose. In doubt a prompt is
 rendered and encoded as if nothing were known.
 
-Answers have an owner, and only prompts of the same owner are made of them: a conversation that another owner repeats
-word by word is one that nothing is known of.
+Answers have an owner. A prompt uses answers of its own owner only: if another owner sends the same conversation, it
+finds none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoni
 _RARE = 8
 # What notes and their keys say; those of another form are not found.
 _FORM = 4
-# A preserved prompt must leave this share of the context to its answer; templates that drop thinking leave more.
+# A preserved prompt leaves one part in four of the context to its answer.
 _ANSWER_SHARE = 4
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
@@ -87,8 +87,8 @@ class _Base:
 class History:
     """The answers of one model. Threads may share it.
 
-    bound: of prompts. A preserved one that takes more than three quarters of it is rendered instead, which may be
-    shorter.
+    bound: limit of prompts. A preserved prompt that exceeds three quarters of it is rendered by the template instead,
+    which may be shorter.
     """
 
     def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, bound: Bound = UNBOUNDED) -> None:
@@ -98,8 +98,8 @@ class History:
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
 
     def turn(self, conversation: Conversation, mode: str, owner: str = "") -> Turn:
-        """The prompt of the conversation's next answer. mode: one of MODES. owner: whose answers may be used, and whose
-        this one is. RequestError as the template raises it, or if the prompt is too long."""
+        """The prompt of the conversation's next answer. mode: one of MODES. owner: of the answers that it may use, and
+        of the next one. RequestError as the template raises it, or if the prompt is too long."""
         asked = _asked(conversation)
         if len(asked) > _RARE * self._bound.tokens:
             self._tokenizer.check_length(asked, self._bound)
@@ -139,7 +139,7 @@ class History:
         self._notes.flush()
 
     def _states(self, conversation: Conversation, schemas: Schemas, owner: str) -> list[str]:
-        """A hash for each number of messages, from none on. All of an owner's differ from all of another's."""
+        """A hash for each number of messages, from none on. The hashes of two owners differ."""
         variables = {name: value for name, value in conversation.variables.items()
                      if value is not None and name not in _TOGGLES}
         states = [_next_state("", [_FORM, owner, self._vocabulary, conversation.template.source, conversation.tools,
@@ -198,8 +198,8 @@ def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> T
 
 def _rendered(conversation: Conversation, openings: Openings, notes: Mapping[int, Note], base: _Base | None,
               bound: Bound, whole: bool) -> Turn:
-    """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it; else, or
-    where the answer cannot be continued, as one that was stopped, it goes on from one of the template's boundaries."""
+    """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it. The
+    template's boundaries are kept in any case, as an answer that was stopped cannot be extended."""
     conversation, text = _as_written(conversation, notes)
     prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
     start = opening(conversation, prompt, openings)

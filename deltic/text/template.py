@@ -130,7 +130,7 @@ def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
 
 
 def _with_remedy(refusal: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Templates that look for the last question refuse a conversation without one, in words of their own."""
+    """Adds the fix to the refusal of a conversation without a user message."""
     if not messages or any(message.get("role") == "user" for message in messages):
         return refusal
     return refusal.rstrip(".") + ': add a message with the role "user"'

@@ -83,6 +83,5 @@ def _check_scores(served: ServedModel, jobs: list[Job]) -> None:
 
 
 def _told(job: Job, body: SamplingFields) -> Job:
-    """The job, with what the body says to the engine alone: whether tokens may be drafted, who may share its prefixes.
-    """
+    """The job with the fields that concern the engine only: speculation and cache salt."""
     return replace(job, request=replace(job.request, speculate=body.speculate is not False, cache_salt=body.salt))
