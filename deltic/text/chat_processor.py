@@ -6,10 +6,12 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from deltic.config import Limits
@@ -39,6 +41,8 @@ log = logging.getLogger("deltic")
 
 _THINKING = frozenset(("enable_thinking", "reasoning_effort"))
 """Variables by which a request says whether the model is to think."""
+_PRESERVES = "preserve_thinking"
+"""Template variable for the thinking of earlier turns."""
 _LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens of KiB
 
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
@@ -73,7 +77,7 @@ class ChatConfig:
     template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
     """
 
-    history: str = "auto"
+    history: str = "preserve"
     strip_billing_header: bool = False
     thinking_budget: int | None = None
     thinking: bool | None = None
@@ -110,13 +114,20 @@ class ChatProcessor:
                           else None)
         self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
         self._fetches = image_urls
-        self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
+        self._history, self._owner = History(tokenizer, notes, replace(self._bound, field="messages")), ""
+        self._warned = Event()
         self.grammars = Grammars(tokenizer, limits.schema_seconds)
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:
         """Read a model directory's tokenizer; `template` is a file with a chat template, options those of the class."""
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
+
+    def of(self, owner: str) -> ChatProcessor:
+        """A view of this processor for one owner: its prompts use this owner's answer records only."""
+        own = copy(self)
+        own._owner = owner
+        return own
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
@@ -136,7 +147,7 @@ class ChatProcessor:
         Unfetched raised where one is missing.
         RequestError names what is wrong.
         """
-        mode = self._config.history if history is None else history
+        mode = self._mode(history, variables or {})
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(self._with_thinking(variables))
@@ -161,6 +172,12 @@ class ChatProcessor:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
         return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+
+    def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
+        """The request's mode, or this processor's. `preserve_thinking: false` in a request selects template."""
+        if history is None and variables.get(_PRESERVES) is False:
+            return "template"
+        return self._config.history if history is None else history
 
     def _fetch(self, messages: Any, pictures: Mapping[str, bytes | RequestError] | None
                ) -> Callable[[str, str], bytes] | None:
@@ -237,7 +254,7 @@ class ChatProcessor:
 
     def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> Turn:
         if opens == "turn":
-            return self._history.turn(conversation, mode)
+            return self._history.turn(conversation, mode, self._owner)
         prompt = unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
         start = opening(conversation, prompt)
         return Turn(prompt.ids, (start,) if start else ())
@@ -246,8 +263,8 @@ class ChatProcessor:
         cleaned = without_billing_headers(messages)
         if cleaned is messages or self._config.strip_billing_header:
             return cleaned
-        if not self._warned:
-            self._warned = True
+        if not self._warned.is_set():
+            self._warned.set()
             log.warning("the system message begins with a billing header, which changes from request to request and "
                         "keeps prompts from being reused: `strip_billing_header` removes it")
         return messages
