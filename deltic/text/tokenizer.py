@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
 from deltic.errors import BusyError, LongPromptError, ModelError, is_panic, show, too_long, valid_text
+from deltic.text.control_tokens import MARK, ControlTokens, any_of, unmarked
 from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
 # The cores belong to the engine; and without a word about it the backend warns whoever forks.
@@ -40,6 +40,9 @@ _PATIENCE: Final = 60.0
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
+_WORD = "a"
+_PIECES: Final = 1 << 10
+"""Pieces of a text that are encoded in one call."""
 _DECOMPOSED = "e\u0301"
 
 
@@ -129,21 +132,23 @@ class Tokenizer:
             return sources[0]
         return next(iter(self.chat_templates.values())) if len(self.chat_templates) == 1 else None
 
-    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True,
+    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True, quoted: bool = False,
                bound: Bound = UNBOUNDED) -> list[int]:
         """Token ids of a text; RequestError if it is not valid Unicode or beyond the bound. BusyError if it is large,
         and other large ones have taken too long.
 
         add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token). With
-        parse_special off, special tokens spelled in the text are ordinary text. Other threads run meanwhile.
+        parse_special off, control tokens spelled in the text are ordinary text; quoted: those with a mark are (see
+        `deltic.text.control_tokens`). Other threads run meanwhile.
         """
         valid_text(text, "prompt")
-        cuts = [] if parse_special else [match.start() + 1 for match in self._added_pattern.finditer(text)]
-        self.check_length(text, bound)
+        self.check_length(unmarked(text) if quoted else text, bound)
+        text = text if parse_special else self.controls.ordinary(text)
         with self._room_for(len(text)):
-            pieces = [self._ids(text[start:end], add_special and not start)
-                      for start, end in pairwise([0, *cuts, len(text)])]
-        ids = pieces[0] if len(pieces) == 1 else [id for piece in pieces for id in piece]
+            if MARK in text and (quoted or not parse_special):
+                ids = self._quoted_ids(text, add_special)
+            else:
+                ids = self._ids(text, add_special)
         bound.check(len(ids))
         return ids
 
@@ -192,8 +197,24 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
+    def _quoted_ids(self, text: str, add_special: bool) -> list[int]:
+        """Of a text with marks: what lies between them is encoded by itself."""
+        first, *pieces = text.split(MARK)
+        ids = self._ids(first, False)
+        for start in range(0, len(pieces), _PIECES):
+            behind = [self._seam + piece for piece in pieces[start:start + _PIECES]]
+            for found in self._backend.encode_batch_fast(behind, add_special_tokens=False):
+                ids += found.ids[self._seam_length:]
+        return self._around(ids) if add_special else ids
+
     def _ids(self, text: str, add_special: bool) -> list[int]:
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+
+    def _around(self, ids: list[int]) -> list[int]:
+        """The ids of a text in what the tokenizer puts around it."""
+        inner, outer = (self._ids(_WORD, add_special) for add_special in (False, True))
+        start = next(at for at in range(len(outer)) if outer[at:at + len(inner)] == inner)
+        return outer[:start] + ids + outer[start + len(inner):]
 
     @contextmanager
     def _room_for(self, characters: int) -> Iterator[None]:
@@ -216,8 +237,22 @@ class Tokenizer:
         return self.decode(self.encode(_DECOMPOSED)) == unicodedata.normalize("NFC", _DECOMPOSED)
 
     @cached_property
-    def _added_pattern(self) -> re.Pattern[str]:
-        return _any_of(text for text in self._added.values() if len(text) > 1)
+    def controls(self) -> ControlTokens:
+        """The tokens that client text must not become."""
+        splitter = self._backend.pre_tokenizer
+
+        def cuts(text: str) -> list[int]:
+            return [start for _, (start, _) in splitter.pre_tokenize_str(text)] if splitter else []
+        return ControlTokens(self.added, self.special, cuts)
+
+    @cached_property
+    def _seam(self) -> str:
+        """What a piece of a text is put behind where the tokenizer begins each text with a space of its own."""
+        return "" if self.decode(self._ids(_WORD, False)) == _WORD else "\n"
+
+    @cached_property
+    def _seam_length(self) -> int:
+        return len(self._ids(self._seam, False)) if self._seam else 0
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
@@ -225,11 +260,7 @@ class Tokenizer:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        return _any_of(self._special_ids)
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+        return any_of(self._special_ids)
 
 
 def _trim_memory() -> None:
