@@ -200,12 +200,14 @@ class ChatProcessor:
         return prompt.ids[:opening(conversation, prompt)]
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
-                 output_format: OutputFormat | None = None) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool = True) -> Job:
         """Continue a text (special tokens in it are recognised) or token ids as they stand. output_format: what the
-        continuation has to look like."""
+        continuation has to look like. add_special: put around a text what its tokenizer wants there, such as a bos
+        token."""
         if not isinstance(prompt, str):
             self._bound.check(len(prompt))
-        ids = self.tokenizer.encode(prompt, bound=self._bound) if isinstance(prompt, str) else prompt
+        ids = (self.tokenizer.encode(prompt, add_special=add_special, bound=self._bound) if isinstance(prompt, str)
+               else prompt)
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
         if output_format is None:
             return job

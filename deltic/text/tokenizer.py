@@ -137,7 +137,8 @@ class Tokenizer:
         """Token ids of a text; RequestError if it is not valid Unicode or beyond the bound. BusyError if it is large,
         and other large ones have taken too long.
 
-        add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token). With
+        add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token), but not what the
+        text has there itself, as one from a chat template may. With
         parse_special off, control tokens spelled in the text are ordinary text; quoted: those with a mark are (see
         `deltic.text.control_tokens`). Other threads run meanwhile.
         """
@@ -145,12 +146,23 @@ class Tokenizer:
         self.check_length(unmarked(text) if quoted else text, bound)
         text = text if parse_special else self.controls.ordinary(text)
         with self._room_for(len(text)):
-            if MARK in text and (quoted or not parse_special):
-                ids = self._quoted_ids(text, add_special)
-            else:
-                ids = self._ids(text, add_special)
+            marked = MARK in text and (quoted or not parse_special)
+            ids = self._quoted_ids(text) if marked else self._ids(text)
+        if add_special:
+            before, after = self.around
+            ids = [*before, *ids[len(before) if ids[:len(before)] == before else 0:], *after]
         bound.check(len(ids))
         return ids
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """What a raw prompt begins and ends with. The rule is tokenizer.json's post-processor. As in transformers,
+        `add_bos_token` in tokenizer_config.json counts for nothing beside a tokenizer.json."""
+        inner = self._ids(_WORD)
+        outer = list(self._backend.encode_batch_fast([_WORD], add_special_tokens=True)[0].ids)
+        places = [at for at in range(len(outer)) if outer[at:at + len(inner)] == inner]
+        start = places[0] if inner and places else len(outer)  # a vocabulary without the word
+        return outer[:start], outer[start + len(inner):]
 
     def check_length(self, text: str, bound: Bound) -> None:
         """LongPromptError if the text is certainly beyond the bound. Counts no more than it takes to know, and nothing
@@ -197,24 +209,18 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
-    def _quoted_ids(self, text: str, add_special: bool) -> list[int]:
+    def _quoted_ids(self, text: str) -> list[int]:
         """Of a text with marks: what lies between them is encoded by itself."""
         first, *pieces = text.split(MARK)
-        ids = self._ids(first, False)
+        ids = self._ids(first)
         for start in range(0, len(pieces), _PIECES):
             behind = [self._seam + piece for piece in pieces[start:start + _PIECES]]
             for found in self._backend.encode_batch_fast(behind, add_special_tokens=False):
                 ids += found.ids[self._seam_length:]
-        return self._around(ids) if add_special else ids
+        return ids
 
-    def _ids(self, text: str, add_special: bool) -> list[int]:
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
-
-    def _around(self, ids: list[int]) -> list[int]:
-        """The ids of a text in what the tokenizer puts around it."""
-        inner, outer = (self._ids(_WORD, add_special) for add_special in (False, True))
-        start = next(at for at in range(len(outer)) if outer[at:at + len(inner)] == inner)
-        return outer[:start] + ids + outer[start + len(inner):]
+    def _ids(self, text: str) -> list[int]:
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @contextmanager
     def _room_for(self, characters: int) -> Iterator[None]:
@@ -248,11 +254,11 @@ class Tokenizer:
     @cached_property
     def _seam(self) -> str:
         """What a piece of a text is put behind where the tokenizer begins each text with a space of its own."""
-        return "" if self.decode(self._ids(_WORD, False)) == _WORD else "\n"
+        return "" if self.decode(self._ids(_WORD)) == _WORD else "\n"
 
     @cached_property
     def _seam_length(self) -> int:
-        return len(self._ids(self._seam, False)) if self._seam else 0
+        return len(self._ids(self._seam)) if self._seam else 0
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
