@@ -324,11 +324,11 @@ def _by_difference(backend: Backend, id: int) -> bytes:
     return (twice[len(alone):] if twice.startswith(alone) else alone).encode()
 
 
-def _byte_map() -> dict[str, int]:
+def byte_letters() -> dict[int, str]:
     """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_map()
+_BYTE_OF = {letter: byte for byte, letter in byte_letters().items()}
