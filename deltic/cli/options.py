@@ -59,6 +59,9 @@ def add_template(parser: argparse.ArgumentParser) -> None:
                              "request may say otherwise (default: it may think as long as it wants)")
     parser.add_argument("--tool-call-parser", choices=("auto", "qwen", "json", "minimax"), default="auto",
                         help="how the model writes tool calls. auto: as its chat template shows (default)")
+    parser.add_argument("--parse-special", action="store_true",
+                        help="let messages spell control tokens, so that <|im_end|> in a file or a web page ends a "
+                             "turn (default: it is ordinary text)")
 
 
 def add_thinking(parser: argparse.ArgumentParser, name: str = "thinking") -> None:

@@ -138,7 +138,7 @@ def _refuse_chat_options(args: argparse.Namespace) -> None:
     given = {"--pin-prompt": args.pin_prompt, "--log-text": args.log_text, "--chat-template": args.chat_template,
              "--history": args.history != "preserve", "--strip-billing-header": args.strip_billing_header,
              "--thinking-budget": args.thinking_budget is not None,
-             "--tool-call-parser": args.tool_call_parser != "auto"}
+             "--tool-call-parser": args.tool_call_parser != "auto", "--parse-special": args.parse_special}
     if useless := [name for name, is_given in given.items() if is_given]:
         raise UsageError(f"{useless[0]} is for chat, and {args.model} is served for vectors or scores alone: leave it "
                          "out")

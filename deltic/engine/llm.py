@@ -273,6 +273,7 @@ class LLM:
     thinking: whether to think, where a request does not say it; None: the template decides.
     thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
     tool_call_parser: "qwen", "json", "minimax", how the model writes tool calls; "auto": as its chat template does.
+    parse_special: let messages spell control tokens such as <|im_end|>, which are ordinary text otherwise.
     Unknown options raise ConfigError, unusable models ModelError; requests that cannot be served RequestError; calls
     after `close`, or in a process that was forked from the model's, UnavailableError.
     """

@@ -74,7 +74,8 @@ class ChatConfig:
     history: how prompts treat earlier answers, see `deltic.text.history`. strip_billing_header: remove the billing
     header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
     `ChatProcessor.chat`. thinking: whether the model is to think where a request says nothing about it; None: the
-    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
+    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`. parse_special:
+    messages and tools may spell control tokens, which are ordinary text otherwise.
     """
 
     history: str = "preserve"
@@ -82,12 +83,13 @@ class ChatConfig:
     thinking_budget: int | None = None
     thinking: bool | None = None
     tool_call_parser: str = "auto"
+    parse_special: bool = False
 
     def __post_init__(self) -> None:
         _check(self.history, self.thinking_budget, ConfigError)
-        if not isinstance(self.strip_billing_header, bool):
-            raise ConfigError(f"strip_billing_header must be True or False, not {show(self.strip_billing_header)}",
-                              "strip_billing_header")
+        for name in ("strip_billing_header", "parse_special"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {show(getattr(self, name))}", name)
         if not isinstance(self.thinking, bool | None):
             raise ConfigError(f"thinking must be True, False or None, not {show(self.thinking)}", "thinking")
         if not isinstance(self.tool_call_parser, str) or self.tool_call_parser not in PARSERS:
@@ -154,7 +156,7 @@ class ChatProcessor:
         reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens,
                                 self._fetch(messages, pictures)) if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
-                                         see=reader)
+                                         see=reader, parse_special=self._config.parse_special)
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
@@ -210,17 +212,19 @@ class ChatProcessor:
         template = self._template(tools)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
-                                         self._with_thinking(variables))
+                                         self._with_thinking(variables), parse_special=self._config.parse_special)
         prompt = spell(self.tokenizer, conversation.render(conversation.messages))
         return prompt.ids[:opening(conversation, prompt)]
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
-                 output_format: OutputFormat | None = None) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool = True) -> Job:
         """Continue a text (special tokens in it are recognised) or token ids as they stand. output_format: what the
-        continuation has to look like."""
+        continuation has to look like. add_special: put around a text what its tokenizer wants there, such as a bos
+        token."""
         if not isinstance(prompt, str):
             self._bound.check(len(prompt))
-        ids = self.tokenizer.encode(prompt, bound=self._bound) if isinstance(prompt, str) else prompt
+        ids = (self.tokenizer.encode(prompt, add_special=add_special, bound=self._bound) if isinstance(prompt, str)
+               else prompt)
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
         if output_format is None:
             return job

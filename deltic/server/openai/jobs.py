@@ -57,7 +57,7 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     jobs = list[Job]()
     for place, prompt in enumerate(prompts):
         with of_prompt(f"prompt[{place}]") if len(prompts) > 1 else nullcontext():
-            jobs.append(_told(served.complete(prompt, sampling, wanted), body))
+            jobs.append(_told(served.complete(prompt, sampling, wanted, body.add_special_tokens), body))
             if len(prompts) > 1:  # else the engine itself says what is wrong
                 served.llm.engine.keys_of(jobs[-1].request)
     _check_scores(served, jobs)

@@ -213,6 +213,7 @@ class CompletionRequest(_Common):
     echo: bool | None = None
     suffix: Any = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None
 
     def sampling(self, limits: Limits) -> SamplingParams:
         """How the answers are to be chosen."""
