@@ -47,6 +47,17 @@ class Arguments:
         """Whether a call is."""
         return self._keys is not None
 
+    def knows(self, name: str) -> bool:
+        """Whether there is a tool of this name."""
+        return name in self._schemas
+
+    def takes(self, key: str) -> bool:
+        """Whether the open call may get a value with this key: it has none yet, and the schema, if it names any, names
+        this one."""
+        properties = self._schema.get("properties")
+        return (key != self._key and key not in (self._keys or ())
+                and (key in properties if isinstance(properties, Mapping) and properties else True))
+
     def begin(self, name: str) -> None:
         """A call."""
         self._schema, self._keys = self._schemas.get(name, {}), set()
