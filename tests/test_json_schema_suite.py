@@ -22,7 +22,7 @@ import pytest
 from test_server_harness import tiny
 
 from deltic.errors import RequestError
-from deltic.text.grammar import Grammar, Grammars, part_of
+from deltic.text.grammar import Grammar, Grammars
 from deltic.text.output_format import JsonSchema
 
 PAGE = Path(__file__).parents[1] / "docs" / "server.md"
@@ -99,7 +99,7 @@ def tried(suite: dict[str, Any], strict: bool) -> dict[str, Keyword]:
         for group in groups:
             try:
                 wanted = JsonSchema(group["schema"], strict)
-                grammar = grammars().grammar(lambda _, wanted=wanted: [part_of(wanted)], "schema")  # type: ignore
+                grammar = grammars().of(wanted)  # type: ignore
             except RequestError:
                 keyword.refused += 1
                 continue

@@ -5,8 +5,8 @@
 An argument may quote tags and whole calls. A closing tag ends a value if a tag follows that may follow a value, and if
 the value has closed all functions and parameters that it quotes. A parameter that begins within a value is quoted if
 the tool's schema does not know it, or if the call has it already; else the closing tag of the value may be missing.
-Where that leaves a doubt, the text after the place in doubt is read as part of the value, but held back until the value ends
-for certain; if it never does, the place in doubt was its end, and all that follows is read again.
+Where that leaves a doubt, the text after the place in doubt is read as part of the value, but held back until the value
+ends for certain; if it never does, the place in doubt was its end, and all that follows is read again.
 
 Under a grammar there is no doubt: a value ends with the first closing tag that is written as the form writes it.
 """
@@ -17,10 +17,10 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deltic.text import json_calls
 from deltic.text.arguments import Arguments, Said
+from deltic.text.coerce import Schema
 from deltic.text.stops import open_suffix
 from deltic.text.tools import SPACES, CallForm, clean_name, skip_spaces
 
@@ -53,7 +53,7 @@ class CallReader:
     it as well. exact: a grammar wrote the calls.
     """
 
-    def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]], opening: str, retries: int,
+    def __init__(self, form: CallForm, schemas: Mapping[str, Schema], opening: str, retries: int,
                  exact: bool = False) -> None:
         self.form, self.tags, self.retries, self.exact = form, form.tags, retries, exact
         self.bare = opening != form.block[0]
@@ -254,7 +254,9 @@ def block_begins(reader: CallReader, text: str, at: int) -> int:
     """After the tag that opens a block."""
     start = skip_spaces(text, at)
     if start < len(text):
-        reader.state = json_calls.head if text[start] == "{" else before_function
+        as_json = text[start] == "{"
+        reader.arguments.typed = as_json and reader.exact
+        reader.state = json_calls.head if as_json else before_function
     return start
 
 

@@ -139,7 +139,7 @@ def call_form(parser: str, template: str) -> CallForm:
     return PARSERS[parser] or next((form for sign, form in _SIGNS if sign in template), QWEN)
 
 
-def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
     """The parameter schema of each tool by name, from OpenAI's form; an empty one where a tool has none."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     return {function["name"]: Schema(given if isinstance(given := function.get("parameters"), Mapping) else {})
