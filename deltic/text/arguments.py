@@ -21,8 +21,8 @@ class Arguments:
     """The calls of one block. What they say is in `out`, text that is no part of them in `aside`.
 
     schemas: by the names of tools. streams: texts are said as they come, where the schema leaves them as they are.
-    decodes: texts are JSON where they can be. drops_empty: a call without arguments is none. typed: values have the types
-    that they are to have.
+    decodes: texts are JSON where they can be. drops_empty: a call without arguments is none. typed: values have
+    the types that they are to have.
     """
 
     def __init__(self, schemas: Mapping[str, Schema], *, streams: bool, decodes: bool,

@@ -154,6 +154,7 @@ class _Rules:
         given, strict = function.get("parameters"), bool(function.get("strict"))
         field = f"tools[{index}].function.parameters"
         schema = self._schemas.fit(JsonSchema(given if isinstance(given, Mapping) else {}, strict, field))
+        self._schemas.part(schema, strict, field)  # what is refused is refused as in a response_format
         parameters = None
         if self._form.parameter:
             parameters = self._parameters(f"f{index}", schema, strict, field)

@@ -22,7 +22,8 @@ _MOST_COUNTED = 1 << 30  # of characters or items: no answer has more
 _MOST_NAMES, _MOST_NESTED = 100, 64
 _MOST_PROBES, _MOST_STEPS = 5_000, 16
 _ROOT = "root"
-_ANNOTATIONS = frozenset(["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id", "$anchor"])
+_ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+                          "$comment", "$id", "$anchor"))
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 Probe = Callable[[Mapping[str, Any]], str]
@@ -150,8 +151,8 @@ def loosened(schema: Any, probe: Probe) -> tuple[dict[str, Any], set[str]]:
         return objections.get(key, "")
 
     def loosen(part: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in part.items()
-                if name in _ANNOTATIONS or (_refers(value, schema) if name == "$ref" else not asked(_alone(part, name)))}
+        kept = {name: value for name, value in part.items() if name in _ANNOTATIONS or (
+            _refers(value, schema) if name == "$ref" else not asked(_alone(part, name)))}
         dropped.update(part.keys() - kept.keys())
         for name in _MAPS:
             for key, inner in kept.get(name, {}).items():

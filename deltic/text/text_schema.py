@@ -21,17 +21,22 @@ _NEVER_ALONE = frozenset(("anyOf", "oneOf", "allOf", "not", "if", "patternProper
 _NO_TEXT_RULE = frozenset(("not", "if", "$dynamicRef", "$recursiveRef"))
 """What a schema may say about texts, and has no expression."""
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
-_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DAYS = {"28": "(0[1-9]|1[0-9]|2[0-8])", "30": "(0[1-9]|[12][0-9]|30)", "31": "(0[1-9]|[12][0-9]|3[01])"}
+_DATE = (f"([1-9][0-9]{{3}}-(02-{_DAYS['28']}|(0[469]|11)-{_DAYS['30']}|(0[13578]|1[02])-{_DAYS['31']})"
+         "|[1-9][0-9](0[48]|[2468][048]|[13579][26])-02-29)")
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 FORMATS: Mapping[str, str] = {
-    "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "duration": "P([0-9]+W|[0-9]+D(T[0-9]+H([0-9]+M([0-9]+S)?)?)?|T[0-9]+[HMS])", "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+    "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "duration": "P([0-9]+W|[0-9]+D(T[0-9]+H([0-9]+M([0-9]+S)?)?)?|T[0-9]+[HMS])",
+    "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
     "ipv6": "([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}|::([0-9a-f]{1,4}(:[0-9a-f]{1,4}){0,5})?",
-    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,3}}", "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL}){{1,3}}",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,3}}",
+    "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL}){{1,3}}",
     "uri": "[a-zA-Z][a-zA-Z0-9+.-]*:[a-zA-Z0-9./?#@!$&()*+,;=_~-]+"}
 """Formats that the grammar library enforces in JSON: texts that have them, if not all of these."""
-_SPACE = "[ \\t\\r\\n\\f\\v\\x1c-\\x1f\\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]*"
+_SPACE = (r"[ \t\r\n\f\v\x{1c}-\x{1f}\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}]*")
 _READ: Mapping[str, str] = {
     "null": "(null|None)", "boolean": "([Tt]rue|[Ff]alse)", "integer": "-?[0-9](?s:.*)", "number": "-?[0-9](?s:.*)",
     "object": r"\{(?s:.*)", "array": r"\[(?s:.*)", "string": '"(?s:.*)'}
