@@ -41,8 +41,8 @@ def brief() -> dict[int, float]:
             if set(tokenizer.token_bytes(token)) & set(b'"]}<\n') and token not in tokenizer.added.values()}
 
 
-def tool(schema: Any, strict: bool = True) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "strict": strict, "parameters": schema}}
+def tool(schema: Any, strict: bool = True, name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "strict": strict, "parameters": schema}}
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,8 @@ def test_strict_tools_keep_their_schemas(name: str, parser: str, served: dict[st
 
 REFUSED: dict[str, Any] = {
     "not": closed(a={"type": "string", "not": {"const": "JSon"}}),
-    "if": {**closed(a={"type": "string"}, b={"type": "string"}), "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    "if": {**closed(a={"type": "string"}, b={"type": "string"}), "if": {"required": ["a"]},
+           "then": {"required": ["b"]}},
     "dependent": {**closed(a={"type": "string"}), "dependentRequired": {"a": ["b"]}},
     "remote": closed(x={"$ref": "https://example.com/never.json"}),
     "unknown type": closed(x={"type": "any"}),
@@ -144,9 +145,9 @@ REFUSED: dict[str, Any] = {
 def test_strict_tools_are_refused_as_formats_are(name: str) -> None:
     """With the field of the tool, and the same reason."""
     schema, said = REFUSED[name], []
-    for more in ({"tools": [tool(closed(x={"type": "string"})), {**tool(schema), "function": {
-            **tool(schema)["function"], "name": "g"}}], "tool_choice": "required"},
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}}):
+    form = {"name": "x", "strict": True, "schema": schema}
+    for more in ({"tools": [tool(closed(x={"type": "string"}), name="g"), tool(schema)], "tool_choice": "required"},
+                 {"response_format": {"type": "json_schema", "json_schema": form}}):
         with pytest.raises(RequestError) as refusal:
             model().chat(QUESTION, SamplingParams(max_tokens=1), **more)  # type: ignore[arg-type]
         said.append((refusal.value.field, str(refusal.value).removeprefix(f"{refusal.value.field} ")))
@@ -200,7 +201,8 @@ SHORT = Annotated[str, Field(min_length=1, max_length=10)]
 TYPES: list[Any] = [
     bool, int, SHORT, Annotated[str, Field(pattern=r"^[a-z]{2,6}$")], Colour, Level, Literal["a", "b", "c d"],
     Literal[1, 2, "one"], Inner, Tree, Cat | Dog, datetime.date, datetime.datetime, Annotated[int, Field(gt=-5, le=99)],
-    Annotated[float, Field(ge=0.5, lt=2.5)], dict[SHORT, bool], dict[str, int], None, Annotated[str, Field(max_length=300)],
+    Annotated[float, Field(ge=0.5, lt=2.5)], dict[SHORT, bool], dict[str, int], None,
+    Annotated[str, Field(max_length=300)],
     Annotated[int, Field(ge=-2**63, lt=2**63)], Annotated[float, Field(ge=0, le=1e300)]]
 
 

@@ -193,7 +193,9 @@ class _Rules:
         """A value and what ends it: texts stand as they are, all else as JSON. "" if there is no value; None if it
         cannot be written so."""
         types, end = types_of(part, root, {}), quoted(self._form.parameter_end)
-        texts = Texts(root, strict).of(part) if not types or "string" in types else NOTHING
+        texts: str | None = NOTHING
+        if not types or "string" in types:
+            texts = Texts(root, None if strict else self._schemas.ignored).of(part)
         if texts is None:
             return None
         found = [] if texts == NOTHING else [self._text(name, texts, types)]

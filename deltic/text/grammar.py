@@ -202,15 +202,14 @@ class Grammars:
     def _compile(self, source: Source, schemas: Schemas, text: str) -> Grammar:
         """The grammar; where the library refuses it, that of looser schemas."""
         try:
-            return _compile(self.vocabulary, text)
+            return _compile(self.vocabulary, text, schemas.ignored)
         except _BadGrammar as error:
             refusal = str(error)
         loose = Schemas(loose=True)
-        text = json.dumps({"grammars": source(self.vocabulary, loose)})
-        if loose.ignored:
+        again = json.dumps({"grammars": source(self.vocabulary, loose)})
+        if again != text:
             try:
-                found = _compile(self.vocabulary, text)
-                return replace(found, ignored=tuple(sorted({*found.ignored, *loose.ignored})))
+                return _compile(self.vocabulary, again, loose.ignored)
             except _BadGrammar as error:
                 schemas, refusal = loose, str(error)
         wrong = ((said, field) for field, part in schemas.used if (said := objection(part)))
@@ -235,7 +234,8 @@ class _BadGrammar(ValueError):
         self.field = field
 
 
-def _compile(vocabulary: Vocabulary, text: str) -> Grammar:
+def _compile(vocabulary: Vocabulary, text: str, ignored: Set[str] = frozenset()) -> Grammar:
+    """ignored: keywords that were left out of its schemas."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary.compiled, text, log_level=0, limits=_limits())
@@ -248,7 +248,7 @@ def _compile(vocabulary: Vocabulary, text: str) -> Grammar:
         matcher, trial = (trial, matcher) if trial.is_error() else (matcher, trial)
     if matcher.is_error():
         raise _BadGrammar(_first_line(matcher.get_error()))
-    return Grammar(vocabulary, matcher, ignored=tuple(sorted(keywords_of(matcher.get_grammar_warnings()))))
+    return Grammar(vocabulary, matcher, ignored=tuple(sorted(ignored | keywords_of(matcher.get_grammar_warnings()))))
 
 
 def _limits() -> LLParserLimits:

@@ -6,7 +6,7 @@ An expression is one for terminals in Lark's notation.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from deltic.text.json_schema import resolve
@@ -72,11 +72,17 @@ def read_otherwise(types: Set[str], decodes: bool) -> list[str]:
 
 
 class Texts:
-    """The texts that parts of a schema allow. strict: all that it says about them counts; else what has no expression
-    is left out."""
+    """The texts that parts of a schema allow. ignored: gets the keywords that have no expression, which are left out;
+    None: a schema with such has none."""
 
-    def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
-        self._root, self._strict = root, strict
+    def __init__(self, root: Mapping[str, Any], ignored: set[str] | None) -> None:
+        self._root, self._ignored = root, ignored
+
+    def _lacks(self, names: Iterable[str]) -> bool:
+        """Whether these keywords, which have no expression, may not be left out."""
+        if self._ignored is not None:
+            self._ignored.update(names)
+        return self._ignored is None
 
     def of(self, part: Any, steps: int = 0) -> str | None:
         """An expression, ALL or NOTHING; None if there is none."""
@@ -85,8 +91,10 @@ class Texts:
         declared = part.get("type", "string")
         if "string" not in (declared if isinstance(declared, list) else [declared]):
             return NOTHING
-        if steps > _MOST_STEPS or (self._strict and part.keys() & _NO_TEXT_RULE):
-            return None if self._strict else ALL
+        if steps > _MOST_STEPS:
+            return None if self._lacks(["$ref"]) else ALL
+        if (unknown := part.keys() & _NO_TEXT_RULE) and self._lacks(unknown):
+            return None
         found = [self._own(part)]
         if "$ref" in part:
             target = resolve(part["$ref"], self._root)
@@ -102,7 +110,7 @@ class Texts:
 
     def _one_of(self, texts: list[str | None], name: str) -> str | None:
         allowed = [text for text in texts if text != NOTHING]
-        if None in allowed or (name == "oneOf" and self._strict and len(allowed) > 1):
+        if None in allowed or (name == "oneOf" and len(allowed) > 1 and self._lacks(["oneOf"])):
             return None
         return ALL if ALL in allowed else " | ".join(f"({text})" for text in allowed)
 
@@ -120,11 +128,11 @@ class Texts:
         low, high = part.get("minLength", 0), part.get("maxLength")
         if low or high is not None:
             found.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
-        form = part.get("format")
-        if form is not None and form not in FORMATS and self._strict:
+        form = FORMATS.get(str(part.get("format")))
+        if form:
+            found.append(slashed(form))
+        elif "format" in part and self._lacks(["format"]):
             return None
-        if form in FORMATS:
-            found.append(slashed(FORMATS[form]))
         return " & ".join(found) or ALL
 
 
