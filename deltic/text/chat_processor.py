@@ -21,6 +21,7 @@ from deltic.text.chat import Conversation, load_template, opening, spell, unfini
 from deltic.text.deltas import Answer
 from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
 from deltic.text.history import MODES, History, Turn
+from deltic.text.json_schema import Bounds
 from deltic.text.markers import THINK, closes_thinking
 from deltic.text.messages import parts_shown
 from deltic.text.notes import NoteStore
@@ -98,12 +99,13 @@ class ChatProcessor:
 
     template: jinja source to use instead of the model's own. notes: keeps what is remembered beyond the process.
     longest: tokens that the context holds, if known. limits: what one request may ask for. vision: what the model sees
-    with; image_urls: pictures may be given by http(s) URLs, which are fetched. options: those of ChatConfig.
+    with; image_urls: pictures may be given by http(s) URLs, which are fetched. json_bounds: for JSON whose schema has
+    none. options: those of ChatConfig.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: NoteStore | None = None,
                  longest: int | None = None, limits: Limits | None = None, vision: Vision | None = None,
-                 image_urls: bool = False, **options: Any) -> None:
+                 image_urls: bool = False, json_bounds: Bounds | None = None, **options: Any) -> None:
         self._config = ChatConfig(**options)
         self.tokenizer = tokenizer
         limits = limits or Limits()
@@ -113,7 +115,7 @@ class ChatProcessor:
         self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
         self._fetches = image_urls
         self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
-        self.grammars = Grammars(tokenizer, limits.schema_seconds)
+        self.grammars = Grammars(tokenizer, limits.schema_seconds, json_bounds)
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from deltic.errors import BusyError, RequestError
-from deltic.text.json_schema import fitted, keywords_of, loosened
+from deltic.text.json_schema import Bounds, fitted, keywords_of, loosened
 from deltic.text.markers import THINK, THINK_END
 from deltic.text.output_format import Choice, GrammarText, JsonSchema, OutputFormat, Regex
 from deltic.text.stream import AnswerText
@@ -43,6 +43,7 @@ _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Between the parts of JSON, as people indent it: without a bound small models write nothing else, again and again."""
 STRICT: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
 LENIENT = STRICT | {"lenient": True, "coerce_one_of": True}
+_COMPACT = {"whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"
 
 Part = dict[str, Any]
@@ -50,13 +51,15 @@ Part = dict[str, Any]
 
 
 class Schemas:
-    """Puts JSON schemas into a grammar. loose: without what the library refuses, where a schema is not strict.
+    """Puts JSON schemas into a grammar. bounds: for schemas that have none. loose: without what the library refuses,
+    where a schema is not strict.
 
     ignored: keywords that were left out. used: what was put there, by its fields.
     """
 
-    def __init__(self, loose: bool = False) -> None:
-        self.ignored, self.used, self._loose = set[str](), list[tuple[str, Part]](), loose
+    def __init__(self, bounds: Bounds | None = None, loose: bool = False) -> None:
+        self.ignored, self.used = set[str](), list[tuple[str, Part]]()
+        self._bounds, self._loose = bounds, loose
 
     def fit(self, wanted: JsonSchema) -> dict[str, Any]:
         """The schema as the library takes it."""
@@ -64,11 +67,11 @@ class Schemas:
         if self._loose and not wanted.strict:
             schema, left_out = loosened(schema, lambda tried: objection({**tried, _OPTIONS: LENIENT}))
             self.ignored |= left_out
-        return schema
+        return schema if self._bounds is None else self._bounds.on(schema)
 
     def part(self, schema: Mapping[str, Any], strict: bool, field: str) -> Part:
         """A schema that fits, with the library's options."""
-        part = {**schema, _OPTIONS: STRICT if strict else LENIENT}
+        part = {**schema, _OPTIONS: (STRICT if strict else LENIENT) | (_COMPACT if self._bounds else {})}
         self.used.append((field, part))
         return part
 
@@ -153,10 +156,11 @@ class _Tokens:
 
 
 class Grammars:
-    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: that one may take."""
+    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: that one may take. bounds: for JSON
+    whose schema has none."""
 
-    def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0) -> None:
-        self._tokenizer, self._seconds = tokenizer, seconds
+    def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0, bounds: Bounds | None = None) -> None:
+        self._tokenizer, self._seconds, self._bounds = tokenizer, seconds, bounds
         self._known: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -182,7 +186,7 @@ class Grammars:
         except ImportError as error:
             raise RequestError(f"{field} needs the package llguidance, which cannot be loaded ({error}): pip install "
                                "llguidance", field) from error
-        schemas = Schemas()
+        schemas = Schemas(self._bounds)
         text = json.dumps({"grammars": source(self.vocabulary, schemas)})
         if len(text) > _MOST_TEXT:
             raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
@@ -205,7 +209,7 @@ class Grammars:
             return _compile(self.vocabulary, text, schemas.ignored)
         except _BadGrammar as error:
             refusal = str(error)
-        loose = Schemas(loose=True)
+        loose = Schemas(self._bounds, loose=True)
         again = json.dumps({"grammars": source(self.vocabulary, loose)})
         if again != text:
             try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
+
+from deltic.config.generation import GenerationDefaults
 
 _NAMES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null",
                            dict: "object", list: "array"}
@@ -19,6 +22,10 @@ _LARGEST = 9223372036854774784
 """The largest double below 2**63: the library reads bounds as doubles, and compiles no larger ones of numbers."""
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MOST_COUNTED = 1 << 30  # of characters or items: no answer has more
+_MOST_SAID = 1_000_000
+_STEP = 0.01  # numbers get no more decimals
+_KEYS = {"patternProperties", "unevaluatedProperties", "maxProperties", "$ref", "anyOf", "oneOf"}
+_SHORT, _SCALARS = "^[a-z]{1,12}$", ["string", "integer", "boolean", "null"]
 _MOST_NAMES, _MOST_NESTED = 100, 64
 _MOST_PROBES, _MOST_STEPS = 5_000, 16
 _ROOT = "root"
@@ -162,6 +169,53 @@ def loosened(schema: Any, probe: Probe) -> tuple[dict[str, Any], set[str]]:
         return kept
 
     return _changed(schema if isinstance(schema, Mapping) else {}, loosen), dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of texts (characters) and lists in JSON, where a schema sets none."""
+
+    length: int
+    items: int
+
+    @classmethod
+    def of(cls, generation: GenerationDefaults) -> Bounds | None:
+        """Those that a model asks for."""
+        length, items = generation.json_max_length, generation.json_max_items
+        return cls(length, items) if length and items else None
+
+    def on(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """The schema with them. Numbers, and what else an object may have, are bounded as well."""
+        merged = any("allOf" in part for part in parts(schema))
+        return _changed(schema, lambda part: self._bound(part, merged))
+
+    def _bound(self, part: dict[str, Any], merged: bool) -> dict[str, Any]:
+        declared = part.get("type")
+        types = declared if isinstance(declared, list) else [declared]
+        if "string" in types and not part.keys() & {"maxLength", "enum", "const", "pattern", "format"}:
+            part["maxLength"] = max(self.length, part.get("minLength", 0))
+        if "array" in types:
+            part.setdefault("maxItems", max(self.items, part.get("minItems", 0)))
+        if {"integer", "number"} & {*types} and not part.keys() & {"enum", "const", "multipleOf"}:
+            lower, upper = (next((part[name] for name in names if name in part), bound)
+                            for names, bound in ((_LOWER, -_MOST_SAID), (_UPPER, _MOST_SAID)))
+            if not part.keys() & {*_LOWER, *_UPPER}:
+                part |= {"minimum": lower, "maximum": upper}
+            if "number" in types and lower + 1 <= upper:
+                part["multipleOf"] = _STEP
+        if "object" in types and not merged and not part.keys() & _KEYS:
+            self._close(part)
+        return part
+
+    def _close(self, part: dict[str, Any]) -> None:
+        """An object: no other properties than those that are named, or a few of short names."""
+        named, others = part.get("properties") or {}, part.get("additionalProperties", True)
+        if others is False or any(name not in named for name in part.get("required", ())):
+            return
+        part["additionalProperties"] = False
+        if not named:
+            part["patternProperties"] = {_SHORT: others if isinstance(others, Mapping) else {"type": _SCALARS}}
+            part["maxProperties"] = max(self.items, part.get("minProperties", 0))
 
 
 def _alone(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
