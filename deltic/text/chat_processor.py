@@ -73,7 +73,8 @@ class ChatConfig:
     history: how prompts treat earlier answers, see `deltic.text.history`. strip_billing_header: remove the billing
     header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
     `ChatProcessor.chat`. thinking: whether the model is to think where a request says nothing about it; None: the
-    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
+    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`. json_bounds: for JSON
+    whose schema has none.
     """
 
     history: str = "auto"
@@ -81,6 +82,7 @@ class ChatConfig:
     thinking_budget: int | None = None
     thinking: bool | None = None
     tool_call_parser: str = "auto"
+    json_bounds: Bounds | None = None
 
     def __post_init__(self) -> None:
         _check(self.history, self.thinking_budget, ConfigError)
@@ -99,13 +101,12 @@ class ChatProcessor:
 
     template: jinja source to use instead of the model's own. notes: keeps what is remembered beyond the process.
     longest: tokens that the context holds, if known. limits: what one request may ask for. vision: what the model sees
-    with; image_urls: pictures may be given by http(s) URLs, which are fetched. json_bounds: for JSON whose schema has
-    none. options: those of ChatConfig.
+    with; image_urls: pictures may be given by http(s) URLs, which are fetched. options: those of ChatConfig.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: NoteStore | None = None,
                  longest: int | None = None, limits: Limits | None = None, vision: Vision | None = None,
-                 image_urls: bool = False, json_bounds: Bounds | None = None, **options: Any) -> None:
+                 image_urls: bool = False, **options: Any) -> None:
         self._config = ChatConfig(**options)
         self.tokenizer = tokenizer
         limits = limits or Limits()
@@ -115,7 +116,7 @@ class ChatProcessor:
         self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
         self._fetches = image_urls
         self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
-        self.grammars = Grammars(tokenizer, limits.schema_seconds, json_bounds)
+        self.grammars = Grammars(tokenizer, limits.schema_seconds, self._config.json_bounds)
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:
