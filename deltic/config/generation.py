@@ -9,6 +9,7 @@ from typing import Any
 from deltic.config.reading import flag, integer, number, token_ids
 from deltic.errors import ModelError
 
+_MOST = (1 << 31) - 1
 _JSON = ("json_max_length", "json_max_items")
 
 
@@ -44,12 +45,13 @@ class GenerationDefaults:
         temperature = number(given, "temperature", 0.0, 100.0) if "temperature" in given else None
         return cls(
             temperature=temperature if flag(given, "do_sample", True) else 0.0,
-            top_k=integer(given, "top_k", 0, (1 << 31) - 1) if "top_k" in given else None,
+            top_k=integer(given, "top_k", 0, _MOST) if "top_k" in given else None,
             top_p=number(given, "top_p", 0.0, 1.0) if "top_p" in given else None,
             min_p=number(given, "min_p", 0.0, 1.0) if "min_p" in given else None,
             repetition_penalty=(number(given, "repetition_penalty", 0.01, 100.0)
                                 if "repetition_penalty" in given else None),
-            **{name: integer(given, name, 1, (1 << 31) - 1) for name in _JSON if name in given},
+            json_max_length=integer(given, "json_max_length", 1, _MOST) if "json_max_length" in given else None,
+            json_max_items=integer(given, "json_max_items", 1, _MOST) if "json_max_items" in given else None,
         ).with_eos(token_ids(given, "eos_token_id")).with_eos(eos_token_ids)
 
     def with_eos(self, token_ids: Iterable[int]) -> GenerationDefaults:

@@ -448,10 +448,11 @@ def _chat_processor(runtime: Runtime | ProgramModel, template: str | Path | None
     texts = runtime.tokenizer
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
-    return ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
-                         longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
-                         image_urls=runtime.options.allow_image_urls,
-                         json_bounds=Bounds.of(runtime.generation), **options)
+    processor = ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
+                              longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
+                              image_urls=runtime.options.allow_image_urls, **options)
+    processor.grammars.bounds = Bounds.of(runtime.generation)
+    return processor
 
 
 def _with_words(runtime: Runtime | ProgramModel, tokenizer: Tokenizer) -> Runtime | ProgramModel:

@@ -21,7 +21,6 @@ from deltic.text.chat import Conversation, load_template, opening, spell, unfini
 from deltic.text.deltas import Answer
 from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
 from deltic.text.history import MODES, History, Turn
-from deltic.text.json_schema import Bounds
 from deltic.text.markers import THINK, closes_thinking
 from deltic.text.messages import parts_shown
 from deltic.text.notes import NoteStore
@@ -73,8 +72,7 @@ class ChatConfig:
     history: how prompts treat earlier answers, see `deltic.text.history`. strip_billing_header: remove the billing
     header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
     `ChatProcessor.chat`. thinking: whether the model is to think where a request says nothing about it; None: the
-    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`. json_bounds: for JSON
-    whose schema has none.
+    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
     """
 
     history: str = "auto"
@@ -82,7 +80,6 @@ class ChatConfig:
     thinking_budget: int | None = None
     thinking: bool | None = None
     tool_call_parser: str = "auto"
-    json_bounds: Bounds | None = None
 
     def __post_init__(self) -> None:
         _check(self.history, self.thinking_budget, ConfigError)
@@ -116,7 +113,7 @@ class ChatProcessor:
         self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
         self._fetches = image_urls
         self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
-        self.grammars = Grammars(tokenizer, limits.schema_seconds, self._config.json_bounds)
+        self.grammars = Grammars(tokenizer, limits.schema_seconds)
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:

@@ -157,10 +157,11 @@ class _Tokens:
 
 class Grammars:
     """Compiles grammars, and keeps the last ones. Threads may share it. seconds: that one may take. bounds: for JSON
-    whose schema has none."""
+    whose schema has none, if there are such."""
 
-    def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0, bounds: Bounds | None = None) -> None:
-        self._tokenizer, self._seconds, self._bounds = tokenizer, seconds, bounds
+    def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0) -> None:
+        self._tokenizer, self._seconds = tokenizer, seconds
+        self.bounds: Bounds | None = None
         self._known: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -186,7 +187,7 @@ class Grammars:
         except ImportError as error:
             raise RequestError(f"{field} needs the package llguidance, which cannot be loaded ({error}): pip install "
                                "llguidance", field) from error
-        schemas = Schemas(self._bounds)
+        schemas = Schemas(self.bounds)
         text = json.dumps({"grammars": source(self.vocabulary, schemas)})
         if len(text) > _MOST_TEXT:
             raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
@@ -209,7 +210,7 @@ class Grammars:
             return _compile(self.vocabulary, text, schemas.ignored)
         except _BadGrammar as error:
             refusal = str(error)
-        loose = Schemas(self._bounds, loose=True)
+        loose = Schemas(self.bounds, loose=True)
         again = json.dumps({"grammars": source(self.vocabulary, loose)})
         if again != text:
             try:
