@@ -85,6 +85,10 @@ KEPT: dict[str, Any] = {
     "nullable date": closed(c={"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}),
     "all of a reference": {"definitions": {"C": RED}, **closed(c={"allOf": [{"$ref": "#/definitions/C"}]})},
     "all of two": closed(c={"allOf": [{"type": "string", "pattern": "^[a-f]+$"}, {"minLength": 3, "maxLength": 5}]}),
+    "one of two that a constant tells apart": {"$defs": {
+        "cat": closed(kind={"const": "cat"}, lives={"type": "integer", "minimum": 0, "maximum": 9}),
+        "dog": closed(kind={"enum": ["dog", "pup"]}, barks={"type": "boolean"})}, **closed(pet={
+            "discriminator": {"propertyName": "kind"}, "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]})},
     "an anchor": {"$defs": {"a": {"$anchor": "foo", "type": "integer"}}, **closed(x={"$ref": "#foo"})},
     "an escaped pointer": {"$defs": {"a/b c": {"type": "integer"}}, **closed(x={"$ref": "#/$defs/a~1b%20c"})},
     "a reference to a property": closed(a=RED, b={"$ref": "#/properties/a"}),
@@ -135,6 +139,7 @@ REFUSED: dict[str, Any] = {
     "unknown type": closed(x={"type": "any"}),
     "unknown format": closed(x={"type": "string", "format": "binary"}),
     "look-around": closed(x={"type": "string", "pattern": "^(?!a)b"}),
+    "one of two": closed(x={"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}),
     "unique": closed(x={"type": "array", "uniqueItems": True}),
     "contradiction": closed(x={"type": "string", "minLength": 3, "maxLength": 2}),
     "beyond 64 bits": closed(x={"type": "integer", "minimum": 1e20}),

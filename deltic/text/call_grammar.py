@@ -202,7 +202,7 @@ class _Rules:
         others = sorted(types - {"string"})
         if others:
             wanted = within(part if texts == NOTHING else {"allOf": [part, {"type": others}]}, root)
-            if not objection(wanted).startswith(_UNSATISFIABLE):
+            if texts == NOTHING or not objection(wanted).startswith(_UNSATISFIABLE):
                 found.append(f"{self._json(wanted, strict, field)} {end}")
         return " | ".join(found)
 

@@ -29,6 +29,7 @@ _SHORT, _SCALARS = "^[a-z]{1,12}$", ["string", "integer", "boolean", "null"]
 _MOST_NAMES, _MOST_NESTED = 100, 64
 _MOST_PROBES, _MOST_STEPS = 5_000, 16
 _ROOT = "root"
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
                           "$comment", "$id", "$anchor"))
 
@@ -57,10 +58,32 @@ def resolve(reference: Any, root: Any) -> Any:
 def within(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """A part of a schema as one of its own, in which its references name the same as before."""
     found = dict(part) if isinstance(part, Mapping) else {"allOf": [part]}
-    if not any("$ref" in inner or "$dynamicRef" in inner for inner in parts(found)):
-        return found
+    needed = _definitions(found, root)
+    if needed is not None:
+        return found | needed
     return {**{name: root[name] for name in ("$id", "$schema") if name in root}, **_changed(found, _moved),
             "$defs": {_ROOT: _changed(root, _moved)}}
+
+
+def _definitions(part: Any, root: Any) -> dict[str, Any] | None:
+    """The definitions of a schema to which a part of it refers; None if it refers to anything else."""
+    found: dict[str, dict[str, Any]] = {}
+    left = [part]
+    while left:
+        for inner in parts(left.pop()):
+            if "$dynamicRef" in inner:
+                return None
+            if "$ref" not in inner:
+                continue
+            place = _DEFINITION.fullmatch(str(inner["$ref"]))
+            if not place:
+                return None
+            kind, name = place.groups()
+            known = found.setdefault(kind, {})
+            if name not in known:
+                known[name] = resolve(inner["$ref"], root)
+                left.append(known[name])
+    return found  # type: ignore[return-value]
 
 
 def _moved(part: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +167,8 @@ def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
 def fitted(schema: Any) -> dict[str, Any]:
     """The same schema for the library: bounds that are too large for it become the largest that it knows, so that what
     it lets through fits, and limits that nothing reaches are left out."""
-    return _changed(schema if isinstance(schema, Mapping) else {"allOf": [schema]}, _fit)
+    root = schema if isinstance(schema, Mapping) else {"allOf": [schema]}
+    return _changed(root, lambda part: _fit(part, root))
 
 
 def loosened(schema: Any, probe: Probe) -> tuple[dict[str, Any], set[str]]:
@@ -239,7 +263,24 @@ def _refers(reference: Any, root: Any) -> bool:
     return known and (bool(where) or resolve(reference, root) is not None)
 
 
-def _fit(part: dict[str, Any]) -> dict[str, Any]:
+def _told_apart(branches: list[Any], root: Any) -> bool:
+    """Whether no object has two of these schemas, as a property that all require is another constant in each."""
+    seen: dict[str, list[set[str]]] = {}
+    for branch in branches:
+        for _ in range(_MOST_STEPS):
+            if isinstance(branch, Mapping) and "$ref" in branch:
+                branch = resolve(branch["$ref"], root)
+        if not isinstance(branch, Mapping) or branch.get("type") != "object":
+            return False
+        named = branch.get("properties")
+        for name in branch.get("required", ()):
+            values = _values(named.get(name, {})) if isinstance(named, Mapping) else []
+            seen.setdefault(name, []).append({json.dumps(value) for value in values})
+    return any(len(sets) == len(branches) and all(sets) and sum(map(len, sets)) == len(set().union(*sets))
+               for sets in seen.values())
+
+
+def _fit(part: dict[str, Any], root: Any) -> dict[str, Any]:
     for name in (*_LOWER, *_UPPER):
         bound = part.get(name)
         if isinstance(bound, int | float) and not isinstance(bound, bool):
@@ -252,6 +293,9 @@ def _fit(part: dict[str, Any]) -> dict[str, Any]:
             part[name] = count = int(count)
         if isinstance(count, int) and count > _MOST_COUNTED and name.startswith("max"):
             del part[name]
+    branches = part.get("oneOf")
+    if isinstance(branches, list) and "anyOf" not in part and _told_apart(branches, root):
+        part["anyOf"] = part.pop("oneOf")
     if "json-schema.org" not in str(part.get("$schema", "json-schema.org")):
         del part["$schema"]
     return part
