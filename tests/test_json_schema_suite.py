@@ -30,8 +30,8 @@ ROW = re.compile(r"\| (all|some|none) of the suite's schemas enforced \| (.*) \|
 NO_KEYWORDS = {"anchor", "boolean_schema", "content", "default", "infinite-loop-detection", "vocabulary", "refRemote"}
 EXCEPTIONS = {"additionalProperties": 1, "format": 10, "vocabulary": 1}
 """Instances that are judged otherwise: keys that match a pattern of other letters than ASCII are refused where others
-are not allowed; formats are enforced, and the suite takes them for notes; a metaschema that switches keywords off is not
-looked at."""
+are not allowed; formats are enforced, and the suite takes them for notes; a metaschema that switches keywords off is
+not looked at."""
 _MOST_SPELLINGS = 200
 
 
