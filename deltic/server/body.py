@@ -239,11 +239,16 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         field = error.field or ""
-        name = next((name for name in (field, *_beginnings(field)) if name in names), None)
-        if name is None:
+        sent = sent_name(field, names)
+        if sent == field:
             raise
-        sent = names[name] + field[len(name):]
         raise type(error)(str(error).replace(field, sent, 1), sent) from error
+
+
+def sent_name(field: str, names: Mapping[str, str]) -> str:
+    """What the client calls a field."""
+    name = next((name for name in (field, *_beginnings(field)) if name in names), None)
+    return field if name is None else names[name] + field[len(name):]
 
 
 def _beginnings(field: str) -> Iterator[str]:
