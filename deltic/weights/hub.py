@@ -22,6 +22,7 @@ from deltic.errors import ConfigError, ModelError, show
 from deltic.ops.qtensor import Form
 from deltic.ops.records import Block, Weight
 from deltic.ops.stored import StoredExpert
+from deltic.weights.catalog import REPOSITORY, repository_of, similar
 from deltic.weights.checksums import check_files
 from deltic.weights.files import Source, find_tensors, read_json
 from deltic.weights.fp8 import Float8
@@ -39,10 +40,8 @@ from deltic.weights.writing import size_of
 
 EMBEDDED: Final = "tiny"
 ACCEPTED: Final = ("a GGUF file, a directory with config.json and safetensors files, a Hugging Face name such as "
-                   f"Qwen/Qwen3.5-0.8B, or {EMBEDDED!r}, the embedded demo model")
+                   f"Qwen/Qwen3.5-0.8B (short: qwen3.5:0.8b), or {EMBEDDED!r}, the embedded demo model")
 
-_REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-][\w./-]*))?")
-"""A name on the hub, perhaps with one of its GGUF files."""
 _LATER_PART: Final = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _MAX_CONFIG: Final = 4 << 20
 _FILES: Final = (".gguf", ".pte")
@@ -291,11 +290,17 @@ def resolve(
             raise ModelError(f"{name} is on this machine as it is: leave out the revision ({revision}), which is for "
                              "models of the Hugging Face hub")
         return path
-    found = None if isinstance(model, Path) else _REPOSITORY.fullmatch(name)
+    found = None if isinstance(model, Path) else REPOSITORY.fullmatch(repository_of(name))
     if found is None:
         kind = "file" if Path(name).suffix.lower() in (*_FILES, ".safetensors") else "directory"
-        raise ModelError(f"there is no {kind} {show(name)}; a model is {ACCEPTED}")
+        raise ModelError(f"there is no {kind} {show(name)}{_meant(name)}; a model is {ACCEPTED}")
     return _download(found[1], found[2], revision, token, progress)
+
+
+def _meant(name: str) -> str:
+    """Names that are like this one, for a message."""
+    found = similar(name)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 
 def _on_disk(name: str) -> Path | None:
@@ -317,7 +322,8 @@ def open_checkpoint(model: str, revision: str | None = None, token: str | None =
 
     Raises ModelError as `resolve` does.
     """
-    found = _REPOSITORY.fullmatch(model)
+    model = model if Path(model).exists() else repository_of(model)
+    found = REPOSITORY.fullmatch(model)
     if found and found[2]:
         raise ModelError(f"{model} is a GGUF file; take the original model, a directory or a Hugging Face name")
     if model == EMBEDDED or Path(model).exists() or not found:
@@ -469,7 +475,7 @@ def _explain(repository: str, revision: str | None, error: Exception) -> str:
         return f"{repository} has no revision {revision!r}; see {page} for its branches and tags"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (f"{repository} is neither a directory here nor a repository on the Hugging Face hub that "
-                "you may see; check the spelling, or set HF_TOKEN if it is private")
+                f"you may see{_meant(repository)}; check the spelling, or set HF_TOKEN if it is private")
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         return f"the Hugging Face hub refuses access to {repository}: set HF_TOKEN to one that may read it"
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
