@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,11 +27,12 @@ from deltic.weights.files import Source, find_tensors, read_json
 from deltic.weights.fp8 import Float8
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file
+from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file, report_aside
 from deltic.weights.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_from_gguf
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
+from deltic.weights.layout import has_weights, is_gguf, refuse, refuse_pointer
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
-from deltic.weights.repository import Selection, select
+from deltic.weights.repository import Selection, is_model, select
 from deltic.weights.safetensors import Progress, read_directory, read_directory_float8
 from deltic.weights.stored import experts_in_directory, experts_in_gguf
 from deltic.weights.vision import load_tower, plan_tower
@@ -42,7 +42,6 @@ EMBEDDED: Final = "tiny"
 ACCEPTED: Final = ("a GGUF file, a directory with config.json and safetensors files, a Hugging Face name such as "
                    f"Qwen/Qwen3.5-0.8B (short: qwen3.5:0.8b), or {EMBEDDED!r}, the embedded demo model")
 
-_LATER_PART: Final = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _MAX_CONFIG: Final = 4 << 20
 _FILES: Final = (".gguf", ".pte")
 """Models that are one file: weights, and programs, which `artifacts` opens."""
@@ -176,14 +175,14 @@ def open_model(
         gguf = GgufFile.open(single)
         config = config_from_gguf(gguf)
         seen = _gguf_vision(gguf, config, mmproj)
+        report_aside(gguf)
         return ModelFiles(single, config, generation_from_gguf(gguf, config), gguf, *seen)
     if mmproj is not None:
         raise ModelError(f"{mmproj} cannot be used: {directory} is no GGUF file, and has its vision tower itself if it "
                          "sees")
     path = directory / "config.json"
-    if not path.exists() and (tower := next(directory.glob("*mmproj*.gguf"), None)):
-        raise ModelError(f"{directory} has a vision tower ({tower.name}) and no model: put the model's own GGUF file "
-                         "beside it")
+    if not path.exists() or not has_weights(directory):
+        refuse(directory)
     mapping = read_json(path, _MAX_CONFIG)
     with _of_file(path):
         config = ModelConfig.from_hf(mapping)
@@ -193,11 +192,11 @@ def open_model(
 
 
 def only_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory that has nothing else to run: parts of one model count as one."""
-    if (directory / "config.json").exists() or any(directory.glob("*.safetensors")):
+    """The GGUF file of a directory that has no other weights: parts of one model count as one. Some repositories of
+    GGUF files have a config.json too."""
+    if has_weights(directory):
         return None
-    models = [path for path in sorted(directory.glob("*.gguf"))
-              if not _LATER_PART.search(path.name) and "mmproj" not in path.name.lower()]
+    models = [path for path in sorted(directory.iterdir()) if is_model(path.name) and not path.is_dir()]
     if len(models) > 1:
         raise ModelError(f"{directory} has several GGUF files: name one of {', '.join(path.name for path in models)}")
     return models[0] if models else None
@@ -309,9 +308,10 @@ def _on_disk(name: str) -> Path | None:
         raise ModelError(f"the model's name is empty; a model is {ACCEPTED}")
     with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
         path = Path(name).expanduser()
-        if path.is_dir() or (path.is_file() and path.suffix.lower() in _FILES):
+        if path.is_dir() or (path.is_file() and path.suffix.lower() in _FILES) or is_gguf(path):
             return path
         if path.exists():
+            refuse_pointer(path)
             kind = "a file" if path.is_file() else "neither a file nor a directory"
             raise ModelError(f"{name} is {kind}; a model is {ACCEPTED}")
     return None
@@ -385,7 +385,7 @@ def _download(repository: str, wanted: str | None, revision: str | None, token: 
         _check_room(repository, _missing_sizes(repository, info, chosen))
         bar = None if progress else _quiet_bar()
         path = Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=[*chosen.patterns],
-                                      tqdm_class=bar))
+                                      ignore_patterns=[*chosen.skipped], tqdm_class=bar))
         if path.name != info.sha:  # it has moved on meanwhile
             info = HfApi().model_info(repository, revision=path.name, files_metadata=True, token=token)
         check_files(repository, path, _digests(info, chosen), bar or tqdm)
@@ -447,15 +447,16 @@ def _is_offline(error: Exception) -> bool:
 def _cached(repository: str, wanted: str | None, revision: str | None, cause: Exception) -> Path:
     from huggingface_hub import snapshot_download
 
-    def snapshot(*patterns: str) -> Path:
+    def snapshot(chosen: Selection) -> Path:
         """Where it is; an error if the hub has said of files with such names that are not here."""
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*patterns], local_files_only=True))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*chosen.patterns],
+                                      ignore_patterns=[*chosen.skipped], local_files_only=True))
 
     try:
-        path = snapshot("")
+        path = snapshot(Selection(("",)))
         chosen = select(repository, [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()],
                         wanted)
-        snapshot(*chosen.patterns)
+        snapshot(chosen)
     except Exception as error:
         reason = str(cause).strip().split("\n")[0]
         raise ModelError(f"{repository} is not downloaded, and the Hugging Face hub cannot be reached "
