@@ -25,14 +25,19 @@ _SECONDS = 10
 def add(parser: argparse.ArgumentParser) -> None:
     known = "; ".join(f"{name}: {client.about}" for name, client in CLIENTS.items())
     parser.add_argument("client", metavar="CLIENT", choices=tuple(CLIENTS), type=text, help=known)
-    parser.add_argument("--url", type=_url, default="http://127.0.0.1:8000", metavar="URL",
-                        help="where the server listens (default: http://127.0.0.1:8000)")
+    add_server(parser)
     parser.add_argument("--model", type=text, metavar="NAME",
                         help="one of several models of the server (default: its first)")
-    parser.add_argument("--api-key", type=text, metavar="KEY",
-                        help=f"what the server wants clients to send (default: ${KEY_VARIABLE}, else nothing)")
     parser.add_argument("--write", action="store_true",
                         help="add the settings to the client's own files; what was there before is kept in FILE.backup")
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Where a running server is."""
+    parser.add_argument("--url", type=_url, default="http://127.0.0.1:8000", metavar="URL",
+                        help="where the server listens (default: http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", type=text, metavar="KEY",
+                        help=f"what the server wants clients to send (default: ${KEY_VARIABLE}, else nothing)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +86,7 @@ def _url(given: str) -> str:
 
 
 def _target(url: str, model: str | None, key: str) -> Target:
-    served = {entry["id"]: entry for entry in _models(url, key)}
+    served = {entry["id"]: entry for entry in models_of(url, key)}
     chosen = model or next(iter(served))
     if chosen not in served:
         raise UsageError(f"the server at {url} has no model {chosen!r}: --model is one of {', '.join(served)}")
@@ -92,7 +97,7 @@ def _target(url: str, model: str | None, key: str) -> Target:
     return Target(url, chosen, context, key)
 
 
-def _models(url: str, key: str) -> list[dict[str, Any]]:
+def models_of(url: str, key: str) -> list[dict[str, Any]]:
     """What /v1/models lists. UsageError if nobody answers, or not as deltic does."""
     proxies = ProxyHandler({}) if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") else ProxyHandler()
     request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {_in_header(key)}"} if key else {})
