@@ -99,7 +99,7 @@ def test_list_and_show_are_ls_and_inspect(capsys):
 
 
 def test_ps_lists_the_models_of_a_server(capsys):
-    with tiny() as llm, serving(llm) as served:
+    with serving(tiny()) as served:
         assert main(["ps", "--url", served.url]) == 0
         assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["tiny", "yes"]
         assert main(["ps", "--url", served.url, "--json"]) == 0
