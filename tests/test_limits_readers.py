@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, limited, read_all, serving, tiny, wait_until
 
-from deltic.server.connections import _Counted
+from deltic.server.http_protocol import Transport
 
 LONG: dict[str, Any] = {"messages": USER, "stream": True, "max_tokens": 300, "temperature": 2.0, "logprobs": True,
                         "top_logprobs": 20, "ignore_eos": True}
@@ -65,7 +65,7 @@ def test_a_client_that_reads_nothing_is_closed(stream: bool, caplog: pytest.LogC
 @pytest.mark.parametrize("steady", [False, True], ids=["", "refilled"])
 def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if steady:  # as much as the client takes is written again before anybody looks
-        monkeypatch.setattr(_Counted, "get_write_buffer_size", lambda counted: 1 << 16, raising=False)
+        monkeypatch.setattr(Transport, "get_write_buffer_size", lambda counted: 1 << 16, raising=False)
         monkeypatch.setattr("deltic.server.connections.fcntl.ioctl", lambda *arguments: bytes(4))
     engine = Scripted()
     with serving(engine.model(max_unread_tokens=16, unread_seconds=3)) as served:

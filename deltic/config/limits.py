@@ -26,6 +26,10 @@ class Limits:
     header_seconds: int = _limit(20, "seconds that a client may take to send a request's headers, and that may pass "
                                      "between two pieces of its body")
     keep_alive_seconds: int = _limit(65, "seconds after which a connection without a request is closed")
+    max_header_kib: int = _limit(16, "KiB of a request's headers and target, where each header counts for at least 64 "
+                                     "bytes")
+    max_body_chunks: int = _limit(4096, "chunks of a request's body that may be small; one more is allowed for each 64 "
+                                        "bytes")
     max_body_mib: int = _limit(8, "MiB of a request's body")
     max_bodies_mib: int = _limit(64, "MiB of all bodies that are being received and read")
     max_body_values: int = _limit(500_000, "values (texts, numbers, lists, objects and their keys) in a request's body")

@@ -179,7 +179,7 @@ class Server(uvicorn.Server):
         # error: what is wrong with a client's request is said to the client, and is no business of the log
         super().__init__(uvicorn.Config(
             app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
-            http="h11", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
+            http="httptools", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
         self._models, self._drain_seconds, self._on_ready, self._tls = models, drain_seconds, on_ready, tls
         self.door = Door(limits, app.state.records.refuse)
         self._acceptors: list[Acceptor] = []
