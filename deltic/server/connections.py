@@ -26,6 +26,7 @@ from uvicorn.server import ServerState
 from deltic.config import Limits
 from deltic.server.http import Problem
 from deltic.server.http_protocol import HttpProtocol, told
+from deltic.server.sending import DROP
 
 log = logging.getLogger("deltic")
 
@@ -78,6 +79,10 @@ class Connection(HttpProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.leave(self)
         super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][DROP] = self._drop
 
     def on_refused(self, status: int) -> None:
         self._door.refused(status, self)

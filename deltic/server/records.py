@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltic.config import Limits
 from deltic.errors import QuotaError, RequestError
+from deltic.server.sending import Outbox
 
 if TYPE_CHECKING:
     from deltic.server.collect import Run
@@ -88,6 +89,7 @@ class Records:
     def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
                  texts: bool = False) -> None:
         self.texts, self._limits, self._log = texts, limits, log
+        self.outbox = Outbox(limits.max_unsent_mib)
         self._live: dict[RequestRecord, None] = {}
 
     def __iter__(self) -> Iterator[RequestRecord]:
@@ -151,7 +153,7 @@ class Recorder:
                 record.status = message["status"]
                 named = ((name.encode(), record.id.encode()) for name in ID_HEADERS)
                 message["headers"] = [*message.get("headers", ()), *named]
-            await send(message)
+            await self._records.outbox.send(scope, send, message)
         try:
             await self._app(scope, receive, noting)
         finally:
