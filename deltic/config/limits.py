@@ -32,7 +32,8 @@ class Limits:
                                         "bytes")
     max_body_mib: int = _limit(8, "MiB of a request's body")
     max_bodies_mib: int = _limit(64, "MiB of all bodies that are being received and read")
-    max_body_values: int = _limit(500_000, "values (texts, numbers, lists, objects and their keys) in a request's body")
+    max_body_values: int = _limit(100_000, "values in a request's body: lists, objects and their members, and for each "
+                                           "four others one")
     max_waiting: int = _limit(512, "answers that may wait for a place in the batch; then requests are refused with "
                                    "status 503 and Retry-After")
     max_wait_seconds: float | None = _limit(None, "seconds that a request may probably have to wait for a place in the "

@@ -94,8 +94,8 @@ class Connection(HttpProtocol):
         if self._handshake:
             self._handshake.cancel()
             return
-        problem = Problem(503, f"the server has {limit} connections, and no more at a time (max_connections): try again "
-                               "later")
+        problem = Problem(503, f"the server has {limit} connections, and no more at a time (max_connections): try "
+                               "again later")
         self.transport.write(told(problem, "", "retry-after: 1"))
         if linger:
             self.leave()

@@ -23,7 +23,8 @@ from deltic.server.openai import shapes as openai
 
 LEAST_HEADER = 64  # bytes that a header counts for at least: short ones cost as much to handle
 LEAST_CHUNK = 64  # bytes of a body for which one more chunk is allowed
-MOST_PIPELINED = 16  # requests of a connection that wait for the one before them
+MOST_PIPELINED = 64  # requests of a connection that wait for the one before them
+_SHORT = 64 << 10  # bytes of a body that is read to its end although its request is answered already
 _THROWN = 4  # so many times max_body_mib is read and thrown away: most clients read an answer only after they have sent
 
 
@@ -53,8 +54,8 @@ class Transport:
 
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Requests that are pipelined are answered one after another; what cannot be read is answered last,
-    in the form of the clients that use its path. A request that is answered before all of it came closes the connection,
-    after what is still on its way was thrown away."""
+    in the form of the clients that use its path. A request that is answered before all of it came closes the
+    connection, if that may be much, after what is still on its way was thrown away."""
 
     def __init__(self, config: Config, state: ServerState, app_state: dict[str, Any], limits: Limits) -> None:
         super().__init__(config, state, app_state)
@@ -154,11 +155,19 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MOST_PIPELINED:
             self.pipeline[0][0].keep_alive = False  # says that no more are answered
             raise _RefusedError(None)
+        if b"://" in self.url and b"/" not in self.url.partition(b"://")[2]:  # of a client that takes this for a proxy
+            self.url += b"/"
         super().on_headers_complete()
         self._in_head, self._in_body = False, True
         self._chunks = self._size = 0
-        # until all has come an answer is an early one: it ends the connection
-        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self._keeps_alive = self.cycle.keep_alive
+        if not self._is_short():  # until all has come an answer is an early one: it ends the connection
+            self.cycle.keep_alive = False
+
+    def _is_short(self) -> bool:
+        """Whether the client sends little in any case. One that waits to be told to go on may never send it."""
+        declared = next((int(value) for name, value in self.headers if name == b"content-length"), _SHORT + 1)
+        return declared <= _SHORT and not self.expect_100_continue
 
     def on_chunk_header(self) -> None:
         """Called by the parser."""

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +26,6 @@ ID_HEADERS = ("x-request-id", "request-id")
 _IDS = re.compile(r"[!-~]{1,128}")
 """Ids of clients that are taken: ASCII without spaces."""
 _LONGEST_PATH = 200
-_WHOLE = re.compile("https?://[^/]*", re.IGNORECASE)
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +143,7 @@ class Recorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = _without_host(scope)
+        scope = _without_slashes(scope)
         record = self._records.begin(scope)
 
         async def noting(message: Message) -> None:
@@ -160,13 +158,11 @@ class Recorder:
             self._records.end(record)
 
 
-def _without_host(scope: Scope) -> Scope:
-    """As if the target were a path, where a client asks for a whole URL, as it would ask a proxy."""
-    whole = _WHOLE.match(scope["path"])
-    if not whole:
+def _without_slashes(scope: Scope) -> Scope:
+    """As if there were one slash before the path: a base URL that ends with one makes two."""
+    if not scope["path"].startswith("//"):
         return scope
-    path = scope["path"][whole.end():] or "/"
-    return {**scope, "path": path, "raw_path": quote(path).encode()}
+    return {**scope, "path": "/" + scope["path"].lstrip("/"), "raw_path": b"/" + scope["raw_path"].lstrip(b"/")}
 
 
 def record_of(request: Request) -> RequestRecord:

@@ -29,8 +29,8 @@ class _Unsent:
 
 
 class Outbox:
-    """Sends the large bodies of a server's answers. most_mib: how much of them may wait to be read. held: bytes that do.
-    """
+    """Sends the large bodies of a server's answers. most_mib: how much of them may wait to be read. held: bytes that
+    do."""
 
     def __init__(self, most_mib: int) -> None:
         self._most_mib, self.held = most_mib, 0
