@@ -111,7 +111,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
               *anthropic.routes(registry, check), *model_routes(registry, services, check),
               *requests.routes(records, check), *embeddings.routes(services, check),
-              Route("/metrics", answering(_metrics(registry, services, request_log), check, error_response)),
+              Route("/metrics", answering(_metrics(registry, services, records, request_log), check, error_response)),
               Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
     routes.append(openapi.route(routes, check))
     app = application(routes, records, told["cors_origins"], told["allowed_hosts"],
@@ -237,11 +237,11 @@ def _ready(models: ModelRegistry) -> Endpoint:
     return ready
 
 
-def _metrics(models: ModelRegistry, encoders: Services, request_log: RequestLog | None) -> Endpoint:
+def _metrics(models: ModelRegistry, encoders: Services, records: Records, request_log: RequestLog | None) -> Endpoint:
     async def metrics(_: Request) -> Response:
         found = {served.name: snapshot(served.llm.engine) for served in models.loaded}
         lost = request_log.lost if request_log else 0
-        return Response(exposition(found, lost) + encoders.metrics(), media_type=CONTENT_TYPE)
+        return Response(exposition(found, records.responses, lost) + encoders.metrics(), media_type=CONTENT_TYPE)
     return metrics
 
 

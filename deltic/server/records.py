@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ ID_HEADERS = ("x-request-id", "request-id")
 _IDS = re.compile(r"[!-~]{1,128}")
 """Ids of clients that are taken: ASCII without spaces."""
 _LONGEST_PATH = 200
+_GONE = 499  # the status where a client left before it was answered
 
 
 @dataclass(slots=True, eq=False)
@@ -82,11 +84,12 @@ class RequestRecord:
 
 class Records:
     """The requests that are being answered. log: is given a line for each that is over. texts: whether the lines shall
-    have prompts and answers."""
+    have prompts and answers. responses: how many there were of each status."""
 
     def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
                  texts: bool = False) -> None:
         self.texts, self._limits, self._log = texts, limits, log
+        self.responses: Counter[int] = Counter()
         self.outbox = Outbox(limits.max_unsent_mib)
         self._live: dict[RequestRecord, None] = {}
 
@@ -106,6 +109,7 @@ class Records:
     def end(self, record: RequestRecord) -> None:
         """It is over. Looks at health and files are not worth a line."""
         self._live.pop(record, None)
+        self.responses[record.status or _GONE] += 1
         if record.release:
             record.release()
         if self._log and (record.served or record.status is None or record.status >= 400):
@@ -115,6 +119,7 @@ class Records:
 
     def refuse(self, status: int, client: str) -> None:
         """A connection was answered that had no request yet that could be read."""
+        self.responses[status] += 1
         if self._log:
             self._log({"time": _stamp(time.time()), "client": client, "status": status})
 
