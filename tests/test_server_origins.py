@@ -111,3 +111,17 @@ def test_a_path_that_is_a_little_wrong_is_told_the_right_one(served: Served, pat
 @pytest.mark.parametrize("host", ["host.docker.internal:8000", "gateway.docker.internal"])
 def test_containers_know_this_machine_by_another_name(served: Served, host: str) -> None:
     assert post(served, host=host)[0] == 200
+
+
+def test_functions_are_tools_as_they_were_called_before(served: Served) -> None:
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    old = [*USER, {"role": "assistant", "content": None, "function_call": call},
+           {"role": "function", "name": "f", "content": "x"}]
+    new = [*USER, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+           {"role": "tool", "name": "f", "content": "x"}]
+    prompts = [served.post("/tokenize", messages=messages).json()["tokens"] for messages in (old, new)]
+    assert prompts[0] == prompts[1]
+    response = served.post(CHAT, messages=old)
+    assert response.status_code == 200 and "x-deltic-ignored" not in response.headers
+    wrong = [{"role": "assistant", "function_call": {"arguments": "{}"}}, *USER]
+    assert served.post(CHAT, messages=wrong).json()["error"]["param"] == "messages[0].function_call.function.name"
