@@ -3,16 +3,19 @@ answers to requests that are still on their way."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from test_limits_connections import answer
 from test_server_harness import Scripted, Served, read_all, serving, wait_until
 
+from deltic.server.connections import RequestTurns
 from deltic.server.http_protocol import LEAST_HEADER, MOST_PIPELINED, HttpProtocol
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -162,6 +165,26 @@ def test_a_flood_of_pipelined_requests_is_cut_off(served: Served, calls: Counter
     text = ask(served, GET * 5000)
     assert MOST_PIPELINED < text.count("200 OK") < MOST_PIPELINED + 2 and text.count("connection: close") == 1
     assert calls["on_headers_complete"] <= MOST_PIPELINED + 2
+
+
+def test_each_client_has_its_turn() -> None:
+    """However many requests another one sends over however many connections."""
+    begun: list[str] = []
+
+    async def run() -> None:
+        turns = RequestTurns()
+        for number in range(50):
+            turns.add("many", partial(begun.append, f"many {number}"))
+        for number in range(2):
+            turns.add("few", partial(begun.append, f"few {number}"))
+        await asyncio.sleep(0)
+        assert begun == ["many 0", "few 0"], "one of each in a turn of the loop"
+        for _ in range(60):
+            await asyncio.sleep(0)
+        assert not turns._waiting
+
+    asyncio.run(run())
+    assert begun[2:4] == ["many 1", "few 1"] and begun[4:] == [f"many {number}" for number in range(2, 50)]
 
 
 def test_pipelined_requests_are_answered_in_order(served: Served) -> None:

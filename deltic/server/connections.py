@@ -15,12 +15,15 @@ import socket
 import struct
 import sys
 import termios
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from ssl import SSLContext
 from typing import Any
 
 from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from deltic.config import Limits
@@ -83,6 +86,10 @@ class Connection(HttpProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][DROP] = self._drop
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.answered = cycle
+        self._door.turns.add(self.client[0] if self.client else "", partial(super()._start_asgi_task, cycle, app))
 
     def on_refused(self, status: int) -> None:
         self._door.refused(status, self)
@@ -157,6 +164,28 @@ class Connection(HttpProtocol):
         return now - self._read
 
 
+class RequestTurns:
+    """Begins requests, in each turn of the event loop one of each client: a client that sends them over many
+    connections, or one after another without reading the answers, costs others no more than one that waits."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+
+    def add(self, client: str, begin: Callable[[], None]) -> None:
+        """A request of a client has come."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
+        self._waiting.setdefault(client, deque()).append(begin)
+
+    def _turn(self) -> None:
+        for client, requests in [*self._waiting.items()]:
+            requests.popleft()()
+            if not requests:
+                del self._waiting[client]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+
 class Door:
     """All connections of a server, and how many there may be."""
 
@@ -164,6 +193,7 @@ class Door:
         """refused: is told the status and the client's address where no request is that could be read."""
         self._refuse = refused
         self.limits, self._most = limits, min(limits.max_connections, _raise_file_limit(limits.max_connections))
+        self.turns = RequestTurns()
         self._open: set[Connection] = set()
         self._leaving: set[Connection] = set()  # refused ones
 
