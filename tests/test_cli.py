@@ -59,7 +59,8 @@ def test_alone_it_explains_itself(capsys):
     assert out.startswith("usage: deltic") and all(command in out for command in COMMANDS) and err == ""
 
 
-WITHOUT_ENGINE = ("compile", "cache", "connect", "convert", "doctor", "export", "ls", "mtp", "pull", "rm")
+WITHOUT_ENGINE = ("compile", "cache", "completion", "connect", "convert", "doctor", "export", "ls", "mtp", "ps", "pull",
+                  "rm")
 
 
 def test_the_page_is_up_to_date():

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cli import model_set, options
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import UsageError, existing_file, json_file, path_name, read_text, text, whole
+from deltic.cli.parser import (
+    UsageError,
+    advanced,
+    existing_file,
+    json_file,
+    path_name,
+    plain_file,
+    read_text,
+    text,
+    whole,
+)
 from deltic.cli.terminal import loading_bar
 from deltic.errors import DelticError
 
@@ -38,6 +48,9 @@ _LONGEST = 1_000_000
 
 def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
+    parser.add_argument("--config", type=plain_file, metavar="FILE",
+                        help="YAML or TOML (.toml) with options by their names, such as port: 8000; model and models "
+                             "name what is served. Options that are typed count instead")
     parser.add_argument("--host", help=f"address to listen on (default: {_HOST})")
     parser.add_argument("--port", type=whole(0, 65535), metavar="N",
                         help=f"port to listen on; 0 takes a free one (default: {_PORT})")
@@ -88,6 +101,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_engine(parser)
     options.add_limits(parser)
     options.add_random(parser, hidden=True)
+    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--strip-billing-header")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,7 +152,7 @@ def _refuse_chat_options(args: argparse.Namespace) -> None:
     given = {"--pin-prompt": args.pin_prompt, "--log-text": args.log_text, "--chat-template": args.chat_template,
              "--history": args.history != "preserve", "--strip-billing-header": args.strip_billing_header,
              "--thinking-budget": args.thinking_budget is not None,
-             "--tool-call-parser": args.tool_call_parser != "auto"}
+             "--tool-call-parser": args.tool_call_parser != "auto", "--parse-special": args.parse_special}
     if useless := [name for name, is_given in given.items() if is_given]:
         raise UsageError(f"{useless[0]} is for chat, and {args.model} is served for vectors or scores alone: leave it "
                          "out")

@@ -456,15 +456,16 @@ class Engine:
         for choice in choices:
             self._events.append(TokenOut(request.id, choice, None, None, sequence.finish, sequence.usage, error,
                                          sequence.report, refused))
-        self._forget(sequence)
+        self._forget(sequence, len(choices) - 1)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence, unbegun: int = 0) -> None:
         if sequence in self._sound:
             self._keep_emitted()
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
         self.speculator.forget(sequence)
         self.stats.finished += 1
+        self.meter.end(sequence, unbegun)
         self.stats.reused_tokens += sequence.cached
         group = self._sequences[sequence.request.id]
         group.remove(sequence)

@@ -40,6 +40,7 @@ from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
+from deltic.text.json_schema import Bounds
 from deltic.text.output_format import OutputFormat, only_format
 from deltic.text.output_format import response_format as read_response_format
 from deltic.text.output_format import structured_outputs as read_structured_outputs
@@ -273,6 +274,7 @@ class LLM:
     thinking: whether to think, where a request does not say it; None: the template decides.
     thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
     tool_call_parser: "qwen", "json", "minimax", how the model writes tool calls; "auto": as its chat template does.
+    parse_special: let messages spell control tokens such as <|im_end|>, which are ordinary text otherwise.
     Unknown options raise ConfigError, unusable models ModelError; requests that cannot be served RequestError; calls
     after `close`, or in a process that was forked from the model's, UnavailableError.
     """
@@ -463,9 +465,11 @@ def _chat_processor(runtime: Runtime | ProgramModel, template: str | Path | None
     texts = runtime.tokenizer
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
-    return ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
-                         longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
-                         image_urls=runtime.options.allow_image_urls, **options)
+    processor = ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
+                              longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
+                              image_urls=runtime.options.allow_image_urls, **options)
+    processor.grammars.bounds = Bounds.of(runtime.generation)
+    return processor
 
 
 def _with_words(runtime: Runtime | ProgramModel, tokenizer: Tokenizer) -> Runtime | ProgramModel:

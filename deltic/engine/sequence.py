@@ -64,7 +64,8 @@ class Sequence:
     known: tokens that the tree knows of it, and as of which of the tree's changes.
     turn: the step since which it runs, or waits, without a break.
     rest: what it returns to, where it waits because its turn was over.
-    arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter.
+    arrived, admitted, last_token: when it came, when it first got a lease, and when it drew its last token, in seconds
+        of time.perf_counter.
     logits [V]: those of the prompt's end, if known.
     draft_tokens: what may come next, to be verified in the next step.
     drafted, accepted: drafts so far, and those of them that were right.
@@ -98,6 +99,7 @@ class Sequence:
     rest: Rest | None = None
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
+    last_token: float | None = None
     counts: Counter[int] = field(default_factory=Counter)
     penalties: Any = None
     finish: Finish | None = None

@@ -21,6 +21,7 @@ from deltic.server.records import Records, record_of, salt_of
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
+from deltic.text.tokenizer import Tokenizer
 from deltic.types import SamplingParams
 
 
@@ -82,11 +83,16 @@ class ServedModel:
             run.close()
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams,
-                 output_format: OutputFormat | None = None) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool | None = None) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str) or output_format:
-            return self.llm.chat_processor.complete(prompt, sampling, output_format)
+            return self.llm.chat_processor.complete(prompt, sampling, output_format, add_special is not False)
         return bare_job(prompt, sampling, prompt_bound(self.llm.engine.max_context, self.limits))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the model; RequestError if it has none."""
+        return self.llm.chat_processor.tokenizer
 
     def token_bytes(self, token: int) -> bytes:
         """What a token looks like; without tokenizer they can be told apart all the same."""

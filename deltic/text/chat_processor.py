@@ -21,7 +21,7 @@ from deltic.text.billing import without_billing_headers
 from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
 from deltic.text.deltas import Answer
-from deltic.text.grammar import Grammar, GrammarConstraint, Grammars, part_of
+from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
 from deltic.text.history import MODES, History, Turn
 from deltic.text.markers import THINK, closes_thinking
 from deltic.text.messages import parts_shown
@@ -31,7 +31,7 @@ from deltic.text.stream import AnswerText, AnswerTexts, Router, TokenRouter, cha
 from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
-from deltic.text.tools import PARSERS, call_form
+from deltic.text.tools import PARSERS, CallForm, call_form
 from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
 from deltic.vision.fetch import Fetcher, Unfetched
 from deltic.vision.prompts import with_pictures
@@ -60,11 +60,13 @@ class Job:
     """A request, and the texts of its choices.
 
     remember: to be called once for each choice that finishes, so that following prompts can build on it.
+    ignored: what of the request the answer is not kept to.
     """
 
     request: Request
     texts: AnswerTexts
     remember: Remember | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class ChatConfig:
     history: how prompts treat earlier answers, see `deltic.text.history`. strip_billing_header: remove the billing
     header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
     `ChatProcessor.chat`. thinking: whether the model is to think where a request says nothing about it; None: the
-    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
+    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`. parse_special:
+    messages and tools may spell control tokens, which are ordinary text otherwise.
     """
 
     history: str = "preserve"
@@ -82,12 +85,13 @@ class ChatConfig:
     thinking_budget: int | None = None
     thinking: bool | None = None
     tool_call_parser: str = "auto"
+    parse_special: bool = False
 
     def __post_init__(self) -> None:
         _check(self.history, self.thinking_budget, ConfigError)
-        if not isinstance(self.strip_billing_header, bool):
-            raise ConfigError(f"strip_billing_header must be True or False, not {show(self.strip_billing_header)}",
-                              "strip_billing_header")
+        for name in ("strip_billing_header", "parse_special"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {show(getattr(self, name))}", name)
         if not isinstance(self.thinking, bool | None):
             raise ConfigError(f"thinking must be True, False or None, not {show(self.thinking)}", "thinking")
         if not isinstance(self.tool_call_parser, str) or self.tool_call_parser not in PARSERS:
@@ -154,10 +158,12 @@ class ChatProcessor:
         reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens,
                                 self._fetch(messages, pictures)) if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
-                                         see=reader)
+                                         see=reader, parse_special=self._config.parse_special)
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
-        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
+        grammar = self._grammar(conversation, answer, form)
+        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel,
+                             exact=grammar is not None)
         closing = Closing.of(conversation)
         guide = None if budget is None else partial(
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
@@ -167,11 +173,10 @@ class ChatProcessor:
             prompt, places = with_pictures(turn.ids, reader.found, self._vision.tower, turn.boundaries)
             self._bound.check(len(prompt))
             job = replace(job, request=replace(job.request, prompt=prompt, boundaries=places))
-        grammar = self._grammar(conversation, answer)
         if grammar is None:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
-        return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+        return _constrained(job, grammar, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
 
     def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
         """The request's mode, or this processor's. `preserve_thinking: false` in a request selects template."""
@@ -210,35 +215,34 @@ class ChatProcessor:
         template = self._template(tools)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
-                                         self._with_thinking(variables))
+                                         self._with_thinking(variables), parse_special=self._config.parse_special)
         prompt = spell(self.tokenizer, conversation.render(conversation.messages))
         return prompt.ids[:opening(conversation, prompt)]
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
-                 output_format: OutputFormat | None = None) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool = True) -> Job:
         """Continue a text (special tokens in it are recognised) or token ids as they stand. output_format: what the
-        continuation has to look like."""
+        continuation has to look like. add_special: put around a text what its tokenizer wants there, such as a bos
+        token."""
         if not isinstance(prompt, str):
             self._bound.check(len(prompt))
-        ids = self.tokenizer.encode(prompt, bound=self._bound) if isinstance(prompt, str) else prompt
+        ids = (self.tokenizer.encode(prompt, add_special=add_special, bound=self._bound) if isinstance(prompt, str)
+               else prompt)
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
         if output_format is None:
             return job
-        return _constrained(job, partial(GrammarConstraint, self._format(output_format)))
+        grammar = self.grammars.of(output_format)
+        return _constrained(job, grammar, partial(GrammarConstraint, grammar))
 
-    def _format(self, wanted: OutputFormat) -> Grammar:
-        return self.grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
-
-    def _grammar(self, conversation: Conversation, answer: AnswerForm) -> Grammar | None:
+    def _grammar(self, conversation: Conversation, answer: AnswerForm, form: CallForm) -> Grammar | None:
         """What the answer has to keep to, if anything."""
         choice, wanted = answer.calls, answer.output
         functions = choice.functions(conversation.tools or ())
         restricted = choice.needed or choice.names or any(function.get("strict") for function in functions.values())
         if not functions or not (restricted or wanted):
-            return self._format(wanted) if wanted else None
-        form = call_form(self._config.tool_call_parser, conversation.template.source)
+            return self.grammars.of(wanted) if wanted else None
         calls = Calls(form, functions, choice.needed, choice.parallel, wanted)
-        return self.grammars.grammar(lambda vocabulary: call_parts(calls, vocabulary.tags), "tools")
+        return self.grammars.grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
 
     def flush(self) -> None:
         """Wait until what was said is written, where it is kept beyond the process."""
@@ -298,11 +302,13 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _constrained(job: Job, constraint: Callable[[AnswerText], Constraint]) -> Job:
-    """The job with answers that are kept within bounds, each with its text."""
+def _constrained(job: Job, grammar: Grammar, constraint: Callable[[AnswerText], Constraint]) -> Job:
+    """The job with answers that are kept within a grammar, each with its text."""
     constraints = map(constraint, map(job.texts.of, count()))
     matcher = job.request.matcher or job.texts.followers()
-    return replace(job, request=replace(job.request, matcher=matcher, constraint=partial(next, constraints)))
+    ignored = tuple(f"{grammar.field}.{name}" for name in grammar.ignored)
+    request = replace(job.request, matcher=matcher, constraint=partial(next, constraints))
+    return replace(job, request=request, ignored=ignored)
 
 
 def prompt_bound(longest: int | None, limits: Limits) -> Bound:

@@ -32,6 +32,7 @@ from typing import Any
 from deltic.errors import DelticError, LongPromptError
 from deltic.text.chat import Conversation, Openings, boundaries, opening, spell
 from deltic.text.coerce import argument_schema, typed
+from deltic.text.control_tokens import unmarked
 from deltic.text.deltas import Answer
 from deltic.text.messages import REASONING
 from deltic.text.notes import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
@@ -143,7 +144,7 @@ class History:
         variables = {name: value for name, value in conversation.variables.items()
                      if value is not None and name not in _TOGGLES}
         states = [_next_state("", [_FORM, owner, self._vocabulary, conversation.template.source, conversation.tools,
-                                   variables])]
+                                   variables, conversation.quoter is None])]
         for message in conversation.messages:
             states.append(_next_state(states[-1], _seen(message, schemas)))
         return states
@@ -186,7 +187,8 @@ def _preserved(conversation: Conversation, openings: Openings, base: _Base, boun
     if start is None or not _begins_with(conversation.tokenizer, base.ids, start):
         return None
     with suppress(LongPromptError):
-        return _extended(conversation, base, conversation.tokenizer.encode(tail, bound=bound.after(len(base.ids))))
+        ids = conversation.tokenizer.encode(tail, quoted=True, bound=bound.after(len(base.ids)))
+        return _extended(conversation, base, ids)
     return None
 
 
@@ -244,7 +246,7 @@ def _around(conversation: Conversation, index: int) -> list[str]:
 
 def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
     """Whether the ids spell a text that begins with this one; does not look further."""
-    wanted, spelled = text.encode(), bytearray()
+    wanted, spelled = unmarked(text).encode(), bytearray()
     for id in ids:
         if len(spelled) >= len(wanted):
             break

@@ -83,7 +83,7 @@ class CountRequest(SaltedFields):
             if not isinstance(form, dict) or form.get("type") != "json_schema":
                 raise RequestError("output_config.format must be of the type json_schema", "output_config.format")
             fields["response_format"] = {"type": "json_schema", "json_schema": {
-                "name": "answer", "strict": True, "schema": form.get("schema")}}
+                **{name: value for name, value in form.items() if name != "type"}, "strict": True}}
         return fields
 
     def _more(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.errors import GenerationError, RequestError, show
-from deltic.server.body import renamed
+from deltic.server.body import renamed, sent_name
 from deltic.server.collect import Run
 from deltic.server.http import (
     Check,
@@ -183,7 +183,7 @@ class _Endpoints:
                                "(max_tools)", "tools")
         with renamed(names):
             job = chat_job(served, chat)
-        body.ignored.extend(names.get(name, name) for name in chat.ignored)
+        body.ignored.extend(sent_name(name, names) for name in chat.ignored)
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(id, body.own_tools(), body.seals)
         return job, names, _Making(id, owner, output, dump(head | body.echo()), dump(items), body.store is not False)
