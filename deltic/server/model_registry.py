@@ -189,7 +189,7 @@ class ModelRegistry:
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
             served.bridge.check_room()
-        return served
+        return replace(served, owner=record.owner)
 
     def start(self) -> None:
         """Take requests."""

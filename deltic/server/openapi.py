@@ -39,7 +39,8 @@ _TEXT: Final[Json] = {"type": ["string", "array"], "items": {"type": "object", "
     "type": {"type": "string"}, "text": {"type": "string"}}}}
 _MESSAGES: Final[Json] = {"type": "array", "items": {
     "type": "object", "required": ["role"],
-    "properties": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}, "content": _TEXT}}}
+    "properties": {"content": _TEXT, "role": {
+        "enum": ["system", "developer", "user", "assistant", "tool", "function"]}}}}
 _TURNS: Final[Json] = {"type": "array", "minItems": 1, "items": {
     "type": "object", "required": ["role", "content"],
     "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT}}}

@@ -166,10 +166,10 @@ def unfinished(conversation: Conversation, continues: bool, bound: Bound = UNBOU
 def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = None) -> tuple[int, ...]:
     """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
 
-    Found by asking the template: the `opening`, the `turning`, and how far the prompt agrees with its continuation by
-    an answer and a user message, and by a call and its result (with tools; the client may or may not send the thinking
-    back). A conversation that the template refuses yields no boundary. Ascending, at most the prompt's length.
-    start: the opening, if it is known.
+    Found by asking the template: the `opening`, where the last question begins, and how far the prompt agrees with its
+    continuation by an answer and a user message, and by a call and its result (with tools; the client may or may not
+    send the thinking back). A conversation that the template refuses yields no boundary. Ascending, at most the
+    prompt's length. start: the opening, if it is known.
     """
     start = opening(conversation, prompt) if start is None else start
     view = _view(conversation, prompt)
@@ -192,14 +192,10 @@ def opening(conversation: Conversation, prompt: Spelled, openings: Openings | No
     return min((_shared_by(prompt, view, other) for other in others), default=0)
 
 
-def turning(conversation: Conversation, prompt: Spelled) -> int:
-    """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
-    edited; 0 if there is nothing of that kind."""
-    return _turning(prompt, _view(conversation, prompt))
-
-
 def _turning(prompt: Spelled, view: _View, ending: str = "") -> int:
-    """ending: what the template writes after a last question, if that is known: then it need not be asked."""
+    """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
+    edited; 0 if there is nothing of that kind. ending: what the template writes after a last question, if that is
+    known: then it need not be asked."""
     *before, last = view.conversation.messages or [{"role": "nobody"}]
     if last["role"] != "user" or all(message["role"] != "assistant" for message in before):
         return 0

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
 from deltic.config.model import FAMILIES
+from deltic.config.splitters import SPLITTERS
 from deltic.errors import ModelError
 from deltic.weights.gguf.config import SAMPLING_KEYS
-from deltic.weights.gguf.tokenizer import END_TEXTS, ENDS, SPLITTERS, VARIABLES, TokenizerTexts
+from deltic.weights.gguf.tokenizer import END_TEXTS, ENDS, VARIABLES, TokenizerTexts
 from deltic.weights.gguf.word_tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 ARCHITECTURES: Final[Mapping[str, str]] = {
