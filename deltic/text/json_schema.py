@@ -115,6 +115,11 @@ def properties_of(schema: Any, root: Any, seen: set[int] | None = None) -> dict[
     return found | own if isinstance(own, dict) else found
 
 
+def has_type(value: Any, types: set[str]) -> bool:
+    """Whether a value is of one of these types, if there are any."""
+    return not types or _NAMES.get(type(value)) in _wide(types)
+
+
 def _types(schema: Any, root: Any, known: dict[int, set[str] | None], steps: int) -> set[str] | None:
     """None: all."""
     if not isinstance(schema, Mapping) or id(schema) in known or steps > _MOST_STEPS:
