@@ -242,7 +242,7 @@ class Bounds:
         if others is False or any(name not in named for name in part.get("required", ())):
             return
         part["additionalProperties"] = False
-        if not named:
+        if "properties" not in part:
             part["patternProperties"] = {_SHORT: others if isinstance(others, Mapping) else {"type": _SCALARS}}
             part["maxProperties"] = max(self.items, part.get("minProperties", 0))
 
