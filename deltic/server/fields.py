@@ -111,7 +111,7 @@ _REFUSED: Mapping[str, Refused] = {
 _IGNORED: Mapping[str, str] = {
     "vLLM, SGLang":
         "add_special_tokens skip_special_tokens spaces_between_special_tokens return_tokens_as_token_ids "
-        "return_token_ids length_penalty early_stopping priority request_id cache_salt mm_processor_kwargs "
+        "return_token_ids length_penalty early_stopping priority request_id mm_processor_kwargs "
         "kv_transfer_params vllm_xargs guided_decoding_backend guided_whitespace_pattern "
         "separate_reasoning stream_reasoning rid bootstrap_host bootstrap_port "
         "bootstrap_room data_parallel_rank return_cached_tokens_details return_prompt_text",
