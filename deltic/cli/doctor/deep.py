@@ -109,7 +109,7 @@ def _run(found: ModelFiles, facts: dict[str, Any]) -> Iterator[str]:
     dtype = "float32" if published and _has_room(found) else "auto"
     started = time.perf_counter()
     with LLM(str(found.path), dtype=dtype) as llm:
-        facts |= {"device": llm.runtime.options.device, "dtype": str(llm.runtime.decoder.dtype).removeprefix("torch."),
+        facts |= {"device": llm.runtime.options.device, "dtype": found.config.dtype if dtype == "auto" else dtype,
                   "load_seconds": round(time.perf_counter() - started, 2)}
         yield from _conversation(llm, facts)
         if published:
