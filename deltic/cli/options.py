@@ -52,10 +52,10 @@ def add_random(parser: argparse.ArgumentParser, hidden: bool = False) -> None:
 def add_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", type=existing_file, metavar="FILE",
                         help="a jinja chat template to use instead of the model's own")
-    parser.add_argument("--history", choices=("auto", "template", "preserve"), default="auto",
-                        help="how prompts treat earlier answers. template: as the chat template renders them, which "
-                             "may drop their thinking. preserve: with the exact tokens that were generated, so that "
-                             "nothing is read twice. auto: preserve where the template keeps thinking (default)")
+    parser.add_argument("--history", choices=("preserve", "template"), default="preserve",
+                        help="how prompts treat earlier answers. preserve: with the exact tokens that were generated, "
+                             "thinking included, so that nothing is read twice (default). template: as the chat "
+                             "template renders them, which may drop their thinking")
     parser.add_argument("--strip-billing-header", action="store_true",
                         help="remove the x-anthropic-billing-header line that coding agents put before the system "
                              "message: it changes with every request, so that no prompt could be reused")
@@ -64,6 +64,9 @@ def add_template(parser: argparse.ArgumentParser) -> None:
                              "request may say otherwise (default: it may think as long as it wants)")
     parser.add_argument("--tool-call-parser", choices=("auto", "qwen", "json", "minimax"), default="auto",
                         help="how the model writes tool calls. auto: as its chat template shows (default)")
+    parser.add_argument("--parse-special", action="store_true",
+                        help="let messages spell control tokens, so that <|im_end|> in a file or a web page ends a "
+                             "turn (default: it is ordinary text)")
 
 
 def add_thinking(parser: argparse.ArgumentParser, name: str = "thinking") -> None:

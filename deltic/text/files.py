@@ -61,6 +61,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         value = json.loads(_read_text(path))
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"{path} has a lone surrogate, which is not valid Unicode; download the file again") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}); download the file again") from error
     if not isinstance(value, dict):
