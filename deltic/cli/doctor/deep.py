@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -161,7 +160,6 @@ def _is_published(found: ModelFiles) -> bool:
     return all(getattr(config, name) == getattr(shape, name) for name in names)
 
 
-@cache
 def published_answer() -> Mapping[str, Any]:
     """The prompt, the token ids and where they are from."""
     text = (files("deltic.cli.doctor") / "golden.json").read_text(encoding="utf-8")
