@@ -59,7 +59,8 @@ class AppOptions(TypedDict, total=False):
     """What `create_app` can be told."""
 
     served_name: str | None
-    api_keys: Mapping[str, str]
+    api_keys: Mapping[str, str | None]
+    share_prefix_cache: bool
     cors_origins: Sequence[str]
     allowed_hosts: Sequence[str]
     stuck_after: float
@@ -69,8 +70,8 @@ class AppOptions(TypedDict, total=False):
 
 
 _DEFAULTS: Final[AppOptions] = {
-    "served_name": None, "api_keys": MappingProxyType({}), "cors_origins": (), "allowed_hosts": ("*",),
-    "stuck_after": STUCK_AFTER, "lenient": False, "request_log": None, "encoders": ()}
+    "served_name": None, "api_keys": MappingProxyType({}), "share_prefix_cache": False, "cors_origins": (),
+    "allowed_hosts": ("*",), "stuck_after": STUCK_AFTER, "lenient": False, "request_log": None, "encoders": ()}
 
 
 def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
@@ -78,9 +79,10 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     several models, which are loaded when they are asked for. Limits of connections are kept by `serve`, not here.
 
     served_name: the model's name for clients. api_keys: what clients must send, if anything, and the names of those to
-    whom the keys belong. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which it
-    may be asked ("*": all). stuck_after: seconds without progress that make /health fail. lenient: fields that nobody
-    knows are ignored, and those of other servers that would change the answer. request_log: gets a line for each
+    whom the keys belong; without a name (None) a key has an owner of its own. share_prefix_cache: owners of keys share
+    what is kept of prompts. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which
+    it may be asked ("*": all). stuck_after: seconds without progress that make /health fail. lenient: fields that
+    nobody knows are ignored, and those of other servers that would change the answer. request_log: gets a line for each
     request, and is closed at the end. encoders: models of vectors and scores beside it. ConfigError if they do not fit
     together.
     """
@@ -107,7 +109,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     store = ResponseStore(limits, None)
     if not isinstance(llm, ModelSet):
         app_state["bridge"], store = registry.keep(llm).bridge, ResponseStore(limits, llm.runtime.notes)
-    check = check_of(api_keys)
+    check = check_of(api_keys, told["share_prefix_cache"])
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
               *anthropic.routes(registry, check), *model_routes(registry, services, check),
               *requests.routes(records, check), *embeddings.routes(services, check),
@@ -136,9 +138,9 @@ def application(routes: Sequence[Route], records: Records, cors_origins: Sequenc
     return app
 
 
-def check_of(api_keys: Mapping[str, str]) -> Check:
+def check_of(api_keys: Mapping[str, str | None], share_prefix_cache: bool = False) -> Check:
     """Refuses requests without one of the keys; without keys none."""
-    return Keys(api_keys).check if api_keys else lambda _: None
+    return Keys(api_keys, share_prefix_cache).check if api_keys else lambda _: None
 
 
 def _say(line: str) -> None:

@@ -17,13 +17,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from functools import partial
+from hashlib import blake2b
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
 
 from deltic.config import Limits
-from deltic.errors import BusyError, RequestError, show
+from deltic.errors import BusyError, RequestError, show, valid_text
 from deltic.server.fields import Refused, known
 from deltic.server.http import Problem, ProblemError
 from deltic.server.records import record_of
@@ -69,6 +70,21 @@ class Fields(BaseModel):
     def lenient(self) -> bool:
         """Whether what nobody knows is ignored."""
         return self._lenient
+
+
+class SaltedFields(Fields):
+    """Adds cache_salt, as in vLLM: requests with different salts share neither cached prefixes nor answer records."""
+
+    cache_salt: str | None = None
+
+    @property
+    def salt(self) -> str:
+        """A digest of the salt; "" if there is none."""
+        if self.cache_salt is None:
+            return ""
+        if not self.cache_salt:
+            raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
+        return blake2b(valid_text(self.cache_salt, "cache_salt").encode(), digest_size=16).hexdigest()
 
 
 Body = TypeVar("Body", bound=Fields)
@@ -222,11 +238,16 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         field = error.field or ""
-        name = next((name for name in (field, *_beginnings(field)) if name in names), None)
-        if name is None:
+        sent = sent_name(field, names)
+        if sent == field:
             raise
-        sent = names[name] + field[len(name):]
         raise type(error)(str(error).replace(field, sent, 1), sent) from error
+
+
+def sent_name(field: str, names: Mapping[str, str]) -> str:
+    """What the client calls a field."""
+    name = next((name for name in (field, *_beginnings(field)) if name in names), None)
+    return field if name is None else names[name] + field[len(name):]
 
 
 def _beginnings(field: str) -> Iterator[str]:

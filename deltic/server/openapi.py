@@ -32,6 +32,7 @@ BODIES: Final[Mapping[str, type[Fields]]] = {
 _OPEN: Final = frozenset(("/", "/health", "/ready"))
 """Paths for which no key is asked."""
 _QUERIES: Final[Mapping[str, Mapping[str, Json]]] = {
+    "/tokenizer_info": {"model": {"type": "string"}},
     "/v1/responses/{id}/input_items": {"limit": {"type": "integer", "minimum": 1, "maximum": 100},
                                        "order": {"enum": ["asc", "desc"]}, "after": {"type": "string"}}}
 _TEXT: Final[Json] = {"type": ["string", "array"], "items": {"type": "object", "required": ["type"], "properties": {

@@ -36,7 +36,9 @@ class RequestRecord:
 
     id: the client's own, or else ours.
     client: its address.
-    key: the name of whose key it came with.
+    key: name of the API key in the log.
+    owner: identity of the key's owner for stored responses, answer records and quotas.
+    prefix_owner: the same for cached prefixes; None if owners share them.
     arrived, began: by the clock, and by time.perf_counter.
     served: whether it came so far as to be looked at by an endpoint.
     model, stream: what it asks for, once its body is read.
@@ -56,6 +58,8 @@ class RequestRecord:
     arrived: float = field(default_factory=time.time)
     began: float = field(default_factory=time.perf_counter)
     key: str | None = None
+    owner: str | None = None
+    prefix_owner: str | None = None
     served: bool = False
     model: str | None = None
     stream: bool = False
@@ -131,7 +135,7 @@ class Records:
             if answers > most:
                 raise RequestError(f"the request is for {answers} answers, and a key may have {most} at a time "
                                    "(max_running_per_key)", "n")
-            held = sum(other.answers for other in self._live if other.key == record.key and other is not record)
+            held = sum(other.answers for other in self._live if other.owner == record.owner and other is not record)
             if held + answers > most:
                 raise QuotaError(f"the API key has {held} answers that run or wait, and may have {most} "
                                  "(max_running_per_key): try again when one has ended")
@@ -168,6 +172,11 @@ def _without_slashes(scope: Scope) -> Scope:
     if not scope["path"].startswith("//"):
         return scope
     return {**scope, "path": "/" + scope["path"].lstrip("/"), "raw_path": b"/" + scope["raw_path"].lstrip(b"/")}
+
+
+def salt_of(owner: str | None, salt: str) -> str:
+    """Combines an owner and a `SaltedFields.salt` into one salt; "" if there is neither."""
+    return "" if owner is None and not salt else f"{salt} {'' if owner is None else 'of ' + owner}"
 
 
 def record_of(request: Request) -> RequestRecord:

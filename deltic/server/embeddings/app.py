@@ -32,7 +32,8 @@ from deltic.server.request_log import RequestLog
 class EncoderAppOptions(TypedDict, total=False):
     """As of `create_app`."""
 
-    api_keys: Mapping[str, str]
+    api_keys: Mapping[str, str | None]
+    share_prefix_cache: bool
     cors_origins: Sequence[str]
     allowed_hosts: Sequence[str]
     lenient: bool
@@ -44,7 +45,8 @@ def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **o
     """An ASGI application for these models."""
     log = options.get("request_log")
     served = Services(tuple(services), Intake(limits, options.get("lenient", False)))
-    records, check = Records(limits, log.write if log else None), check_of(options.get("api_keys", {}))
+    records = Records(limits, log.write if log else None)
+    check = check_of(options.get("api_keys", {}), options.get("share_prefix_cache", False))
     paths = [*routes(served, check), *requests.routes(records, check), *_about(served, records, log, check)]
     paths.append(openapi.route(paths, check))
 
