@@ -210,6 +210,7 @@ def test_latencies_and_ends_are_counted(served: Served) -> None:
             "prompt": [7], "max_tokens": 1900, "ignore_eos": True, "stream": True}) as stream:
         next(stream.iter_bytes())
     served.wait_idle()
+    tiny().worker.call(lambda engine: engine.check())  # the engine hears of the end after the server
     after = scrape(served)
     rose = gained(before, after)
 
