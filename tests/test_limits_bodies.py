@@ -26,7 +26,8 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "descripti
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     few = {"max_choices": 4, "max_messages": 3, "max_tools": 2, "max_schema_kib": 1, "max_stops": 2,
-           "max_logit_bias": 2, "max_prompt_tokens": 50, "max_answer_tokens": 20, "max_body_values": 5000}
+           "max_stop_characters": 9, "max_logit_bias": 2,
+           "max_prompt_tokens": 50, "max_answer_tokens": 20, "max_body_values": 5000}
     with serving(Scripted().model(**few)) as running:
         yield running
 
@@ -37,6 +38,8 @@ def served() -> Iterator[Served]:
     ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"enum": list(range(300))}}}]}, "tools",
      "max_schema_kib"),
     ({"stop": ["a", "b", "c"]}, "stop", "max_stops"), ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids", "max_stops"),
+    ({"stop": ["abcde", "abcde"]}, "stop", "max_stop_characters"),
+    ({"stop": "abcdeabcde"}, "stop", "max_stop_characters"),
     ({"logit_bias": {"1": 1, "2": 1, "3": 1}}, "logit_bias", "max_logit_bias"), ({"n": 5}, "n", "max_choices"),
     ({"max_tokens": 21}, "max_tokens", "max_answer_tokens"),
     ({"max_completion_tokens": 21}, "max_completion_tokens", "max_answer_tokens"),

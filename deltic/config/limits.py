@@ -51,6 +51,7 @@ class Limits:
     max_answer_values: int = _limit(500_000, "tokens, and probabilities of tokens (logprobs), of an answer that is not "
                                              "streamed")
     max_stops: int = _limit(64, "stop strings of a request, and stop token ids", 0)
+    max_stop_characters: int = _limit(8192, "characters of all stop strings of a request together", 0)
     max_logit_bias: int = _limit(300, "tokens that a request may give a bias", 0)
     max_stored_responses: int = _limit(1000, "responses that are kept for previous_response_id; those used last stay",
                                        0)
