@@ -15,7 +15,8 @@ from test_server_harness import USER, Scripted, Served, read_all, serving, tiny,
 
 from deltic.config import Limits
 from deltic.errors import RequestError, show
-from deltic.server.body import _LARGE, parse
+from deltic.server.body import parse
+from deltic.server.executors import LARGE
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.text.chat_processor import ChatProcessor
 
@@ -44,7 +45,7 @@ def served() -> Iterator[Served]:
     ({"max_tokens": 21}, "max_tokens", "max_answer_tokens"),
     ({"max_completion_tokens": 21}, "max_completion_tokens", "max_answer_tokens"),
     ({"messages": [{"role": "user", "content": "a b " * 50}]}, "messages", "max_prompt_tokens"),
-    ({"metadata": {"a": [0] * 9000, "b": "x" * _LARGE}}, None, "max_body_values"),
+    ({"metadata": {"a": [0] * 9000, "b": "x" * LARGE}}, None, "max_body_values"),
 ])
 def test_what_is_too_much_is_named(served: Served, fields: dict[str, Any], param: str | None, limit: str) -> None:
     response = served.post("/v1/chat/completions", **{"messages": USER} | fields)
@@ -144,7 +145,7 @@ def test_hostile_conversations_hold_nobody_up(talk: str) -> None:
 
 def test_both_readers_read_the_same() -> None:
     values: Any = {"a": [1, -2.5, 1e3, "é\U0001f642\n", None, True, {}, [], {"b": [{"c": ""}]}], "d": 10 ** 300}
-    for pad in (0, _LARGE):
+    for pad in (0, LARGE):
         body = parse(json.dumps({"messages": [values], "user": "x" * pad}).encode(), ChatRequest, Limits())
         assert body.messages == [values]
         for wrong, said in ((b'{"temperature":NaN', "NaN"), (b'{"seed":1e999', "too large"), (b'{"a"', "delimiter"),

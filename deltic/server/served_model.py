@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 
 from starlette.requests import Request
@@ -16,6 +14,7 @@ from deltic.engine.llm import LLM
 from deltic.errors import RequestError
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import while_connected
 from deltic.server.records import Records, record_of
 from deltic.text.answers import Piece
@@ -29,7 +28,7 @@ class ServedModel:
     """One model behind HTTP.
 
     name: what clients see and ask for.
-    memory: one thread, in which answers are remembered in their order.
+    memory: one thread, in which each client's answers are remembered in their order.
     records: all requests of the server, also for other models.
     pictures: what was fetched for a request, by URL, or why it could not be.
     """
@@ -37,7 +36,7 @@ class ServedModel:
     llm: LLM
     bridge: Bridge
     name: str
-    memory: Executor
+    memory: FairExecutor
     records: Records
     pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
 
@@ -56,8 +55,7 @@ class ServedModel:
         whole: the answers are wanted whole."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
-        client = record.key or _client_of(request)
-        jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
+        jobs = [replace(job, request=replace(job.request, client=record.client_id)) for job in jobs]
         try:
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
             if self.records.texts:
@@ -98,16 +96,6 @@ class ServedModel:
     @property
     def _has_words(self) -> bool:
         return self.llm.runtime.path is not None
-
-
-def _client_of(request: Request) -> str:
-    """What of the address of a request's sender tells clients apart: a network of IPv6 has one owner."""
-    host = request.client.host if request.client else ""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else host
 
 
 def public_name(llm: LLM) -> str:

@@ -55,7 +55,7 @@ class _Endpoints:
         assert done.done
         content = blocks(done.done.said, body.shows_thinking)
         stopped = stop_fields(done.done, served.llm.engine.max_context)
-        return await written(message(served.name, run.usage, content, stopped), run.size)
+        return await written(request, message(served.name, run.usage, content, stopped), run.size)
 
     async def count(self, request: Request) -> Response:
         _, _, (job, _) = await self.models.read(request, CountRequest, _job, answers=False)
