@@ -44,7 +44,7 @@ class Limits:
     max_texts: int = _limit(10_000, "texts of a request for vectors or scores")
     max_tools: int = _limit(512, "tools of a request")
     max_schema_kib: int = _limit(1024, "KiB of JSON that the tools and schemas of a request may take")
-    schema_seconds: float = _limit(5.0, "seconds that a schema or grammar may take to compile", 0.01)
+    schema_seconds: float = _limit(5.0, "seconds of a processor that a schema or grammar may take to compile", 0.01)
     template_seconds: float = _limit(5.0, "seconds that the chat template may take to render a conversation", 0.01)
     max_prompt_tokens: int | None = _limit(None, "tokens of a prompt (default: what the context holds)")
     max_answer_tokens: int | None = _limit(None, "tokens of an answer (default: what the context holds)")

@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM
 from deltic.errors import RequestError
+from deltic.server.body import renamed
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import while_connected
-from deltic.server.records import Records, record_of
+from deltic.server.records import Records, RequestRecord, record_of
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
@@ -50,14 +52,18 @@ class ServedModel:
         await self.bridge.stop()
         await asyncio.to_thread(self.memory.shutdown)
 
-    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool) -> Run:
+    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool,
+                    names: Mapping[str, str] = MappingProxyType({})) -> Run:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
-        whole: the answers are wanted whole."""
+        whole: the answers are wanted whole. names: what the client calls the fields of its request, see `renamed`."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
         jobs = [replace(job, request=replace(job.request, client=record.client_id)) for job in jobs]
         try:
+            with renamed(names):
+                await while_connected(request.receive, self._compile(record, jobs))
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            run.names = names
             if self.records.texts:
                 run.keep_tokens()
                 record.spell = self.text
@@ -68,6 +74,11 @@ class ServedModel:
             if error.field == "prompt":
                 raise RequestError(str(error), prompt_field) from error
             raise
+
+    async def _compile(self, record: RequestRecord, jobs: Sequence[Job]) -> None:
+        """Have the jobs' grammars compiled, in the client's turn."""
+        if pending := [job.grammar for job in jobs if job.grammar]:
+            await record.executors.grammars.run(record.client_id, lambda: [grammar.compile() for grammar in pending])
 
     async def wholes(self, request: Request, run: Run) -> list[Piece]:
         """All choices of a run, when they are done, unless the client goes away meanwhile."""

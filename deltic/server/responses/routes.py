@@ -103,8 +103,8 @@ class _Endpoints:
     async def create(self, request: Request) -> Response:
         prepared = partial(self._prepared, record_of(request))
         served, body, (job, names, making) = await self.models.read(request, ResponsesRequest, prepared)
-        run = await served.start(request, [job], "input", not body.stream)
-        making.run, run.names = run, names
+        run = await served.start(request, [job], "input", not body.stream, names)
+        making.run = run
         self.making[making.id] = making
         if body.stream:
             return EventStream(self._stream(making, run), partial(self._failure, making), partial(self._end, making))
