@@ -58,7 +58,8 @@ class Limits:
     max_stored_mib: int = _limit(64, "MiB that these may take, in memory", 0)
     max_unread_tokens: int = _limit(64, "tokens of a request's answers that may wait for a client that does not read; "
                                          "then they pause and give their places to others")
-    unread_seconds: int = _limit(60, "seconds without reading after which a client's connection is closed")
+    unread_seconds: int = _limit(60, "seconds without reading after which a client's connection is closed, and "
+                                     "its answers end")
 
     def __post_init__(self) -> None:
         for limit in fields(self):

@@ -36,7 +36,7 @@ from deltic.server.gate import Gate, refusal
 from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
 from deltic.server.keys import Keys
 from deltic.server.listen import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of
-from deltic.server.metrics import CONTENT_TYPE, exposition
+from deltic.server.metrics import CONTENT_TYPE, ended_early, exposition
 from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, only
 from deltic.server.models import routes as model_routes
 from deltic.server.openai import routes as openai
@@ -95,7 +95,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
 
     def served(llm: LLM, name: str) -> ServedModel:
         room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens,
-                    limits.max_wait_seconds)
+                    limits.unread_seconds, limits.max_wait_seconds)
         return ServedModel(llm, Bridge(llm.worker, room, told["stuck_after"]), name,
                            FairExecutor(1, "deltic-memory"), records)
 
@@ -230,7 +230,8 @@ def _metrics(models: ModelRegistry, encoders: Services, request_log: RequestLog 
     async def metrics(_: Request) -> Response:
         found = {served.name: snapshot(served.llm.engine) for served in models.loaded}
         lost = request_log.lost if request_log else 0
-        return Response(exposition(found, lost) + encoders.metrics(), media_type=CONTENT_TYPE)
+        ended = ended_early({served.name: served.bridge for served in models.loaded})
+        return Response(exposition(found, lost) + ended + encoders.metrics(), media_type=CONTENT_TYPE)
     return metrics
 
 

@@ -77,8 +77,8 @@ class ServedModel:
 
     async def _compile(self, record: RequestRecord, jobs: Sequence[Job]) -> None:
         """Have the jobs' grammars compiled, in the client's turn."""
-        if pending := [job.grammar for job in jobs if job.grammar]:
-            await record.executors.grammars.run(record.client_id, lambda: [grammar.compile() for grammar in pending])
+        if any(job.grammar for job in jobs):
+            await record.executors.grammars.run(record.client_id, lambda: [job.compiled() for job in jobs])
 
     async def wholes(self, request: Request, run: Run) -> list[Piece]:
         """All choices of a run, when they are done, unless the client goes away meanwhile."""
