@@ -401,6 +401,21 @@ def test_an_engine_never_gets_a_grammar_that_is_not_compiled() -> None:
     assert job.request.constraint()
 
 
+def test_taking_a_token_leaves_the_matcher_to_other_threads() -> None:
+    """`push` is called in the engine's thread, which all clients share."""
+    tokenizer = model().chat_processor.tokenizer
+    text: Any = SimpleNamespace(region="answer")
+    constraint = GrammarConstraint(compiled(Grammars(tokenizer), Regex("[a-c]+")), text)
+    matcher, told = constraint._matcher, list[int]()
+    constraint._matcher = SimpleNamespace(  # type: ignore[assignment]
+        consume_token=lambda token: (told.append(token), matcher.consume_token(token)),
+        deep_copy=matcher.deep_copy, is_error=matcher.is_error)
+    tokens = tokenizer.encode("abc")
+    for token in tokens:
+        constraint.push(token)
+    assert not told and constraint.allowed(()) and told == tokens
+
+
 def test_compiled_grammars_are_kept_and_bounded() -> None:
     grammars = Grammars(model().chat_processor.tokenizer)
     first = compiled(grammars, Regex("a+"))

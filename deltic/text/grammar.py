@@ -278,6 +278,7 @@ class GrammarConstraint:
         self._field = grammar.field
         self._thinking, self._gap, self._rest = text.region == "reasoning", tuple(gap), tuple[int, ...]()
         self._opens = self._vocabulary.think if opens and not self._thinking else None
+        self._taken: list[int] = []  # tokens that the matcher has not been told yet
         self._owed = 0.0  # seconds of a processor, beyond what its tokens may take
 
     def fitting(self, drafts: Sequence[int], /) -> int:
@@ -289,6 +290,7 @@ class GrammarConstraint:
                 return 0  # spelled in letters, it may be in any of the drafts
             return _before(drafts, {*self._vocabulary.not_thinking, self._vocabulary.think_end})
         with self._timed():
+            self._follow()
             return _before(drafts[:self._matcher.validate_tokens([*drafts])], self._vocabulary.ends)
 
     def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
@@ -299,6 +301,7 @@ class GrammarConstraint:
             return [with_token(b"", self._rest[0])]
         masks: list[bytes | None] = []
         with self._timed():
+            self._follow()
             # drafts are tried on a copy: after rollback() llguidance 1.9 may have masks of what was taken back
             tried = self._matcher.deep_copy()
             masks.append(self._mask(tried))
@@ -320,8 +323,14 @@ class GrammarConstraint:
         elif self._rest:
             self._rest = self._rest[1:] if token == self._rest[0] else ()
         elif token not in self._vocabulary.ends:
-            with self._timed():
-                self._matcher.consume_token(token)
+            self._taken.append(token)
+
+    def _follow(self) -> None:
+        """Tell the matcher of the tokens that have come. That takes its time, and `push` is called in the engine's
+        thread."""
+        taken, self._taken = self._taken, []
+        for token in taken:
+            self._matcher.consume_token(token)
             self._check(self._matcher)
 
     @contextmanager
