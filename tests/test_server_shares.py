@@ -28,37 +28,37 @@ def as_client(served: Served, key: str) -> httpx.Client:
     return httpx.Client(base_url=served.url, timeout=60, headers={"authorization": f"Bearer {key}"}, limits=limits)
 
 
-@contextmanager
-def flooding(served: Served, count: int, path: str, **body: Any) -> Iterator[list[Future[httpx.Response]]]:
-    """So many requests of one client at once."""
-    with as_client(served, "key-a") as client, ThreadPoolExecutor(count) as pool:
-        yield [pool.submit(client.post, path, json=body) for _ in range(count)]
+class Block:
+    """Calls with the word SLOW in an argument wait until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self.begun, self.free, original = threading.Event(), threading.Event(), getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if any("SLOW" in str(arg) for arg in args):
+                self.begun.set()
+                self.free.wait(60)
+            return original(*args, **options)
+        monkeypatch.setattr(owner, name, call)
 
 
 @contextmanager
-def blocking(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mark: str) -> Iterator[threading.Event]:
-    """Calls with this mark in an argument wait until the end of the block; the event: one does."""
-    original, free, begun = getattr(owner, name), threading.Event(), threading.Event()
-
-    def call(*args: Any, **options: Any) -> Any:
-        if any(mark in str(arg) for arg in args):
-            begun.set()
-            free.wait(60)
-        return original(*args, **options)
-    monkeypatch.setattr(owner, name, call)
-    try:
-        yield begun
-    finally:
-        free.set()
+def flooding(served: Served, block: Block, path: str, **body: Any) -> Iterator[list[Future[httpx.Response]]]:
+    """Many requests of one client, which wait until the end of the block."""
+    with as_client(served, "key-a") as client, ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(client.post, path, json=body) for _ in range(24)]
+        try:
+            assert block.begun.wait(30)
+            yield asked
+        finally:
+            block.free.set()
 
 
 @pytest.mark.parametrize("pad", [0, 1 << 16], ids=["small bodies", "large bodies"])
 def test_prompts_of_one_client_do_not_hold_up_others(pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = type(tiny().chat_processor.tokenizer)
-    with serving(Scripted("one").model(), api_keys=KEYS) as served, \
-            blocking(monkeypatch, tokenizer, "encode", "SLOW") as begun, \
-            flooding(served, 24, TEXT, prompt="SLOW", user="x" * pad) as flood, as_client(served, "key-b") as other:
-        assert begun.wait(30)
+    block = Block(monkeypatch, type(tiny().chat_processor.tokenizer), "encode")
+    with serving(Scripted("one").model(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
+            flooding(served, block, TEXT, prompt="SLOW", user="x" * pad) as flood:
         for body in ({"prompt": "quick"}, {"prompt": "quick", "user": "x" * pad}):
             assert other.post(TEXT, json=body).status_code == 200
         assert other.post("/tokenize", json={"prompt": "quick"}).status_code == 200
@@ -66,15 +66,27 @@ def test_prompts_of_one_client_do_not_hold_up_others(pad: int, monkeypatch: pyte
 
 
 def test_grammars_of_one_client_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tiny(), api_keys=KEYS) as served, \
-            blocking(monkeypatch, grammar_module, "_compile", "SLOW") as begun, \
-            flooding(served, 24, CHAT, messages=USER, max_tokens=1, guided_choice=["SLOW"]), \
-            as_client(served, "key-b") as other:
-        assert begun.wait(30)
+    block = Block(monkeypatch, grammar_module, "_compile")
+    with serving(tiny(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
+            flooding(served, block, CHAT, messages=USER, max_tokens=1, guided_choice=["SLOW"]):
         plain = {"messages": USER, "max_tokens": 2}
         assert other.post(CHAT, json=plain).status_code == 200
         formed = other.post(CHAT, json={**plain, "guided_choice": ["yes", "no"]})
         assert formed.status_code == 200, formed.text
+
+
+def test_work_of_a_client_that_has_left_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(monkeypatch, type(tiny().chat_processor.tokenizer), "encode")
+    with serving(Scripted("one").model()) as served:
+        executors = served.app.state.records.executors
+        left = [served.send(TEXT, prompt="SLOW") for _ in range(20)]
+        wait_until(lambda: executors.small.waiting() >= 10)
+        for connection in left:
+            connection.close()
+        try:
+            wait_until(lambda: executors.small.waiting() == 0)
+        finally:
+            block.free.set()
 
 
 def test_counting_tokens_compiles_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show
 from deltic.server.executors import LARGE
 from deltic.server.fields import Refused, known
-from deltic.server.http import Problem, ProblemError
+from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.records import record_of
 from deltic.vision.fetch import Unfetched
 
@@ -101,7 +101,7 @@ class Intake:
                    prepare: Callable[[Chosen, Body], Prepared], fetched: Fetched[Chosen] | None = None
                    ) -> tuple[Chosen, Body, Prepared]:
         """What is chosen by the body, the body, and what `prepare` makes of both, in a thread: big prompts take a while
-        to parse and encode.
+        to parse and encode. Work that has not begun is dropped when the client goes away.
 
         fetched: gives what was chosen with the pictures that `prepare` has missed, for another try; while it waits
         for these it has no thread that others need.
@@ -109,17 +109,21 @@ class Intake:
         are too many at the same time. What had no effect is noted with the request, see `answering`.
         """
         record = record_of(request)
-        async with self._received(request) as raw:
-            _check_encoding(request)
+
+        async def work(raw: bytes) -> tuple[Chosen, Body, Prepared]:
             body = await record.work(partial(parse, raw, schema, self._limits, self._lenient), len(raw))
             chosen = await choose(body)
             try:
-                prepared = await record.work(partial(prepare, chosen, body), len(raw))
+                return chosen, body, await record.work(partial(prepare, chosen, body), len(raw))
             except Unfetched as missing:
                 if fetched is None:
                     raise
                 async with fetched(chosen, missing) as seeing:
-                    prepared = await record.work(partial(prepare, seeing, body), len(raw))
+                    return chosen, body, await record.work(partial(prepare, seeing, body), len(raw))
+
+        async with self._received(request) as raw:
+            _check_encoding(request)
+            chosen, body, prepared = await while_connected(request.receive, work(raw))
             record.ignored = _named(body.ignored)
             self._tell(record.ignored)
             return chosen, body, prepared
