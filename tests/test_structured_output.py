@@ -26,7 +26,7 @@ from deltic import LLM, SamplingParams
 from deltic.cli import main
 from deltic.errors import RequestError
 from deltic.text import grammar as grammar_module
-from deltic.text.grammar import GrammarConstraint, Grammars, part_of
+from deltic.text.grammar import GrammarConstraint, Grammars
 from deltic.text.output_format import Choice, JsonSchema, OutputFormat, Regex
 from deltic.text.tools import PARSERS
 
@@ -42,7 +42,7 @@ def closed(**properties: Any) -> dict[str, Any]:
 
 def compiled(grammars: Grammars, wanted: OutputFormat) -> Any:
     """The grammar of a format."""
-    pending = grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
+    pending = grammars.of(wanted)
     pending.compile()
     return pending.grammar
 

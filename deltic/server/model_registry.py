@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -168,6 +169,10 @@ class ModelRegistry:
                     served.bridge.check_room(record.client_id)
         return await self._intake.read(request, schema, partial(self._chosen, record), prepare, self._fetched)
 
+    async def served(self, request: Request, model: str | None) -> ServedModel:
+        """The model of this name, for a request without a body. It is there until the request is over."""
+        return await self._chosen(record_of(request), SimpleNamespace(model=model))
+
     @asynccontextmanager
     async def _fetched(self, served: ServedModel, missing: Unfetched) -> AsyncIterator[ServedModel]:
         """The model with what is behind the URLs of a request, as long as that is being read. Requests with URLs wait
@@ -176,7 +181,7 @@ class ModelRegistry:
             fetch = partial(fetch_all, missing.urls)
             yield replace(served, pictures=await asyncio.get_running_loop().run_in_executor(self._fetchers, fetch))
 
-    async def _chosen(self, record: RequestRecord, body: Body) -> ServedModel:
+    async def _chosen(self, record: RequestRecord, body: object) -> ServedModel:
         entry = self._named(getattr(body, "model", None))
         record.model, record.stream = entry.source.name, bool(getattr(body, "stream", False))
         entry.users += 1
@@ -184,7 +189,7 @@ class ModelRegistry:
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
             served.bridge.check_room(record.client_id)
-        return served
+        return replace(served, owner=record.owner)
 
     def start(self) -> None:
         """Take requests."""
