@@ -25,15 +25,14 @@ from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show, valid_text
+from deltic.server.executors import LARGE
 from deltic.server.fields import Refused, known
-from deltic.server.http import Problem, ProblemError
+from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.records import record_of
 from deltic.vision.fetch import Unfetched
 
 log = logging.getLogger("deltic")
 
-_LARGE = 1 << 15  # bytes: native code reads fewer in a few milliseconds
-_LARGE_AT_ONCE = 2
 _FORM = "application/x-www-form-urlencoded"
 _PIECE = 1 << 16  # bytes whose values are counted in one go
 _BOM = b"\xef\xbb\xbf"  # with which PowerShell and .NET begin a body
@@ -90,7 +89,6 @@ class SaltedFields(Fields):
 Body = TypeVar("Body", bound=Fields)
 Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
-Result = TypeVar("Result")
 Fetched = Callable[[Chosen, Unfetched], AbstractAsyncContextManager[Chosen]]
 
 
@@ -113,13 +111,12 @@ class Intake:
         self._limits, self._lenient, self._held = limits, lenient, 0
         self._told: set[str] = set()
         self._coming: dict[_Upload, None] = {}  # in the order in which they became large
-        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request: Request, schema: type[Body], choose: Callable[[Body], Awaitable[Chosen]],
                    prepare: Callable[[Chosen, Body], Prepared], fetched: Fetched[Chosen] | None = None
                    ) -> tuple[Chosen, Body, Prepared]:
         """What is chosen by the body, the body, and what `prepare` makes of both, in a thread: big prompts take a while
-        to parse and encode.
+        to parse and encode. Work that has not begun is dropped when the client goes away.
 
         fetched: gives what was chosen with the pictures that `prepare` has missed, for another try; while it waits
         for these it has no thread that others need.
@@ -127,27 +124,24 @@ class Intake:
         are too many at the same time. What had no effect is noted with the request, see `answering`.
         """
         record = record_of(request)
-        async with self._received(request) as raw:
-            _check_form(request)
-            body = await self._done(len(raw), partial(parse, raw, schema, self._limits, self._lenient))
+
+        async def work(raw: bytes) -> tuple[Chosen, Body, Prepared]:
+            body = await record.work(partial(parse, raw, schema, self._limits, self._lenient), len(raw))
             chosen = await choose(body)
             try:
-                prepared = await self._done(len(raw), partial(prepare, chosen, body))
+                return chosen, body, await record.work(partial(prepare, chosen, body), len(raw))
             except Unfetched as missing:
                 if fetched is None:
                     raise
                 async with fetched(chosen, missing) as seeing:
-                    prepared = await self._done(len(raw), partial(prepare, seeing, body))
+                    return chosen, body, await record.work(partial(prepare, seeing, body), len(raw))
+
+        async with self._received(request) as raw:
+            _check_form(request)
+            chosen, body, prepared = await while_connected(request.receive, work(raw))
             record.ignored = _named(body.ignored)
             self._tell(record.ignored)
             return chosen, body, prepared
-
-    async def _done(self, size: int, work: Callable[[], Result]) -> Result:
-        """What some work with a body of this size gives, in a thread."""
-        if size <= _LARGE:
-            return await asyncio.to_thread(work)
-        async with self._large:
-            return await asyncio.to_thread(work)
 
     @asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:
@@ -182,7 +176,7 @@ class Intake:
     def _hold(self, upload: _Upload, size: int) -> None:
         """Count in a body that has grown to this size. If all together are too much, the one that has been on its way
         for longest is given up: honest ones take a moment. Small ones are as many as there are connections, at most."""
-        if size <= _LARGE:
+        if size <= LARGE:
             return
         self._coming[upload] = None
         while self._held + size - upload.held > self._limits.max_bodies_mib << 20:

@@ -166,7 +166,7 @@ class ModelRegistry:
             self._records.take(record, 1)
             if len(self._entries) == 1:
                 for served in self.loaded:
-                    served.bridge.check_room()
+                    served.bridge.check_room(record.client_id)
         return await self._intake.read(request, schema, partial(self._chosen, record), prepare, self._fetched)
 
     async def served(self, request: Request, model: str | None) -> ServedModel:
@@ -188,7 +188,7 @@ class ModelRegistry:
         record.release = partial(self._release, entry)
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
-            served.bridge.check_room()
+            served.bridge.check_room(record.client_id)
         return replace(served, owner=record.owner)
 
     def start(self) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
+from types import MappingProxyType
 
 from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM
 from deltic.errors import RequestError
+from deltic.server.body import renamed, sent_name
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import while_connected
-from deltic.server.records import Records, record_of, salt_of
+from deltic.server.records import Records, RequestRecord, record_of, salt_of
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
@@ -30,7 +31,7 @@ class ServedModel:
     """One model behind HTTP.
 
     name: what clients see and ask for.
-    memory: one thread, in which answers are remembered in their order.
+    memory: one thread, in which each client's answers are remembered in their order.
     records: all requests of the server, also for other models.
     pictures: what was fetched for a request, by URL, or why it could not be.
     owner: of the request's API key.
@@ -39,7 +40,7 @@ class ServedModel:
     llm: LLM
     bridge: Bridge
     name: str
-    memory: Executor
+    memory: FairExecutor
     records: Records
     pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
     owner: str | None = None
@@ -54,16 +55,21 @@ class ServedModel:
         await self.bridge.stop()
         await asyncio.to_thread(self.memory.shutdown)
 
-    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool) -> Run:
+    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool,
+                    names: Mapping[str, str] = MappingProxyType({})) -> Run:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
-        whole: the answers are wanted whole."""
+        whole: the answers are wanted whole. names: what the client calls the fields of its request, see `renamed`."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
-        client = record.owner or _client_of(request)
-        jobs = [replace(job, request=replace(job.request, client=client, cache_salt=salt_of(
+        jobs = [replace(job, request=replace(job.request, client=record.client_id, cache_salt=salt_of(
             record.prefix_owner, job.request.cache_salt))) for job in jobs]
         try:
+            with renamed(names):
+                await while_connected(request.receive, self._compile(record, jobs))
+            ignored = (sent_name(name, names) for job in jobs for name in job.ignored)
+            record.ignored = tuple(dict.fromkeys((*record.ignored, *ignored)))
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            run.names = names
             if self.records.texts:
                 run.keep_tokens()
                 record.spell = self.text
@@ -74,6 +80,11 @@ class ServedModel:
             if error.field == "prompt":
                 raise RequestError(str(error), prompt_field) from error
             raise
+
+    async def _compile(self, record: RequestRecord, jobs: Sequence[Job]) -> None:
+        """Have the jobs' grammars compiled, in the client's turn."""
+        if any(job.grammar for job in jobs):
+            await record.executors.grammars.run(record.client_id, lambda: [job.compiled() for job in jobs])
 
     async def wholes(self, request: Request, run: Run) -> list[Piece]:
         """All choices of a run, when they are done, unless the client goes away meanwhile."""
@@ -107,16 +118,6 @@ class ServedModel:
     @property
     def _has_words(self) -> bool:
         return self.llm.runtime.path is not None
-
-
-def _client_of(request: Request) -> str:
-    """What of the address of a request's sender tells clients apart: a network of IPv6 has one owner."""
-    host = request.client.host if request.client else ""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else host
 
 
 def public_name(llm: LLM) -> str:

@@ -21,7 +21,7 @@ from deltic.text.billing import without_billing_headers
 from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
 from deltic.text.deltas import Answer
-from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
+from deltic.text.grammar import GrammarConstraint, Grammars, PendingGrammar
 from deltic.text.history import MODES, History, Turn
 from deltic.text.markers import THINK, closes_thinking
 from deltic.text.messages import parts_shown
@@ -60,13 +60,25 @@ class Job:
     """A request, and the texts of its choices.
 
     remember: to be called once for each choice that finishes, so that following prompts can build on it.
-    ignored: what of the request the answer is not kept to.
+    grammar: that the answer keeps to. It has to be compiled before the engine gets the request.
     """
 
     request: Request
     texts: AnswerTexts
     remember: Remember | None = None
-    ignored: tuple[str, ...] = ()
+    grammar: PendingGrammar | None = None
+
+    def compiled(self) -> Job:
+        """The job, ready for the engine. RequestError if its grammar cannot be compiled."""
+        if self.grammar:
+            self.grammar.compile()
+        return self
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Parts of the request's schemas that the answer is not kept to, once its grammar is compiled."""
+        grammar = self.grammar and self.grammar.grammar
+        return tuple(f"{grammar.field}.{name}" for name in grammar.ignored) if grammar else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +188,7 @@ class ChatProcessor:
         if grammar is None:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
-        return _constrained(job, grammar, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+        return _constrained(job, grammar, closing.rest_ids, thinks)
 
     def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
         """The request's mode, or this processor's. `preserve_thinking: false` in a request selects template."""
@@ -231,10 +243,9 @@ class ChatProcessor:
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
         if output_format is None:
             return job
-        grammar = self.grammars.of(output_format)
-        return _constrained(job, grammar, partial(GrammarConstraint, grammar))
+        return _constrained(job, self.grammars.of(output_format))
 
-    def _grammar(self, conversation: Conversation, answer: AnswerForm, form: CallForm) -> Grammar | None:
+    def _grammar(self, conversation: Conversation, answer: AnswerForm, form: CallForm) -> PendingGrammar | None:
         """What the answer has to keep to, if anything."""
         choice, wanted = answer.calls, answer.output
         functions = choice.functions(conversation.tools or ())
@@ -302,13 +313,15 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _constrained(job: Job, grammar: Grammar, constraint: Callable[[AnswerText], Constraint]) -> Job:
+def _constrained(job: Job, grammar: PendingGrammar, gap: Sequence[int] = (), opens: bool = False) -> Job:
     """The job with answers that are kept within a grammar, each with its text."""
+    def constraint(text: AnswerText) -> Constraint:
+        return GrammarConstraint(grammar.grammar, text, gap, opens)
+
     constraints = map(constraint, map(job.texts.of, count()))
     matcher = job.request.matcher or job.texts.followers()
-    ignored = tuple(f"{grammar.field}.{name}" for name in grammar.ignored)
     request = replace(job.request, matcher=matcher, constraint=partial(next, constraints))
-    return replace(job, request=request, ignored=ignored)
+    return replace(job, request=request, grammar=grammar)
 
 
 def prompt_bound(longest: int | None, limits: Limits) -> Bound:

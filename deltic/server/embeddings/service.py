@@ -70,8 +70,9 @@ class Services:
             raise BusyError(f"{ENDING}: try again later, or elsewhere")
         job, self._running = None, self._running + 1
         try:
-            salt = salt_of(record_of(request).prefix_owner, salt)
-            job = await asyncio.to_thread(lambda: service.encoder.submit(
+            record = record_of(request)
+            salt = salt_of(record.prefix_owner, salt)
+            job = await record.work(lambda: service.encoder.submit(
                 [replace(item, cache_salt=salt) for item in items] if salt else items))
             self._jobs.add(job)
             return sound(await while_connected(request.receive, _done(asyncio.wrap_future(job.future))))

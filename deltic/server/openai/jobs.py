@@ -29,7 +29,6 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
                          thinking_budget=body.thinking_budget, pictures=served.pictures, answer=AnswerForm(
                              ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False),
                              body.output_format()))
-    body.ignored.extend(job.ignored)
     _check_scores(served, [job])
     check_within(body, CHAT, partial(processor.reads, tools=tools))
     return _told(job, body)
@@ -59,7 +58,6 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     for place, prompt in enumerate(prompts):
         with of_prompt(f"prompt[{place}]") if len(prompts) > 1 else nullcontext():
             jobs.append(_told(served.complete(prompt, sampling, wanted, body.add_special_tokens), body))
-            body.ignored.extend(jobs[-1].ignored)
             if len(prompts) > 1:  # else the engine itself says what is wrong
                 served.llm.engine.keys_of(jobs[-1].request)
     _check_scores(served, jobs)
