@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from functools import partial
@@ -28,7 +28,7 @@ from deltic.errors import BusyError, RequestError, show
 from deltic.server.fields import Refused, known
 from deltic.server.http import Problem, ProblemError
 from deltic.server.records import record_of
-from deltic.vision.fetch import Unfetched
+from deltic.vision.reader import Unread
 
 log = logging.getLogger("deltic")
 
@@ -76,7 +76,7 @@ Body = TypeVar("Body", bound=Fields)
 Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
-Fetched = Callable[[Chosen, Unfetched], AbstractAsyncContextManager[Chosen]]
+Seeing = Callable[[Chosen, Unread], Awaitable[Chosen]]
 
 
 @dataclass(eq=False, slots=True)
@@ -101,13 +101,13 @@ class Intake:
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request: Request, schema: type[Body], choose: Callable[[Body], Awaitable[Chosen]],
-                   prepare: Callable[[Chosen, Body], Prepared], fetched: Fetched[Chosen] | None = None
+                   prepare: Callable[[Chosen, Body], Prepared], seeing: Seeing[Chosen] | None = None
                    ) -> tuple[Chosen, Body, Prepared]:
         """What is chosen by the body, the body, and what `prepare` makes of both, in a thread: big prompts take a while
         to parse and encode.
 
-        fetched: gives what was chosen with the pictures that `prepare` has missed, for another try; while it waits
-        for these it has no thread that others need.
+        seeing: gives what was chosen with the pictures that `prepare` has missed, for another try; while it waits for
+        these it has no thread that others need.
         RequestError names what is wrong with it, and ProblemError has status 413 if it is too large; BusyError if there
         are too many at the same time. What had no effect is noted with the request, see `answering`.
         """
@@ -118,11 +118,10 @@ class Intake:
             chosen = await choose(body)
             try:
                 prepared = await self._done(len(raw), partial(prepare, chosen, body))
-            except Unfetched as missing:
-                if fetched is None:
+            except Unread as missing:
+                if seeing is None:
                     raise
-                async with fetched(chosen, missing) as seeing:
-                    prepared = await self._done(len(raw), partial(prepare, seeing, body))
+                prepared = await self._done(len(raw), partial(prepare, await seeing(chosen, missing), body))
             record.ignored = _named(body.ignored)
             self._tell(record.ignored)
             return chosen, body, prepared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv6Address, ip_address, ip_network
@@ -22,6 +22,7 @@ from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
 from deltic.types import SamplingParams
+from deltic.vision.reader import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class ServedModel:
     name: what clients see and ask for.
     memory: one thread, in which answers are remembered in their order.
     records: all requests of the server, also for other models.
-    pictures: what was fetched for a request, by URL, or why it could not be.
+    pictures: what the parts of a request show, by their fields, or why that cannot be had.
     """
 
     llm: LLM
@@ -39,7 +40,7 @@ class ServedModel:
     name: str
     memory: Executor
     records: Records
-    pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
+    pictures: Shown | RequestError = field(default_factory=dict)
 
     @property
     def limits(self) -> Limits:
@@ -56,7 +57,7 @@ class ServedModel:
         whole: the answers are wanted whole."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
-        client = record.key or _client_of(request)
+        client = client_of(request)
         jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
         try:
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
@@ -100,8 +101,10 @@ class ServedModel:
         return self.llm.runtime.path is not None
 
 
-def _client_of(request: Request) -> str:
-    """What of the address of a request's sender tells clients apart: a network of IPv6 has one owner."""
+def client_of(request: Request) -> str:
+    """Tells clients apart: by the owner of the key, else by the address, of which a network of IPv6 has one owner."""
+    if key := record_of(request).key:
+        return key
     host = request.client.host if request.client else ""
     try:
         address = ip_address(host)

@@ -22,7 +22,6 @@ from deltic.text.deltas import Answer
 from deltic.text.grammar import Grammar, GrammarConstraint, Grammars, part_of
 from deltic.text.history import MODES, History, Turn
 from deltic.text.markers import THINK, closes_thinking
-from deltic.text.messages import parts_shown
 from deltic.text.notes import NoteStore
 from deltic.text.output_format import OutputFormat
 from deltic.text.stream import AnswerText, AnswerTexts, Router, TokenRouter, chat_router, text_router
@@ -31,9 +30,10 @@ from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import PARSERS, call_form
 from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
-from deltic.vision.fetch import Fetcher, Unfetched
+from deltic.vision.fetch import Fetcher
+from deltic.vision.patches import Film, Pixels
 from deltic.vision.prompts import with_pictures
-from deltic.vision.reader import PictureReader, urls_of
+from deltic.vision.reader import Reading, Shown, Unread
 
 log = logging.getLogger("deltic")
 
@@ -108,7 +108,7 @@ class ChatProcessor:
         self._seconds = limits.template_seconds
         self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
                           else None)
-        self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
+        self._bound, self._vision, self._limits = prompt_bound(longest, limits), vision, limits
         self._fetches = image_urls
         self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
         self.grammars = Grammars(tokenizer, limits.schema_seconds)
@@ -121,7 +121,7 @@ class ChatProcessor:
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
              thinking_budget: int | None = None,
-             pictures: Mapping[str, bytes | RequestError] | None = None) -> Job:
+             pictures: Shown | RequestError | None = None) -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model, whose calls become tool deltas. answer: which of them it may call, or must, and
@@ -132,18 +132,19 @@ class ChatProcessor:
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think.
-        pictures: what is behind http(s) URLs, by URL, or why it cannot be had; then nothing is fetched here, and
-        Unfetched raised where one is missing.
+        pictures: what parts show, by their fields, or why that cannot be had; then nothing is fetched or decoded here,
+        and Unread raised where one is missing.
         RequestError names what is wrong.
         """
         mode = self._config.history if history is None else history
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(self._with_thinking(variables))
-        reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens,
-                                self._fetch(messages, pictures)) if self._vision else None)
+        reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens,
+                          self._fetches) if self._vision else None
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
-                                         see=reader)
+                                         see=reading.see if reading else None)
+        seen = self._seen(reading, pictures) if reading and reading.parts else []
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
@@ -152,8 +153,8 @@ class ChatProcessor:
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         job = _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
-        if reader and self._vision and reader.found:
-            prompt, places = with_pictures(turn.ids, reader.found, self._vision.tower, turn.boundaries)
+        if seen and self._vision:
+            prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.boundaries)
             self._bound.check(len(prompt))
             job = replace(job, request=replace(job.request, prompt=prompt, boundaries=places))
         grammar = self._grammar(conversation, answer)
@@ -162,21 +163,15 @@ class ChatProcessor:
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
         return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
 
-    def _fetch(self, messages: Any, pictures: Mapping[str, bytes | RequestError] | None
-               ) -> Callable[[str, str], bytes] | None:
-        """What gets what is behind a URL."""
-        if not self._fetches or pictures is None:
-            return Fetcher() if self._fetches else None
-
-        def given(url: str, field: str) -> bytes:
-            found = pictures.get(url)
-            if found is None:
-                raise Unfetched(urls_of(parts_shown(messages)))
-            if isinstance(found, RequestError):
-                raise found
-            return found
-
-        return given
+    def _seen(self, reading: Reading, pictures: Shown | RequestError | None) -> list[Pixels | Film]:
+        """What a conversation shows, in order."""
+        if isinstance(pictures, RequestError):
+            raise pictures
+        if pictures is None:
+            pictures = reading.read(Fetcher() if self._fetches else None)
+        if any(part.field not in pictures for part in reading.parts):
+            raise Unread(reading)
+        return reading.show(pictures)
 
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""
