@@ -56,6 +56,7 @@ CHANGED = {
 MADE = {
     "deltic/artifacts/tvm/parameters.py Lock": "TVM has one cache of parameters for the process",
     "deltic/cache/prefix.py OpenDoor": "it has no fields",
+    "deltic/text/template.py Watchdog": "deadlines of what threads render, and a thread that waits for them",
     "deltic/cache/tiers.py Fetch": "a look that is over: nothing changes it",
 }
 """Objects of classes that are not frozen, made where a module is defined."""
