@@ -99,7 +99,9 @@ def tried(suite: dict[str, Any], strict: bool) -> dict[str, Keyword]:
         for group in groups:
             try:
                 wanted = JsonSchema(group["schema"], strict)
-                grammar = grammars().grammar(lambda _, wanted=wanted: [part_of(wanted)], "schema")  # type: ignore
+                pending = grammars().grammar(lambda _, wanted=wanted: [part_of(wanted)], "schema")  # type: ignore
+                pending.compile()
+                grammar = pending.grammar
             except RequestError:
                 keyword.refused += 1
                 continue

@@ -54,13 +54,14 @@ class Limits:
     max_texts: int = _limit(10_000, "texts of a request for vectors or scores")
     max_tools: int = _limit(512, "tools of a request")
     max_schema_kib: int = _limit(1024, "KiB of JSON that the tools and schemas of a request may take")
-    schema_seconds: float = _limit(5.0, "seconds that a schema or grammar may take to compile", 0.01)
+    schema_seconds: float = _limit(5.0, "seconds of a processor that a schema or grammar may take to compile", 0.01)
     template_seconds: float = _limit(5.0, "seconds that the chat template may take to render a conversation", 0.01)
     max_prompt_tokens: int | None = _limit(None, "tokens of a prompt (default: what the context holds)")
     max_answer_tokens: int | None = _limit(None, "tokens of an answer (default: what the context holds)")
     max_answer_values: int = _limit(500_000, "tokens, and probabilities of tokens (logprobs), of an answer that is not "
                                              "streamed")
     max_stops: int = _limit(64, "stop strings of a request, and stop token ids", 0)
+    max_stop_characters: int = _limit(8192, "characters of all stop strings of a request together", 0)
     max_logit_bias: int = _limit(300, "tokens that a request may give a bias", 0)
     max_stored_responses: int = _limit(1000, "responses that are kept for previous_response_id; those used last stay",
                                        0)

@@ -415,7 +415,7 @@ class LLM:
                                         tools=None if tool_choice == "none" else tools,
                                         answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**form)),
                                         variables=as_variables(variables, thinking),
-                                        thinking_budget=thinking_budget)
+                                        thinking_budget=thinking_budget).compiled()
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, **form: Any) -> list[Job]:
         check_callback(on_token)
@@ -432,7 +432,7 @@ class LLM:
     def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None = None) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
-        return self.chat_processor.complete(prompt, sampling, wanted)
+        return self.chat_processor.complete(prompt, sampling, wanted).compiled()
 
 
 def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ssl import SSLContext
@@ -30,6 +29,8 @@ from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
 from deltic.server.embeddings import routes as embeddings
 from deltic.server.embeddings.service import EmbeddingService, Services
+from deltic.server.executors import Executors
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.fields import IGNORED_HEADER
 from deltic.server.gate import Gate, refusal
 from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
@@ -96,7 +97,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
         room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens,
                     limits.max_wait_seconds)
         return ServedModel(llm, Bridge(llm.worker, room, told["stuck_after"]), name,
-                           ThreadPoolExecutor(1, "deltic-memory"), records)
+                           FairExecutor(1, "deltic-memory"), records)
 
     intake = Intake(limits, told["lenient"])
     registry = ModelRegistry(models, served, intake, records)
@@ -113,7 +114,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
               Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
     routes.append(openapi.route(routes, check))
     app = application(routes, records, told["cors_origins"], told["allowed_hosts"],
-                      _lifespan(registry, store, request_log))
+                      _lifespan(registry, store, records.executors, request_log))
     for name, value in app_state.items():
         setattr(app.state, name, value)
     return app
@@ -190,7 +191,7 @@ class _Work:
         await asyncio.gather(*(part.stop() for part in self.parts))
 
 
-def _lifespan(models: ModelRegistry, store: ResponseStore,
+def _lifespan(models: ModelRegistry, store: ResponseStore, executors: Executors,
               request_log: RequestLog | None) -> Callable[[Starlette], Any]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -199,6 +200,7 @@ def _lifespan(models: ModelRegistry, store: ResponseStore,
             yield
         finally:
             await models.stop()
+            await asyncio.to_thread(executors.shutdown)
             await asyncio.to_thread(store.close)
             if request_log:
                 await asyncio.to_thread(request_log.close)

@@ -25,6 +25,7 @@ from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show
+from deltic.server.executors import LARGE
 from deltic.server.fields import Refused, known
 from deltic.server.http import Problem, ProblemError
 from deltic.server.records import record_of
@@ -32,8 +33,6 @@ from deltic.vision.reader import Unread
 
 log = logging.getLogger("deltic")
 
-_LARGE = 1 << 15  # bytes: native code reads fewer in a few milliseconds
-_LARGE_AT_ONCE = 2
 _PATIENCE = 4  # so many times the limit is read and thrown away, as clients listen only after they have sent all
 
 # Which limit bounds the entries of a field; what has more is not even looked at.
@@ -75,7 +74,6 @@ class Fields(BaseModel):
 Body = TypeVar("Body", bound=Fields)
 Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
-Result = TypeVar("Result")
 Seeing = Callable[[Chosen, Unread], Awaitable[Chosen]]
 
 
@@ -98,7 +96,6 @@ class Intake:
         self._limits, self._lenient, self._held = limits, lenient, 0
         self._told: set[str] = set()
         self._coming: dict[_Upload, None] = {}  # in the order in which they became large
-        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request: Request, schema: type[Body], choose: Callable[[Body], Awaitable[Chosen]],
                    prepare: Callable[[Chosen, Body], Prepared], seeing: Seeing[Chosen] | None = None
@@ -114,24 +111,17 @@ class Intake:
         record = record_of(request)
         async with self._received(request) as raw:
             _check_encoding(request)
-            body = await self._done(len(raw), partial(parse, raw, schema, self._limits, self._lenient))
+            body = await record.work(partial(parse, raw, schema, self._limits, self._lenient), len(raw))
             chosen = await choose(body)
             try:
-                prepared = await self._done(len(raw), partial(prepare, chosen, body))
+                prepared = await record.work(partial(prepare, chosen, body), len(raw))
             except Unread as missing:
                 if seeing is None:
                     raise
-                prepared = await self._done(len(raw), partial(prepare, await seeing(chosen, missing), body))
+                prepared = await record.work(partial(prepare, await seeing(chosen, missing), body), len(raw))
             record.ignored = _named(body.ignored)
             self._tell(record.ignored)
             return chosen, body, prepared
-
-    async def _done(self, size: int, work: Callable[[], Result]) -> Result:
-        """What some work with a body of this size gives, in a thread."""
-        if size <= _LARGE:
-            return await asyncio.to_thread(work)
-        async with self._large:
-            return await asyncio.to_thread(work)
 
     @asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:
@@ -166,7 +156,7 @@ class Intake:
     def _hold(self, upload: _Upload, size: int) -> None:
         """Count in a body that has grown to this size. If all together are too much, the one that has been on its way
         for longest is given up: honest ones take a moment. Small ones are as many as there are connections, at most."""
-        if size <= _LARGE:
+        if size <= LARGE:
             return
         self._coming[upload] = None
         while self._held + size - upload.held > self._limits.max_bodies_mib << 20:
@@ -305,7 +295,7 @@ def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: d
 
 def _read_json(raw: bytes, most_values: int) -> Any:
     try:
-        reader = _READER if len(raw) <= min(_LARGE, most_values) else _PatientReader(most_values)
+        reader = _READER if len(raw) <= min(LARGE, most_values) else _PatientReader(most_values)
         return reader.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from deltic.errors import GenerationError, RequestError
 from deltic.server.body import renamed
 from deltic.server.bridge import Bridge
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.request_handle import RequestHandle
 from deltic.text.answers import Answers, Piece, Score
 from deltic.text.chat_processor import Job
@@ -25,7 +24,7 @@ class Run:
     what the client calls the fields of its request, see `renamed`. Close it when it is not wanted any more.
     """
 
-    def __init__(self, bridge: Bridge, handle: RequestHandle, jobs: Sequence[Job], memory: Executor,
+    def __init__(self, bridge: Bridge, handle: RequestHandle, jobs: Sequence[Job], memory: FairExecutor,
                  whole: bool) -> None:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
         self.names: Mapping[str, str] = {}
@@ -35,7 +34,7 @@ class Run:
         self._tokens: dict[tuple[str, int], list[int]] | None = None
 
     @classmethod
-    async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: Executor, whole: bool) -> Run:
+    async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: FairExecutor, whole: bool) -> Run:
         """Hand the jobs to the engine; RequestError if it refuses one, BusyError if there is no room for them."""
         return cls(bridge, await bridge.submit([job.request for job in jobs]), jobs, memory, whole)
 
@@ -51,7 +50,7 @@ class Run:
             pieces = self._answers.take(events)
             for piece in pieces:
                 if piece.remember:
-                    await asyncio.get_running_loop().run_in_executor(self._memory, piece.remember)
+                    await self._memory.run(self._handle.client, piece.remember)
                 if piece.done:
                     self._add_usage(piece.done.usage, first=piece.done.index == 0)
                     self._finishes.append(piece.done.finish)
@@ -115,7 +114,7 @@ class Run:
         self._handle.close()
         with suppress(RuntimeError):  # the server is about to end
             for remember in self._answers.close():
-                self._memory.submit(remember)
+                self._memory.submit(self._handle.client, remember)
 
     def _count(self, event: Event) -> None:
         if event.refused:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -26,7 +27,7 @@ from deltic.errors import (
     UnavailableError,
 )
 from deltic.server.fields import IGNORED_HEADER
-from deltic.server.records import record_of
+from deltic.server.records import RequestRecord, record_of
 
 log = logging.getLogger("deltic")
 
@@ -149,15 +150,15 @@ def json_response(data: Any, status: int = 200) -> Response:
     return Response(dump(data), status, media_type="application/json")
 
 
-async def written(data: Any, size: int) -> Response:
+async def written(request: Request, data: Any, size: int) -> Response:
     """A response of JSON, written in a thread if it is large. size: of its tokens, and probabilities of tokens."""
-    text = dump(data) if size <= _SMALL else await asyncio.to_thread(dump_patiently, data)
+    text = dump(data) if size <= _SMALL else await record_of(request).work(partial(dump_patiently, data), size)
     return Response(text, media_type="application/json")
 
 
-async def dumped(work: Callable[[], bytes], size: int) -> bytes:
-    """What some work gives, done in a thread if there is much of it."""
-    return work() if size <= _SMALL else await asyncio.to_thread(work)
+async def dumped(record: RequestRecord, work: Callable[[], bytes], size: int) -> bytes:
+    """What some work for a request gives, done in a thread if there is much of it."""
+    return work() if size <= _SMALL else await record.work(work, size)
 
 
 def spliced(head: bytes, data: Mapping[str, Any]) -> bytes:

@@ -29,7 +29,7 @@ from deltic.server.bridge import Health
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.pictures import PictureDecoder
 from deltic.server.records import Records, RequestRecord, record_of
-from deltic.server.served_model import ServedModel, client_of
+from deltic.server.served_model import ServedModel
 from deltic.vision.reader import Shown, Unread
 
 log = logging.getLogger("deltic")
@@ -170,7 +170,7 @@ class ModelRegistry:
     async def _seeing(self, request: Request, served: ServedModel, missing: Unread) -> ServedModel:
         """The model with the pictures of a request, unless the client goes away meanwhile."""
         try:
-            reading = self.pictures.read(client_of(request), missing.reading)
+            reading = self.pictures.read(record_of(request).client_id, missing.reading)
             found: Shown | RequestError = await while_connected(request.receive, reading)
         except RequestError as error:
             found = error  # raised where it can be named as the client's wire names it

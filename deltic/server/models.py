@@ -85,12 +85,12 @@ class _Endpoints:
     async def tokenize(self, request: Request) -> Response:
         served, body, ids = await self.registry.read(request, TokenizeRequest, _tokens, answers=False)
         shown = (served.token_bytes(id).decode("utf-8", "replace") for id in ids)
-        return await written({"count": len(ids), "max_model_len": served.llm.engine.max_context,
+        return await written(request, {"count": len(ids), "max_model_len": served.llm.engine.max_context,
                               "tokens": iter(ids), "token_strs": shown if body.return_token_strs else None}, len(ids))
 
     async def detokenize(self, request: Request) -> Response:
         _, _, text = await self.registry.read(request, DetokenizeRequest, _text, answers=False)
-        return await written({"prompt": text}, len(text))
+        return await written(request, {"prompt": text}, len(text))
 
     def _model(self, request: Request, entry: ModelEntry) -> dict[str, Any]:
         if _is_anthropic(request):

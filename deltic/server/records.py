@@ -8,7 +8,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from ipaddress import IPv6Address, ip_address, ip_network
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltic.config import Limits
 from deltic.errors import QuotaError, RequestError
+from deltic.server.executors import Executors
 
 if TYPE_CHECKING:
     from deltic.server.collect import Run
@@ -28,6 +30,8 @@ _IDS = re.compile(r"[!-~]{1,128}")
 _LONGEST_PATH = 200
 _WHOLE = re.compile("https?://[^/]*", re.IGNORECASE)
 
+Result = TypeVar("Result")
+
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
@@ -35,6 +39,7 @@ class RequestRecord:
 
     id: the client's own, or else ours.
     client: its address.
+    executors: the server's threads.
     key: the name of whose key it came with.
     arrived, began: by the clock, and by time.perf_counter.
     served: whether it came so far as to be looked at by an endpoint.
@@ -52,6 +57,7 @@ class RequestRecord:
     client: str
     method: str
     path: str
+    executors: Executors
     arrived: float = field(default_factory=time.time)
     began: float = field(default_factory=time.perf_counter)
     key: str | None = None
@@ -66,6 +72,15 @@ class RequestRecord:
     cancelled: bool = False
     release: Callable[[], None] | None = None
     spell: Callable[[Sequence[int]], str] | None = None
+
+    @property
+    def client_id(self) -> str:
+        """The client whose share of places and processor time it takes: the owner of its key, else its network."""
+        return self.key or network_of(self.client)
+
+    async def work(self, work: Callable[[], Result], size: int = 0) -> Result:
+        """The result of some work for it, done in a thread in its client's turn. size: bytes that the work is about."""
+        return await self.executors.sized(size).run(self.client_id, work)
 
     def age(self) -> float:
         """Seconds since it came."""
@@ -88,6 +103,7 @@ class Records:
     def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
                  texts: bool = False) -> None:
         self.texts, self._limits, self._log = texts, limits, log
+        self.executors = Executors()
         self._live: dict[RequestRecord, None] = {}
 
     def __iter__(self) -> Iterator[RequestRecord]:
@@ -98,7 +114,8 @@ class Records:
         headers, sender = dict(reversed(scope["headers"])), scope.get("client")
         given = headers.get(ID_HEADERS[0].encode(), b"").decode("latin-1")
         record = RequestRecord(given if _IDS.fullmatch(given) else "req_" + uuid.uuid4().hex,
-                               sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH])
+                               sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH],
+                               self.executors)
         scope.setdefault("state", {})["record"] = record
         self._live[record] = None
         return record
@@ -165,6 +182,15 @@ def _without_host(scope: Scope) -> Scope:
         return scope
     path = scope["path"][whole.end():] or "/"
     return {**scope, "path": path, "raw_path": quote(path).encode()}
+
+
+def network_of(host: str) -> str:
+    """The part of an address that tells clients apart: a /64 network of IPv6 has one owner."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else host
 
 
 def record_of(request: Request) -> RequestRecord:

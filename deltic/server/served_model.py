@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
+from types import MappingProxyType
 
 from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM
 from deltic.errors import RequestError
+from deltic.server.body import renamed
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import while_connected
-from deltic.server.records import Records, record_of
+from deltic.server.records import Records, RequestRecord, record_of
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
@@ -30,7 +31,7 @@ class ServedModel:
     """One model behind HTTP.
 
     name: what clients see and ask for.
-    memory: one thread, in which answers are remembered in their order.
+    memory: one thread, in which each client's answers are remembered in their order.
     records: all requests of the server, also for other models.
     pictures: what the parts of a request show, by their fields, or why that cannot be had.
     """
@@ -38,7 +39,7 @@ class ServedModel:
     llm: LLM
     bridge: Bridge
     name: str
-    memory: Executor
+    memory: FairExecutor
     records: Records
     pictures: Shown | RequestError = field(default_factory=dict)
 
@@ -52,15 +53,18 @@ class ServedModel:
         await self.bridge.stop()
         await asyncio.to_thread(self.memory.shutdown)
 
-    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool) -> Run:
+    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool,
+                    names: Mapping[str, str] = MappingProxyType({})) -> Run:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
-        whole: the answers are wanted whole."""
+        whole: the answers are wanted whole. names: what the client calls the fields of its request, see `renamed`."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
-        client = client_of(request)
-        jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
+        jobs = [replace(job, request=replace(job.request, client=record.client_id)) for job in jobs]
         try:
+            with renamed(names):
+                await while_connected(request.receive, self._compile(record, jobs))
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            run.names = names
             if self.records.texts:
                 run.keep_tokens()
                 record.spell = self.text
@@ -71,6 +75,11 @@ class ServedModel:
             if error.field == "prompt":
                 raise RequestError(str(error), prompt_field) from error
             raise
+
+    async def _compile(self, record: RequestRecord, jobs: Sequence[Job]) -> None:
+        """Have the jobs' grammars compiled, in the client's turn."""
+        if pending := [job.grammar for job in jobs if job.grammar]:
+            await record.executors.grammars.run(record.client_id, lambda: [grammar.compile() for grammar in pending])
 
     async def wholes(self, request: Request, run: Run) -> list[Piece]:
         """All choices of a run, when they are done, unless the client goes away meanwhile."""
@@ -99,18 +108,6 @@ class ServedModel:
     @property
     def _has_words(self) -> bool:
         return self.llm.runtime.path is not None
-
-
-def client_of(request: Request) -> str:
-    """Tells clients apart: by the owner of the key, else by the address, of which a network of IPv6 has one owner."""
-    if key := record_of(request).key:
-        return key
-    host = request.client.host if request.client else ""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else host
 
 
 def public_name(llm: LLM) -> str:

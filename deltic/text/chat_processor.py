@@ -19,7 +19,7 @@ from deltic.text.billing import without_billing_headers
 from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
 from deltic.text.deltas import Answer
-from deltic.text.grammar import Grammar, GrammarConstraint, Grammars, part_of
+from deltic.text.grammar import GrammarConstraint, Grammars, PendingGrammar, part_of
 from deltic.text.history import MODES, History, Turn
 from deltic.text.markers import THINK, closes_thinking
 from deltic.text.notes import NoteStore
@@ -56,11 +56,19 @@ class Job:
     """A request, and the texts of its choices.
 
     remember: to be called once for each choice that finishes, so that following prompts can build on it.
+    grammar: that the answer keeps to. It has to be compiled before the engine gets the request.
     """
 
     request: Request
     texts: AnswerTexts
     remember: Remember | None = None
+    grammar: PendingGrammar | None = None
+
+    def compiled(self) -> Job:
+        """The job, ready for the engine. RequestError if its grammar cannot be compiled."""
+        if self.grammar:
+            self.grammar.compile()
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +169,7 @@ class ChatProcessor:
         if grammar is None:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
-        return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+        return _constrained(job, grammar, closing.rest_ids, thinks)
 
     def _seen(self, reading: Reading, pictures: Shown | RequestError | None) -> list[Pixels | Film]:
         """What a conversation shows, in order."""
@@ -202,12 +210,12 @@ class ChatProcessor:
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
         if output_format is None:
             return job
-        return _constrained(job, partial(GrammarConstraint, self._format(output_format)))
+        return _constrained(job, self._format(output_format))
 
-    def _format(self, wanted: OutputFormat) -> Grammar:
+    def _format(self, wanted: OutputFormat) -> PendingGrammar:
         return self.grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
 
-    def _grammar(self, conversation: Conversation, answer: AnswerForm) -> Grammar | None:
+    def _grammar(self, conversation: Conversation, answer: AnswerForm) -> PendingGrammar | None:
         """What the answer has to keep to, if anything."""
         choice, wanted = answer.calls, answer.output
         functions = choice.functions(conversation.tools or ())
@@ -276,11 +284,15 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _constrained(job: Job, constraint: Callable[[AnswerText], Constraint]) -> Job:
-    """The job with answers that are kept within bounds, each with its text."""
+def _constrained(job: Job, grammar: PendingGrammar, gap: Sequence[int] = (), opens: bool = False) -> Job:
+    """The job with answers that are kept within a grammar, each with its text."""
+    def constraint(text: AnswerText) -> Constraint:
+        return GrammarConstraint(grammar.grammar, text, gap, opens)
+
     constraints = map(constraint, map(job.texts.of, count()))
     matcher = job.request.matcher or job.texts.followers()
-    return replace(job, request=replace(job.request, matcher=matcher, constraint=partial(next, constraints)))
+    request = replace(job.request, matcher=matcher, constraint=partial(next, constraints))
+    return replace(job, request=request, grammar=grammar)
 
 
 def prompt_bound(longest: int | None, limits: Limits) -> Bound:

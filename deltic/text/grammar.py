@@ -11,15 +11,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as TookTooLong
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from deltic.errors import BusyError, RequestError
+from deltic.errors import RequestError
 from deltic.text.markers import THINK, THINK_END
 from deltic.text.output_format import Choice, GrammarText, JsonSchema, OutputFormat, Regex
 from deltic.text.stream import AnswerText
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 64
 _MOST_TEXT = 1 << 20
-_COMPILING = 2  # threads: one that is busy with a hostile grammar shall not keep others waiting
 _TOKEN_SECONDS = 0.01
 """Of a processor, that a token may take: honest grammars need half a millisecond on average, the worst of their
 tokens some six."""
@@ -113,14 +111,33 @@ class _Tokens:
         return self._encode(text if isinstance(text, str) else text.decode(), parse_special=False)
 
 
+@dataclass(slots=True, eq=False)
+class PendingGrammar:
+    """A grammar that a request needs, before it is compiled. That takes its time: a server has it done in a thread, in
+    the client's turn, before the engine gets the request."""
+
+    _compile: Callable[[], Grammar]
+    _compiled: Grammar | None = None
+
+    def compile(self) -> None:
+        """RequestError if it cannot be compiled, or not within the limit."""
+        self._compiled = self._compile()
+
+    @property
+    def grammar(self) -> Grammar:
+        if self._compiled is None:
+            raise RuntimeError("the grammar of this request has not been compiled")
+        return self._compiled
+
+
 class Grammars:
-    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: that one may take."""
+    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: of a processor that one may take; what
+    waits for other work does not count."""
 
     def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0) -> None:
         self._tokenizer, self._seconds = tokenizer, seconds
         self._known: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -131,37 +148,55 @@ class Grammars:
         with self._lock:
             _ = self.vocabulary.compiled
 
-    def grammar(self, source: Callable[[Vocabulary], list[Part]], field: str) -> Grammar:
-        """The grammar with this source; RequestError with this field if there is none. It is made in a thread, which
-        may take so long; what it has begun is bounded as well."""
+    def grammar(self, source: Callable[[Vocabulary], list[Part]], field: str) -> PendingGrammar:
+        """The grammar with this source, to be compiled. RequestError with this field if there can be none."""
         try:
-            self.warm()
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise RequestError(f"{field} needs the package llguidance, which cannot be loaded ({error}): pip install "
                                "llguidance", field) from error
         text = json.dumps({"grammars": source(self.vocabulary)})
         if len(text) > _MOST_TEXT:
             raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
-        key = blake2b(text.encode(), digest_size=16).digest()
+        return PendingGrammar(partial(self._of_field, text, field))
+
+    def _of_field(self, text: str, field: str) -> Grammar:
+        """The compiled grammar; errors name the field."""
+        self.warm()
         try:
-            return replace(self._future(key, text).result(self._seconds), field=field)
-        except TookTooLong:
-            raise RequestError(f"{field} takes longer than {self._seconds:g} seconds to compile (schema_seconds): "
-                               "simplify it", field) from None
-        except CancelledError:
-            raise BusyError("too many forms of answers are being compiled; try again later") from None
+            return replace(self._compiled(text), field=field)
+        except _SlowGrammar as error:
+            raise RequestError(f"{field} takes {error.seconds:.3g} seconds of a processor to compile, and may take "
+                               f"{self._seconds:g} (schema_seconds): simplify it", field) from None
         except _BadGrammar as error:
             raise RequestError(f"{field} cannot be enforced: {error}", field) from None
 
-    def _future(self, key: bytes, text: str) -> Future[Grammar]:
+    def _compiled(self, text: str) -> Grammar:
+        """Compiles a grammar, or waits for a thread that does; what is refused is remembered as well."""
+        key = blake2b(text.encode(), digest_size=16).digest()
         with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_COMPILING, "deltic-grammars")
-            known = self._known.pop(key, None) or self._threads.submit(_compile, self.vocabulary, text)
-            self._known[key] = known
+            known = self._known.pop(key, None)
+            future = self._known[key] = known or Future()
             while len(self._known) > _MOST_KEPT:
-                self._known.popitem(last=False)[1].cancel()
-            return known
+                self._known.popitem(last=False)
+        if known is None:
+            began = time.thread_time()
+            try:
+                grammar = _compile(self.vocabulary, text)
+                if (seconds := time.thread_time() - began) > self._seconds:
+                    raise _SlowGrammar(seconds)
+                future.set_result(grammar)
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+
+class _SlowGrammar(Exception):
+    """seconds: of a processor that it has taken."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 class _BadGrammar(ValueError):

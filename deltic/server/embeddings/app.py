@@ -51,6 +51,7 @@ def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **o
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
+        await asyncio.to_thread(records.executors.shutdown)
         if log:
             await asyncio.to_thread(log.close)
 

@@ -45,7 +45,7 @@ class _Endpoints:
         found = await self.services.run(service, request, items)
         rows = _rows(found, body.dimensions, service.encoder.dimension, body.encoding_format == "base64")
         answer = {"object": "list", "data": rows, "model": service.name, "usage": _usage(items)}
-        return await written(answer, len(found) * service.encoder.dimension)
+        return await written(request, answer, len(found) * service.encoder.dimension)
 
     async def rerank(self, request: Request) -> Response:
         service, body, (items, texts) = await self._read(request, RerankRequest, _to_rank)
@@ -56,7 +56,7 @@ class _Endpoints:
         tokens = _usage(items)
         answer = {"id": f"rerank-{uuid.uuid4().hex}", "model": service.name, "results": iter(results), "usage": tokens,
                   "meta": {"billed_units": {"search_units": 1}, "tokens": {"input_tokens": tokens["prompt_tokens"]}}}
-        return await written(answer, sum(map(len, texts)) if body.return_documents else len(results))
+        return await written(request, answer, sum(map(len, texts)) if body.return_documents else len(results))
 
     async def score(self, request: Request) -> Response:
         service, _, parts = await self._read(request, ScoreRequest, _to_score)
@@ -68,7 +68,7 @@ class _Endpoints:
         data = ({"index": index, "object": "score", "score": score} for index, score in enumerate(scores))
         answer = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": service.created,
                   "model": service.name, "data": data, "usage": _usage([item for part in parts for item in part])}
-        return await written(answer, len(scores))
+        return await written(request, answer, len(scores))
 
     async def _read(self, request: Request, schema: type[Body], prepare: Callable[[EmbeddingService, Body], Prepared]
                     ) -> tuple[EmbeddingService, Body, Prepared]:

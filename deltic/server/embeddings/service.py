@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.requests import Request
 
@@ -16,6 +17,7 @@ from deltic.errors import BusyError, UnavailableError, show
 from deltic.server.body import Intake
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.metrics import samples
+from deltic.server.records import record_of
 
 ENDING = "the server is shutting down"
 _LOOK = 0.02
@@ -67,7 +69,7 @@ class Services:
             raise BusyError(f"{ENDING}: try again later, or elsewhere")
         job, self._running = None, self._running + 1
         try:
-            job = await asyncio.to_thread(service.encoder.submit, items)
+            job = await record_of(request).work(partial(service.encoder.submit, items))
             self._jobs.add(job)
             return sound(await while_connected(request.receive, _done(asyncio.wrap_future(job.future))))
         finally:

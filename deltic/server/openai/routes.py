@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +24,7 @@ from deltic.server.openai.shapes import (
     prompt_scores,
     usage_fields,
 )
+from deltic.server.records import record_of
 from deltic.server.served_model import ServedModel
 from deltic.text.answers import Piece
 
@@ -66,13 +67,13 @@ async def _answer(request: Request, served: ServedModel, run: Run, shape: Shape,
         return EventStream(events, error_event, run.close)
     done = await served.wholes(request, run)
     if isinstance(body, CompletionRequest) and body.best_of:
-        done = await asyncio.to_thread(_best, done, body.best_of, body.n or 1)
+        done = await record_of(request).work(partial(_best, done, body.best_of, body.n or 1), run.size)
     found = done[0].done.prompt_logprobs if ids and done[0].done else None
     more = {} if found is None else {"prompt_logprobs": prompt_scores(ids, found, served.token_bytes)}
     choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
     answer = Envelope(shape.whole_kind, served.name, shape.prefix).wrap(
         choices, usage=usage_fields(run.usage), **more)
-    return await written(answer, run.size)
+    return await written(request, answer, run.size)
 
 
 def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:

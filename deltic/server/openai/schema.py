@@ -112,7 +112,9 @@ class _Common(SamplingFields, FormatFields):
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed: leave out stream", "prompt_logprobs")
         given = {name: getattr(self, name) for name in _SAMPLING}
-        given |= {"stop": _stops(self.stop), "logit_bias": _biases(self.logit_bias or {})} | more
+        given["stop"] = _stops(self.stop, limits.max_stop_characters)
+        given["logit_bias"] = _biases(self.logit_bias or {})
+        given |= more
         # in other servers -1 is: as many as the context holds, all tokens
         given |= {name: None if name == "max_tokens" else 0 for name in ("max_tokens", "top_k") if given[name] == -1}
         params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -259,10 +261,14 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def _stops(stop: Any) -> tuple[Any, ...] | None:
+def _stops(stop: Any, most: int) -> tuple[Any, ...] | None:
     if stop is None:
         return None
     stops = tuple(stop) if isinstance(stop, list) else (stop,)
+    characters = sum(len(text) for text in stops if isinstance(text, str))
+    if characters > most:
+        raise RequestError(f"the strings of stop have {characters} characters together, and may have at most {most} "
+                           "(max_stop_characters)", "stop")
     return tuple(valid_text(text, "stop") if isinstance(text, str) else text for text in stops)
 
 
