@@ -200,7 +200,7 @@ def ordinary() -> dict[str, bytes]:
 def test_ordinary_pictures_keep_their_pixels() -> None:
     with DecoderProcess(DECODER_MIB) as process:
         for kind, data in ordinary().items():
-            for vision in (SMALL, Vision(TOWER, PictureConfig())):
+            for vision in (SMALL, *([Vision(TOWER, PictureConfig())] if kind in ("png", "strips", "cmyk") else [])):
                 found = decoded(process, data, vision)
                 assert np.array_equal(found, plainly(data, vision)), kind
                 assert np.array_equal(found, np.asarray(job(data, vision).run())), kind
@@ -285,7 +285,7 @@ def test_one_clients_pictures_do_not_keep_anothers_waiting(monkeypatch: pytest.M
 
 def test_work_ends_when_nobody_wants_it() -> None:
     """A file that would take long is given up within native code, and its client's next one is read."""
-    slow = url(saved(Image.new("RGB", (7_000, 7_000)), "TIFF", compression="tiff_lzw"))
+    slow = url(PLAIN["tiff"]((7_000, 7_000)))
 
     async def work() -> None:
         decoder = PictureDecoder(Limits())
@@ -416,3 +416,20 @@ def test_small_files_cost_the_server_no_memory(served: Served) -> None:
 def memory() -> int:
     """MiB of this process."""
     return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) >> 10
+
+
+def test_a_server_that_stops_waits_for_no_picture(llm: LLM) -> None:
+    slow = url(PLAIN["tiff"]((7_000, 7_000)))
+    with serving(llm) as stopping:
+        waiting = [stopping.send("/v1/chat/completions", **asking(*[slow] * 6)) for _ in range(4)]
+        decoder = stopping.app.state.models.pictures
+        wait_until(lambda: bool(decoder._all and decoder._all[0]._child))
+        child = decoder._all[0]._child
+    assert child.returncode is not None and not any(process._child for process in decoder._all)
+    for raw in waiting:
+        raw.close()
+
+
+def test_a_picture_behind_a_url_is_not_fetched_unasked(served: Served) -> None:
+    answer = read_all(served.send("/v1/chat/completions", **asking("http://127.0.0.1/it.png")))
+    assert " 400 " in answer and "allow_image_urls" in answer

@@ -66,7 +66,7 @@ class PictureDecoder:
         """Ends what runs, and waits for that."""
         self._closed = True
         for process in self._all:
-            process.kill()
+            process.stop()
         self._decoding.shutdown()
         self._fetching.shutdown()
         for process in self._all:

@@ -56,6 +56,8 @@ class DecoderProcess:
         if self._closed:
             raise UnavailableError("the decoder process is closed")
         child = self._child = self._child or self._start()
+        if self._closed:  # meanwhile
+            child.kill()
         assert child.stdin and child.stdout
         try:
             job = pickle.dumps((function.__module__, function.__qualname__, args, seconds))
@@ -79,9 +81,14 @@ class DecoderProcess:
         if child := self._child:
             child.kill()
 
-    def close(self) -> None:
-        """Ends the child. No call may run, and none is possible any more."""
+    def stop(self) -> None:
+        """As `kill`, and no call is possible any more."""
         self._closed = True
+        self.kill()
+
+    def close(self) -> None:
+        """As `stop`, and waits until the child has ended. No call may run."""
+        self.stop()
         if self._child:
             self._forget(self._child)
 
@@ -127,6 +134,7 @@ def main(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process even within native code
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends what has to end
     with suppress(EOFError, BrokenPipeError):
         while True:
