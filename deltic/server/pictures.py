@@ -51,8 +51,8 @@ class PictureDecoder:
             urls = reading.urls()
             fetched = await self._fetching.run(client, partial(fetch_all, urls)) if urls else {}
             share.take(sum(map(len, fetched.values())))
-            run = _Run(reading.steps(lambda url, field: fetched[url] if urls else b""), share,
-                       self._limits.picture_seconds)
+            steps = reading.steps((lambda url, field: fetched[url]) if urls else None)
+            run = _Run(steps, share, self._limits.picture_seconds)
             try:
                 while (found := await self._decoding.run(client, partial(run.step, self))) is None:
                     pass
