@@ -26,7 +26,7 @@ from deltic import LLM, SamplingParams
 from deltic.cli import main
 from deltic.errors import RequestError
 from deltic.text import grammar as grammar_module
-from deltic.text.grammar import GrammarConstraint, Grammars, part_of
+from deltic.text.grammar import GrammarConstraint, Grammars
 from deltic.text.output_format import Choice, JsonSchema, OutputFormat, Regex
 from deltic.text.tools import PARSERS
 
@@ -42,7 +42,7 @@ def closed(**properties: Any) -> dict[str, Any]:
 
 def compiled(grammars: Grammars, wanted: OutputFormat) -> Any:
     """The grammar of a format."""
-    pending = grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
+    pending = grammars.of(wanted)
     pending.compile()
     return pending.grammar
 
@@ -399,6 +399,21 @@ def test_an_engine_never_gets_a_grammar_that_is_not_compiled() -> None:
         job.request.constraint()
     job.compiled()
     assert job.request.constraint()
+
+
+def test_taking_a_token_leaves_the_matcher_to_other_threads() -> None:
+    """`push` is called in the engine's thread, which all clients share."""
+    tokenizer = model().chat_processor.tokenizer
+    text: Any = SimpleNamespace(region="answer")
+    constraint = GrammarConstraint(compiled(Grammars(tokenizer), Regex("[a-c]+")), text)
+    matcher, told = constraint._matcher, list[int]()
+    constraint._matcher = SimpleNamespace(  # type: ignore[assignment]
+        consume_token=lambda token: (told.append(token), matcher.consume_token(token)),
+        deep_copy=matcher.deep_copy, is_error=matcher.is_error)
+    tokens = tokenizer.encode("abc")
+    for token in tokens:
+        constraint.push(token)
+    assert not told and constraint.allowed(()) and told == tokens
 
 
 def test_compiled_grammars_are_kept_and_bounded() -> None:

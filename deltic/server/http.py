@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -35,6 +36,8 @@ _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 KEEP_ALIVE = 15.0
 """Seconds of silence after which a stream shows its client that it lives."""
+_AT_ONCE = 64  # items of an iterator that are written between two turns of other threads
+_PLAIN = frozenset((int, str, float, bool, type(None)))
 _SMALL = 2000  # tokens, and probabilities of tokens, of an answer that is written at once
 
 Result = TypeVar("Result")
@@ -133,9 +136,13 @@ def dump_patiently(data: Any) -> bytes:
 def _written(data: Any) -> Iterator[bytes]:
     if isinstance(data, Iterator):
         yield b"["
-        for index, item in enumerate(data):
-            yield b"," * bool(index)
-            yield from _written(item)
+        first = True
+        while items := list(islice(data, _AT_ONCE)):
+            plain = all(type(item) in _PLAIN for item in items)
+            for piece in (dump(items)[1:-1],) if plain else map(dump_patiently, items):
+                yield b"" if first else b","
+                yield piece
+                first = False
         yield b"]"
     elif isinstance(data, dict) and any(isinstance(value, dict | Iterator) for value in data.values()):
         for index, (key, value) in enumerate(data.items()):

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -26,7 +27,7 @@ from deltic.engine.llm import LLM
 from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.server.body import Body, Intake, Prepared
 from deltic.server.bridge import Health
-from deltic.server.http import Problem, ProblemError, while_connected
+from deltic.server.http import Problem, ProblemError
 from deltic.server.pictures import PictureDecoder
 from deltic.server.records import Records, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
@@ -163,28 +164,31 @@ class ModelRegistry:
             self._records.take(record, 1)
             if len(self._entries) == 1:
                 for served in self.loaded:
-                    served.bridge.check_room()
+                    served.bridge.check_room(record.client_id)
         return await self._intake.read(request, schema, partial(self._chosen, record), prepare,
-                                       partial(self._seeing, request))
+                                       partial(self._seeing, record))
 
-    async def _seeing(self, request: Request, served: ServedModel, missing: Unread) -> ServedModel:
-        """The model with the pictures of a request, unless the client goes away meanwhile."""
+    async def served(self, request: Request, model: str | None) -> ServedModel:
+        """The model of this name, for a request without a body. It is there until the request is over."""
+        return await self._chosen(record_of(request), SimpleNamespace(model=model))
+
+    async def _seeing(self, record: RequestRecord, served: ServedModel, missing: Unread) -> ServedModel:
+        """The model with the pictures of a request."""
         try:
-            reading = self.pictures.read(record_of(request).client_id, missing.reading)
-            found: Shown | RequestError = await while_connected(request.receive, reading)
+            found: Shown | RequestError = await self.pictures.read(record.client_id, missing.reading)
         except RequestError as error:
             found = error  # raised where it can be named as the client's wire names it
         return replace(served, pictures=found)
 
-    async def _chosen(self, record: RequestRecord, body: Body) -> ServedModel:
+    async def _chosen(self, record: RequestRecord, body: object) -> ServedModel:
         entry = self._named(getattr(body, "model", None))
         record.model, record.stream = entry.source.name, bool(getattr(body, "stream", False))
         entry.users += 1
         record.release = partial(self._release, entry)
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
-            served.bridge.check_room()
-        return served
+            served.bridge.check_room(record.client_id)
+        return replace(served, owner=record.owner)
 
     def start(self) -> None:
         """Take requests."""

@@ -41,7 +41,8 @@ _FUNCTION = Known.of("name arguments")
 _PART = Known.of("type text refusal image video video_url url source fps", image_url=Known.of("url"))
 CHAT: Mapping[str, Known] = {
     "messages": Known.of("role contents name tool_call_id reasoning_content reasoning thinking", content=_PART,
-                         tool_calls=Known.of("id type index name arguments", function=_FUNCTION))}
+                         tool_calls=Known.of("id type index name arguments", function=_FUNCTION),
+                         function_call=_FUNCTION)}
 
 _TEXT = Known.of("type text refusal image_url")
 RESPONSES: Mapping[str, Known] = {

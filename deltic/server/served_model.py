@@ -13,15 +13,16 @@ from starlette.requests import Request
 from deltic.config import Limits
 from deltic.engine.llm import LLM
 from deltic.errors import RequestError
-from deltic.server.body import renamed
+from deltic.server.body import renamed, sent_name
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import while_connected
-from deltic.server.records import Records, RequestRecord, record_of
+from deltic.server.records import Records, RequestRecord, record_of, salt_of
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
+from deltic.text.tokenizer import Tokenizer
 from deltic.types import SamplingParams
 from deltic.vision.reader import Shown
 
@@ -34,6 +35,7 @@ class ServedModel:
     memory: one thread, in which each client's answers are remembered in their order.
     records: all requests of the server, also for other models.
     pictures: what the parts of a request show, by their fields, or why that cannot be had.
+    owner: of the request's API key.
     """
 
     llm: LLM
@@ -42,6 +44,7 @@ class ServedModel:
     memory: FairExecutor
     records: Records
     pictures: Shown | RequestError = field(default_factory=dict)
+    owner: str | None = None
 
     @property
     def limits(self) -> Limits:
@@ -59,10 +62,13 @@ class ServedModel:
         whole: the answers are wanted whole. names: what the client calls the fields of its request, see `renamed`."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
-        jobs = [replace(job, request=replace(job.request, client=record.client_id)) for job in jobs]
+        jobs = [replace(job, request=replace(job.request, client=record.client_id, cache_salt=salt_of(
+            record.prefix_owner, job.request.cache_salt))) for job in jobs]
         try:
             with renamed(names):
                 await while_connected(request.receive, self._compile(record, jobs))
+            ignored = (sent_name(name, names) for job in jobs for name in job.ignored)
+            record.ignored = tuple(dict.fromkeys((*record.ignored, *ignored)))
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
             run.names = names
             if self.records.texts:
@@ -78,8 +84,8 @@ class ServedModel:
 
     async def _compile(self, record: RequestRecord, jobs: Sequence[Job]) -> None:
         """Have the jobs' grammars compiled, in the client's turn."""
-        if pending := [job.grammar for job in jobs if job.grammar]:
-            await record.executors.grammars.run(record.client_id, lambda: [grammar.compile() for grammar in pending])
+        if any(job.grammar for job in jobs):
+            await record.executors.grammars.run(record.client_id, lambda: [job.compiled() for job in jobs])
 
     async def wholes(self, request: Request, run: Run) -> list[Piece]:
         """All choices of a run, when they are done, unless the client goes away meanwhile."""
@@ -89,11 +95,16 @@ class ServedModel:
             run.close()
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams,
-                 output_format: OutputFormat | None = None) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool | None = None) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str) or output_format:
-            return self.llm.chat_processor.complete(prompt, sampling, output_format)
+            return self.llm.chat_processor.complete(prompt, sampling, output_format, add_special is not False)
         return bare_job(prompt, sampling, prompt_bound(self.llm.engine.max_context, self.limits))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the model; RequestError if it has none."""
+        return self.llm.chat_processor.tokenizer
 
     def token_bytes(self, token: int) -> bytes:
         """What a token looks like; without tokenizer they can be told apart all the same."""

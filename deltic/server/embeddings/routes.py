@@ -42,14 +42,14 @@ class _Endpoints:
 
     async def embed(self, request: Request) -> Response:
         service, body, items = await self._read(request, EmbeddingsRequest, _to_embed)
-        found = await self.services.run(service, request, items)
+        found = await self.services.run(service, request, items, body.salt)
         rows = _rows(found, body.dimensions, service.encoder.dimension, body.encoding_format == "base64")
         answer = {"object": "list", "data": rows, "model": service.name, "usage": _usage(items)}
         return await written(request, answer, len(found) * service.encoder.dimension)
 
     async def rerank(self, request: Request) -> Response:
         service, body, (items, texts) = await self._read(request, RerankRequest, _to_rank)
-        scores = service.encoder.scores_of(await self.services.run(service, request, items))
+        scores = service.encoder.scores_of(await self.services.run(service, request, items, body.salt))
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:body.top_n]
         results = [{"index": index, "relevance_score": scores[index],
                     **({"document": {"text": texts[index]}} if body.return_documents else {})} for index in order]
@@ -59,8 +59,8 @@ class _Endpoints:
         return await written(request, answer, sum(map(len, texts)) if body.return_documents else len(results))
 
     async def score(self, request: Request) -> Response:
-        service, _, parts = await self._read(request, ScoreRequest, _to_score)
-        found = await self.services.run(service, request, [item for part in parts for item in part])
+        service, body, parts = await self._read(request, ScoreRequest, _to_score)
+        found = await self.services.run(service, request, [item for part in parts for item in part], body.salt)
         scores, done = list[float](), 0
         for part in parts:
             scores += service.encoder.scores_of(found[done:done + len(part)])

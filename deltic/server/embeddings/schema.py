@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 from deltic.errors import RequestError, show
-from deltic.server.body import Fields
+from deltic.server.body import SaltedFields
 
 _KINDS: Mapping[str | None, str | None] = {
     None: None, "query": "query", "search_query": "query", "passage": "passage", "document": "passage",
     "search_document": "passage"}
 
 
-class EmbeddingsRequest(Fields):
+class EmbeddingsRequest(SaltedFields):
     """OpenAI's fields; input_type, as others write it, for models that have prompts; truncate: cut what is too long,
     rather than refusing it."""
 
@@ -61,7 +61,7 @@ class EmbeddingsRequest(Fields):
                            f"{show(given)}", "input")
 
 
-class RerankRequest(Fields):
+class RerankRequest(SaltedFields):
     """Cohere's and Jina's fields. Documents are texts, or objects with a `text`. truncate: cut long ones (default),
     rather than refusing them; where they are cut, the model's own length decides, not max_tokens_per_doc."""
 
@@ -88,7 +88,7 @@ class RerankRequest(Fields):
         return found
 
 
-class ScoreRequest(Fields):
+class ScoreRequest(SaltedFields):
     """vLLM's fields: one text against many, or as many against each other, in pairs."""
 
     counted: ClassVar[Mapping[str, str]] = {"text_1": "max_texts", "text_2": "max_texts"}

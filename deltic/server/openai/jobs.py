@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from deltic.errors import RequestError, of_prompt
-from deltic.server.openai.schema import ChatRequest, CompletionRequest
+from deltic.server.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from deltic.server.openai.shapes import Echo
 from deltic.server.parts import CHAT, check_within
+from deltic.server.records import salt_of
 from deltic.server.served_model import ServedModel
 from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import Job
@@ -22,7 +23,7 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
     """The next turn of a conversation. Renders and encodes it: for a thread. RequestError names the field that is
     wrong."""
     body.refuse_unsupported()
-    processor, tools = served.llm.chat_processor, body.shown_tools()
+    processor, tools = served.llm.chat_processor.of(salt_of(served.owner, body.salt)), body.shown_tools()
     job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
                          variables=_understood(body, partial(processor.knows, tools=tools)),
                          thinking_budget=body.thinking_budget, pictures=served.pictures, answer=AnswerForm(
@@ -30,7 +31,7 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
                              body.output_format()))
     _check_scores(served, [job])
     check_within(body, CHAT, partial(processor.reads, tools=tools))
-    return _speculating(job, body.speculate)
+    return _told(job, body)
 
 
 def _understood(body: ChatRequest, knows: Callable[[str], bool]) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     jobs = list[Job]()
     for place, prompt in enumerate(prompts):
         with of_prompt(f"prompt[{place}]") if len(prompts) > 1 else nullcontext():
-            jobs.append(_speculating(served.complete(prompt, sampling, wanted), body.speculate))
+            jobs.append(_told(served.complete(prompt, sampling, wanted, body.add_special_tokens), body))
             if len(prompts) > 1:  # else the engine itself says what is wrong
                 served.llm.engine.keys_of(jobs[-1].request)
     _check_scores(served, jobs)
@@ -81,6 +82,6 @@ def _check_scores(served: ServedModel, jobs: list[Job]) -> None:
                            f"have {most} (max_answer_values): ask for less, or shorten the prompt", "prompt_logprobs")
 
 
-def _speculating(job: Job, wanted: bool | None) -> Job:
-    """The job, for which tokens may be drafted unless that is not wanted."""
-    return job if wanted is not False else replace(job, request=replace(job.request, speculate=False))
+def _told(job: Job, body: SamplingFields) -> Job:
+    """The job with the fields that concern the engine only: speculation and cache salt."""
+    return replace(job, request=replace(job.request, speculate=body.speculate is not False, cache_salt=body.salt))

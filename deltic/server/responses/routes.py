@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.errors import GenerationError, RequestError, show
-from deltic.server.body import renamed
+from deltic.server.body import renamed, sent_name
 from deltic.server.collect import Run
 from deltic.server.http import (
     Check,
@@ -134,7 +134,7 @@ class _Endpoints:
 
     async def delete(self, request: Request) -> Response:
         id, record = request.path_params["id"], record_of(request)
-        if not await record.work(partial(self.store.delete, id, record.key)):
+        if not await record.work(partial(self.store.delete, id, record.owner)):
             raise _missing(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
@@ -168,7 +168,7 @@ class _Endpoints:
 
     def _prepared(self, asked: RequestRecord, served: ServedModel, body: ResponsesRequest
                   ) -> tuple[Job, Names, _Making]:
-        id, owner, most = new_response(), asked.key, served.limits.max_messages
+        id, owner, most = new_response(), asked.owner, served.limits.max_messages
         items = body.items(id, self.store.finder(owner))
         before = self.store.items(body.previous_response_id, most, owner)
         if before is None:
@@ -183,7 +183,7 @@ class _Endpoints:
                                "(max_tools)", "tools")
         with renamed(names):
             job = chat_job(served, chat)
-        body.ignored.extend(names.get(name, name) for name in chat.ignored)
+        body.ignored.extend(sent_name(name, names) for name in chat.ignored)
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(id, body.own_tools(), body.seals)
         return job, names, _Making(id, asked, output, dump(head | body.echo()), dump(items), body.store is not False)
@@ -213,7 +213,7 @@ class _Endpoints:
             response = spliced(making.head, making.now(choice, error))
             if making.keeps:
                 kept = b'{"response":%b,"input":%b,"owner":%b}'
-                self.store.put(making.id, kept % (response, making.input, json.dumps(making.asked.key).encode()))
+                self.store.put(making.id, kept % (response, making.input, json.dumps(making.asked.owner).encode()))
             return response
         return await making.asked.work(work)
 
@@ -232,11 +232,11 @@ class _Endpoints:
 
     def _being_made(self, request: Request) -> _Making | None:
         making = self.making.get(request.path_params["id"])
-        return making if making and making.asked.key == record_of(request).key else None
+        return making if making and making.asked.owner == record_of(request).owner else None
 
     def _found(self, request: Request) -> Record:
         id = request.path_params["id"]
-        record = self.store.get(id, record_of(request).key)
+        record = self.store.get(id, record_of(request).owner)
         if record is None:
             raise _missing(id)
         return record
