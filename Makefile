@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Two processes, which take turns at whole files: the models that a file's tests share are made once.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: run test test-all test-gpu lint bench clean
+.PHONY: run test test-all test-gpu test-lowest lint bench clean
 
 run: .venv/.installed
 	$(BIN)/deltic run "What is the capital of France?"
@@ -30,6 +30,10 @@ test-gpu: deltic/ops/cpu/libdeltic.so
 # what an install compiles, for a checkout that is not installed
 deltic/ops/cpu/libdeltic.so: hatch_build.py $(wildcard csrc/*)
 	$(PYTHON) hatch_build.py
+
+# A core of the tests with the lowest versions that pyproject.toml allows, in an environment of their own.
+test-lowest: .venv/.installed-dev
+	$(BIN)/python tests/lowest_versions.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check deltic tests examples bench

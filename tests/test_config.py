@@ -114,6 +114,7 @@ def test_presets_have_the_published_sizes():
     active = {name: round(config.active_parameter_count / 1e9, 1) for name, config in PRESETS.items() if config.experts}
     assert active == {"qwen3.5-35b-a3b": 3.5, "qwen3-30b-a3b": 3.4}
     assert ModelConfig.preset("Qwen/Qwen3.5-0.8B") == ModelConfig.preset("0.8b") == PRESETS["qwen3.5-0.8b"]
+    assert ModelConfig.preset("qwen3.5:0.8b") == PRESETS["qwen3.5-0.8b"]
     cut = ModelConfig.preset("4b", layers=5)
     assert cut.layer_types == PRESETS["qwen3.5-4b"].layer_types[:5]
     for name, layers in (("3b", None), ("4b", 0), ("4b", 33)):

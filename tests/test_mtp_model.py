@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from deltic import Session
 from deltic.cache.pools import allocate
-from deltic.config import ModelConfig
+from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.batch import build as build_batch
+from deltic.engine.loading import RandomModel, load
 from deltic.engine.plan import Plan, Row
 from deltic.model.decoder import Decoder, build
 from deltic.model.mtp import Mtp, build_head, first_rows
@@ -296,6 +297,13 @@ def test_a_shortened_head_gives_the_first_logits(pair: Pair, backend: str, rows:
         assert torch.equal(head.dequantize(), full.dequantize()[:count])
     else:
         assert head.data_ptr() == full.data_ptr() and len(head) == count
+
+
+@pytest.mark.parametrize(("options", "rows"), [({}, 307), ({"draft_vocab": 0}, 307), ({"draft_vocab": 33}, 48)])
+def test_how_many_tokens_a_head_knows_is_an_option(options: dict[str, int], rows: int) -> None:
+    model = RandomModel(shape=odd_shape(vocab_size=307), head=True)
+    runtime = load(model, EngineConfig(dtype="float32", memory="8MiB", threads=1, **options))
+    assert runtime.mtp and len(runtime.mtp.head) == rows
 
 
 @pytest.mark.skipif(bool(missing()), reason="needs the compiled kernels")

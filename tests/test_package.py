@@ -10,6 +10,7 @@ import tomllib
 from dataclasses import fields
 from pathlib import Path
 
+import lowest_versions
 import pytest
 
 import deltic
@@ -35,6 +36,19 @@ def test_the_package_says_that_it_is_typed() -> None:
 def test_the_readme_has_no_links_that_a_package_page_breaks() -> None:
     relative = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("https://")]
     assert not relative
+
+
+def test_what_is_tested_is_within_the_bounds() -> None:
+    """`make test-lowest` runs the lowest versions, the other tests those of constraints.txt."""
+    pinned = dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
+    names = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
+
+    def numbers(version: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", version)]
+
+    for name, low in lowest_versions.lowest().items():
+        assert numbers(low) <= numbers(names[name.lower().replace("_", "-")]), name
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in lowest_versions.CORE)
 
 
 def test_blocks_of_python_can_be_pasted() -> None:

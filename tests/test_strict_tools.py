@@ -130,6 +130,11 @@ def test_strict_tools_keep_their_schemas(name: str, parser: str, served: dict[st
     assert seen or name in ("a reference at the root", "formats")
 
 
+@pytest.mark.parametrize("parser", ["qwen", "json", "minimax"])
+def test_a_forced_call_without_arguments_is_one(parser: str, served: dict[str, Served]) -> None:
+    assert called(served[parser], {"type": "object", "properties": {}}) == {}
+
+
 REFUSED: dict[str, Any] = {
     "not": closed(a={"type": "string", "not": {"const": "JSon"}}),
     "if": {**closed(a={"type": "string"}, b={"type": "string"}), "if": {"required": ["a"]},

@@ -241,10 +241,10 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str, layers: int | None = None) -> ModelConfig:
-        """A public shape by name (`qwen3.5-0.8b`, also `Qwen/Qwen3.5-0.8B`), or only its first `layers`."""
+        """A public shape by name (`qwen3.5-0.8b`, `qwen3.5:0.8b`, `Qwen/Qwen3.5-0.8B`), or only its first `layers`."""
         from deltic.config.presets import PRESETS
 
-        key = name.rsplit("/", 1)[-1].lower()
+        key = name.rsplit("/", 1)[-1].lower().replace(":", "-")
         config = PRESETS.get(key) or PRESETS.get(f"qwen3.5-{key}")
         if config is None:
             raise ModelError(f"no preset {name!r}; there are {', '.join(PRESETS)}")

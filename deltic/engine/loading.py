@@ -259,7 +259,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     else:
         experts = open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())
-    mtp = build_head(config, head, decoder) if head else None
+    mtp = build_head(config, head, decoder, options.draft_vocab or None) if head else None
     keep_freed_memory()
     times.done("layers")
     encode = _tower(files, ops, dtype, options) if files and not drafts else None

@@ -29,9 +29,6 @@ from deltic.ops.records import (
 )
 
 log = logging.getLogger("deltic")
-SHORT: Final = 32_000
-"""Rows of the shortened head. Byte-pair tokenizers number their tokens by how frequent they were, so that nearly all
-tokens that are worth a draft come first (FastMTP, arXiv 2509.18362)."""
 _POSITIVE: Final = 0.95
 """The share of a norm's factors that are above zero at least."""
 
@@ -84,10 +81,11 @@ class Mtp(MtpWeights):
         return ops.add_norm(joined, None, self.layer.input_norm, self.eps)
 
 
-def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, rows: int | None = SHORT) -> Mtp:
+def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, rows: int | None = None) -> Mtp:
     """Make a head of canonical tensors (`weights.names.expected_head`), which are taken out of `tensors`, for a trunk.
 
     rows: draft among the vocabulary's first so many tokens only (rounded up to whole panels of 16); None: among all.
+    Byte-pair tokenizers number their tokens by how frequent they were (FastMTP, arXiv 2509.18362).
     The embedding and the matrix of the logits are the trunk's, in its memory, unless the head has its own.
     """
     ops, main = decoder.ops, decoder.weights

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deltic.text.coerce import Schema, argument_schema, coerce, dumps, read_json, stays_text, types_of
+from deltic.text.json_schema import has_type
 
 
 class Said(NamedTuple):
@@ -21,8 +22,8 @@ class Arguments:
     """The calls of one block. What they say is in `out`, text that is no part of them in `aside`.
 
     schemas: by the names of tools. streams: texts are said as they come, where the schema leaves them as they are.
-    decodes: texts are JSON where they can be. drops_empty: a call without arguments is none. typed: values have
-    the types that they are to have.
+    decodes: texts are JSON where they can be. drops_empty: a call without arguments is none. typed: a value that has
+    a type of its schema stays as it is.
     """
 
     def __init__(self, schemas: Mapping[str, Schema], *, streams: bool, decodes: bool,
@@ -99,7 +100,7 @@ class Arguments:
         if self._repeated:
             self.aside += [written if isinstance(written, str) else dumps(written), "\n"]
             return
-        if self.typed:
+        if self.typed and has_type(written, types_of(key, self._schema)):
             self._say(key, written, written)
             return
         if self._decodes and isinstance(written, str):

@@ -163,7 +163,7 @@ class _Rules:
             return self.add(f"f{index}", " ".join([quoted(before + function["name"] + after), *parameters,
                                                    quoted(self._form.function_end)]))
         wanted = {**schema, "type": "object"}
-        if wanted.get("properties") and object_of(wanted):
+        if "properties" in wanted and object_of(wanted):
             wanted.setdefault("additionalProperties", False)
         before, after = JSON.function
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]

@@ -57,7 +57,8 @@ class CallReader:
                  exact: bool = False) -> None:
         self.form, self.tags, self.retries, self.exact = form, form.tags, retries, exact
         self.bare = opening != form.block[0]
-        self.arguments = Arguments(schemas, streams=form.streams, decodes=form.decodes, drops_empty=form.drops_empty)
+        self.arguments = Arguments(schemas, streams=form.streams, decodes=form.decodes,
+                                   drops_empty=form.drops_empty and not exact)
         self.certain = False  # that there is a call
         self.failed = ""  # the text of a block that has no call
         self.state: State = bare_call if self.bare else block_begins
@@ -314,7 +315,7 @@ def next_part(reader: CallReader, text: str, tag: re.Match[str]) -> int:
         reader.begin(tag["name"])
         reader.state = in_function
     elif kind == "function_end":
-        if reader.form.streams:
+        if reader.form.streams or reader.exact:
             reader.settle()
         reader.arguments.end()
         reader.state = after_bare if reader.bare else after_call

@@ -115,6 +115,11 @@ def properties_of(schema: Any, root: Any, seen: set[int] | None = None) -> dict[
     return found | own if isinstance(own, dict) else found
 
 
+def has_type(value: Any, types: set[str]) -> bool:
+    """Whether a value is of one of these types, if there are any."""
+    return not types or _NAMES.get(type(value)) in _wide(types)
+
+
 def _types(schema: Any, root: Any, known: dict[int, set[str] | None], steps: int) -> set[str] | None:
     """None: all."""
     if not isinstance(schema, Mapping) or id(schema) in known or steps > _MOST_STEPS:
@@ -237,7 +242,7 @@ class Bounds:
         if others is False or any(name not in named for name in part.get("required", ())):
             return
         part["additionalProperties"] = False
-        if not named:
+        if "properties" not in part:
             part["patternProperties"] = {_SHORT: others if isinstance(others, Mapping) else {"type": _SCALARS}}
             part["maxProperties"] = max(self.items, part.get("minProperties", 0))
 

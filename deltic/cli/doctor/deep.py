@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -109,7 +108,7 @@ def _run(found: ModelFiles, facts: dict[str, Any]) -> Iterator[str]:
     dtype = "float32" if published and _has_room(found) else "auto"
     started = time.perf_counter()
     with LLM(str(found.path), dtype=dtype) as llm:
-        facts |= {"device": llm.runtime.options.device, "dtype": str(llm.runtime.decoder.dtype).removeprefix("torch."),
+        facts |= {"device": llm.runtime.options.device, "dtype": found.config.dtype if dtype == "auto" else dtype,
                   "load_seconds": round(time.perf_counter() - started, 2)}
         yield from _conversation(llm, facts)
         if published:
@@ -161,7 +160,6 @@ def _is_published(found: ModelFiles) -> bool:
     return all(getattr(config, name) == getattr(shape, name) for name in names)
 
 
-@cache
 def published_answer() -> Mapping[str, Any]:
     """The prompt, the token ids and where they are from."""
     text = (files("deltic.cli.doctor") / "golden.json").read_text(encoding="utf-8")
