@@ -46,6 +46,16 @@ class Limits:
     max_choices: int = _limit(128, "answers that one request may ask for: its prompts times its n")
     max_messages: int = _limit(4096, "messages of a conversation")
     max_pictures: int = _limit(256, "pictures of a conversation", 0)
+    max_picture_megapixels: int = _limit(64, "megapixels of a picture, as its file has them")
+    max_request_megapixels: int = _limit(512, "megapixels of all pictures of a request")
+    max_pictures_mib: int = _limit(1024, "MiB of the decoded pictures of all requests that run or wait, of which a "
+                                         "client may hold as much as stays free; then requests are refused with "
+                                         "status 503 and Retry-After")
+    picture_seconds: float = _limit(20.0, "seconds of processor time that the pictures of a request may take to decode",
+                                    0.01)
+    max_document_pages: int = _limit(1000, "pages of a PDF document")
+    max_document_characters: int = _limit(4_000_000, "characters of a PDF document's text")
+    document_seconds: float = _limit(10.0, "seconds of processor time that a PDF document may take to read", 0.01)
     max_texts: int = _limit(10_000, "texts of a request for vectors or scores")
     max_tools: int = _limit(512, "tools of a request")
     max_schema_kib: int = _limit(1024, "KiB of JSON that the tools and schemas of a request may take")

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from functools import partial
@@ -29,7 +29,7 @@ from deltic.server.executors import LARGE
 from deltic.server.fields import Refused, known
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.records import record_of
-from deltic.vision.fetch import Unfetched
+from deltic.vision.reader import Unread
 
 log = logging.getLogger("deltic")
 
@@ -89,7 +89,7 @@ class SaltedFields(Fields):
 Body = TypeVar("Body", bound=Fields)
 Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
-Fetched = Callable[[Chosen, Unfetched], AbstractAsyncContextManager[Chosen]]
+Seeing = Callable[[Chosen, Unread], Awaitable[Chosen]]
 
 
 @dataclass(eq=False, slots=True)
@@ -113,13 +113,13 @@ class Intake:
         self._coming: dict[_Upload, None] = {}  # in the order in which they became large
 
     async def read(self, request: Request, schema: type[Body], choose: Callable[[Body], Awaitable[Chosen]],
-                   prepare: Callable[[Chosen, Body], Prepared], fetched: Fetched[Chosen] | None = None
+                   prepare: Callable[[Chosen, Body], Prepared], seeing: Seeing[Chosen] | None = None
                    ) -> tuple[Chosen, Body, Prepared]:
         """What is chosen by the body, the body, and what `prepare` makes of both, in a thread: big prompts take a while
         to parse and encode. Work that has not begun is dropped when the client goes away.
 
-        fetched: gives what was chosen with the pictures that `prepare` has missed, for another try; while it waits
-        for these it has no thread that others need.
+        seeing: gives what was chosen with the pictures that `prepare` has missed, for another try; while it waits for
+        these it has no thread that others need.
         RequestError names what is wrong with it, and ProblemError has status 413 if it is too large; BusyError if there
         are too many at the same time. What had no effect is noted with the request, see `answering`.
         """
@@ -130,11 +130,11 @@ class Intake:
             chosen = await choose(body)
             try:
                 return chosen, body, await record.work(partial(prepare, chosen, body), len(raw))
-            except Unfetched as missing:
-                if fetched is None:
+            except Unread as missing:
+                if seeing is None:
                     raise
-                async with fetched(chosen, missing) as seeing:
-                    return chosen, body, await record.work(partial(prepare, seeing, body), len(raw))
+                seen = await seeing(chosen, missing)
+                return chosen, body, await record.work(partial(prepare, seen, body), len(raw))
 
         async with self._received(request) as raw:
             _check_form(request)

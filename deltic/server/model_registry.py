@@ -12,9 +12,9 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,20 +24,19 @@ from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM
-from deltic.errors import BusyError, ConfigError, DelticError, UnavailableError, show
+from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.server.body import Body, Intake, Prepared
 from deltic.server.bridge import Health
 from deltic.server.http import Problem, ProblemError
+from deltic.server.pictures import PictureDecoder
 from deltic.server.records import Records, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
-from deltic.vision.fetch import Unfetched, fetch_all
+from deltic.vision.reader import Shown, Unread
 
 log = logging.getLogger("deltic")
 
 _FORGIVEN = 30.0
 """Seconds after which a model that could not be loaded is tried again."""
-_FETCH_AT_ONCE = 8
-"""Requests whose pictures are fetched and held in memory at the same time."""
 _LOOKS = 4
 """So many times in the time that a model may be idle it is looked at."""
 
@@ -121,8 +120,7 @@ class ModelRegistry:
         self.models, self._serve, self._intake, self._records = models, serve, intake, records
         self._entries = {source.name: _Entry(source) for source in models.sources}
         self._thread = ThreadPoolExecutor(1, "deltic-models")
-        self._fetchers = ThreadPoolExecutor(_FETCH_AT_ONCE, "deltic-fetch")
-        self._fetching = asyncio.Semaphore(_FETCH_AT_ONCE)
+        self.pictures = PictureDecoder(models.limits)
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._draining = self._kept = False
@@ -167,19 +165,20 @@ class ModelRegistry:
             if len(self._entries) == 1:
                 for served in self.loaded:
                     served.bridge.check_room(record.client_id)
-        return await self._intake.read(request, schema, partial(self._chosen, record), prepare, self._fetched)
+        return await self._intake.read(request, schema, partial(self._chosen, record), prepare,
+                                       partial(self._seeing, record))
 
     async def served(self, request: Request, model: str | None) -> ServedModel:
         """The model of this name, for a request without a body. It is there until the request is over."""
         return await self._chosen(record_of(request), SimpleNamespace(model=model))
 
-    @asynccontextmanager
-    async def _fetched(self, served: ServedModel, missing: Unfetched) -> AsyncIterator[ServedModel]:
-        """The model with what is behind the URLs of a request, as long as that is being read. Requests with URLs wait
-        for each other at most."""
-        async with self._fetching:
-            fetch = partial(fetch_all, missing.urls)
-            yield replace(served, pictures=await asyncio.get_running_loop().run_in_executor(self._fetchers, fetch))
+    async def _seeing(self, record: RequestRecord, served: ServedModel, missing: Unread) -> ServedModel:
+        """The model with the pictures of a request."""
+        try:
+            found: Shown | RequestError = await self.pictures.read(record.client_id, missing.reading)
+        except RequestError as error:
+            found = error  # raised where it can be named as the client's wire names it
+        return replace(served, pictures=found)
 
     async def _chosen(self, record: RequestRecord, body: object) -> ServedModel:
         entry = self._named(getattr(body, "model", None))
@@ -224,6 +223,7 @@ class ModelRegistry:
             elif entry.served:
                 self._unload(entry)
         await asyncio.gather(*self._closing)
+        await asyncio.to_thread(self.pictures.close)
         self._thread.shutdown()
 
     def _named(self, model: str | None) -> _Entry:

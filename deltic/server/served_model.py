@@ -24,6 +24,7 @@ from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import SamplingParams
+from deltic.vision.reader import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class ServedModel:
     name: what clients see and ask for.
     memory: one thread, in which each client's answers are remembered in their order.
     records: all requests of the server, also for other models.
-    pictures: what was fetched for a request, by URL, or why it could not be.
+    pictures: what the parts of a request show, by their fields, or why that cannot be had.
     owner: of the request's API key.
     """
 
@@ -42,7 +43,7 @@ class ServedModel:
     name: str
     memory: FairExecutor
     records: Records
-    pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
+    pictures: Shown | RequestError = field(default_factory=dict)
     owner: str | None = None
 
     @property

@@ -36,18 +36,6 @@ def normalise_messages(messages: Any, *, see: See | None = None) -> list[dict[st
     return [_message(message, f"messages[{index}]", see) for index, message in enumerate(messages)]
 
 
-def parts_shown(messages: Any) -> list[tuple[Mapping[str, Any], str]]:
-    """The parts of messages that are images or videos, with the field of each."""
-    found = list[tuple[Mapping[str, Any], str]]()
-
-    def note(part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
-        found.append((part, field))
-        return {"type": kind}
-
-    normalise_messages(messages, see=note)
-    return found
-
-
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
     """The tools as given, in OpenAI's form; None if there are none. RequestError names a wrong one."""
     if not tools:
