@@ -178,6 +178,11 @@ class ChatProcessor:
 
         return given
 
+    @property
+    def sees(self) -> bool:
+        """Whether messages may have pictures."""
+        return self._vision is not None
+
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""
         return variable in self._template(tools).source

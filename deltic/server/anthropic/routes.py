@@ -65,7 +65,7 @@ class _Endpoints:
 def _job(served: ServedModel, body: CountRequest) -> tuple[Job, Names]:
     chat, names = body.chat()
     with renamed(names):
-        job = chat_job(served, chat)
+        job = chat_job(served, chat, translated=True)
     body.ignored.extend(names.get(name, name) for name in chat.ignored)
     return job, names
 

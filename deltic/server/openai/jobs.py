@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from deltic.errors import RequestError, of_prompt
+from deltic.server.content import ContentReader
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.server.openai.shapes import Echo
 from deltic.server.parts import CHAT, check_within
@@ -18,18 +19,22 @@ from deltic.text.chat_processor import Job
 from deltic.types import SamplingParams
 
 
-def chat_job(served: ServedModel, body: ChatRequest) -> Job:
-    """The next turn of a conversation. Renders and encodes it: for a thread. RequestError names the field that is
-    wrong."""
+def chat_job(served: ServedModel, body: ChatRequest, translated: bool = False) -> Job:
+    """The next turn of a conversation. Renders and encodes it: for a thread. translated: the request came in another
+    wire's form, whose fields have been looked at. RequestError names the field that is wrong."""
     body.refuse_unsupported()
     processor, tools = served.llm.chat_processor, body.shown_tools()
-    job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
+    reader = ContentReader(processor.sees, served.limits)
+    messages = reader.messages(body.checked_messages())
+    body.ignored.extend(reader.ignored)
+    job = processor.chat(messages, body.sampling(served.limits), tools=tools, history=body.history,
                          variables=_understood(body, partial(processor.knows, tools=tools)),
                          thinking_budget=body.thinking_budget, pictures=served.pictures, answer=AnswerForm(
                              ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False),
                              body.output_format()))
     _check_scores(served, [job])
-    check_within(body, CHAT, partial(processor.reads, tools=tools))
+    if not translated:
+        check_within(body, CHAT, partial(processor.reads, tools=tools))
     return _speculating(job, body.speculate)
 
 

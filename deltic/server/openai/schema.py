@@ -13,6 +13,7 @@ from typing import Any
 from deltic.config import Limits
 from deltic.errors import RequestError, show, valid_text
 from deltic.server.body import Fields, renamed
+from deltic.server.parts import usable_tools
 from deltic.text.output_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.types import SamplingParams
 
@@ -170,12 +171,13 @@ class ChatRequest(_Common):
 
     def shown_tools(self) -> list[Any] | None:
         """The tools that the model may call: none if tool_choice says so."""
-        for index, tool in enumerate(self.tools or ()):
+        tools = usable_tools(self.tools or (), ("function",), self.ignored)
+        for index, tool in tools:
             kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
             if kind != "function":
                 raise RequestError(f"tools[{index}] has the type {show(kind)}: only functions are supported",
                                    f"tools[{index}].type")
-        return None if self.tool_choice == "none" else self.tools
+        return None if self.tool_choice == "none" else [tool for _, tool in tools]
 
     def variables(self) -> dict[str, Any]:
         """What the chat template is told."""
