@@ -389,7 +389,7 @@ def user(content: Any) -> dict[str, Any]:
                 {"type": "function_call_output", "call_id": "1", "output": "\ud800"}]}, "input[2].output"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 5}}}, "text.format.schema"),
     ({"tools": [{"type": "alien", "name": "x"}]}, "tools[0]"), ({"previous_response_id": 5}, "previous_response_id"),
-    ({"previous_response_id": "resp_x"}, "previous_response_id"), ({"service_tier": "flex"}, "service_tier"),
+    ({"previous_response_id": "resp_x"}, "previous_response_id"),
     ({"foo": 1}, "foo"), ({"max_tokens": 5}, "max_tokens"), ({"history": "all"}, "history"),
 ])
 @pytest.mark.parametrize("stream", [False, True])

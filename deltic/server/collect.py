@@ -30,7 +30,7 @@ class Run:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
         self.names: Mapping[str, str] = {}
         self._bridge, self._handle, self._answers, self._memory = bridge, handle, Answers(jobs, whole), memory
-        self.usage, self.size = Usage(0, 0, 0), 0
+        self.usage, self.size, self._came = Usage(0, 0, 0), 0, 0
         self._finishes: list[str] = []
         self._tokens: dict[tuple[str, int], list[int]] | None = None
 
@@ -38,6 +38,11 @@ class Run:
     async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: Executor, whole: bool) -> Run:
         """Hand the jobs to the engine; RequestError if it refuses one, BusyError if there is no room for them."""
         return cls(bridge, await bridge.submit([job.request for job in jobs]), jobs, memory, whole)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of the prompts, and those of the answers that have come."""
+        return self._handle.prompt_tokens, self._came
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What comes, at most one piece per choice at a time. The last piece of a choice comes when the choice is
@@ -125,6 +130,7 @@ class Run:
             raise GenerationError(event.error or "the request was aborted")
         if self._tokens is not None and event.token is not None:
             self._tokens.setdefault((event.request, event.choice), []).append(event.token)
+        self._came += event.token is not None
         self.size += 1 + (len(event.logprobs.top) if event.logprobs else 0)
         self.size += sum(1 + len(score.top) for score in event.prompt or ())
 

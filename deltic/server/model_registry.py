@@ -158,7 +158,8 @@ class ModelRegistry:
         """The body, the model that it asks for, and what `prepare` makes of both, in a thread. BusyError at once if no
         answer may wait any more; otherwise as `Intake.read`. The model is there until the request is over.
 
-        answers: whether there will be some; who counts tokens takes nobody's place, and waits for none.
+        answers: whether there will be some; who counts tokens takes nobody's place, waits for none, and may have
+        prompts of any length.
         """
         record = record_of(request)
         if answers:
@@ -166,7 +167,8 @@ class ModelRegistry:
             if len(self._entries) == 1:
                 for served in self.loaded:
                     served.bridge.check_room()
-        return await self._intake.read(request, schema, partial(self._chosen, record), prepare, self._fetched)
+        return await self._intake.read(request, schema, partial(self._chosen, record, answers), prepare,
+                                       self._fetched)
 
     @asynccontextmanager
     async def _fetched(self, served: ServedModel, missing: Unfetched) -> AsyncIterator[ServedModel]:
@@ -176,7 +178,7 @@ class ModelRegistry:
             fetch = partial(fetch_all, missing.urls)
             yield replace(served, pictures=await asyncio.get_running_loop().run_in_executor(self._fetchers, fetch))
 
-    async def _chosen(self, record: RequestRecord, body: Body) -> ServedModel:
+    async def _chosen(self, record: RequestRecord, answers: bool, body: Body) -> ServedModel:
         entry = self._named(getattr(body, "model", None))
         record.model, record.stream = entry.source.name, bool(getattr(body, "stream", False))
         entry.users += 1
@@ -184,7 +186,7 @@ class ModelRegistry:
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
             served.bridge.check_room()
-        return served
+        return served if answers else replace(served, bounded=False)
 
     def start(self) -> None:
         """Take requests."""

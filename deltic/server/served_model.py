@@ -19,8 +19,9 @@ from deltic.server.collect import Run
 from deltic.server.http import while_connected
 from deltic.server.records import Records, record_of
 from deltic.text.answers import Piece
-from deltic.text.chat_processor import Job, bare_job, prompt_bound
+from deltic.text.chat_processor import ChatProcessor, Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
+from deltic.text.tokenizer import UNBOUNDED
 from deltic.types import SamplingParams
 
 
@@ -32,6 +33,7 @@ class ServedModel:
     memory: one thread, in which answers are remembered in their order.
     records: all requests of the server, also for other models.
     pictures: what was fetched for a request, by URL, or why it could not be.
+    bounded: whether prompts have to fit the context; those that are only counted do not.
     """
 
     llm: LLM
@@ -40,11 +42,18 @@ class ServedModel:
     memory: Executor
     records: Records
     pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
+    bounded: bool = True
 
     @property
     def limits(self) -> Limits:
         """What one client may ask for."""
         return self.llm.runtime.options.limits
+
+    @property
+    def processor(self) -> ChatProcessor:
+        """What makes jobs of messages and texts."""
+        processor = self.llm.chat_processor
+        return processor if self.bounded else processor.unbounded()
 
     async def stop(self) -> None:
         """End what runs, and wait until all answers are remembered."""
@@ -82,8 +91,9 @@ class ServedModel:
                  output_format: OutputFormat | None = None) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str) or output_format:
-            return self.llm.chat_processor.complete(prompt, sampling, output_format)
-        return bare_job(prompt, sampling, prompt_bound(self.llm.engine.max_context, self.limits))
+            return self.processor.complete(prompt, sampling, output_format)
+        bound = prompt_bound(self.llm.engine.max_context, self.limits) if self.bounded else UNBOUNDED
+        return bare_job(prompt, sampling, bound)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token looks like; without tokenizer they can be told apart all the same."""

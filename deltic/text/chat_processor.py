@@ -6,6 +6,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -177,6 +178,12 @@ class ChatProcessor:
             return found
 
         return given
+
+    def unbounded(self) -> ChatProcessor:
+        """The same for prompts of any length, which are counted or cut and then sent."""
+        found = copy(self)
+        found._bound, found._history = UNBOUNDED, self._history.unbounded()
+        return found
 
     @property
     def sees(self) -> bool:

@@ -22,6 +22,7 @@ import unicodedata
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -91,6 +92,12 @@ class History:
         self._tokenizer, self._bound, self._openings = tokenizer, bound, Openings()
         self._notes = Notebook(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
+
+    def unbounded(self) -> History:
+        """The same answers, for prompts of any length."""
+        found = copy(self)
+        found._bound = UNBOUNDED
+        return found
 
     def turn(self, conversation: Conversation, mode: str) -> Turn:
         """The prompt of the conversation's next answer. mode: one of MODES; RequestError as the template raises it, or

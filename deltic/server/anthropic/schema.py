@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from deltic.errors import RequestError, show
 from deltic.server.body import Fields
@@ -91,6 +91,10 @@ class CountRequest(Fields):
 
 class MessagesRequest(CountRequest, SamplingFields):
     """The body of /v1/messages."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "input": "messages", "response_format": "output_config.format", "max_completion_tokens": "max_tokens",
+        "reasoning_effort": "output_config.effort", "instructions": "system"}
 
     max_tokens: int
     stream: bool | None = None

@@ -9,7 +9,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from deltic.errors import RequestError, show, valid_text
 from deltic.server.content import text_of, thought_of
@@ -61,6 +61,11 @@ class OwnTool:
 
 class ResponsesRequest(SamplingFields):
     """The body of /v1/responses."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity", "system": "instructions"}
 
     model: str | None = None
     input: Any = None
@@ -195,14 +200,15 @@ class ResponsesRequest(SamplingFields):
     def _format(self) -> Json:
         text = self.text or {}
         form = text.get("format") or {"type": "text"}
-        if text.get("verbosity") not in (None, "medium"):
-            self.ignored.append("text.verbosity")
+        verbosity = text.get("verbosity")
+        if verbosity not in (None, "low", "medium", "high"):
+            raise RequestError(f"text.verbosity must be low, medium or high, not {show(verbosity)}", "text.verbosity")
         if not isinstance(form, dict):
             raise RequestError(f"text.format must be an object, not {show(form)}", "text.format")
         if form.get("type") != "json_schema":
-            return {"response_format": form}
+            return {"response_format": form, "verbosity": verbosity}
         named = {name: value for name, value in form.items() if name != "type"}
-        return {"response_format": {"type": "json_schema", "json_schema": named}}
+        return {"response_format": {"type": "json_schema", "json_schema": named}, "verbosity": verbosity}
 
     def _effort(self) -> Json:
         given = self.reasoning or {}
