@@ -74,8 +74,9 @@ def said(served: Served, model: str | None) -> str:
 
 
 CODEX = ("slug display_name description supported_reasoning_levels shell_type visibility supported_in_api priority "
-         "upgrade base_instructions supports_reasoning_summaries support_verbosity default_verbosity apply_patch_tool_type "
-         "truncation_policy supports_parallel_tool_calls context_window experimental_supported_tools")
+         "upgrade base_instructions supports_reasoning_summaries support_verbosity default_verbosity "
+         "apply_patch_tool_type truncation_policy supports_parallel_tool_calls context_window "
+         "experimental_supported_tools")
 """Fields that Codex has to find."""
 
 

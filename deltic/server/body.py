@@ -12,6 +12,7 @@ import difflib
 import json
 import logging
 import math
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -219,11 +220,17 @@ def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False)
     data = _read_json(raw, limits.max_body_values)
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
+    return read_fields(data, schema, limits, lenient, len(raw))
+
+
+def read_fields(data: Mapping[str, Any], schema: type[Body], limits: Limits, lenient: bool = False,
+                size: int = sys.maxsize) -> Body:
+    """The same of what was read already. size: of it as JSON, if that is known."""
     notes = _Notes()
     data = _known(data, schema, notes, lenient)
     with renamed(notes.sent):
         _check_counts(data, limits, {**_COUNTED, **schema.counted})
-        if len(raw) > limits.max_schema_kib << 10:
+        if size > limits.max_schema_kib << 10:
             _check_schemas(data, limits.max_schema_kib)
         try:
             body = schema.model_validate(data)

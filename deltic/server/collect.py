@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -43,6 +44,13 @@ class Run:
     def tokens(self) -> tuple[int, int]:
         """Of the prompts, and those of the answers that have come."""
         return self._handle.prompt_tokens, self._came
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Until the first token came, and since then."""
+        now, began = time.perf_counter(), self._handle.began
+        first = self._handle.first_token or now
+        return first - began, now - first
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What comes, at most one piece per choice at a time. The last piece of a choice comes when the choice is

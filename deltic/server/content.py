@@ -133,8 +133,8 @@ class ContentReader:
             return _text(_headed(heads, self._said_by(source.get("content"), f"{path}.content"), at))
         media, data = _data_of(source, path)
         if media.startswith("image/"):
-            return self._picture({"image_url": {"url": f"data:{media};base64,{base64.b64encode(data).decode()}"}},
-                                 "image_url", path) | {"type": "image_url"}
+            url = f"data:{media};base64,{base64.b64encode(data).decode()}"
+            return self._picture({"type": "image_url", "image_url": {"url": url}}, "image_url", path)
         return _text(_headed(heads, self._text_of(data, path), at))
 
     def _text_of(self, data: bytes, path: str) -> str:

@@ -225,9 +225,10 @@ class ModelRegistry:
 
     def _named(self, model: str | None) -> _Entry:
         entries = [*self._entries.values()]
-        for entry in entries:
-            if model == entry.source.name or model in entry.source.aliases:
-                return entry
+        for name in (model, (model or "").removesuffix(":latest")):  # as Ollama's clients write it
+            for entry in entries:
+                if name == entry.source.name or name in entry.source.aliases:
+                    return entry
         if model in (None, "default"):
             return entries[0]
         names = ", ".join(map(repr, self._entries))

@@ -190,6 +190,14 @@ class ChatProcessor:
         """Whether messages may have pictures."""
         return self._vision is not None
 
+    @property
+    def source(self) -> str:
+        """The chat template; empty where there is none."""
+        try:
+            return self._template(None).source
+        except TemplateError:
+            return ""
+
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""
         return variable in self._template(tools).source

@@ -24,6 +24,7 @@ from deltic.server.embeddings.service import ENDING, EmbeddingService, Services
 from deltic.server.http import Check, answering, json_response
 from deltic.server.listen import Server, hosts_of, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
+from deltic.server.ollama import routes as ollama
 from deltic.server.openai.shapes import error_response
 from deltic.server.records import Records
 from deltic.server.request_log import RequestLog
@@ -45,7 +46,8 @@ def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **o
     log = options.get("request_log")
     served = Services(tuple(services), Intake(limits, options.get("lenient", False)))
     records, check = Records(limits, log.write if log else None), check_of(options.get("api_keys", {}))
-    paths = [*routes(served, check), *requests.routes(records, check), *_about(served, log, check)]
+    paths = [*routes(served, check), *requests.routes(records, check), *_about(served, log, check),
+             *ollama.routes(None, served, served.intake, check)]
     paths.append(openapi.route(paths, check))
 
     @asynccontextmanager

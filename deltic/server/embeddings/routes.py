@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deltic.encoders.encoder import check_dimensions, shortened
-from deltic.encoders.items import Item, Vectors
-from deltic.errors import LongPromptError, RequestError
+from deltic.encoders.items import Item
+from deltic.errors import RequestError
 from deltic.server.embeddings.schema import EmbeddingsRequest, RerankRequest, ScoreRequest
 from deltic.server.embeddings.service import EmbeddingService, Services
+from deltic.server.embeddings.vectors import listed, to_embed
 from deltic.server.http import Check, answering, written
 from deltic.server.openai.shapes import error_response
 
@@ -41,9 +39,9 @@ class _Endpoints:
     services: Services
 
     async def embed(self, request: Request) -> Response:
-        service, body, items = await self._read(request, EmbeddingsRequest, _to_embed)
+        service, body, items = await self._read(request, EmbeddingsRequest, to_embed)
         found = await self.services.run(service, request, items)
-        rows = _rows(found, body.dimensions, service.encoder.dimension, body.encoding_format == "base64")
+        rows = listed(found, body.dimensions, service.encoder.dimension, body.encoding_format == "base64")
         answer = {"object": "list", "data": rows, "model": service.name, "usage": _usage(items)}
         return await written(answer, len(found) * service.encoder.dimension)
 
@@ -78,30 +76,6 @@ class _Endpoints:
         return await self.services.intake.read(request, schema, choose, prepare)
 
 
-def _to_embed(service: EmbeddingService, body: EmbeddingsRequest) -> list[Item]:
-    encoder = service.encoder
-    if encoder.scores:
-        raise RequestError(f"{service.name} scores documents (/v1/rerank), and gives no vectors", "model")
-    check_dimensions(body.dimensions, encoder.dimension)
-    inputs = body.inputs()
-    texts = [row for row in inputs if isinstance(row, str)]
-    if texts:
-        return encoder.text_items(texts, body.kind, truncate=bool(body.truncate), start=None if body.single else 0)
-    lists = [row for row in inputs if isinstance(row, list)]
-    return [_from_ids(service, row, "input" if body.single else f"input[{index}]", bool(body.truncate))
-            for index, row in enumerate(lists)]
-
-
-def _from_ids(service: EmbeddingService, ids: list[int], field: str, truncate: bool) -> Item:
-    texts = service.encoder.texts
-    try:
-        return texts.from_ids(ids, field)
-    except LongPromptError:
-        if not truncate:
-            raise
-        return replace(texts.from_ids(ids[:texts.max_length], field), cut=True)
-
-
 def _to_rank(service: EmbeddingService, body: RerankRequest) -> tuple[list[Item], list[str]]:
     texts = body.texts()
     if not texts:
@@ -115,13 +89,6 @@ def _to_score(service: EmbeddingService, body: ScoreRequest) -> list[list[Item]]
         with body.naming(index):
             items.append(service.encoder.pair_items(query, documents, bool(body.truncate)))
     return items
-
-
-def _rows(found: list[Vectors], dimensions: int | None, whole: int, packed: bool) -> Iterator[dict[str, Any]]:
-    for index, vectors in enumerate(found):
-        vector = shortened(vectors.dense, dimensions, whole)
-        shown = base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode() if packed else vector.tolist()
-        yield {"object": "embedding", "index": index, "embedding": shown}
 
 
 def _usage(items: list[Item]) -> dict[str, int]:

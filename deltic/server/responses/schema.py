@@ -356,7 +356,7 @@ def _foreign(item: Mapping[str, Any], kind: str, call: Any) -> Json:
         output = item.get("output")
         return {"role": "tool", "tool_call_id": call, "content": output if isinstance(output, str) else [item]}
     if kind.endswith("_call") and isinstance(call, str):
-        given = next((item[name] for name in ("arguments", "action", "operation", "input") if item.get(name)), {})
+        given: Any = next((item[name] for name in ("arguments", "action", "operation", "input") if item.get(name)), {})
         function = {"name": kind.removesuffix("_call"), "arguments": given if isinstance(given, dict | str) else {}}
         return {"role": "assistant", "content": "", "tool_calls": [
             {"id": call, "type": "function", "function": function}]}
