@@ -77,19 +77,22 @@ _HONOURED: Mapping[str, Honour] = {
     "json_schema": _as("guided_json"), "format": _format,
     "output_format": _output_format, "do_sample": _do_sample, "thinking_token_budget": _as("thinking_budget"),
     "thinking_budget_tokens": _as("thinking_budget"), "reasoning_budget": _as("thinking_budget"), "n_cmpl": _as("n"),
+    "output_dimension": _as("dimensions"), "truncation": _as("truncate"), "return_text": _as("return_documents"),
+    "instruct": _as("instruction"), "embedding_type": _as("encoding_format"),
 }
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("grammar", "ebnf", "regex", "format"), ("",)), "json_schema": ("", {}), "stop_sequences": ([],),
     **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"), (-1,)),
     "backend_sampling": (False,), "grammar_lazy": (False,), "return_routed_experts": (False,),
-    "reasoning_control": (False,), "n_cmpl": (1,), "speculative.n_max": (-1,)}
+    "reasoning_control": (False,), "embedding_type": ("float",), "n_cmpl": (1,), "speculative.n_max": (-1,)}
 """Values of such fields, and of ignored ones, that ask for nothing."""
 
 _REFUSED: Mapping[str, Refused] = {
     "best_of": Refused((1,)), "echo": Refused((False,)), "stop_regex": Refused(("", [])),
     "custom_params": Refused(({},)), "suffix": Refused(("",)), "adaptive_target": Refused((-1, 0)),
-    "repetition_detection": Refused(),
+    "repetition_detection": Refused(), "output_dtype": Refused(("float",)), "embedding_types": Refused((["float"],)),
+    "late_chunking": Refused((False,)), "raw_scores": Refused((False,)), "truncation_direction": Refused(("Right",)),
     "use_beam_search": Refused((False,)), "logits_processors": Refused(([],)),
     "custom_logit_processor": Refused(("",)), "lora_path": Refused(("",)), "lora": Refused(([],)),
     "allowed_token_ids": Refused(([],)), "bad_words": Refused(([],)), "input_embeds": Refused(([],)),

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from deltic import __version__
 from deltic.server.anthropic.schema import CountRequest, MessagesRequest
 from deltic.server.body import Fields
-from deltic.server.embeddings.schema import EmbeddingsRequest, RerankRequest, ScoreRequest
+from deltic.server.embeddings.schema import EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest
 from deltic.server.http import Check, answering, dump
 from deltic.server.models import DetokenizeRequest, TokenizeRequest
 from deltic.server.ollama.schema import (
@@ -33,7 +33,8 @@ BODIES: Final[Mapping[str, type[Fields]]] = {
     "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": ResponsesRequest, "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-    "/v1/embeddings": EmbeddingsRequest, **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
+    "/v1/embeddings": EmbeddingsRequest, "/embed": EmbedRequest,
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
     **dict.fromkeys(("/v1/score", "/score"), ScoreRequest), "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest, "/api/embed": OllamaEmbedRequest,
     "/api/embeddings": OllamaEmbeddingsRequest, "/api/show": OllamaModelRequest, "/api/pull": OllamaModelRequest}
@@ -58,7 +59,9 @@ _SHAPES: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
     CompletionRequest: {"prompt": {"type": ["string", "array"], "items": {"type": ["string", "integer"]}}},
     MessagesRequest: {"messages": _TURNS}, CountRequest: {"messages": _TURNS},
     EmbeddingsRequest: {"input": {"type": ["string", "array"]}},
-    RerankRequest: {"documents": {"type": "array", "items": {"type": ["string", "object"]}}},
+    EmbedRequest: {"inputs": {"type": ["string", "array"]}},
+    RerankRequest: {name: {"type": "array", "items": {"type": ["string", "object"]}} for name in (
+        "documents", "texts")},
     ScoreRequest: {name: {"type": ["string", "array"], "items": {"type": "string"}} for name in ("text_1", "text_2")},
     ResponsesRequest: {"input": {"type": ["string", "array"], "items": {"type": "object"}}}}
 """What fields look like that endpoints read themselves."""

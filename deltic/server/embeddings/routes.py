@@ -1,4 +1,5 @@
-"""/v1/embeddings as OpenAI has it, /v1/rerank as Cohere and Jina have it, /v1/score as vLLM has it."""
+"""/v1/embeddings as OpenAI has it, /v1/rerank as Cohere and Jina have it, /v1/score as vLLM has it, /embed and /rerank
+as text-embeddings-inference has them."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.encoders.items import Item
-from deltic.errors import RequestError
-from deltic.server.embeddings.schema import EmbeddingsRequest, RerankRequest, ScoreRequest
+from deltic.server.body import renamed
+from deltic.server.embeddings.schema import EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest
 from deltic.server.embeddings.service import EmbeddingService, Services
-from deltic.server.embeddings.vectors import listed, to_embed
+from deltic.server.embeddings.vectors import listed, rows_of, to_embed
 from deltic.server.http import Check, answering, written
 from deltic.server.openai.shapes import error_response
 
-Body = TypeVar("Body", EmbeddingsRequest, RerankRequest, ScoreRequest)
+Body = TypeVar("Body", EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest)
 Prepared = TypeVar("Prepared")
 
 
@@ -28,7 +29,8 @@ def routes(services: Services, check: Check) -> list[Route]:
     if not services.services:
         return []
     endpoints = _Endpoints(services)
-    paths = {"/v1/embeddings": endpoints.embed, "/v1/rerank": endpoints.rerank, "/v2/rerank": endpoints.rerank,
+    paths = {"/v1/embeddings": endpoints.embed, "/embed": endpoints.embed_plainly,
+             "/v1/rerank": endpoints.rerank, "/v2/rerank": endpoints.rerank,
              "/rerank": endpoints.rerank, "/v1/score": endpoints.score, "/score": endpoints.score}
     return [Route(path, answering(endpoint, check, error_response), methods=["POST"])
             for path, endpoint in paths.items()]
@@ -41,14 +43,22 @@ class _Endpoints:
     async def embed(self, request: Request) -> Response:
         service, body, items = await self._read(request, EmbeddingsRequest, to_embed)
         found = await self.services.run(service, request, items)
-        rows = listed(found, body.dimensions, service.encoder.dimension, body.encoding_format == "base64")
-        answer = {"object": "list", "data": rows, "model": service.name, "usage": _usage(items)}
+        answer = {"object": "list", "data": listed(found, body, service), "model": service.name, "usage": _usage(items)}
         return await written(answer, len(found) * service.encoder.dimension)
+
+    async def embed_plainly(self, request: Request) -> Response:
+        service, _, (items, asked) = await self._read(request, EmbedRequest, _to_embed_plainly)
+        found = await self.services.run(service, request, items)
+        return await written(rows_of(found, asked, service), len(found) * service.encoder.dimension)
 
     async def rerank(self, request: Request) -> Response:
         service, body, (items, texts) = await self._read(request, RerankRequest, _to_rank)
         scores = service.encoder.scores_of(await self.services.run(service, request, items))
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:body.top_n]
+        if body.texts is not None:
+            plain = ({"index": index, "score": scores[index]} for index in order)
+            named = ({**each, "text": texts[each["index"]]} if body.return_documents else each for each in plain)
+            return await written(named, sum(map(len, texts)) if body.return_documents else len(order))
         results = [{"index": index, "relevance_score": scores[index],
                     **({"document": {"text": texts[index]}} if body.return_documents else {})} for index in order]
         tokens = _usage(items)
@@ -77,17 +87,23 @@ class _Endpoints:
 
 
 def _to_rank(service: EmbeddingService, body: RerankRequest) -> tuple[list[Item], list[str]]:
-    texts = body.texts()
-    if not texts:
-        raise RequestError("documents is empty: give at least one", "documents")
-    return service.encoder.pair_items(body.query, texts, body.truncate is not False), texts
+    texts = body.read()
+    with renamed({} if body.texts is None else {"documents": "texts"}):
+        return service.encoder.pair_items(body.query, texts, body.truncate is not False, body.instruction), texts
+
+
+def _to_embed_plainly(service: EmbeddingService, body: EmbedRequest) -> tuple[list[Item], EmbeddingsRequest]:
+    asked = EmbeddingsRequest(input=body.inputs, truncate=bool(body.truncate), dimensions=body.dimensions,
+                              normalize=body.normalize is not False)
+    with renamed({"input": "inputs", "kind": "prompt_name"}):
+        return to_embed(service, asked, body.prompt_name), asked
 
 
 def _to_score(service: EmbeddingService, body: ScoreRequest) -> list[list[Item]]:
     items = list[list[Item]]()
     for index, (query, documents) in enumerate(body.pairs()):
         with body.naming(index):
-            items.append(service.encoder.pair_items(query, documents, bool(body.truncate)))
+            items.append(service.encoder.pair_items(query, documents, bool(body.truncate), body.instruction))
     return items
 
 

@@ -89,14 +89,14 @@ class _Endpoints:
 
     async def embed(self, request: Request) -> Response:
         began = time.perf_counter()
-        service, items, found, body = await self._vectors(request, OllamaEmbedRequest)
-        answer = {"model": described.tagged(service.name), "embeddings": rows_of(found, body.dimensions, service),
+        service, items, found, asked = await self._vectors(request, OllamaEmbedRequest)
+        answer = {"model": described.tagged(service.name), "embeddings": rows_of(found, asked, service),
                   "total_duration": _since(began), "load_duration": 0, "prompt_eval_count": sum(map(len, items))}
         return await written(answer, len(found) * service.encoder.dimension)
 
     async def embeddings(self, request: Request) -> Response:
-        service, _, found, _ = await self._vectors(request, OllamaEmbeddingsRequest)
-        return json_response({"embedding": next(rows_of(found, None, service), [])})
+        service, _, found, asked = await self._vectors(request, OllamaEmbeddingsRequest)
+        return json_response({"embedding": next(rows_of(found, asked, service), [])})
 
     async def tags(self, _: Request) -> Response:
         loaded = self._loaded()
@@ -145,26 +145,27 @@ class _Endpoints:
         return {served.name: served for served in (self.registry.loaded if self.registry else ())}
 
     async def _vectors(self, request: Request, schema: type[Embedding]
-                       ) -> tuple[EmbeddingService, list[Item], list[Vectors], Embedding]:
+                       ) -> tuple[EmbeddingService, list[Item], list[Vectors], EmbeddingsRequest]:
         async def choose(body: Embedding) -> EmbeddingService:
             if not self.services.services:
                 raise ProblemError(Problem(404, "this server has no model of vectors", "model", "model_not_found"))
             return self.services.find(body.model)
 
-        service, body, items = await self.intake.read(request, schema, choose, _to_embed)
-        return service, items, await self.services.run(service, request, items) if items else [], body
+        service, _, (items, asked) = await self.intake.read(request, schema, choose, _to_embed)
+        return service, items, await self.services.run(service, request, items) if items else [], asked
 
 
-def _to_embed(service: EmbeddingService, body: OllamaEmbedRequest | OllamaEmbeddingsRequest) -> list[Item]:
+def _to_embed(service: EmbeddingService, body: OllamaEmbedRequest | OllamaEmbeddingsRequest
+              ) -> tuple[list[Item], EmbeddingsRequest]:
     if isinstance(body, OllamaEmbeddingsRequest):
         asked, names = EmbeddingsRequest(input=body.prompt, truncate=True), {"input": "prompt"}
     else:
         asked, names = EmbeddingsRequest(input=body.input, truncate=body.truncate is not False,
                                          dimensions=body.dimensions), {}
     if asked.input in (None, "", []):  # Ollama's clients ask so whether the model is there
-        return []
+        return [], asked
     with renamed(names):
-        return to_embed(service, asked)
+        return to_embed(service, asked), asked
 
 
 def _chat(served: ServedModel, body: OllamaChatRequest) -> Prepared:
