@@ -10,7 +10,9 @@ from test_documents import document
 from test_server_harness import USER, Scripted, scripted, serving, tiny
 
 from deltic.config import Limits
+from deltic.errors import RequestError
 from deltic.server.content import ContentReader
+from deltic.server.documents import DocumentTexts
 from deltic.server.fields import IGNORED_HEADER
 from deltic.text.chat_processor import ChatProcessor
 
@@ -214,8 +216,60 @@ def test_a_client_may_try_with_no_input_whether_somebody_is_there() -> None:
 
 
 def test_all_documents_of_a_request_share_their_time() -> None:
-    reader = ContentReader(True, Limits(document_seconds=0.2))
+    documents = DocumentTexts()
     part = {"type": "document", "source": {"type": "base64", "data": PDF}}
-    reader._seconds = 0.0
-    read, = reader.messages([{"role": "tool", "content": [part]}])
-    assert read["content"] == [{"type": "text", "text": "[document: not shown]"}]
+    message = {"role": "tool", "content": [part]}
+    late = ContentReader(True, Limits(), documents, "me")
+    late._seconds = 0.0
+    assert late.messages([message])[0]["content"] == [{"type": "text", "text": "[document: not shown]"}]
+    first, = ContentReader(True, Limits(), documents, "me").messages([message])
+    assert late.messages([message])[0] == first and "4711" in first["content"][0]["text"]  # which takes no time
+
+
+def test_a_document_is_read_once_for_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[bytes] = []
+
+    def counted(data: bytes, limits: Limits, field: str) -> str:
+        reads.append(data)
+        if b"bad" in data:
+            raise RequestError(f"{field} is damaged", field)
+        return "x" * 4_000_000
+
+    monkeypatch.setattr("deltic.server.documents.pdf_text", counted)
+    documents = DocumentTexts()
+    for owner in ("me", "me", "you", None, "me"):
+        assert documents.read(owner, b"a", Limits(), 30.0)
+    assert len(reads) == 3
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"^is damaged$"):
+            documents.read("me", b"bad", Limits(), 30.0)
+    assert len(reads) == 4
+    for _ in range(2):  # what had less time than it may take may be tried again
+        with pytest.raises(RequestError):
+            documents.read("me", b"bad too", Limits(), 0.5)
+    assert len(reads) == 6
+    documents.read("me", b"b", Limits(), 30.0)  # the least recently used goes
+    assert not documents.known("you", b"a") and documents.known("me", b"b")
+
+
+def test_calls_of_tools_that_take_a_text() -> None:
+    call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    prompts = [prompt_of(CHAT, [*USER, {"role": "assistant", "content": None, "tool_calls": [each]},
+                                {"role": "tool", "tool_call_id": "c1", "content": "done"}]) for each in (
+        call, {"id": "c1", "type": "function", "function": {"name": "patch", "arguments": {"input": "*** Begin"}}})]
+    assert prompts[0] == prompts[1] and "*** Begin" in prompts[0][0]
+
+
+def test_many_unknown_types_are_looked_at_once_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def close(kind: str, *more: Any) -> list[str]:
+        looked.append(kind)
+        return []
+
+    monkeypatch.setattr("deltic.server.content.difflib.get_close_matches", close)
+    reader = ContentReader(True, Limits(), DocumentTexts())
+    parts = [{"type": f"alien{index}" * 20} for index in range(20_000)] + [{"type": "same"}] * 20_000
+    read, = reader.messages([{"role": "user", "content": parts}])
+    assert len(looked) == 100 and max(map(len, looked)) == 64
+    assert max(len(part["text"]) for part in read["content"]) < 100

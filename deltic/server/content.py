@@ -13,12 +13,11 @@ import binascii
 import difflib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from deltic.config import Limits
 from deltic.errors import RequestError, show
-from deltic.vision.documents import pdf_text
+from deltic.server.documents import DocumentTexts
 
 Part = Mapping[str, Any]
 
@@ -40,19 +39,22 @@ _READABLE: Final = frozenset((
 _SPOKEN: Final = frozenset(("action", "arguments", "input", "operation"))
 """Fields all of whose own fields do."""
 _DEEPEST: Final = 16
-_MISSPELT, _LONGEST = 0.85, 64
-"""How near to a known type (difflib) an unknown one has to be to be meant as it; characters that are looked at."""
+_MISSPELT, _LONGEST, _MOST_TYPES = 0.85, 64, 100
+"""How near to a known type (difflib) an unknown one has to be to be meant as it; characters of it, and different types,
+that are looked at."""
 _ALL_DOCUMENTS: Final = 3
 """So many times the seconds of one document are there for all documents of a request."""
 
 
 class ContentReader:
-    """Reads the contents of a request's messages. sees: whether the model does. `ignored` names what was replaced."""
+    """Reads the contents of a request's messages. sees: whether the model does. documents: those that were read lately,
+    for the owner of the request's key. `ignored` names what was replaced."""
 
-    def __init__(self, sees: bool, limits: Limits) -> None:
+    def __init__(self, sees: bool, limits: Limits, documents: DocumentTexts, owner: str | None = None) -> None:
         self.ignored: list[str] = []
-        self._sees, self._limits = sees, limits
+        self._sees, self._limits, self._documents, self._owner = sees, limits, documents, owner
         self._seconds = _ALL_DOCUMENTS * limits.document_seconds
+        self._meant: dict[str, str | None] = {}
 
     def messages(self, messages: Sequence[Any]) -> list[Any]:
         """The messages, made of texts and pictures only. What is no list of parts stays as it is. RequestError names
@@ -64,6 +66,8 @@ class ContentReader:
     def _message(self, message: dict[str, Any], path: str, last: bool) -> dict[str, Any]:
         name = "content" if message.get("content") is not None else "contents"
         content, role = message.get(name), message.get("role")
+        if isinstance(message.get("tool_calls"), list):
+            message = {**message, "tool_calls": [*map(_call, message["tool_calls"])]}
         if not isinstance(content, list):
             return message
         parts = [self._part(part, f"{path}.{name}[{index}]", last and role == "user")
@@ -79,16 +83,27 @@ class ContentReader:
             return part if kind in ("text", "refusal") else {"type": "text", "text": part.get(_TEXTS[kind])}
         if kind in _THOUGHTS:
             return _text("")
-        try:
-            return self._read(part, kind, path)
-        except RequestError:
-            if new and (kind in _KNOWN or _meant(kind)):
-                raise
-            said = "\n".join(text for text in _said(part) if text.strip())
-            if kind in _KNOWN or not said:
-                self.ignored.append(f"content.{kind}")
-                return _text(f"[{kind}: not shown] {said}".rstrip())
-            return _text(f"[{kind}] {said}")
+        if kind in _KNOWN:
+            try:
+                return self._read(part, kind, path)
+            except RequestError:
+                if new:
+                    raise
+        elif new and (meant := self._meaning(kind)):
+            raise RequestError(f"{path} has the unknown type {show(kind)}: do you mean {meant!r}?", f"{path}.type")
+        said = "\n".join(text for text in _said(part) if text.strip())
+        shown = kind[:_LONGEST]
+        if kind in _KNOWN or not said:
+            self.ignored.append(f"content.{shown}")
+            return _text(f"[{shown}: not shown] {said}".rstrip())
+        return _text(f"[{shown}] {said}")
+
+    def _meaning(self, kind: str) -> str | None:
+        """The known type that this one is a misspelling of. Of so many types only that are looked at."""
+        if kind not in self._meant and len(self._meant) < _MOST_TYPES:
+            found = difflib.get_close_matches(kind[:_LONGEST], _KNOWN, 1, _MISSPELT)
+            self._meant[kind] = found[0] if found else None
+        return self._meant.get(kind)
 
     def _read(self, part: Part, kind: str, path: str) -> Part:
         if kind in _PICTURES:
@@ -97,9 +112,7 @@ class ContentReader:
             return self._file(part, kind, path)
         if kind == "search_result":
             return _text(_headed(part, self._said_by(part.get("content"), f"{path}.content"), path))
-        if kind in _SOUNDS:
-            raise RequestError(f"{path} is of type {show(kind)}: sounds are not read here", path)
-        raise RequestError(f"{path} has the unknown type {show(kind)}: do you mean {_meant(kind)!r}?", f"{path}.type")
+        raise RequestError(f"{path} is of type {show(kind)}: sounds are not read here", path)
 
     def _picture(self, part: Part, kind: str, path: str) -> Part:
         """In the form that chat requests have."""
@@ -147,12 +160,13 @@ class ContentReader:
                 raise RequestError(f"{path} is neither a PDF document nor text in UTF-8", path)
             return text
         began = time.monotonic()
-        if self._seconds <= 0:
+        if self._seconds <= 0 and not self._documents.known(self._owner, data):
             raise RequestError(f"{path} and the documents before it take too long to read (document_seconds): send "
-                                   "fewer", path)
+                               "fewer", path)
         try:
-            return pdf_text(data, replace(self._limits, document_seconds=min(
-                self._seconds, self._limits.document_seconds)), path)
+            return self._documents.read(self._owner, data, self._limits, self._seconds)
+        except RequestError as error:
+            raise RequestError(f"{path} {error}", path) from error
         finally:
             self._seconds = max(0.0, self._seconds - (time.monotonic() - began))
 
@@ -173,9 +187,14 @@ class ContentReader:
         raise RequestError(f"{path} is of type {show(kind)}: within a document only texts are read", path)
 
 
-def _meant(kind: str) -> str | None:
-    """The known type that this one is a misspelling of."""
-    return next(iter(difflib.get_close_matches(kind[:_LONGEST], _KNOWN, 1, _MISSPELT)), None)
+def _call(call: Any) -> Any:
+    """A call as templates know it: one of a tool that takes a text has that as its `input`."""
+    custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
+    if not isinstance(custom, dict):
+        return call
+    rest = {name: value for name, value in call.items() if name not in ("type", "custom")}
+    return {**rest, "type": "function", "function": {
+        "name": custom.get("name"), "arguments": {"input": custom.get("input")}}}
 
 
 def text_of(part: Part) -> str | None:
@@ -213,7 +232,7 @@ def _data_of(source: Part, path: str) -> tuple[str, bytes]:
     head, text = given.split(",", 1) if given.startswith("data:") and "," in given else ("", given)
     media = head.removeprefix("data:").partition(";")[0] or source.get("media_type")
     try:
-        return media if isinstance(media, str) else "", base64.b64decode(text, validate=True)
+        return media if isinstance(media, str) else "", base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{path} has data that is no valid base64: {error}", path) from error
 

@@ -186,7 +186,7 @@ class ModelRegistry:
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
             served.bridge.check_room()
-        return served if answers else replace(served, bounded=False)
+        return replace(served, owner=record.key, bounded=answers)
 
     def start(self) -> None:
         """Take requests."""

@@ -44,7 +44,7 @@ _PART = replace(Known.of("type text refusal image video video_url url source fps
                 kinds=(None, "text", "refusal", "image", "image_url", "video", "video_url"))
 CHAT: Mapping[str, Known] = {
     "messages": Known.of("role contents name tool_call_id reasoning_content reasoning thinking", content=_PART,
-                         tool_calls=Known.of("id type index name arguments", function=_FUNCTION))}
+                         tool_calls=Known.of("id type index name arguments custom", function=_FUNCTION))}
 
 _TEXT = replace(Known.of("type text refusal image_url"), kinds=(None, "input_text", "output_text", "input_image"))
 RESPONSES: Mapping[str, Known] = {
@@ -78,7 +78,7 @@ def usable_tools(tools: Sequence[Any], kinds: Sequence[str | None], ignored: lis
                if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] not in kinds}
     if len(unknown) == len(tools) or any(
             difflib.get_close_matches(kind[:_LONGEST_NAME], filter(None, kinds), 1, _MISSPELT_TYPE)
-            for kind in unknown.values()):
+            for kind in {*unknown.values()}):
         return [*enumerate(tools)]
     ignored.extend(f"tools.{kind}" for kind in unknown.values())
     return [(index, tool) for index, tool in enumerate(tools) if index not in unknown]

@@ -16,6 +16,7 @@ from deltic.engine.llm import LLM
 from deltic.errors import RequestError
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
+from deltic.server.documents import DocumentTexts
 from deltic.server.http import while_connected
 from deltic.server.records import Records, record_of
 from deltic.text.answers import Piece
@@ -33,6 +34,8 @@ class ServedModel:
     memory: one thread, in which answers are remembered in their order.
     records: all requests of the server, also for other models.
     pictures: what was fetched for a request, by URL, or why it could not be.
+    documents: texts of those that requests had lately.
+    owner: whose key the request came with.
     bounded: whether prompts have to fit the context; those that are only counted do not.
     """
 
@@ -42,6 +45,8 @@ class ServedModel:
     memory: Executor
     records: Records
     pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
+    documents: DocumentTexts = field(default_factory=DocumentTexts)
+    owner: str | None = None
     bounded: bool = True
 
     @property

@@ -56,8 +56,8 @@ class _Endpoints:
         scores = service.encoder.scores_of(await self.services.run(service, request, items))
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:body.top_n]
         if body.texts is not None:
-            plain = ({"index": index, "score": scores[index]} for index in order)
-            named = ({**each, "text": texts[each["index"]]} if body.return_documents else each for each in plain)
+            named = ({"index": index, "score": scores[index]} | ({"text": texts[index]} if body.return_documents else {})
+                     for index in order)
             return await written(named, sum(map(len, texts)) if body.return_documents else len(order))
         results = [{"index": index, "relevance_score": scores[index],
                     **({"document": {"text": texts[index]}} if body.return_documents else {})} for index in order]
