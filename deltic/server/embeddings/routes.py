@@ -56,7 +56,8 @@ class _Endpoints:
         scores = service.encoder.scores_of(await self.services.run(service, request, items))
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:body.top_n]
         if body.texts is not None:
-            named = ({"index": index, "score": scores[index]} | ({"text": texts[index]} if body.return_documents else {})
+            told = texts if body.return_documents else []
+            named = ({"index": index, "score": scores[index]} | ({"text": told[index]} if told else {})
                      for index in order)
             return await written(named, sum(map(len, texts)) if body.return_documents else len(order))
         results = [{"index": index, "relevance_score": scores[index],
