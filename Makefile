@@ -22,10 +22,14 @@ test-all: .venv/.installed-all lint
 PROCESSES ?= auto
 ON_GPU := --numprocesses $(PROCESSES) -p no:benchmark
 
-test-gpu:
+test-gpu: deltic/ops/cpu/libdeltic.so
 	$(PYTHON) -m pytest $(ON_GPU) --dist loadfile $(wildcard tests/test_cuda_*.py)
 	$(PYTHON) -m pytest $(ON_GPU) --device cuda tests/test_same_answer.py
 	$(PYTHON) -m pytest $(ON_GPU) --card-memory 5 --maxschedchunk 1 tests/test_sanitizer.py
+
+# what an install compiles, for a checkout that is not installed
+deltic/ops/cpu/libdeltic.so: hatch_build.py $(wildcard csrc/*)
+	$(PYTHON) hatch_build.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check deltic tests examples bench

@@ -1,5 +1,5 @@
 """Compiles csrc/ into the package, also for editable installs. Without a compiler the install still works: the torch
-ops then serve everything."""
+ops then serve everything. `python hatch_build.py` compiles in place, without an install."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a program, to compile in place
+    BuildHookInterface = object  # type: ignore[assignment, misc]
 
 LIBRARY = "deltic/ops/cpu/libdeltic.so"
 HEADER = "deltic/ops/cpu/deltic.h"
@@ -87,3 +90,8 @@ def _units(sources: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
 def _run(command: list[str]) -> str | None:
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stderr.strip()[-400:] or f"exit status {done.returncode}" if done.returncode else None
+
+
+if __name__ == "__main__":
+    ROOT = Path(__file__).resolve().parent
+    sys.exit(compile_library(ROOT / "csrc", ROOT / LIBRARY))

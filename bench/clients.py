@@ -30,8 +30,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from attacks import CHAT, TEXT, user
 from common import record
-from hostile import CHAT, CITIES, TEXT, user
+from hostile import CITIES
 from http_load import SOURCE, Reply, Server, get, head, percentile, post, serving
 
 TURNS = 6

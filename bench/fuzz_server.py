@@ -19,8 +19,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from attacks import CHAT, TEXT
 from common import record
-from hostile import CHAT, TEXT
 from http_load import SOURCE, Reply, Server, percentile, post, serving
 
 CLIENTS = 24

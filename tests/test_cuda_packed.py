@@ -4,6 +4,7 @@ engines against those that have the same weights as plain numbers."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from test_cuda_kernels import HEADS, NAN, error, in_slices, normed, randn
 from test_cuda_tiles import packed
 from torch import Tensor
 
-from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, RopeConfig
+from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.fairness import Stall
 from deltic.engine.loading import RandomModel, load
@@ -211,10 +212,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file_of(random_weights(SHAPE, "float32", initializer_range=0.08), "Q4_K_M", tmp_path_factory.mktemp("gguf"))
 
 
-def file_of(weights: dict[str, Tensor], type: str, place: Path) -> Path:
+def file_of(weights: dict[str, Tensor], type: str, place: Path, shape: ModelConfig = SHAPE) -> Path:
     """A GGUF file of this type."""
     save_file(weights, place / "model.safetensors")
-    convert(ModelFiles(place, SHAPE, GenerationDefaults(eos_token_ids=(3065,))), tiny_texts(), "small",
+    convert(ModelFiles(place, shape, GenerationDefaults(eos_token_ids=(3065,))), tiny_texts(), "small",
             place / "m.gguf", type)
     return place / "m.gguf"
 
@@ -261,6 +262,37 @@ def test_a_model_in_float8(tmp_path: Path) -> None:
             for one, other in zip(found[:4], wanted[:4], strict=True)]
     assert sum(same) > 0.7 * len(same)
     assert all(len(found) == 24 for found in answers(packed, 20))  # 17 rows and more: plain copies
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3.5-9b"])
+@pytest.mark.parametrize("quant", ["fp8", "q4_k"])
+def test_rows_whose_input_does_not_fit_at_once(name: str, quant: str) -> None:
+    """Weights of two kinds take each input in two forms: then 9 to 16 rows are multiplied in two parts."""
+    shape = replace(ModelConfig.preset(name, 4), vocab_size=5003, intermediate_size=2560)
+    model = RandomModel(shape=shape, initializer_range=0.05)
+    packed = load(model, options(quant=quant, memory="1GiB", prefix_cache=False))
+    alone = answers(packed, 1)[0]
+    assert len(alone) == 24
+    for count in (9, 13, 14, 16):
+        assert answers(packed, count)[0] == alone, count
+
+
+def test_a_file_that_is_too_wide_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    """Its weights become bfloat16 at load where they fit; else torch dequantizes them in every step."""
+    shape = replace(SHAPE, hidden_size=5120, intermediate_size=512)
+    wide = file_of(random_weights(shape, "float32", initializer_range=0.02), "Q4_K_M", tmp_path, shape)
+    caplog.set_level("INFO")
+    plain = load(str(wide), options())
+    assert {*plain.decoder.weight_kinds()} <= {"bfloat16", "BF16", "float32"}, plain.decoder.weight_kinds()
+    assert "the weights become bfloat16 when they are loaded, as the GPU kernels know no quantized" in caplog.text
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * shape.parameter_count, 80 << 30))
+    packed = load(str(wide), options(memory="16MiB"))
+    assert "torch dequantizes each matrix in every step; the CPU (device=cpu) may be faster" in caplog.text
+    assert {"Q4_K", "Q6_K"} <= {*packed.decoder.weight_kinds()}
+    same = [one == other for found, wanted in zip(answers(packed, 4), answers(plain, 4), strict=True)
+            for one, other in zip(found[:4], wanted[:4], strict=True)]
+    assert sum(same) > 0.7 * len(same)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -28,14 +28,17 @@ from deltic.ops.records import GdnWeights, RingView, StateView
 from deltic.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-SIZES = {"tiny": None, "0.8b": RandomModel("qwen3.5-0.8b", 4, initializer_range=0.05, head=True),
-         "4b": RandomModel("qwen3.5-4b", 4, initializer_range=0.05, head=True)}
+SMALL, LARGE = (RandomModel(name, 4, initializer_range=0.05, head=True) for name in ("qwen3.5-0.8b", "qwen3.5-4b"))
+SIZES = {"tiny": (None, "none"), "0.8b": (SMALL, "none"), "4b": (LARGE, "none"), "0.8b q4_k": (SMALL, "q4_k"),
+         "4b q4_k": (LARGE, "q4_k"), "4b fp8": (LARGE, "fp8")}
+"""Models with their heads, which stay bfloat16, and how their own weights are quantized."""
 
 
 @pytest.fixture(scope="module", params=SIZES)
 def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    loaded = load(SIZES[request.param], EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=16,
-                                                     max_context=2048, speculate="mtp:4"))
+    model, quant = SIZES[request.param]
+    loaded = load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=16, max_context=2048,
+                                      speculate="mtp:4", quant=quant))
     assert loaded.verifies, "the kernels do not serve this model, or not its head"
     yield loaded
     torch.cuda.empty_cache()
@@ -153,7 +156,7 @@ def test_prompts_beside_rows_that_are_behind(runtime: Runtime) -> None:
 @pytest.mark.parametrize("model", SIZES)
 def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
     options = {"dtype": "bfloat16", "device": "cuda", "memory": "1GiB", "max_context": 1024, "speculate": "off"}
-    size = SIZES[model]
+    size, options["quant"] = SIZES[model]
     one, many = (Session(size and replace(size, head=False), **options) for _ in range(2))
     assert many.runtime.verifies
     prompt, tokens, rng = numbers(1, 20, one.vocab_size), numbers(2, 90, one.vocab_size), random.Random(3)
@@ -289,6 +292,21 @@ def test_drafts_are_those_of_the_torch_ops(runtime: Runtime) -> None:
                 top = logits_of[depth][row]
                 assert float(top[theirs] - top[mine]) < 0.05 * float(top.std()), (row, depth)
                 break
+
+
+@pytest.mark.parametrize("quant", ["none", "q4_k", "q8_0", "fp8"])
+def test_a_model_with_a_head_drafts_by_itself(quant: str) -> None:
+    """With the default of `speculate`, whatever the model's own weights are."""
+    loaded = load(SMALL, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=4, max_context=512,
+                                      quant=quant))
+    assert loaded.verifies and loaded.mtp_runner and loaded.mtp_runner.ahead
+    engine = Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), FixedDepth(3))
+    requests = [greedy(numbers(seed, 40, 500), 40, str(seed)) for seed in range(3)]
+    wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
+    for request in requests:
+        engine.add(request)
+    assert {name: answer.tokens for (name, _), answer in drain(engine).items()} == wanted
+    assert sum(engine.speculator.stats.drafted_at) > 30
 
 
 @pytest.mark.parametrize("seed", range(12))

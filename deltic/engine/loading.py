@@ -33,6 +33,7 @@ from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity, machine_facts
 from deltic.engine.memory import plan_memory, share_memory
 from deltic.engine.options import settled
+from deltic.engine.packed_weights import check_packed, dequantized_in_steps, keeps_packed, not_packed, packed_form
 from deltic.engine.pictures import Encode
 from deltic.engine.runtime import Runtime
 from deltic.engine.start_times import StartTimes
@@ -46,17 +47,14 @@ from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.cuda import serves_rings, tiles
 from deltic.ops.cuda.card_store import CardStore
-from deltic.ops.cuda.packed_experts import knows_packed
 from deltic.ops.cuda.tile_store import TileStore
-from deltic.ops.cuda.tile_store import form as beside_form
 from deltic.ops.memory import memory_for
-from deltic.ops.qtensor import Form, host_form
+from deltic.ops.qtensor import host_form
 from deltic.ops.records import MoeWeights, Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
 from deltic.weights.fp8 import Float8
-from deltic.weights.gguf.load import is_quantized, unserved_experts, wants_packing
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.quant import FP8, quantize_tensors, quantize_tower
 from deltic.weights.random import random_head, random_tensors
@@ -223,7 +221,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         ops, dtype, threads = _prepare(config, options)
-        _check_packed(None, options, drafts)
+        check_packed(None, options, drafts)
         check_experts(None, config, options, dtype, quantizes)
         tensors = random_tensors(config, dtype, model.seed, device=options.device,
                                  initializer_range=model.initializer_range)
@@ -232,8 +230,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         name, config, generation = str(model or "tiny"), files.config, files.generation
         times.done("files")
         ops, dtype, threads = _prepare(config, options)
-        _check_packed(files, options, drafts)
-        tiled = _keeps_packed(files, options, dtype)
+        check_packed(files, options, drafts)
+        tiled = keeps_packed(files, options, dtype)
         marks = _marks(files, options)
         check_experts(files, config, options, dtype, tiled or quantizes)
         tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, here)
@@ -248,7 +246,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
                   else tensors)
         weights = _quantize(stored, options, config, dtype, tiled, kept)
     else:
-        weights = (files.load_packed(progress, _form(options), here) if files and tiled
+        weights = (files.load_packed(progress, packed_form(options), here) if files and tiled
                    else {**dict(tensors)})
     head = _head_weights(model, files, config, dtype, tiled, options)
     times.done("weights")
@@ -308,8 +306,8 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     speculation = options.speculation
     if not isinstance(speculation, Auto | Mtp):
         return None
-    if isinstance(speculation, Auto) and options.device != "cpu" and not (
-            serves_rings(torch.device(options.device), dtype) and options.quant == "none" and not tiled):
+    if isinstance(speculation, Auto) and options.device != "cpu" and not serves_rings(
+            torch.device(options.device), dtype):
         return None  # there torch would verify them, one op at a time
     found: dict[str, Weight] | None
     if isinstance(model, RandomModel):
@@ -339,35 +337,6 @@ def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType, in
     return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype), threads
 
 
-def _form(options: EngineConfig) -> Form:
-    if options.device == "cpu":
-        return host_form()
-    return beside_form(torch.device(options.device)) if options.offloads_experts else tiles.form(options.device)
-
-
-def _not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
-    """Why matrices cannot stay quantized. On a GPU torch's ops would make plain numbers of them in every step."""
-    if options.device == "cpu":
-        return missing().get("step")
-    if dtype != "bfloat16":
-        return f"on a GPU only with dtype bfloat16, not {dtype}"
-    served = config.architecture in ("qwen3_5", "qwen3_5_moe")
-    if options.ops or not served or torch.cuda.get_device_capability(options.device) < (9, 0):
-        return "on a GPU only deltic's kernels, for Qwen3.5 and compute capability 9.0 or later, know quantized weights"
-    return _experts_not_packed(options, config) if config.experts else None
-
-
-def _experts_not_packed(options: EngineConfig, config: ModelConfig) -> str | None:
-    """Why the experts of a mixture cannot stay quantized on a GPU."""
-    experts = config.experts
-    assert experts
-    if options.expert_compute == "host":
-        return "the host computes experts of bfloat16 only; leave out expert_compute"
-    if not knows_packed(config.hidden_size, experts.size, experts.count, experts.per_token, experts.shared_size):
-        return "on a GPU the kernels do not know quantized experts of these sizes"
-    return None
-
-
 def _packed_file(model: str | RandomModel | None, config: ModelConfig, dtype: DType, marks: list[FileMark],
                  options: EngineConfig, ops: Ops) -> PackedFile | None:
     """Where packed weights are kept for the next start, if they shall be. On a GPU they are made on the device."""
@@ -382,42 +351,19 @@ def _quantize(tensors: Iterator[tuple[str, Tensor | Float8]], options: EngineCon
               tiled: bool, kept: PackedFile | None) -> dict[str, Weight]:
     """The weights in the quantized form that `options.quant` asks for. They come one after another, so that memory
     stays near what they take then; or from where the last start has kept them."""
-    reason = _not_packed(options, config, dtype)
+    reason = not_packed(options, config, dtype)
     if tiled:
         reason = "the weights are quantized already; leave it out, or load the unquantized model"
     if reason:
         raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
+    if slow := dequantized_in_steps(options, config):
+        log.warning("quant=%s: %s", options.quant, slow)
     found = kept.read() if kept else None
     if found is None:
-        found = quantize_tensors(tensors, options.quant, config, _form(options))
+        found = quantize_tensors(tensors, options.quant, config, packed_form(options))
         if kept:
             kept.write(found)
     return found
-
-
-def _keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool:
-    """Whether the weights stay in the form of a GGUF file."""
-    if files.gguf is None or options.packed_weights == "off":
-        return False
-    reason = _not_packed(options, files.config, dtype)
-    if reason is None and options.device != "cpu" and (types := unserved_experts(files.gguf, _form(options))):
-        reason = f"on a GPU the kernels know no experts of type {', '.join(types)}"
-    if reason is None and options.quant != "none":  # only what is quantized already cannot be quantized
-        return options.packed_weights == "on" or is_quantized(files.gguf)
-    if reason is None:
-        return options.packed_weights == "on" or wants_packing(files.gguf)
-    if options.packed_weights == "on":
-        raise ConfigError(f"packed_weights=on is not possible: {reason}", "packed_weights")
-    return False
-
-
-def _check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:
-    """ConfigError if weights shall stay quantized that are not. Of two models, one of which drafts for the other, the
-    option may be meant for either."""
-    shared = drafts or isinstance(options.speculation, Draft)
-    if options.packed_weights == "on" and not shared and (files is None or files.gguf is None):
-        raise ConfigError("packed_weights=on is for GGUF files, whose weights may be quantized: leave it out, or "
-                          "quantize the model while it is loaded (`quant='q8_0'`)", "packed_weights")
 
 
 def _check_device(device: str) -> None:

@@ -49,8 +49,8 @@ class Fold(Arguments):
 
 
 class HeadEnter(Arguments):
-    _fields_ = fields("ids positions embedding norm_embedding norm_hidden hidden norm slots frequencies axes count "
-                      "starts done source x turns last", "eps", "size rotary tokens")
+    _fields_ = fields("ids positions embedding embedded norm_embedding norm_hidden hidden norm slots frequencies axes "
+                      "count starts done source x turns last", "eps", "size rotary tokens")
 
 
 class HeadKeys(Arguments):

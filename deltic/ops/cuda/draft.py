@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops import Ops
@@ -17,7 +16,7 @@ from deltic.ops.cuda.layout import MOST
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.cuda.record import record
 from deltic.ops.cuda.sample import choose
-from deltic.ops.cuda.shapes import STORE, Multiply, Shapes, entry, shapes_of
+from deltic.ops.cuda.shapes import STORE, Shapes, entry, shapes_of
 from deltic.ops.cuda.step import Step, why_not
 from deltic.ops.drafted import Drafted
 from deltic.ops.records import (
@@ -40,17 +39,17 @@ def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) ->
     """None where the kernels do not know the head, or not the rest of the model: torch serves it then."""
     decoder = _as_decoder(weights)
     kv = CacheViews(views.kv, ())
-    if decoder is None or not slots.is_cuda or why_not(ops, decoder, kv):
+    if not slots.is_cuda or why_not(ops, decoder, kv):
         return None
-    shapes = shapes_of(decoder, kv)
+    keys_values = _keys_values(decoder, weights)
+    # besides those of its layer: the product that joins embedding and hidden state, and that of keys and values alone
+    shapes = shapes_of(decoder, kv, ((weights.fc, False), (keys_values, True)))
     if shapes is None or shapes.attention is None:
         return None
-    # beside those of its layer, the product that joins the embedding and the hidden state
-    shapes = replace(shapes, products=(*shapes.products, Multiply(2 * slots.shape[-1], False, STORE)))
     try:
         for text in (source(shapes), shapes.source()):
             compile_source(text, architecture(slots.device))
-        head = Head(decoder, weights, kv, shapes, slots)
+        head = Head(decoder, weights, keys_values, kv, shapes, slots)
     except CompileError:
         return None
     return MtpStep(head.follow, head.draft, head.draft_ahead, head.record, head.last)
@@ -67,23 +66,24 @@ def source(shapes: Shapes) -> str:
     return "".join(text)
 
 
-def _as_decoder(weights: MtpWeights) -> DecoderWeights | None:
-    """The head's layer as a model of one layer, whose projections are one weight."""
+def _as_decoder(weights: MtpWeights) -> DecoderWeights:
+    """The head's layer as a model of one layer, whose projections are one weight where all of them are plain."""
     mixer = weights.layer.mixer
     assert isinstance(mixer, AttentionWeights)
-    qkv = _joined(mixer.qkv)
-    if qkv is None or not isinstance(weights.embedding, Tensor) or not isinstance(weights.head, Tensor):
-        return None
-    layer = replace(weights.layer, mixer=replace(mixer, qkv=qkv))
+    layer = replace(weights.layer, mixer=replace(mixer, qkv=_joined(mixer.qkv)))
     return DecoderWeights(weights.embedding, (layer,), weights.norm, weights.head, weights.rope, weights.eps)
 
 
-def _joined(weight: Weight) -> Tensor | None:
-    if isinstance(weight, Tensor):
-        return weight
-    blocks = weight if isinstance(weight, tuple) else ()
-    tensors = [block for block in blocks if isinstance(block, Tensor)]
-    return torch.cat(tensors) if blocks and len(tensors) == len(blocks) else None
+def _joined(weight: Weight) -> Weight:
+    tensors = [block for block in weight if isinstance(block, Tensor)] if isinstance(weight, tuple) else []
+    return torch.cat(tensors) if tensors and len(tensors) == len(weight) else weight
+
+
+def _keys_values(decoder: DecoderWeights, weights: MtpWeights) -> Weight:
+    """The rows k, v of the projections: of a plain matrix a view."""
+    mixer = decoder.layers[0].mixer
+    assert isinstance(mixer, AttentionWeights)
+    return mixer.qkv[-2 * mixer.spec.kv:] if isinstance(mixer.qkv, Tensor) else weights.kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +101,15 @@ class _Drafts:
 class Head:
     """A draft head over one cache. last [KEPT, H] float32: the hidden states of the last step's tokens."""
 
-    def __init__(self, decoder: DecoderWeights, weights: MtpWeights, views: CacheViews, shapes: Shapes,
-                 slots: Tensor) -> None:
+    def __init__(self, decoder: DecoderWeights, weights: MtpWeights, keys_values: Weight, views: CacheViews,
+                 shapes: Shapes, slots: Tensor) -> None:
         self._weights, self._slots, self._views = weights, slots, views
         self._layer, self._device, self._size = decoder.layers[0], slots.device, slots.shape[1]
         self._step = Step(decoder, views, shapes, reads=False)
         self._module = Module(source(shapes), slots.device)
         mixer = self._layer.mixer
-        assert isinstance(mixer, AttentionWeights) and isinstance(mixer.qkv, Tensor)
-        self._mixer, self._kv = mixer, mixer.qkv[-2 * mixer.spec.kv:]
+        assert isinstance(mixer, AttentionWeights)
+        self._mixer, self._kv = mixer, keys_values
         self._known: dict[tuple[int, int, int], _Drafts] = {}
         self._pool: Any = None
         self.last = torch.zeros(KEPT, self._size, device=slots.device)
@@ -131,9 +131,8 @@ class Head:
             self._step._multiply(self._weights.fc, x, None, joined, STORE)
             self._step._multiply(self._kv, joined, self._layer.input_norm, proj, STORE)
         else:
-            assert isinstance(self._weights.fc, Tensor)
-            joined, kind = torch.mm(x, self._weights.fc.t(), out_dtype=torch.float32), "many"
-            proj = F.linear(self._step.normed(joined, None, self._layer.input_norm), self._kv)
+            joined, kind = torch.mm(x, self._step.plain(self._weights.fc).t(), out_dtype=torch.float32), "many"
+            proj = self._step.linear(self._step.normed(joined, None, self._layer.input_norm), self._kv)
         self._module.launch(f"k_head_keys_{kind}", (tokens,), 256, args.HeadKeys(
             proj=proj, key_norm=self._mixer.k_norm, turns=turns, last=hidden if kept is None else kept,
             slots=self._slots, keys=kv.keys, values=kv.values, count=batch.count, starts=batch.starts, done=batch.done,
@@ -210,9 +209,13 @@ class Head:
         """From tokens and the hidden states before them to what the head reads, x [T, 2 H] bf16. goes_on: from what the
         head gave for them."""
         weights, tokens = self._weights, batch.layout.tokens
+        embedding, embedded = weights.embedding, None
+        if not isinstance(embedding, Tensor):  # the kernel of the model's own steps knows its tiles
+            embedded = torch.empty(tokens, self._size, device=self._device)
+            self._step.enter(batch, embedded, turns, tokens)
         self._module.launch("k_head_enter", (tokens,), 256, args.HeadEnter(
-            ids=batch.ids, positions=batch.positions, embedding=weights.embedding,
-            norm_embedding=weights.norm_embedding, norm_hidden=weights.norm_hidden, hidden=hidden,
+            ids=batch.ids, positions=batch.positions, embedding=None if embedded is not None else embedding,
+            embedded=embedded, norm_embedding=weights.norm_embedding, norm_hidden=weights.norm_hidden, hidden=hidden,
             norm=weights.norm if goes_on else None, slots=None if goes_on else self._slots,
             frequencies=self._step._frequencies, axes=self._step._axes, count=batch.count, starts=batch.starts,
             done=batch.done, source=batch.source, x=x, turns=turns, last=last, eps=weights.eps, size=self._size,

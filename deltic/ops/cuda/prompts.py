@@ -151,7 +151,7 @@ class Prompts:
         tokens, rotary = batch.layout.tokens, decoder.rope.rotary_dim
         residual = torch.empty(tokens, step._hidden, device=self._device)
         turns = torch.empty(tokens, rotary, device=self._device)
-        step._enter(batch, residual, turns, 4 * step._blocks)
+        step.enter(batch, residual, turns, 4 * step._blocks)
         if batch.given is not None:
             residual.index_copy_(0, batch.given.tokens, batch.given.rows)
         work = self._work(batch, plan, turns)

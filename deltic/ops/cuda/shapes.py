@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -209,8 +209,9 @@ def heads_product(spec: GdnSpec, unit: int) -> Multiply:
     return Multiply(spec.values, False, ADD, unit, spec.value_dim, gdn_slice(spec, "few"))
 
 
-def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
-    """None where the kernels do not know the model: another dtype, unusual sizes or forms of weights."""
+def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[Weight, bool]] = ()) -> Shapes | None:
+    """None where the kernels do not know the model: another dtype, unusual sizes or forms of weights. also: weights of
+    further products whose sums are stored, and whether their input is normalised."""
     if not decoder.norm.is_cuda:
         return None
     found = _Found(blocks_of(decoder.norm.device))
@@ -243,6 +244,8 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
     found.add(decoder.head, True, STORE)
     if isinstance(decoder.head, Tiles):
         found.add(decoder.head, False, STORE)
+    for weight, norm in also:
+        found.add(weight, norm, STORE)
     if isinstance(decoder.embedding, Tiles):
         found.kinds.add(decoder.embedding.type)
     elif not _plain(decoder.embedding):
@@ -289,6 +292,11 @@ def blocks_of(device: torch.device) -> int:
 def _plain(weight: Weight) -> bool:
     return (isinstance(weight, Tensor) and weight.is_cuda and weight.dtype == torch.bfloat16
             and weight.is_contiguous())
+
+
+def knows_sizes(hidden: int, intermediate: int) -> bool:
+    """Whether the products of a dense model have no more columns than the kernels take."""
+    return hidden <= _NORMALISED and intermediate <= _PLAIN
 
 
 def _known(shapes: Shapes) -> bool:

@@ -180,10 +180,10 @@ class Step:
 
     def _begin(self, batch: Batch, kind: str) -> _Work:
         work = self.work(batch, kind)
-        self._enter(batch, work.residual, work.turns, self._blocks)
+        self.enter(batch, work.residual, work.turns, self._blocks)
         return work
 
-    def _enter(self, batch: Batch, residual: Tensor, turns: Tensor, blocks: int) -> None:
+    def enter(self, batch: Batch, residual: Tensor, turns: Tensor, blocks: int) -> None:
         embedding = self._decoder.embedding
         name, table = (("k_enter", embedding) if isinstance(embedding, Tensor)
                        else (f"k_enter_{embedding.type.lower()}", embedding.data))
@@ -256,6 +256,8 @@ class Step:
                    else Multiply(_columns(weight), scale is not None, out, unit_of(_rows(weight), out, self._blocks)))
         if len(x) > product.most:  # their input would not fit
             half = len(x) // 2
+            x = _compact(x, len(x), _columns(weight))
+            y = _compact(y, len(x), _rows(weight) // (2 if out == GATE else 1))
             self._multiply(weight, x[:half], scale, y[:half], out)
             return self._multiply(weight, x[half:], scale, y[half:], out)
         self._launch(product, weight, len(x), x=x, scale=scale, y=y, eps=self._decoder.eps)
@@ -347,25 +349,25 @@ class Step:
 
     def linear(self, x: Tensor, weight: object) -> Tensor:
         """By cuBLAS, of a quantized weight with a plain copy that is gone afterwards."""
+        return F.linear(x, self.plain(weight))
+
+    def plain(self, weight: object) -> Tensor:
+        """A weight [rows, columns] bf16; of a quantized one a copy."""
         parts = self._shapes.parts.get(id(weight))
         if parts:
-            return F.linear(x, packed.unpack(self._module, parts))
+            return packed.unpack(self._module, parts)
         assert isinstance(weight, Tensor)
-        return F.linear(x, weight)
+        return weight
 
     def head(self, x: Tensor) -> Tensor:
         """Normed hidden states [L, H] bf16 -> logits [L, V] float32."""
         weight = self._decoder.head
-        if not isinstance(weight, Tensor):
-            parts = self._shapes.parts[id(weight)]
-            if len(x) > MOST:
-                weight = packed.unpack(self._module, parts)
-            else:
-                logits = torch.empty(len(x), _rows(weight), device=self._device)
-                if len(x):
-                    self._multiply(weight, x, None, logits, STORE)
-                return logits
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        if isinstance(weight, Tensor) or len(x) > MOST:
+            return torch.mm(x, self.plain(weight).t(), out_dtype=torch.float32)
+        logits = torch.empty(len(x), _rows(weight), device=self._device)
+        if len(x):
+            self._multiply(weight, x, None, logits, STORE)
+        return logits
 
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16, which goes to `wide` in float32, too."""
@@ -380,6 +382,11 @@ class Step:
 def _module(source: str, device: torch.device) -> Module:
     """Loaded once, however many copies of a model are made."""
     return Module(source, device)
+
+
+def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:
+    """The rows [tokens, width] at the beginning of memory that may have been made for wider ones."""
+    return memory.view(-1)[:tokens * width].view(tokens, width)
 
 
 def _real(batch: Batch) -> Real:

@@ -3,7 +3,8 @@
 
 struct HeadEnter {
     const i64 *ids, *positions;   // [T], [3, T]
-    const u16 *embedding;         // [V, H]
+    const u16 *embedding;         // [V, H]; null: `embedded` has the tokens' rows
+    const float *embedded;        // [T, H]
     const float *norm_embedding, *norm_hidden;
     const float *hidden;          // [T, H]: what the model gave for the tokens, or the head for those before
     const float *norm;            // [H]: the hidden states are yet to be normed with it; null: they are
@@ -43,14 +44,19 @@ DEVICE void head_enter(const HeadEnter &a) {
     const bool first = a.slots && token == int(a.starts[row]), fresh = first && a.done[row] == 0;
     wait();
     if (found >= rows) return;
-    const u16 *word = a.embedding + a.ids[token] * a.size;
+    const u16 *word = a.embedding ? a.embedding + a.ids[token] * a.size : nullptr;
+    const float *row_of_table = a.embedded + i64(token) * a.size;
     const float *before = first ? a.slots + a.source[row] * a.size : a.hidden + i64(a.slots ? token - 1 : token) * a.size;
     float4 e[4], h[4];
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
         const int i = p * 1024 + threadIdx.x * 4;
-        const uint2 w = i < a.size ? __ldg((const uint2 *)(word + i)) : make_uint2(0, 0);
-        e[p] = make_float4(low(w.x), high(w.x), low(w.y), high(w.y));
+        if (word) {
+            const uint2 w = i < a.size ? __ldg((const uint2 *)(word + i)) : make_uint2(0, 0);
+            e[p] = make_float4(low(w.x), high(w.x), low(w.y), high(w.y));
+        } else {
+            e[p] = i < a.size ? load4(row_of_table + i) : make_float4(0, 0, 0, 0);
+        }
         h[p] = i < a.size && !fresh ? load4(before + i) : make_float4(0, 0, 0, 0);
         if (a.last && i < a.size) *(float4 *)(a.last + i64(token) * a.size + i) = load4(a.hidden + i64(token) * a.size + i);
     }
