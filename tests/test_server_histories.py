@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 from typing import Any
 
 import pytest
+from PIL import Image
 from test_documents import document
 from test_server_harness import USER, Scripted, scripted, serving, tiny
 
@@ -120,6 +122,32 @@ def test_output_of_a_foreign_call_that_is_no_text_is_read() -> None:
     assert "[shell_call_output] README.md" in prompt_of(RESPONSES, turn)[0]
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_old_pictures_behind_urls_are_placeholders_where_nothing_is_fetched(path: str) -> None:
+    url = "https://pictures.example/a.png"
+    picture = {CHAT: {"type": "image_url", "image_url": {"url": url}}, RESPONSES: {
+        "type": "input_image", "image_url": url}, MESSAGES: {
+            "type": "image", "source": {"type": "url", "url": url}}}[path]
+    turn = {"role": "user", "content": [picture]}
+    with scripted("Yes.") as (served, _):
+        new = served.post(path, **asked(path, [turn]))
+    assert new.status_code == 400 and "allow_image_urls" in new.json()["error"]["message"]
+    prompt, ignored = prompt_of(path, [turn, *USER])
+    assert "pictures.example" not in prompt and ignored == f"content.{picture['type']}"
+
+
+def test_a_screenshot_that_a_call_gave_is_seen() -> None:
+    data = io.BytesIO()
+    Image.new("RGB", (64, 64), (200, 30, 30)).save(data, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    turn = [*USER, {"type": "computer_call", "call_id": "c1", "action": {"type": "screenshot"}},
+            {"type": "computer_call_output", "call_id": "c1", "output": {
+                "type": "computer_screenshot", "image_url": url}}]
+    with scripted("Red.") as (served, engine):
+        assert served.post(RESPONSES, input=turn).status_code == 200
+    assert engine.seen[-1].prompt.pictures  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("part", "same"), [
     ({"type": "output_text", "text": "Hm."}, {"content": "Hm.Paris."}),
     ({"type": "thinking", "thinking": "Hm."}, {"content": "Paris.", "reasoning_content": "Hm."}),
@@ -219,10 +247,10 @@ def test_all_documents_of_a_request_share_their_time() -> None:
     documents = DocumentTexts()
     part = {"type": "document", "source": {"type": "base64", "data": PDF}}
     message = {"role": "tool", "content": [part]}
-    late = ContentReader(True, Limits(), documents, "me")
+    late = ContentReader(True, False, Limits(), documents, "me")
     late._seconds = 0.0
     assert late.messages([message])[0]["content"] == [{"type": "text", "text": "[document: not shown]"}]
-    first, = ContentReader(True, Limits(), documents, "me").messages([message])
+    first, = ContentReader(True, False, Limits(), documents, "me").messages([message])
     assert late.messages([message])[0] == first and "4711" in first["content"][0]["text"]  # which takes no time
 
 
@@ -268,7 +296,7 @@ def test_many_unknown_types_are_looked_at_once_and_not_without_end(monkeypatch: 
         return []
 
     monkeypatch.setattr("deltic.server.content.difflib.get_close_matches", close)
-    reader = ContentReader(True, Limits(), DocumentTexts())
+    reader = ContentReader(True, False, Limits(), DocumentTexts())
     parts = [{"type": f"alien{index}" * 20} for index in range(20_000)] + [{"type": "same"}] * 20_000
     read, = reader.messages([{"role": "user", "content": parts}])
     assert len(looked) == 100 and max(map(len, looked)) == 64

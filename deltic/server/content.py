@@ -47,12 +47,15 @@ _ALL_DOCUMENTS: Final = 3
 
 
 class ContentReader:
-    """Reads the contents of a request's messages. sees: whether the model does. documents: those that were read lately,
-    for the owner of the request's key. `ignored` names what was replaced."""
+    """Reads the contents of a request's messages. sees, fetches: whether the model sees, and pictures may be behind
+    URLs. documents: those that were read lately, for the owner of the request's key. `ignored` names what was replaced.
+    """
 
-    def __init__(self, sees: bool, limits: Limits, documents: DocumentTexts, owner: str | None = None) -> None:
+    def __init__(self, sees: bool, fetches: bool, limits: Limits, documents: DocumentTexts, owner: str | None = None
+                 ) -> None:
         self.ignored: list[str] = []
-        self._sees, self._limits, self._documents, self._owner = sees, limits, documents, owner
+        self._sees, self._fetches, self._limits = sees, fetches, limits
+        self._documents, self._owner = documents, owner
         self._seconds = _ALL_DOCUMENTS * limits.document_seconds
         self._meant: dict[str, str | None] = {}
 
@@ -85,7 +88,9 @@ class ContentReader:
             return _text("")
         if kind in _KNOWN:
             try:
-                return self._read(part, kind, path)
+                found = self._read(part, kind, path)
+                if new or self._fetches or not _is_behind_url(found):
+                    return found
             except RequestError:
                 if new:
                     raise
@@ -207,6 +212,13 @@ def thought_of(part: Part) -> str:
     """What a part of an answer says that is thinking. A summary is not what was thought."""
     fields = ("thinking", "reasoning", "text", "content") if part.get("type") in _THOUGHTS else ()
     return "".join(text for name in fields for text in _said(part.get(name)))
+
+
+def _is_behind_url(part: Part) -> bool:
+    """Whether a picture has to be fetched."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    return isinstance(url, str) and url.startswith(("http://", "https://"))
 
 
 def _text(text: str) -> dict[str, Any]:

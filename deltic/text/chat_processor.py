@@ -191,6 +191,11 @@ class ChatProcessor:
         return self._vision is not None
 
     @property
+    def fetches(self) -> bool:
+        """Whether these may be behind http(s) URLs."""
+        return self._fetches
+
+    @property
     def source(self) -> str:
         """The chat template; empty where there is none."""
         try:

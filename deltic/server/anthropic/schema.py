@@ -215,6 +215,9 @@ def _user(blocks: list[Any], path: str) -> Iterator[tuple[Message, list[str]]]:
 
 
 def _of_user(parts: Mapping[str, Any]) -> tuple[Message, list[str]]:
+    """A message with these blocks, by their places; where there are pictures among them, as they stand."""
+    if any(block["type"] == "image" for block in parts.values()):
+        return {"role": "user", "content": [*parts.values()]}, [*parts]
     content, places = _spaced(parts)
     return {"role": "user", "content": content}, places
 
@@ -250,8 +253,11 @@ def _separate(content: Any, path: str) -> tuple[Any, list[str]]:
 
 
 def _spaced(blocks: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
-    """Blocks by their places, with blank lines between them; and the place of each."""
-    spaced = [(piece, place) for place, block in blocks.items() for piece in (_BLANK, block)][1:]
+    """Blocks by their places, with blank lines before those that follow and are no pictures; and the place of each."""
+    spaced = list[tuple[Any, str]]()
+    for place, block in blocks.items():
+        spaced += [(_BLANK, place)] if spaced and block["type"] != "image" else []
+        spaced.append((block, place))
     return [piece for piece, _ in spaced], [place for _, place in spaced]
 
 

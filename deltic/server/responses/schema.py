@@ -353,14 +353,23 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
 def _foreign(item: Mapping[str, Any], kind: str, call: Any) -> Json:
     """An item of another server's: a call of one of its tools, what came of it, or something that was said."""
     if kind.endswith("_output") and isinstance(call, str):
-        output = item.get("output")
-        return {"role": "tool", "tool_call_id": call, "content": output if isinstance(output, str) else [item]}
+        return {"role": "tool", "tool_call_id": call, "content": _output(item)}
     if kind.endswith("_call") and isinstance(call, str):
         given: Any = next((item[name] for name in ("arguments", "action", "operation", "input") if item.get(name)), {})
         function = {"name": kind.removesuffix("_call"), "arguments": given if isinstance(given, dict | str) else {}}
         return {"role": "assistant", "content": "", "tool_calls": [
             {"id": call, "type": "function", "function": function}]}
     return {"role": "assistant", "content": [item]}
+
+
+def _output(item: Mapping[str, Any]) -> str | list[Any]:
+    """What came of another server's call: a text, parts, a screenshot, or something else to read."""
+    output = item.get("output")
+    if isinstance(output, dict) and isinstance(output.get("image_url"), str):
+        return [{"type": "input_image", "image_url": output["image_url"]}]
+    parts = isinstance(output, list) and all(isinstance(part, dict) and isinstance(part.get("type"), str)
+                                             for part in output)
+    return output if isinstance(output, str) or (parts and output) else [item]
 
 
 def _thoughts(item: Mapping[str, Any], path: str) -> str:
