@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from test_server_harness import USER, limited, scripted, serving, tiny
+from test_server_harness import USER, Scripted, limited, scripted, serving, tiny
 
 from deltic.server.fields import IGNORED_HEADER
 from deltic.text.chat_processor import ChatProcessor
@@ -118,6 +118,15 @@ def test_what_is_beyond_the_context_is_counted(path: str, asked: dict[str, Any],
         assert counted.status_code == 200 and counted.json()[field] > 6000, counted.text
         refused = served.post(CHAT, messages=[{"role": "user", "content": LONG}])
         assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_counting_has_a_limit() -> None:
+    with serving(Scripted("x").model(max_counted_tokens=5000)) as served:
+        for path, asked in (("/tokenize", {"prompt": LONG}), (TEXT, {"prompt": LONG, "truncate_prompt_tokens": 5}),
+                            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]})):
+            refused = served.post(path, **asked)
+            assert refused.status_code == 400 and "max_counted_tokens" in refused.text
+        assert served.post("/tokenize", prompt="word " * 4000).json()["count"] > 4000
 
 
 def test_prompts_are_cut_to_their_last_tokens() -> None:

@@ -20,9 +20,9 @@ from deltic.server.documents import DocumentTexts
 from deltic.server.http import while_connected
 from deltic.server.records import Records, record_of
 from deltic.text.answers import Piece
-from deltic.text.chat_processor import ChatProcessor, Job, bare_job, prompt_bound
+from deltic.text.chat_processor import ChatProcessor, Job, bare_job, counting_bound, prompt_bound
 from deltic.text.output_format import OutputFormat
-from deltic.text.tokenizer import UNBOUNDED
+from deltic.text.tokenizer import Bound
 from deltic.types import SamplingParams
 
 
@@ -36,7 +36,7 @@ class ServedModel:
     pictures: what was fetched for a request, by URL, or why it could not be.
     documents: texts of those that requests had lately.
     owner: whose key the request came with.
-    bounded: whether prompts have to fit the context; those that are only counted do not.
+    bounded: whether prompts have to fit the context; those that are only counted, or cut, do not.
     """
 
     llm: LLM
@@ -58,7 +58,12 @@ class ServedModel:
     def processor(self) -> ChatProcessor:
         """What makes jobs of messages and texts."""
         processor = self.llm.chat_processor
-        return processor if self.bounded else processor.unbounded()
+        return processor if self.bounded else processor.within(self._bound)
+
+    @property
+    def _bound(self) -> Bound:
+        """Of prompts."""
+        return (prompt_bound if self.bounded else counting_bound)(self.llm.engine.max_context, self.limits)
 
     async def stop(self) -> None:
         """End what runs, and wait until all answers are remembered."""
@@ -97,8 +102,7 @@ class ServedModel:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str) or output_format:
             return self.processor.complete(prompt, sampling, output_format)
-        bound = prompt_bound(self.llm.engine.max_context, self.limits) if self.bounded else UNBOUNDED
-        return bare_job(prompt, sampling, bound)
+        return bare_job(prompt, sampling, self._bound)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token looks like; without tokenizer they can be told apart all the same."""

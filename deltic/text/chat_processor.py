@@ -179,10 +179,10 @@ class ChatProcessor:
 
         return given
 
-    def unbounded(self) -> ChatProcessor:
-        """The same for prompts of any length, which are counted or cut and then sent."""
+    def within(self, bound: Bound) -> ChatProcessor:
+        """The same for prompts of another length, such as those that are only counted."""
         found = copy(self)
-        found._bound, found._history = UNBOUNDED, self._history.unbounded()
+        found._bound, found._history = bound, self._history.within(replace(bound, field="messages"))
         return found
 
     @property
@@ -321,6 +321,11 @@ def prompt_bound(longest: int | None, limits: Limits) -> Bound:
     if longest is None:
         return UNBOUNDED
     return Bound(longest - 1, context_bound(longest))
+
+
+def counting_bound(longest: int, limits: Limits) -> Bound:
+    """Of prompts that are only counted, or cut before they are read."""
+    return Bound(max(longest, limits.max_counted_tokens), "and no more are counted (max_counted_tokens): send less")
 
 
 def _check(mode: object, budget: object, error: type[ConfigError] | type[RequestError]) -> None:

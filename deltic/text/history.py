@@ -93,10 +93,10 @@ class History:
         self._notes = Notebook(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
 
-    def unbounded(self) -> History:
-        """The same answers, for prompts of any length."""
+    def within(self, bound: Bound) -> History:
+        """The same answers, for prompts of another length."""
         found = copy(self)
-        found._bound = UNBOUNDED
+        found._bound = bound
         return found
 
     def turn(self, conversation: Conversation, mode: str) -> Turn:
