@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from PIL import Image
 from test_documents import document
-from test_server_harness import USER, Scripted, scripted, serving, tiny
+from test_server_harness import USER, Scripted, scripted, serving, tiny, wait_until
 
 from deltic.config import Limits
 from deltic.errors import RequestError
 from deltic.server.content import ContentReader
-from deltic.server.documents import DocumentTexts
+from deltic.server.documents import DocumentTexts, digest
 from deltic.server.fields import IGNORED_HEADER
 from deltic.text.chat_processor import ChatProcessor
 
@@ -243,17 +245,6 @@ def test_a_client_may_try_with_no_input_whether_somebody_is_there() -> None:
     assert prompt_of(RESPONSES, []) == prompt_of(RESPONSES, [{"role": "user", "content": ""}])
 
 
-def test_all_documents_of_a_request_share_their_time() -> None:
-    documents = DocumentTexts()
-    part = {"type": "document", "source": {"type": "base64", "data": PDF}}
-    message = {"role": "tool", "content": [part]}
-    late = ContentReader(True, False, Limits(), documents, "me")
-    late._seconds = 0.0
-    assert late.messages([message])[0]["content"] == [{"type": "text", "text": "[document: not shown]"}]
-    first, = ContentReader(True, False, Limits(), documents, "me").messages([message])
-    assert late.messages([message])[0] == first and "4711" in first["content"][0]["text"]  # which takes no time
-
-
 def test_a_document_is_read_once_for_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[bytes] = []
 
@@ -266,18 +257,70 @@ def test_a_document_is_read_once_for_its_owner(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("deltic.server.documents.pdf_text", counted)
     documents = DocumentTexts()
     for owner in ("me", "me", "you", None, "me"):
-        assert documents.read(owner, b"a", Limits(), 30.0)
+        assert len(str(documents.read(owner, [b"a", b"a"], Limits())[digest(b"a")])) == 4_000_000
     assert len(reads) == 3
     for _ in range(2):
-        with pytest.raises(RequestError, match=r"^is damaged$"):
-            documents.read("me", b"bad", Limits(), 30.0)
+        assert str(documents.read("me", [b"bad"], Limits())[digest(b"bad")]) == "is damaged"
     assert len(reads) == 4
-    for _ in range(2):  # what had less time than it may take may be tried again
-        with pytest.raises(RequestError):
-            documents.read("me", b"bad too", Limits(), 0.5)
-    assert len(reads) == 6
-    documents.read("me", b"b", Limits(), 30.0)  # the least recently used goes
-    assert not documents.known("you", b"a") and documents.known("me", b"b")
+    documents.read("me", [b"b"], Limits())
+    documents.read("you", [b"a"], Limits())  # the least recently used had to go
+    assert reads[4:] == [b"b", b"a"]
+
+
+def test_all_documents_of_a_request_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = [0.0], list[float]()
+
+    def slow(data: bytes, limits: Limits, field: str) -> str:
+        given.append(limits.document_seconds)
+        now[0] += limits.document_seconds
+        raise RequestError(f"{field} takes too long", field)
+
+    monkeypatch.setattr("deltic.server.documents.pdf_text", slow)
+    monkeypatch.setattr("deltic.server.documents.monotonic", lambda: now[0])
+    documents = DocumentTexts()
+    data = [bytes([index]) for index in range(9)]
+    texts = documents.read("me", data, Limits(document_seconds=2.0))
+    assert given == [2.0, 2.0, 2.0] and texts.keys() == {digest(each) for each in data[:3]}
+    reader = ContentReader(True, False, texts.get)
+    part = {"type": "document", "source": {"type": "base64", "data": PDF}}  # there was no time for this one
+    assert reader.messages([{"role": "tool", "content": [part]}])[0]["content"][0]["text"] == "[document: not shown]"
+    with pytest.raises(RequestError, match="document_seconds"):
+        reader.messages([{"role": "user", "content": [part]}])
+
+
+def test_documents_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While those of more clients than there are threads are being read, others are answered, and of one client's
+    requests one is at it at a time."""
+    go, reading = threading.Event(), list[bytes]()
+
+    def slow(data: bytes, limits: Limits, field: str) -> str:
+        reading.append(data)
+        assert go.wait(30)
+        return "It says so."
+
+    monkeypatch.setattr("deltic.server.documents.pdf_text", slow)
+    files = [base64.b64encode(b"%PDF-" + bytes([65 + index])).decode() for index in range(10)]
+    turns = [[{"role": "user", "content": [file_part(CHAT, data, "a.pdf")]}] for data in files]
+    with scripted("Yes.") as (served, _), ThreadPoolExecutor(12) as pool:
+        asking = [pool.submit(served.post, CHAT, messages=turn) for turn in turns]
+        try:
+            wait_until(lambda: bool(reading))
+            for _ in range(5):
+                assert served.post(CHAT, messages=USER).status_code == 200
+            assert len(reading) == 1
+        finally:
+            go.set()
+        assert [future.result().status_code for future in asking] == [200] * 10
+    assert len(reading) == 10 and not served.app.state.models._turns
+
+
+def test_a_document_of_a_response_before_is_read_again() -> None:
+    turn = {"role": "user", "content": [file_part(RESPONSES, PDF, "a.pdf")]}
+    with scripted("Yes.") as (served, engine):
+        first = served.post(RESPONSES, input=[turn]).json()
+        again = served.post(RESPONSES, input="And?", previous_response_id=first["id"])
+        assert again.status_code == 200 and IGNORED_HEADER not in again.headers
+    assert "4711" in tiny().chat_processor.tokenizer.decode(engine.seen[-1].prompt)
 
 
 def test_calls_of_tools_that_take_a_text() -> None:
@@ -296,7 +339,7 @@ def test_many_unknown_types_are_looked_at_once_and_not_without_end(monkeypatch: 
         return []
 
     monkeypatch.setattr("deltic.server.content.difflib.get_close_matches", close)
-    reader = ContentReader(True, False, Limits(), DocumentTexts())
+    reader = ContentReader(True, False, lambda _: None)
     parts = [{"type": f"alien{index}" * 20} for index in range(20_000)] + [{"type": "same"}] * 20_000
     read, = reader.messages([{"role": "user", "content": parts}])
     assert len(looked) == 100 and max(map(len, looked)) == 64

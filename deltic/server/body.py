@@ -45,6 +45,8 @@ _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools",
 
 _SCHEMAS = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
              "guided_choice", "guided_grammar", "text", "output_config")
+_OF_FILES = (b"file", b"document", b"\\u")
+"""One of these stands in every body that has a part with a file: its type, or a letter that is escaped."""
 _MOST_TOLD = 1000
 _MISSPELT, _RELATED = 0.85, 0.6
 """How near to a field's name (difflib) another one has to be to be meant as it, and one that has a word of it."""
@@ -65,6 +67,7 @@ class Fields(BaseModel):
     _ignored: list[str] = PrivateAttr(default_factory=list)
     _lenient: bool = PrivateAttr(False)
     _sent: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _may_have_files: bool = PrivateAttr(False)
 
     @property
     def ignored(self) -> list[str]:
@@ -75,6 +78,11 @@ class Fields(BaseModel):
     def sent(self) -> Mapping[str, str]:
         """Names under which the client sent fields, where it used another server's."""
         return self._sent
+
+    @property
+    def may_have_files(self) -> bool:
+        """Whether it is worth looking for documents in messages."""
+        return self._may_have_files
 
     @property
     def lenient(self) -> bool:
@@ -220,7 +228,9 @@ def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False)
     data = _read_json(raw, limits.max_body_values)
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
-    return read_fields(data, schema, limits, lenient, len(raw))
+    body = read_fields(data, schema, limits, lenient, len(raw))
+    body._may_have_files = any(word in raw for word in _OF_FILES)
+    return body
 
 
 def read_fields(data: Mapping[str, Any], schema: type[Body], limits: Limits, lenient: bool = False,

@@ -11,13 +11,12 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
-from deltic.config import Limits
 from deltic.errors import RequestError, show
-from deltic.server.documents import DocumentTexts
+from deltic.server.documents import TextOf, digest
 
 Part = Mapping[str, Any]
 
@@ -27,7 +26,8 @@ _TEXTS: Final[Mapping[str, str]] = {
 _THOUGHTS: Final = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
 _PICTURES: Final = ("image", "image_url", "input_image", "video", "video_url")
 _SOUNDS: Final = ("audio", "audio_url", "input_audio")
-_FILES: Final = ("document", "file", "input_file")
+_FILES: Final[Mapping[str, str]] = {"document": "source", "file": "file", "input_file": ""}
+"""Types of parts that are files, and the field that holds one."""
 _KNOWN: Final = (*_TEXTS, *_THOUGHTS, *_PICTURES, *_SOUNDS, *_FILES, "search_result")
 _HEADS: Final = ("title", "context", "source", "filename")
 """Fields that say what a file or a search result is; they stand before its text."""
@@ -42,21 +42,15 @@ _DEEPEST: Final = 16
 _MISSPELT, _LONGEST, _MOST_TYPES = 0.85, 64, 100
 """How near to a known type (difflib) an unknown one has to be to be meant as it; characters of it, and different types,
 that are looked at."""
-_ALL_DOCUMENTS: Final = 3
-"""So many times the seconds of one document are there for all documents of a request."""
 
 
 class ContentReader:
     """Reads the contents of a request's messages. sees, fetches: whether the model sees, and pictures may be behind
-    URLs. documents: those that were read lately, for the owner of the request's key. `ignored` names what was replaced.
-    """
+    URLs. text_of: gives the texts of documents, see `documents_in`. `ignored` names what was replaced."""
 
-    def __init__(self, sees: bool, fetches: bool, limits: Limits, documents: DocumentTexts, owner: str | None = None
-                 ) -> None:
+    def __init__(self, sees: bool, fetches: bool, text_of: TextOf) -> None:
         self.ignored: list[str] = []
-        self._sees, self._fetches, self._limits = sees, fetches, limits
-        self._documents, self._owner = documents, owner
-        self._seconds = _ALL_DOCUMENTS * limits.document_seconds
+        self._sees, self._fetches, self._text_of_document = sees, fetches, text_of
         self._meant: dict[str, str | None] = {}
 
     def messages(self, messages: Sequence[Any]) -> list[Any]:
@@ -138,8 +132,8 @@ class ContentReader:
 
     def _file(self, part: Part, kind: str, path: str) -> Part:
         """A document or file: its text behind what it is called; of an image file the picture."""
-        place = {"document": "source", "file": "file", "input_file": ""}[kind]
-        source, at = part.get(place) if place else part, path
+        place, at = _FILES[kind], path
+        source = part.get(place) if place else part
         path = f"{path}.{place}" if place else path
         if not isinstance(source, dict):
             raise RequestError(f"{path} must be an object, not {show(source)}", path)
@@ -156,7 +150,7 @@ class ContentReader:
         return _text(_headed(heads, self._text_of(data, path), at))
 
     def _text_of(self, data: bytes, path: str) -> str:
-        if b"%PDF-" not in data[:1024]:
+        if not _is_pdf(data):
             try:
                 text = data.decode("utf-8-sig")
             except UnicodeDecodeError:
@@ -164,16 +158,13 @@ class ContentReader:
             if "\0" in text or not text:
                 raise RequestError(f"{path} is neither a PDF document nor text in UTF-8", path)
             return text
-        began = time.monotonic()
-        if self._seconds <= 0 and not self._documents.known(self._owner, data):
+        found = self._text_of_document(digest(data))
+        if found is None:
             raise RequestError(f"{path} and the documents before it take too long to read (document_seconds): send "
                                "fewer", path)
-        try:
-            return self._documents.read(self._owner, data, self._limits, self._seconds)
-        except RequestError as error:
-            raise RequestError(f"{path} {error}", path) from error
-        finally:
-            self._seconds = max(0.0, self._seconds - (time.monotonic() - began))
+        if isinstance(found, RequestError):
+            raise RequestError(f"{path} {found}", path)
+        return found
 
     def _said_by(self, content: Any, path: str) -> str:
         """A text, or parts that are texts."""
@@ -219,6 +210,28 @@ def _is_behind_url(part: Part) -> bool:
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     return isinstance(url, str) and url.startswith(("http://", "https://"))
+
+
+def documents_in(value: Any, depth: int = 0) -> Iterator[bytes]:
+    """The PDF documents among the parts of messages or items, wherever these are."""
+    if isinstance(value, list) and depth < _DEEPEST:
+        for item in value:
+            yield from documents_in(item, depth + 1)
+    elif isinstance(value, dict) and depth < _DEEPEST:
+        kind = value.get("type")
+        if isinstance(kind, str) and kind in _FILES:
+            source = value.get(_FILES[kind]) if _FILES[kind] else value
+            with suppress(RequestError):
+                data = _data_of(source, "")[1] if isinstance(source, dict) else b""
+                if _is_pdf(data):
+                    yield data
+        for inner in value.values():
+            if isinstance(inner, dict | list):
+                yield from documents_in(inner, depth + 1)
+
+
+def _is_pdf(data: bytes) -> bool:
+    return b"%PDF-" in data[:1024]
 
 
 def _text(text: str) -> dict[str, Any]:

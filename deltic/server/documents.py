@@ -1,11 +1,13 @@
-"""Texts of documents that were read lately: agents send the same documents with every turn."""
+"""Texts of documents: read in threads of their own, and kept, as agents send the same documents with every turn."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from time import monotonic
 from typing import Final
 
 from deltic.config import Limits
@@ -16,6 +18,13 @@ _MOST_CHARACTERS: Final = 16_000_000
 """Of all texts that are kept."""
 _COST: Final = 1000
 """Characters that an entry counts for besides its text."""
+_ALL: Final = 3
+"""So many times the seconds of one document are there for all documents of a request."""
+
+Texts = Mapping[bytes, str | RequestError]
+"""What documents say by their `digest`, or why they cannot be read, without a field."""
+TextOf = Callable[[bytes], str | RequestError | None]
+"""The same of one; None if it was not read."""
 
 
 class DocumentTexts:
@@ -26,26 +35,32 @@ class DocumentTexts:
         self._kept: OrderedDict[tuple[str | None, bytes], str | RequestError] = OrderedDict()
         self._size, self._lock = 0, threading.Lock()
 
-    def known(self, owner: str | None, data: bytes) -> bool:
-        """Whether the text of a document takes no time."""
-        with self._lock:
-            return _key(owner, data) in self._kept
+    def read(self, owner: str | None, documents: Sequence[bytes], limits: Limits) -> Texts:
+        """The texts of a request's PDF documents, as far as its time reaches; takes up to so many seconds."""
+        end, found = monotonic() + _ALL * limits.document_seconds, dict[bytes, str | RequestError]()
+        for name, data in {digest(data): data for data in documents}.items():
+            text = self._text(owner, name, data, limits, end - monotonic())
+            if text is not None:
+                found[name] = text
+        return found
 
-    def read(self, owner: str | None, data: bytes, limits: Limits, seconds: float) -> str:
-        """The text of a PDF document. seconds: that reading it may take, if less than the limits say. RequestError
-        says, without a field, why it cannot be read."""
-        key = _key(owner, data)
+    def known(self, owner: str | None, name: bytes) -> str | RequestError | None:
+        """The text of a document that was read lately."""
         with self._lock:
-            found = self._kept.get(key)
+            found = self._kept.get((owner, name))
             if found is not None:
-                self._kept.move_to_end(key)
-        if found is None:
-            hurried = seconds < limits.document_seconds
-            found = _read(data, replace(limits, document_seconds=seconds) if hurried else limits)
-            if isinstance(found, str) or not hurried:
-                self._keep(key, found)
-        if isinstance(found, RequestError):
-            raise RequestError(str(found))
+                self._kept.move_to_end((owner, name))
+        return found
+
+    def _text(self, owner: str | None, name: bytes, data: bytes, limits: Limits, seconds: float
+              ) -> str | RequestError | None:
+        known = self.known(owner, name)
+        if known is not None or seconds <= 0:
+            return known
+        hurried = seconds < limits.document_seconds
+        found = _read(data, replace(limits, document_seconds=max(seconds, 0.01)) if hurried else limits)
+        if isinstance(found, str) or not hurried:  # else it may be read another time
+            self._keep((owner, name), found)
         return found
 
     def _keep(self, key: tuple[str | None, bytes], found: str | RequestError) -> None:
@@ -56,8 +71,9 @@ class DocumentTexts:
                 self._size -= _size(self._kept.popitem(last=False)[1])
 
 
-def _key(owner: str | None, data: bytes) -> tuple[str | None, bytes]:
-    return owner, blake2b(data, digest_size=32).digest()
+def digest(data: bytes) -> bytes:
+    """What a document is known by."""
+    return blake2b(data, digest_size=32).digest()
 
 
 def _size(found: str | RequestError) -> int:

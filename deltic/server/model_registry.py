@@ -26,6 +26,7 @@ from deltic.engine.llm import LLM
 from deltic.errors import BusyError, ConfigError, DelticError, UnavailableError, show
 from deltic.server.body import Body, Intake, Prepared
 from deltic.server.bridge import Health
+from deltic.server.content import documents_in
 from deltic.server.http import Problem, ProblemError
 from deltic.server.records import Records, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
@@ -37,6 +38,8 @@ _FORGIVEN = 30.0
 """Seconds after which a model that could not be loaded is tried again."""
 _FETCH_AT_ONCE = 8
 """Requests whose pictures are fetched and held in memory at the same time."""
+_READ_AT_ONCE = 4
+"""Requests whose documents are read at the same time."""
 _LOOKS = 4
 """So many times in the time that a model may be idle it is looked at."""
 
@@ -121,6 +124,8 @@ class ModelRegistry:
         self._entries = {source.name: _Entry(source) for source in models.sources}
         self._thread = ThreadPoolExecutor(1, "deltic-models")
         self._fetchers = ThreadPoolExecutor(_FETCH_AT_ONCE, "deltic-fetch")
+        self._readers = ThreadPoolExecutor(_READ_AT_ONCE, "deltic-documents")
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
         self._fetching = asyncio.Semaphore(_FETCH_AT_ONCE)
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
@@ -186,7 +191,32 @@ class ModelRegistry:
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
             served.bridge.check_room()
-        return replace(served, owner=record.key, bounded=answers)
+        served = replace(served, bounded=answers, text_of=partial(served.documents.known, record.key))
+        return await self._with_documents(record, served, body) if body.may_have_files else served
+
+    async def _with_documents(self, record: RequestRecord, served: ServedModel, body: Body) -> ServedModel:
+        """The model with the texts of the documents of a request. They are read in threads of their own, of which a
+        client has one at a time: who sends documents waits for others who do at most."""
+        contents = [getattr(body, name, None) for name in ("messages", "input")]
+        found = await asyncio.to_thread(lambda: list(documents_in(contents)))
+        if not found:
+            return served
+        async with self._turn(record.key or record.client):
+            read = partial(served.documents.read, record.key, found, served.limits)
+            texts = await asyncio.get_running_loop().run_in_executor(self._readers, read)
+        return replace(served, text_of=lambda name: texts.get(name) or served.text_of(name))
+
+    @asynccontextmanager
+    async def _turn(self, client: str) -> AsyncIterator[None]:
+        lock, users = self._turns.get(client, (asyncio.Lock(), 0))
+        self._turns[client] = lock, users + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, users = self._turns.pop(client)
+            if users > 1:
+                self._turns[client] = lock, users - 1
 
     def start(self) -> None:
         """Take requests."""

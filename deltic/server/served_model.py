@@ -16,7 +16,7 @@ from deltic.engine.llm import LLM
 from deltic.errors import RequestError
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
-from deltic.server.documents import DocumentTexts
+from deltic.server.documents import DocumentTexts, TextOf
 from deltic.server.http import while_connected
 from deltic.server.records import Records, record_of
 from deltic.text.answers import Piece
@@ -35,7 +35,7 @@ class ServedModel:
     records: all requests of the server, also for other models.
     pictures: what was fetched for a request, by URL, or why it could not be.
     documents: texts of those that requests had lately.
-    owner: whose key the request came with.
+    text_of: gives those of a request.
     bounded: whether prompts have to fit the context; those that are only counted, or cut, do not.
     """
 
@@ -46,7 +46,7 @@ class ServedModel:
     records: Records
     pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
     documents: DocumentTexts = field(default_factory=DocumentTexts)
-    owner: str | None = None
+    text_of: TextOf = lambda _: None
     bounded: bool = True
 
     @property

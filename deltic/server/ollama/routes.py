@@ -218,10 +218,14 @@ async def _answer(request: Request, served: ServedModel, streams: bool, prepared
     if streams:
         return JsonLines(_stream(run, shape, began, ids), error_line, run.close, line(shape.said("")))
     done, = await served.wholes(request, run)
-    assert done.done
-    answer = shape.said(done.done.text, done.done.reasoning, done.done.calls, done.scores, True) | _end(
-        run, began, done.done, ids)
-    return Response(await dumped(partial(line, answer), run.size + len(ids)), media_type="application/json")
+
+    def whole() -> bytes:
+        choice = done.done
+        assert choice
+        return line(shape.said(choice.text, choice.reasoning, choice.calls, done.scores, True) | _end(
+            run, began, choice, ids))
+
+    return Response(await dumped(whole, run.size + len(ids)), media_type="application/json")
 
 
 async def _stream(run: Run, shape: AnswerShape, began: float, ids: Sequence[int]) -> AsyncIterator[bytes]:

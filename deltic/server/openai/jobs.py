@@ -25,7 +25,7 @@ def chat_job(served: ServedModel, body: ChatRequest, translated: bool = False) -
     wire's form, whose fields have been looked at. RequestError names the field that is wrong."""
     body.refuse_unsupported()
     processor, tools = _roomy(served, body).processor, body.shown_tools()
-    reader = ContentReader(processor.sees, processor.fetches, served.limits, served.documents, served.owner)
+    reader = ContentReader(processor.sees, processor.fetches, served.text_of)
     messages = reader.messages(body.checked_messages())
     body.ignored.extend(reader.ignored)
     job = processor.chat(messages, body.sampling(served.limits), tools=tools, history=body.history,
