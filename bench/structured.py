@@ -22,7 +22,7 @@ from common import record, spread
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.engine.engine import Engine
-from deltic.text.grammar import GrammarConstraint, Grammars, part_of
+from deltic.text.grammar import GrammarConstraint, Grammars
 from deltic.text.output_format import JsonSchema
 from deltic.text.stream import AnswerText, Router
 from deltic.types import Constraint, Request
@@ -41,7 +41,7 @@ def main() -> None:
     grammars, began = Grammars(vocabulary), time.perf_counter()
     grammars.warm()
     warm, began = time.perf_counter() - began, time.perf_counter()
-    grammar = grammars.grammar(lambda _: [part_of(JsonSchema(SCHEMA, True))], "schema")
+    grammar = grammars.of(JsonSchema(SCHEMA, True))
     compiled = time.perf_counter() - began
     held: list[float] = []
     constraint = partial(_Timed, partial(GrammarConstraint, grammar), held)

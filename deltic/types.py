@@ -303,6 +303,7 @@ class Request:
     group: requests that came together name the same.
     client: who asks, such as an address; "": each group is one of its own. Where places are short clients have equal
         parts, and of a client's part its groups.
+    cache_salt: requests share cached prefixes only if they have the same salt. It does not change any token.
     """
 
     id: str
@@ -315,6 +316,7 @@ class Request:
     constraint: Callable[[], Constraint] | None = None
     group: str = ""
     client: str = ""
+    cache_salt: str = ""
 
     @property
     def ids(self) -> tuple[int, ...]:

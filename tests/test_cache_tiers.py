@@ -33,6 +33,7 @@ from deltic.cache.tier_index import TierIndex
 from deltic.cache.tier_store import Item, PrefixHash, TierStoreError
 from deltic.cache.tiers import Fetch
 from deltic.engine.engine import Engine
+from deltic.errors import ConfigError
 from deltic.types import PAGE
 
 
@@ -704,13 +705,18 @@ def test_a_model_changed_under_the_same_name_knows_nothing_of_the_other(tmp_path
     assert answer(0) == (100, first[1]) and answer(1)[0] == 100
 
 
-@pytest.mark.parametrize("directory", ["/proc/nothing", "a file"])
-def test_a_directory_that_cannot_be_used_is_a_warning(directory: str, tmp_path: Path,
-                                                      caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("option", ["cache_dir", "aot_dir"])
+@pytest.mark.parametrize("below", ["", "/a/b"])
+def test_a_file_is_no_directory(option: str, below: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match=rf"{option} .* is a file; name a directory") as refused:
+        LLM(RandomModel(shape=odd_shape()), threads=1, **{option: f"{path}{below}"})
+    assert refused.value.option == option and path.read_text() == "precious"
+
+
+def test_a_directory_that_cannot_be_used_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "deltic")
-    path = Path(directory) if directory.startswith("/") else tmp_path / directory
-    if not directory.startswith("/"):
-        path.write_text("not a directory")
-    llm = LLM(RandomModel(shape=odd_shape()), dtype="float32", memory="8MiB", threads=1, cache_dir=str(path))
+    llm = LLM(RandomModel(shape=odd_shape()), dtype="float32", memory="8MiB", threads=1, cache_dir="/proc/nothing")
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].choices[0].finish == "length"
     assert "nothing is kept on disk" in caplog.text and "cache_dir" in caplog.text

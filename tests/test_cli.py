@@ -59,7 +59,8 @@ def test_alone_it_explains_itself(capsys):
     assert out.startswith("usage: deltic") and all(command in out for command in COMMANDS) and err == ""
 
 
-WITHOUT_ENGINE = ("compile", "cache", "connect", "convert", "doctor", "export", "ls", "mtp", "pull", "rm")
+WITHOUT_ENGINE = ("compile", "cache", "completion", "connect", "convert", "doctor", "export", "ls", "mtp", "ps", "pull",
+                  "rm")
 
 
 def test_the_page_is_up_to_date():
@@ -305,9 +306,9 @@ def test_serve_hands_over(monkeypatch):
     argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*", "--lenient"]
     assert main(argv) == main([*argv, "--api-key", "mine", "--drain-seconds", "5"]) == 0
     given = {"served_name": "demo", "encoders": [], "cors_origins": ["*"], "lenient": True, "tls": None,
-             "api_keys": {"secret": "key-1"},
+             "api_keys": {"secret": None}, "share_prefix_cache": False,
              "allowed_hosts": [], "drain_seconds": 30, "request_log": None}
-    own = {**given, "api_keys": {"mine": "key-1"}, "drain_seconds": 5}
+    own = {**given, "api_keys": {"mine": None}, "drain_seconds": 5}
     assert calls == [("tiny", "127.0.0.1", given), ("tiny", "127.0.0.1", own)]
 
 

@@ -219,11 +219,11 @@ def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(text, monkeyp
         assert "no conversation: choose another name" in capsys.readouterr().err and path.read_text() == text
 
 
-@pytest.fixture
-def terminal():
-    """A chat in a terminal: its process and our end of the line."""
+@pytest.fixture(params=[["chat"], ["run", "tiny"]], ids=["chat", "run"])
+def terminal(request):
+    """A chat in a terminal, which a model without a prompt begins too: its process and our end of the line."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-m", "deltic", "chat", *SHORT], cwd=ROOT, stdin=theirs,
+    process = subprocess.Popen([sys.executable, "-m", "deltic", *request.param, *SHORT], cwd=ROOT, stdin=theirs,
                                stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     yield process, ours

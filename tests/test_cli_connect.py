@@ -16,10 +16,12 @@ import pytest
 import yaml
 from test_server_harness import serving, tiny
 
+from deltic import LLM
 from deltic.cli import main
 from deltic.cli.clients import CLIENTS
 from deltic.cli.parser import UsageError
 from deltic.cli.settings import replace_file
+from deltic.server.model_registry import ModelSet, ModelSource
 
 CONTEXT = 2048
 
@@ -72,6 +74,21 @@ def test_settings_name_server_model_and_context(client, connect, home, served):
     texts = "".join((home / name).read_text() for name in FILES[client])
     assert served.url in texts and "tiny" in texts
     assert f"{served.url}/v1" in texts or client == "claude-code"
+
+
+def test_a_model_that_is_not_loaded_yet_is_asked_for_its_context(home, capsys):
+    """A server of several models loads them when they are asked for."""
+    def load() -> LLM:
+        return LLM(threads=1, memory="16MiB", max_context=CONTEXT)
+
+    models = ModelSet(tuple(ModelSource(name, load) for name in ("one", "two")))
+    with serving(models) as server:
+        for argv, name in (([], "one"), (["--model", "two"], "two")):
+            assert main(["connect", "opencode", "--url", server.url, *argv]) == 0
+            said = capsys.readouterr()
+            assert f"loading {name}" in said.err and f'"context": {CONTEXT}' in said.out
+        assert main(["connect", "opencode", "--url", server.url]) == 0
+        assert "loading" not in capsys.readouterr().err
 
 
 def test_every_client_is_shown_without_writing(connect, home, served):

@@ -209,7 +209,7 @@ def test_two_models_of_one_name_are_refused(place: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("given", [
-    ["--pin-prompt", "config.json"], ["--request-log", "log", "--log-text"], ["--history", "preserve"],
+    ["--pin-prompt", "config.json"], ["--request-log", "log", "--log-text"], ["--history", "template"],
     ["--thinking-budget", "0"], ["--strip-billing-header"]])
 def test_options_of_chat_are_refused_for_an_encoder(place: Path, capsys: pytest.CaptureFixture[str],
                                                     monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:

@@ -63,7 +63,7 @@ def test_closed_streams(shell, out, err):
 
 def test_no_prompt_on_a_closed_stdin():
     done = echo("run", shell="<&-")
-    assert done.returncode == 2 and "nothing came on stdin" in done.stderr
+    assert done.returncode == 2 and "the prompt is missing" in done.stderr
 
 
 @pytest.mark.parametrize(("argv", "given", "shown"), [
@@ -87,10 +87,10 @@ def test_nobody_waits_for_stdin_where_a_prompt_is_given(argv):
 
 
 def test_a_service_has_nothing_to_say():
-    for argv in ([], [TINY]):
+    for argv in ([], [TINY], ["tiny"], ["Qwen/Qwen3.5-0.8B"], ["qwen3.5:0.8b"]):
         done = echo("run", *argv, shell="</dev/null")
-        assert done.returncode == 2 and "the prompt is empty: nothing came on stdin" in done.stderr
-    assert "('tiny', 'a/b')" in echo("run", "a/b", shell="</dev/null").stdout
+        assert done.returncode == 2 and "the prompt is missing" in done.stderr
+    assert "('tiny', '1/2')" in echo("run", "1/2", shell="</dev/null").stdout
 
 
 def test_a_reader_that_leaves_ends_the_command():
@@ -99,13 +99,48 @@ def test_a_reader_that_leaves_ends_the_command():
     assert done.stdout == "(" and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_a_terminal_is_not_read(monkeypatch):
+MODELS = [TINY, "tiny", "nope.gguf", "./nope", "nope/", "Qwen/Qwen3.5-0.8B", "unsloth/Qwen3.5-0.8B-GGUF:Q4_K_M",
+          "Qwn/Qwen3.5-0.8", "qwen3.5:0.8b", "qwen3.5", "Qwen3.5-0.8B", "llama3:8b", "llama3.2:latest",
+          "hf.co/unsloth/Qwen3.5-0.8B-GGUF:Q8_0", "https://huggingface.co/Qwen/Qwen3.5-0.8B"]
+PROMPTS = ["What is the capital of France?", "1+1=", "1/2", "24/7", "and/or?", "Hello", "Qwen", "a:b", "TODO:fix", "{}",
+           "Qwen/Qwen3.5-0.8B is what?", "10:30", "x.y", "llama", "x" * 5000, "/" * 5000]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("word", MODELS)
+def test_a_model_without_a_prompt_is_a_chat_on_a_terminal_alone(word, terminal, monkeypatch):
     monkeypatch.setattr(run, "_stdin_mode", lambda: 0o20620)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    for words in ((None, None), (TINY, None), ("nope.gguf", None)):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    if terminal:
+        assert run.words(word, None) == (word, None)
+    else:
         with pytest.raises(UsageError, match="the prompt is missing"):
-            run.words(*words)
-    assert run.words("tiny", None) == (None, "tiny")
+            run.words(word, None)
+
+
+@pytest.mark.parametrize("word", PROMPTS, ids=lambda word: word[:30])
+def test_text_is_a_prompt_wherever_it_is_typed(word, monkeypatch):
+    assert run.words(word, None) == (None, word)
+    monkeypatch.setattr(run, "on_terminal", lambda: True)
+    assert run.words(word, None) == (None, word)
+
+
+def test_a_terminal_is_not_read(monkeypatch):
+    monkeypatch.setattr(run, "on_terminal", lambda: True)
+    with pytest.raises(UsageError, match="the prompt is missing"):
+        run.words(None, None)
+
+
+@pytest.mark.parametrize("files", [["adapter_config.json"], ["model.safetensors"], ["x.GGUF"], ["config.json"]])
+def test_a_directory_that_was_meant_as_a_model_is_no_prompt(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "word").mkdir()
+    assert run.words("word", None) == (None, "word")
+    for name in files:
+        (tmp_path / "word" / name).write_bytes(b"")
+    with pytest.raises(UsageError, match="'word' is a model"):
+        run.words("word", None)
 
 
 def test_a_file_may_be_a_pipe(tmp_path, capsys):

@@ -212,7 +212,7 @@ def test_models(client: Client, served: Served) -> None:
     (lambda client: client.chat("tiny", USER, options={"messages": []}), 400, "options.messages"),
     (lambda client: client.chat("tiny", USER, options={"n_cmpl": 3}), 400, "one answer to a request"),
     (lambda client: client.chat("tiny", USER, options={"mirostat": 2}), 400, "options.mirostat is not supported"),
-    (lambda client: client.chat("tiny", USER, format={"type": "objekt"}), 400, "format"),
+    (lambda client: client.chat("tiny", USER, options={"guided_regex": "("}), 400, "options.guided_regex"),
     (lambda client: client.chat("tiny", USER, think="x" * 5, stream=True), 200, ""),
     (lambda client: client.generate("tiny", "a " * 9000), 400, "prompt is too long"),
     (lambda client: client.generate("tiny", "a", suffix="b"), 400, "suffix needs a model"),
@@ -229,6 +229,12 @@ def test_errors_have_ollama_s_form(call: Any, status: int, said: str) -> None:
         with pytest.raises(ResponseError) as refused:
             call(client)
     assert refused.value.status_code == status and said in refused.value.error, refused.value.error
+
+
+def test_a_format_that_is_none_is_refused(served: Served) -> None:
+    for wrong in (5, "yaml", ["json"]):
+        error = served.post(CHAT, messages=USER, format=wrong).json()["error"]
+        assert "format must be json or a JSON schema" in error
 
 
 def test_an_engine_that_fails_in_the_midst_of_a_stream() -> None:

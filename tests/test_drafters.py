@@ -106,7 +106,8 @@ def test_ngrams_draft_what_followed_before() -> None:
     same_tokens(reference(runtime, prompt, 40), answers["a", 0].tokens, tau=1e-5)
     assert usage_of(answers).accepted_tokens > 20, "this model soon repeats itself"
     assert not drafter._known
-    sequence = engine._sequence(Request("x", (1, 2, 3, 4, 5, 1, 2, 3)), 0, 0)
+    request = Request("x", (1, 2, 3, 4, 5, 1, 2, 3))
+    sequence = engine._sequence(request, 0, 0, engine.keys_of(request))
     assert drafter.draft([(sequence, 3)]) == [[4, 5, 1]]
     sequence.own_keys().append(4)
     assert drafter.draft([(sequence, 6)]) == [[5, 1, 2, 3, 4, 5]]
@@ -143,7 +144,8 @@ def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, .
     again."""
     drafter, fresh = (ModelDrafter(runtime_of(MODELS[model](), budget=512), 509, 4) for _ in range(2))
     engine = Engine(runtime_of(MODELS[model]()))
-    sequence = engine._sequence(Request("a", expected(model, "greedy").prompt, PARAMS["greedy"]), 0, 0)
+    request = Request("a", expected(model, "greedy").prompt, PARAMS["greedy"])
+    sequence = engine._sequence(request, 0, 0, engine.keys_of(request))
     sequence.own_keys()
     leases = []
     for _ in range(12):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encoder_models import WORDS, save_recipe
+from encoder_models import WORDS, save_recipe, write
+from starlette.testclient import TestClient
 from support import transformers_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -19,11 +21,13 @@ from deltic import Encoder
 from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import page_bytes, slot_bytes
 from deltic.cli import main
-from deltic.config import EngineConfig, ModelConfig
+from deltic.config import EngineConfig, Limits, ModelConfig
 from deltic.encoders.decoder import _AFTER, _BEFORE, _INSTRUCTION
 from deltic.encoders.open import is_encoder
 from deltic.engine.memory import plan_memory
 from deltic.errors import ConfigError, ModelError, RequestError
+from deltic.server.embeddings.app import create_encoder_app
+from deltic.server.embeddings.service import EmbeddingService
 
 TEXTS = ["w1", "w2 w3 w4 w5 w6", " ".join(WORDS[:60]), "w7 w8"]
 
@@ -69,6 +73,32 @@ def test_an_instruction_is_read_once(saved: tuple[Path, Any, Tokenizer]) -> None
         before = engine.stats.prompt_tokens
         encoder.encode(TEXTS[:2], prompt=instruction)
         assert engine.stats.prompt_tokens - before < 20
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_owners_of_keys_read_an_instruction_each(
+        saved: tuple[Path, Any, Tokenizer], tmp_path: Path, shares: bool) -> None:
+    """The time to a vector would else say what another has embedded."""
+    directory, vectors = tmp_path / "copy", list[Any]()
+    shutil.copytree(saved[0], directory)
+    save_recipe(directory, "lasttoken")
+    write(directory / "config_sentence_transformers.json", {"prompts": {"query": " ".join(WORDS[:100]) + " "}})
+    keys: dict[str, str | None] = {"first": "ann", "second": "ann", "third": "bob"}
+    with Encoder(directory, **OPTIONS) as encoder, TestClient(create_encoder_app(
+            [EmbeddingService("embedder", encoder)], Limits(), api_keys=keys, share_prefix_cache=shares)) as client:
+        engine = encoder.model._worker.engine  # type: ignore[attr-defined]
+
+        def read(key: str, salt: str | None = None) -> int:
+            before = engine.stats.prompt_tokens
+            body = {"input": "w1", "input_type": "query", "cache_salt": salt}
+            answer = client.post("/v1/embeddings", headers={"x-api-key": key}, json=body)
+            assert answer.status_code == 200, answer.text
+            vectors.append(answer.json()["data"][0]["embedding"])
+            return int(engine.stats.prompt_tokens - before)
+
+        assert [read("first") > 100, read("second") > 100, read("third") > 100] == [True, False, not shares]
+        assert [read("second", "salt") > 100, read("second", "salt") > 100] == [True, False]
+    assert all(vector == vectors[0] for vector in vectors)
 
 
 def test_a_decoder_that_nobody_has_any_more_is_given_back(saved: tuple[Path, Any, Tokenizer]) -> None:

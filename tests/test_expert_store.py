@@ -189,13 +189,13 @@ def test_metrics_of_experts() -> None:
     engine = Engine(small_runtime(runtime))
     engine.add(greedy((1, 2, 3), 5))
     drain(engine)
-    page = exposition({"m": snapshot(engine)})
+    page = exposition({"m": snapshot(engine)}, {})
     assert runtime.experts
     counts = runtime.experts.statistics()
     assert f'deltic_expert_hits_total{{model="m",layer="0"}} {counts.hits[0]}' in page
     assert f'deltic_expert_misses_total{{model="m",layer="5"}} {counts.misses[5]}' in page
     assert f'deltic_expert_read_bytes_total{{model="m"}} {counts.bytes}' in page
-    assert "expert" not in exposition({"m": snapshot(Engine(small_runtime(moe_runtime())))})
+    assert "expert" not in exposition({"m": snapshot(Engine(small_runtime(moe_runtime())))}, {})
 
 
 def test_those_that_are_wanted_come_into_memory_and_stay(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ WRONG = {
     "tensor 'blk.0.bogus.weight' has no place in a qwen3_5 model": lambda t: t.update(
         {"blk.0.bogus.weight": np.zeros(3, np.float32)}),
     "tensor 'blk.1.ssm_a' has no place": lambda t: t.update({"blk.1.ssm_a": t["blk.0.ssm_a"]}),
-    "tensor 'v.patch_embd.weight' has no place": lambda t: t.update({"v.patch_embd.weight": np.zeros(3, np.float32)}),
+    "tensor 'a.patch_embd.weight' has no place": lambda t: t.update({"a.patch_embd.weight": np.zeros(3, np.float32)}),
     "1 tensors are missing in": lambda t: t.pop("blk.2.ssm_dt.bias"),
     "such as 'blk.0.attn_norm.weight'": lambda t: [t.pop(f"blk.{i}.attn_norm.weight") for i in range(6)],
     "tensor 'output.weight' is missing": lambda t: t.pop("output.weight"),

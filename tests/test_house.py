@@ -36,7 +36,7 @@ ALLOWED = {
     "encoders": {"engine", "weights", "config", "ops", "types", "errors"},
     "server": {"encoders", "engine", "text", "vision", "config", "types", "errors"},
     "export": {"server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops", "types", "errors"},
-    "llm_plugin": set(),
+    "llm_plugin": set(), "lm_eval_plugin": {"engine", "text", "types"},
     "cli": {"artifacts", "export", "server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops",
             "types", "errors"},
 }

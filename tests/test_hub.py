@@ -69,7 +69,7 @@ def test_embedded_model_that_was_not_installed(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", [
     "", "nothing-here", "./org/name", "/absent/path", "a/b/c", "org/", "a b/c", "x" * 5000, "~nobody-of-this-name/x",
-    "a\0b", "https://huggingface.co/org/name", "-a/b"])
+    "a\0b", "https://other.example/org/name", "-a/b"])
 def test_what_is_no_model_lists_what_is_accepted(name):
     with pytest.raises(ModelError, match=r"a directory with config.json.*Hugging Face name.*tiny") as caught:
         resolve(name)
@@ -203,6 +203,7 @@ def test_download_asks_for_what_loading_needs(hub, model_directory):
     assert listing == {"revision": "v1", "files_metadata": True, "token": "secret"}
     assert (download["revision"], download["token"], download["tqdm_class"]) == ("v1", "secret", None)
     assert download["allow_patterns"][:4] == ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+    assert "checkpoint-*/*" in download["ignore_patterns"]
 
 
 def test_progress_can_be_silenced(hub, capsys):
@@ -242,6 +243,17 @@ FILES = {
     "beside safetensors": (["model.safetensors", "m[1]-Q4_K_M.gguf"], ":Q4_K_M", ["m[1]-Q4_K_M.gguf"]),
     "parts": ([f"{kind}/m-{kind}-0000{n}-of-00002.gguf" for kind in TYPES for n in (1, 2)], ":BF16",
               ["BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf"]),
+    "states of a training": (["config.json", "model.safetensors", "checkpoint-200/model.safetensors", "optimizer.json",
+                              "runs/x.json", "checkpoint-200/optimizer.pt", "1_Pooling/config.json"], "",
+                             ["1_Pooling/config.json", "config.json", "model.safetensors"]),
+    "one of two forms": (["consolidated.safetensors", "model-00001-of-00002.safetensors", "onnx/config.json",
+                          "model-00002-of-00002.safetensors", "original/consolidated.safetensors",
+                          "model.safetensors.index.json", "params.json"], "",
+                         ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+                          "model.safetensors.index.json", "params.json"]),
+    "a tower at the top": (["mmproj-F16.gguf", "mmproj-BF16.gguf", "Q8_0/m-Q8_0-00001-of-00002.gguf",
+                            "Q8_0/m-Q8_0-00002-of-00002.gguf", "a/b/m-Q4_K_M.gguf"], ":Q8_0",
+                           ["Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf", "mmproj-BF16.gguf"]),
     "a tower": (["m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-F32.gguf", "mmproj-F16.gguf", "other/mmproj-BF16.gguf"], "",
                 ["m-Q4_K_M.gguf", "mmproj-F16.gguf"])}
 
@@ -256,6 +268,8 @@ def test_what_is_downloaded(case):
 
 
 @pytest.mark.parametrize("names, wanted, said", [
+    (["adapter_config.json", "adapter_model.safetensors"], None, "org/name is an adapter .LoRA. and no model: merge"),
+    (["consolidated.safetensors", "params.json"], None, "no weights that are read here"),
     (["model.onnx"], None, "org/name has no weights that are read here"),
     (["model.safetensors"], "Q8_0", "has no GGUF files: leave out :Q8_0"),
     (["a-Q2_K.gguf", "b-Q3_K.gguf"], None, "several GGUF files; name one, as org/name:NAME, of 'a-Q2_K.gguf', 'b-Q3_K"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -15,6 +18,7 @@ from test_server_harness import USER, Scripted, Served, read_all, serving, tiny,
 
 from deltic.config import Limits
 from deltic.errors import RequestError, show
+from deltic.server import body
 from deltic.server.body import _LARGE, parse
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.text.chat_processor import ChatProcessor
@@ -41,7 +45,7 @@ def served() -> Iterator[Served]:
     ({"max_tokens": 21}, "max_tokens", "max_answer_tokens"),
     ({"max_completion_tokens": 21}, "max_completion_tokens", "max_answer_tokens"),
     ({"messages": [{"role": "user", "content": "a b " * 50}]}, "messages", "max_prompt_tokens"),
-    ({"metadata": {"a": [0] * 9000, "b": "x" * _LARGE}}, None, "max_body_values"),
+    ({"metadata": {"a": [0] * 22_000, "b": "x" * _LARGE}}, None, "max_body_values"),
 ])
 def test_what_is_too_much_is_named(served: Served, fields: dict[str, Any], param: str | None, limit: str) -> None:
     response = served.post("/v1/chat/completions", **{"messages": USER} | fields)
@@ -93,13 +97,67 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("shape", HOSTILE)
-def test_hostile_bodies_hold_nobody_up(shape: str) -> None:
-    with serving(Scripted("one").model()) as served, served.lateness() as late:
+def test_hostile_bodies_are_refused(shape: str) -> None:
+    with serving(Scripted("one").model()) as served:
         response = served.http.post("/v1/chat/completions", content=HOSTILE[shape])
         error = response.json()["error"]
         assert response.status_code == 400 and len(error["message"]) < 300 and len(error["param"] or "") < 100
         assert served.post("/v1/completions", prompt="x").status_code == 200
-    assert max(late) < 0.3, "it took so long as the body was read"
+
+
+MOST = Limits().max_body_values
+WORST = {
+    "lists": b'{"prompt":[' + b"[]," * (MOST * 4 // 5 - 9) + b"1]}",
+    "objects": b'{"prompt":[' + b'{"a":1},' * (MOST * 4 // 9 - 9) + b"1]}",
+    "members": b'{"metadata":{' + b",".join(b'"%d":1' % number for number in range(MOST * 4 // 5 - 9)) + b"}}",
+    "numbers": b'{"prompt":[' + b"1," * (MOST * 4 - 29) + b"1]}",
+    "floats": b'{"prompt":[' + b"0.1," * (MOST * 4 - 29) + b"1]}",
+    "texts": b'{"prompt":[' + b'"",' * (MOST * 4 - 19) + b"1]}",
+    "a text": b'{"prompt":"' + b"x" * (8 * MIB - 99) + b'"}',
+    "escapes": b'{"prompt":"' + b"\\n" * (4 * MIB - 99) + b'"}',
+    "depth": b'{"prompt":' + b"[" * (MOST - 9),
+}
+
+
+@pytest.mark.parametrize("shape", WORST)
+def test_the_worst_body_that_is_read_takes_a_moment(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it in one call that lets no other thread run, so its time is measured, as the processor's."""
+    spent: list[float] = []
+
+    class Timed:
+        def decode(self, text: str) -> Any:
+            gc.collect()
+            began = time.thread_time()
+            try:
+                return reader.decode(text)
+            finally:
+                spent.append(time.thread_time() - began)
+
+    reader = body._READER
+    monkeypatch.setattr(body, "_READER", Timed())
+    with suppress(RequestError):
+        parse(WORST[shape], CompletionRequest, Limits())
+    assert len(spent) == 1 and spent[0] < (1.0 if shape == "floats" else 0.15), "a float is read by Python's own code"
+
+
+@pytest.mark.parametrize("shape", ["empty lists", "objects", "unknown keys", "unknown options"])
+def test_too_many_values_are_not_even_read(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "_READER", None)
+    with pytest.raises(RequestError, match="max_body_values"):
+        parse(HOSTILE[shape], ChatRequest, Limits())
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 16])
+def test_values_are_counted_as_they_are_read(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands in texts, and wherever a piece ends."""
+    monkeypatch.setattr(body, "_PIECE", piece)
+    texts = ["[{:,", '"', '\\', '\\"', '\\\\",[', "", "é[", "\\" * 9, '"' * 9]
+    for value, cost in ((texts, 1 + 8 / 4), ({text: text for text in texts}, 1 + 9 + 8 / 4),
+                        ([[], {}, [[]], {"a": [1, 2]}], 1 + 7 + 4 / 4), ([1.5, None, True, "x"], 1 + 3 / 4)):
+        raw = json.dumps(value).encode()
+        body._check_values(raw, math.ceil(cost))
+        with pytest.raises(RequestError):
+            body._check_values(raw, math.ceil(cost) - 1)
 
 
 HOSTILE_TALKS = {
@@ -112,6 +170,7 @@ HOSTILE_TALKS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("talk", HOSTILE_TALKS)
 def test_hostile_conversations_hold_nobody_up(talk: str) -> None:
     """Two clients send one that is served, while another has small ones answered."""
@@ -139,13 +198,13 @@ def test_hostile_conversations_hold_nobody_up(talk: str) -> None:
         assert codes == [200, 200] and len(waits) > 2 and max(late) < 0.3 and max(waits) < 0.6, (late, waits)
 
 
-def test_both_readers_read_the_same() -> None:
+def test_bodies_are_read_as_they_are() -> None:
     values: Any = {"a": [1, -2.5, 1e3, "é\U0001f642\n", None, True, {}, [], {"b": [{"c": ""}]}], "d": 10 ** 300}
     for pad in (0, _LARGE):
-        body = parse(json.dumps({"messages": [values], "user": "x" * pad}).encode(), ChatRequest, Limits())
-        assert body.messages == [values]
+        read = parse(json.dumps({"messages": [values], "user": "x" * pad}).encode(), ChatRequest, Limits())
+        assert read.messages == [values]
         for wrong, said in ((b'{"temperature":NaN', "NaN"), (b'{"seed":1e999', "too large"), (b'{"a"', "delimiter"),
-                            (b'{"a":' + b"[" * 99999, "deeply"), (b'{"a":[1,', "JSON"), (b'{"a":\xff', "UTF-8")):
+                            (b'{"a":' + b"[" * 9999, "deeply"), (b'{"a":[1,', "JSON"), (b'{"a":\xff', "UTF-8")):
             with pytest.raises(RequestError, match=said):
                 parse(wrong + b',"user":"' + b"x" * pad + b'"}', CompletionRequest, Limits())
 

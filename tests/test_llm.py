@@ -391,7 +391,7 @@ def test_preserved_turns_read_nothing_twice(thinking: bool) -> None:
 
 
 def test_l8_unknown_history_is_named() -> None:
-    with pytest.raises(ConfigError, match="auto, template, preserve") as caught:
+    with pytest.raises(ConfigError, match="one of template, preserve") as caught:
         LLM(history="all")
     assert caught.value.option == "history"
 

@@ -228,7 +228,8 @@ def test_l8_random_weights_of_no_shape() -> None:
 
 def test_l8_options_of_conversations_are_named() -> None:
     for option, odd in (("tool_call_parser", []), ("history", []), ("strip_billing_header", "no"),
-                        ("thinking_budget", "3"), ("thinking", "yes"), ("chat_template", 5), ("progress", 5)):
+                        ("parse_special", "no"), ("thinking_budget", "3"), ("thinking", "yes"),
+                        ("chat_template", 5), ("progress", 5)):
         with pytest.raises(ConfigError, match=option) as caught:
             LLM(**{option: odd})
         assert caught.value.option == option

@@ -37,6 +37,22 @@ def test_the_readme_has_no_links_that_a_package_page_breaks() -> None:
     assert not relative
 
 
+def test_blocks_of_python_can_be_pasted() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    blocks = [(path.name, block) for path in pages
+              for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)]
+    assert len(blocks) > 3
+    for name, block in blocks:
+        compile(block, name, "exec")
+
+
+def test_the_block_of_python_in_the_readme_runs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris.") and done.stdout.rstrip().endswith("= 2.")
+
+
 def test_the_files_that_the_readme_names_are_there() -> None:
     named = re.findall(r"`((?:docs|bench|examples|tests)/[\w./-]+)`", README)
     assert len(named) > 5 and not [name for name in named if not (ROOT / name).exists()]

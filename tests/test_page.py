@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,12 +10,14 @@ import zipfile
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from shutil import which
 
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from test_server_harness import Scripted
+from test_server_harness import Scripted, tiny
 
+from deltic import SamplingParams
 from deltic.server import page
 from deltic.server.app import create_app
 
@@ -120,6 +123,66 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
     for path in OWN:
         named = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", path.read_text("utf-8")))
         assert named <= {"http://www.w3.org/2000/svg"}, path.name
+
+
+def test_what_the_page_proposes_is_answered_right_by_the_embedded_model() -> None:
+    text = (STATIC / "app.js").read_text("utf-8")
+    found = re.search(r"const IDEAS = \[(.*?)\];", text, re.DOTALL)
+    assert found
+    ideas, right = re.findall(r'"([^"]+)"', found[1]), ("Paris", "12", "April")
+    assert len(ideas) == len(right)
+    for idea, word in zip(ideas, right, strict=True):
+        assert word in tiny().chat(idea, SamplingParams(temperature=0.0, max_tokens=40)).text, idea
+        sampled = [tiny().chat(idea, SamplingParams(seed=seed, max_tokens=60)).text for seed in range(4)]
+        assert all(word in text for text in sampled), (idea, sampled)
+
+
+def test_every_meter_has_a_name() -> None:
+    for path in SCRIPTS:
+        for meter in re.findall(r'el\("meter", \{(.*?)\}\)', path.read_text("utf-8"), re.DOTALL):
+            assert "aria-label" in meter, path.name
+
+
+def test_fingers_get_44_pixels() -> None:
+    """The rule for phones; test_page_browser.py measures."""
+    style = (STATIC / "style.css").read_text("utf-8")
+    rule = style.partition("@media (max-width: 760px), (pointer: coarse)")[2]
+    assert re.search(r"button, .*\{ min-width: 44px;\s+min-height: 44px; \}", rule, re.DOTALL)
+
+
+def test_scripts_are_valid() -> None:
+    """As far as node, where it is, reads them."""
+    if node := which("node"):
+        for path in SCRIPTS:
+            done = subprocess.run([node, "--input-type=module", "--check"], input=path.read_text("utf-8"), text=True,
+                                  capture_output=True)
+            assert done.returncode == 0, (path.name, done.stderr)
+
+
+NODE = """
+import {wire} from "./conversation.js";
+const nodes = [{role: "user", content: "Hi", files: [{name: "a.txt", text: "one"},
+  {name: "b.pdf", data: "data:application/pdf;base64,AA=="}], images: ["data:image/png;base64,AA=="]},
+  {role: "user", content: "plain"}, {role: "user", content: "", files: [{name: "c.md", text: "two"}]}];
+console.log(JSON.stringify(wire(nodes, "")));
+"""
+
+
+def test_files_go_as_parts_of_the_message(tmp_path: Path) -> None:
+    node = which("node")
+    if node is None:
+        assert "file_data" in (STATIC / "conversation.js").read_text("utf-8")
+        return
+    for name in ("conversation.js", "dom.js"):
+        (tmp_path / name).write_text((STATIC / name).read_text("utf-8"))
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "run.js").write_text(NODE)
+    done = subprocess.run([node, "run.js"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second, third = (message["content"] for message in json.loads(done.stdout))
+    assert [part["type"] for part in first] == ["image_url", "text", "file", "text"] and second == "plain"
+    assert first[2]["file"] == {"filename": "b.pdf", "file_data": "data:application/pdf;base64,AA=="}
+    assert first[1]["text"].startswith("File a.txt:") and first[3]["text"] == "Hi" and len(third) == 1
 
 
 def test_files_are_small_and_light() -> None:

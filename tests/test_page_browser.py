@@ -19,6 +19,7 @@ from test_vision_chat import llm, served
 from vision_models import directory
 
 from deltic import LLM
+from deltic.server.model_registry import ModelSet, ModelSource
 
 __all__ = ["directory", "llm", "served"]
 
@@ -434,6 +435,61 @@ def test_conversations_are_found_renamed_deleted_and_brought_back(page: Page, pl
     page.wait("document.querySelector('.talk')")
     page.open(f"{served.url}/?again")
     assert page.count(".talk") == 2
+
+
+def test_everything_that_is_pressed_on_a_phone_has_44_pixels(page: Page, played: Any) -> None:
+    served, _ = played(RICH)
+    page.size(360, 740, 2, phone=True)
+    visit(page, served.url)
+    say_on_a_phone(page, "Explain")
+    page.wait("document.querySelector('.figures')")
+    small = """[...document.querySelectorAll("button, select")].filter((node) => node.checkVisibility()).map((node) =>
+        [node.id || node.title, node.getBoundingClientRect()]).filter(([, box]) => box.width < 44 || box.height < 44)
+        .map(([name]) => name)"""
+    assert page.eval(small) == []
+    assert page.eval("document.documentElement.scrollWidth") == 360
+    page.click("#menu")
+    assert page.eval(small) == []
+
+
+def say_on_a_phone(page: Page, text: str) -> None:
+    page.click("#input")
+    page.type(text)
+    page.click("#send")
+
+
+def test_a_model_is_chosen_and_kept(page: Page) -> None:
+    one, two = (ModelSource(name, lambda name=name: Scripted(f"I am {name}.").model()) for name in ("one", "two"))
+    with serving(ModelSet((one, two))) as served:
+        visit(page, served.url)
+        assert page.eval("[...document.querySelector('#model').options].map((node) => node.text)") == ["one", "two"]
+        say(page, "Who?")
+        page.eval("""document.querySelector('#model').value = 'two';
+                     document.querySelector('#model').dispatchEvent(new Event('change'))""")
+        say(page, "And you?")
+        assert answers(page) == ["I am one.", "I am two."]
+        page.open(f"{served.url}/?again")
+        assert page.eval("document.querySelector('#model').value") == "two"
+
+
+FILES = """(async () => {
+  const data = new DataTransfer();
+  data.items.add(new File(["the code word is plum"], "notes.txt", {type: "text/plain"}));
+  data.items.add(new File([new Uint8Array([0, 1, 2, 255])], "a.bin"));
+  document.querySelector("#input").dispatchEvent(new DragEvent("drop", {dataTransfer: data, bubbles: true,
+    cancelable: true}));
+})()"""
+
+
+def test_text_files_go_with_a_message(page: Page, played: Any) -> None:
+    served, _ = played("Plum.")
+    visit(page, served.url)
+    page.eval(FILES)
+    page.wait("document.querySelectorAll('#pictures .file').length === 1 && document.querySelector('.toast')")
+    assert "neither a picture, nor text" in page.text(".toast")
+    say(page, "Which word?")
+    assert page.text(".bubble .file") == "notes.txt" and page.count("#pictures .file") == 0
+    assert answers(page) == ["Plum."]
 
 
 # Pictures

@@ -18,6 +18,7 @@ from torch import Tensor
 from deltic import LLM, SamplingParams
 from deltic.engine.session import Session
 from deltic.ops.cpu import missing
+from deltic.text.files import TokenizerFiles
 from deltic.text.tokenizer import Tokenizer
 from deltic.weights.gguf.config import config_from_gguf
 from deltic.weights.gguf.file import GgufFile
@@ -57,10 +58,39 @@ def options(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 @cache
+def tokenizer() -> Tokenizer:
+    texts = open_model(str(smollm2())).tokenizer()
+    assert texts
+    return Tokenizer.from_files(TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates), smollm2())
+
+
+def test_a_bos_token_before_raw_prompts() -> None:
+    """As transformers puts it there where it is told to; this model's own rule is none."""
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    texts, question = open_model(str(smollm2())).tokenizer(), "Gravity is a force that"
+    assert texts and tokenizer().around == ([], [])
+    names = {name: texts.special_tokens[name] for name in ("bos_token", "eos_token")}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(texts.tokenizer), add_bos_token=True, **names)
+    assert tokenizer().encode(question, add_special=True) == theirs.encode(question, add_special_tokens=False)
+    ours = Tokenizer(theirs.backend_tokenizer, names)
+    ids = ours.encode(question, add_special=True)
+    assert ids == theirs.encode(question) and ids[0] == ours.bos_id and len(ids) > 5
+    with LLM(smollm2(), **options("float32")) as llm:
+        scores = [llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=0))[0].choices[0].prompt_logprobs
+                  for prompt in (question, ids)]
+    with torch.no_grad():
+        logits = in_transformers(smollm2())(torch.tensor([ids])).logits[0]
+    wanted = -torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    assert [score.token for score in scores[1] or ()] == pytest.approx(wanted.tolist(), abs=1e-3)
+    assert len(scores[0] or ()) == len(ids) - 2
+
+
+@cache
 def windows() -> tuple[tuple[int, ...], ...]:
     """Token ids of this repository's documents."""
-    texts = open_model(str(smollm2())).tokenizer()
-    ids = Tokenizer.from_files(texts, smollm2()).encode(documents())  # type: ignore[arg-type]
+    ids = tokenizer().encode(documents())
     assert len(ids) >= WINDOW * WINDOWS
     return tuple(tuple(ids[start:start + WINDOW]) for start in range(0, WINDOW * WINDOWS, WINDOW))
 

@@ -211,4 +211,4 @@ def test_one_end_of_either_kind_is_enough(served: Served) -> None:
 def test_web_pages_may_not_use_the_server_by_default(served: Served) -> None:
     headers = {"origin": "https://page", "access-control-request-method": "POST"}
     response = served.http.options("/v1/completions", headers=headers)
-    assert response.status_code == 405 and "access-control-allow-origin" not in response.headers
+    assert response.status_code == 403 and "access-control-allow-origin" not in response.headers

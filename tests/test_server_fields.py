@@ -325,7 +325,6 @@ def test_fields_within_messages_and_tools(path: str, place: str, given: Any) -> 
 
 
 @pytest.mark.parametrize(("message", "hint"), [
-    ({**ASSISTANT, "function_call": {"name": "f", "arguments": "{}"}}, "tool_calls"),
     ({**ASSISTANT, "prefix": True}, "continue_final_message"), ({**USER[0], "images": ["AA=="]}, "image_url"),
     ({**ASSISTANT, "tool_call": []}, None),
     ({**ASSISTANT, "tool_call": [CALL]}, "do you mean 'messages[1].tool_calls'"),

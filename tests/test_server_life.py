@@ -19,7 +19,9 @@ import pytest
 from openai import AsyncOpenAI
 from test_server_harness import USER, Scripted, Served, read_all, serving, tiny, wait_until
 
-from deltic.errors import ConfigError, DelticError
+from deltic.errors import ConfigError, DelticError, UnavailableError
+from deltic.server.app import serve
+from deltic.server.bridge import Bridge
 from deltic.server.listen import listen
 from deltic.server.request_handle import RequestHandle
 from deltic.types import Request, SamplingParams, TokenOut
@@ -236,3 +238,40 @@ def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> No
         return reader.cancelled() == cancelled
 
     assert asyncio.run(read())
+
+
+def test_a_server_that_cannot_start_says_so_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def start(bridge: Bridge) -> None:
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(Bridge, "start", start)
+    model = Scripted("one").model()
+    with pytest.raises(UnavailableError, match="the server did not start: no more threads"):
+        serve(model, port=0, on_ready=said.append)
+    assert not said
+
+
+FAILING = """
+import sys; sys.path.insert(0, "tests")
+from deltic.cli import main
+from deltic.server.bridge import Bridge
+def start(bridge): raise RuntimeError("no more threads")
+Bridge.start = start
+sys.exit(main(["serve", "tiny", "--port", "0", "--memory", "64MiB"]))
+"""
+
+
+def test_a_start_that_failed_is_no_success() -> None:
+    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "is ready" not in done.stdout
+    assert done.stderr.strip().splitlines()[-1].endswith("the server did not start: no more threads"), done.stderr
+
+
+def test_a_signal_that_comes_before_it_is_ready_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    start = Bridge.start
+    monkeypatch.setattr(Bridge, "start", lambda bridge: (start(bridge), signal.raise_signal(signal.SIGTERM)))
+    serve(Scripted("one").model(), port=0, drain_seconds=0, on_ready=said.append)
+    assert not said

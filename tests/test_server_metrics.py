@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from starlette.testclient import TestClient
-from test_server_harness import Served, serving, tiny, wait_until
+from test_server_harness import Served, read_all, serving, tiny, wait_until
 
+import deltic
 from deltic import LLM, SamplingParams
 from deltic.config import Limits
 from deltic.engine.engine import Engine
@@ -125,7 +128,7 @@ def gained(before: Page, after: Page) -> dict[str, float]:
             for key, value in after.counters().items() if value != before.counters()[key]}
 
 
-OF_THE_SERVER = ("deltic_request_log_lost_total",)
+OF_THE_SERVER = ("deltic_request_log_lost_total", "deltic_http_responses_total", "deltic_build_info")
 """Samples of no model."""
 
 
@@ -151,10 +154,11 @@ def test_the_page_of_the_server_names_all_metrics_and_no_others() -> None:
     tiers = (*now.tiers, Tier("disk", 0, 0, 0, 0, 0, 0))
     encoder = SimpleNamespace(batcher=SimpleNamespace(texts=0, tokens=0, batches=0, waiting=0))
     services = Services((EmbeddingService("m", encoder),), Intake(Limits()))  # type: ignore[arg-type]
-    kinds = parse(exposition({"m": replace(now, experts=experts, tiers=tiers)})).kinds | parse(services.metrics()).kinds
+    text = exposition({"m": replace(now, experts=experts, tiers=tiers)}, {200: 1})
+    kinds = parse(text).kinds | parse(services.metrics()).kinds
     page = (Path(__file__).parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
     section = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    named = re.findall(r"`(deltic_[a-z_]+)`", section)
+    named = re.findall(r"`(deltic_[a-z0-9_]+)`", section)
     assert sorted(named) == sorted(kinds), "each stands in the table once"
 
 
@@ -195,6 +199,57 @@ def test_each_choice_counts(served: Served) -> None:
     assert rose["prompt_tokens_computed_total"] == 30 and rose["generated_tokens_total"] == 12
     assert rose["requests_finished_total"] == 3 and "requests_failed_total" not in rose
     assert rose["time_to_first_token_seconds_count"] == 1, "one request, however many answers"
+
+
+def test_latencies_and_ends_are_counted(served: Served) -> None:
+    before = scrape(served)
+    complete(served, [*range(400, 430)], 6, n=2)
+    answer = served.post("/v1/completions", prompt=[*range(40)], max_tokens=50, temperature=0, stop=["e", "a", "o"])
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    with served.http.stream("POST", "/v1/completions", json={
+            "prompt": [7], "max_tokens": 1900, "ignore_eos": True, "stream": True}) as stream:
+        next(stream.iter_bytes())
+    served.wait_idle()
+    after = scrape(served)
+    rose = gained(before, after)
+
+    def ended(reason: str) -> float:
+        name = "requests_finished_total"
+        return after.of(name, finished_reason=reason) - before.of(name, finished_reason=reason)
+
+    assert (ended("length"), ended("stop"), ended("abort"), ended("error")) == (2, 1, 1, 0)
+    assert rose["e2e_request_latency_seconds_count"] == 4
+    assert rose["inter_token_latency_seconds_count"] == rose["generated_tokens_total"] - 4
+    assert 0 < rose["inter_token_latency_seconds_sum"] < rose["e2e_request_latency_seconds_sum"]
+
+
+def test_choices_that_never_began_end_too() -> None:
+    meter = Meter()
+    meter.end(SimpleNamespace(arrived=0.0, finish="abort"), 2)  # type: ignore[arg-type]
+    assert meter.finishes == {"stop": 0, "length": 0, "abort": 3, "error": 0}
+    assert sum(meter.latency.read().counts) == 1
+
+
+def test_responses_are_counted_by_status(served: Served) -> None:
+    def counted(page: Page) -> dict[str, float]:
+        return {dict(labels)["status"]: value for (name, labels), value in page.samples.items()
+                if name == "deltic_http_responses_total"}
+
+    before = counted(scrape(served))
+    for _ in range(3):
+        served.http.get("/nowhere")
+    served.post("/v1/completions", prompt=5)
+    raw = served.connect()
+    raw.sendall(b"no HTTP\r\n\r\n")
+    read_all(raw)
+    after = counted(scrape(served))
+    rose = {status: after[status] - before.get(status, 0) for status in after}
+    assert (rose["404"], rose["400"], rose["200"]) == (3, 2, 1)
+
+
+def test_the_build_is_named(served: Served) -> None:
+    version = deltic.__version__
+    assert scrape(served).of("build_info", version=version, python=platform.python_version(), torch=torch.__version__)
 
 
 def test_memory_in_use_is_what_the_ledgers_say(served: Served) -> None:
@@ -240,7 +295,7 @@ def test_scraping_amid_16_streams_never_fails(served: Served) -> None:
 
 @pytest.mark.parametrize("name", ['a "quoted" name', "back\\slash\\n", "two\nlines", "ümläut, {braces}"])
 def test_names_of_models_are_escaped(name: str) -> None:
-    page = parse(exposition({name: snapshot(tiny().engine)}))
+    page = parse(exposition({name: snapshot(tiny().engine)}, {}))
     assert {dict(labels)["model"] for sample, labels in page.samples if sample not in OF_THE_SERVER} == {name}
 
 
@@ -271,11 +326,11 @@ def test_a_prefix_that_came_back_from_host_memory() -> None:
     prompt = [*range(100, 150)]
     llm.generate([prompt], sampling)
     llm.worker.call(lambda engine: engine.runtime.cache.clear())
-    before = parse(exposition({"tiny": snapshot(llm.engine)}))
+    before = parse(exposition({"tiny": snapshot(llm.engine)}, {}))
     assert before.of("cache_checkpoints", tier="device") == 0 < before.of("cache_checkpoints", tier="host")
     assert 0 < before.of("cache_bytes", tier="host") <= before.of("cache_budget_bytes", tier="host") == 16 << 20
     llm.generate([[*prompt, 7]], sampling)
-    after = parse(exposition({"tiny": snapshot(llm.engine)}))
+    after = parse(exposition({"tiny": snapshot(llm.engine)}, {}))
     rose = gained(before, after)
     assert rose["prompt_tokens_reused_total"] == rose["cache_restored_tokens_total"] == 50
     assert after["cache_restored_prefixes_total"] == 1
@@ -284,7 +339,7 @@ def test_a_prefix_that_came_back_from_host_memory() -> None:
 def test_lower_tiers_have_samples_of_their_own() -> None:
     host = Tier("host", bytes=70, budget=1000, checkpoints=3, evictions=2, restored=5, restored_tokens=400)
     now = snapshot(tiny().engine)
-    page = parse(exposition({"m": replace(now, tiers=(now.tiers[0], host))}))
+    page = parse(exposition({"m": replace(now, tiers=(now.tiers[0], host))}, {}))
     assert page.of("cache_bytes", tier="host") == 70 and page.of("cache_budget_bytes", tier="host") == 1000
     assert page.of("cache_checkpoints", tier="host") == 3 and page.of("cache_evictions_total", tier="host") == 2
     assert page["cache_restored_prefixes_total"] == 5 and page["cache_restored_tokens_total"] == 400
@@ -298,7 +353,7 @@ def test_a_histogram() -> None:
         histogram.observe(seconds)
     found = histogram.read()
     assert found.counts == (2, 1, 2) and found.sum == pytest.approx(62.15)
-    page = parse(exposition({"m": replace(snapshot(tiny().engine), queued=found)}))
+    page = parse(exposition({"m": replace(snapshot(tiny().engine), queued=found)}, {}))
     buckets = {dict(labels)["le"]: value for (name, labels), value in page.samples.items()
                if name == "deltic_queue_time_seconds_bucket"}
     assert buckets == {"0.1": 2, "1.0": 3, "+Inf": 5}
@@ -322,7 +377,8 @@ def test_the_pace_is_that_of_the_last_whole_seconds() -> None:
 def test_a_meter_observes_the_first_token_of_the_first_choice_only() -> None:
     meter = Meter()
     for choice, generated in ((0, 1), (0, 2), (1, 1)):
-        meter.token(SimpleNamespace(choice=choice, generated=generated, arrived=1.0, admitted=3.5))  # type: ignore
+        meter.token(SimpleNamespace(choice=choice, generated=generated, arrived=1.0, admitted=3.5,
+                                    last_token=None))  # type: ignore
     assert sum(meter.first_token.read().counts) == sum(meter.queued.read().counts) == 1
     assert meter.queued.read().sum == 2.5
 

@@ -109,7 +109,7 @@ def test_files_of_keys_that_are_wrong(text: str, said: str) -> None:
 
 
 def test_files_of_keys() -> None:
-    assert read_keys("# ours\nsk-1  Ann of X \r\n\n sk-2\n", "keys") == {"sk-1": "Ann of X", "sk-2": "keys:4"}
+    assert read_keys("# ours\nsk-1  Ann of X \r\n\n sk-2\n", "keys") == {"sk-1": "Ann of X", "sk-2": None}
     for owners, said in (({"": "x"}, "empty"), ({str(number): "x" for number in range(1001)}, "at most 1000")):
         with pytest.raises(ConfigError, match=said):
             Keys(owners)

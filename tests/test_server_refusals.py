@@ -51,7 +51,7 @@ def test_a_row(served: Served, path: str, fields: str, status: str, said: str) -
 
 
 def test_there_are_rows_of_refusals() -> None:
-    assert {row[3] for row in REFUSALS} == {"401", "403", "404", "405"}
+    assert {row[3] for row in REFUSALS} == {"401", "403", "404", "405", "415"}
 
 
 @pytest.mark.parametrize(("method", "path", "headers", "status", "said"), REFUSALS)

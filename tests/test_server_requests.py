@@ -286,3 +286,29 @@ def test_ids_reach_clients(tmp_path: Path) -> None:
         evil.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
                      b"x-request-id: \xff" + b"x" * 300 + b"\r\n\r\n")
         assert "x-request-id: req_" in read_all(evil)
+
+
+@pytest.mark.parametrize("remade", [False, True])
+def test_a_log_that_was_renamed_is_opened_again(tmp_path: Path, remade: bool) -> None:
+    """As logrotate does it, with and without `create`."""
+    path, old = tmp_path / "log", tmp_path / "log.1"
+    log = RequestLog(str(path))
+    log.write({"id": "first"})
+    wait_until(lambda: path.stat().st_size > 0)
+    path.rename(old)
+    if remade:
+        path.touch(0o644)
+    log.write({"id": "second"})
+    log.close()
+    assert old.read_text() == '{"id":"first"}\n' and path.read_text() == '{"id":"second"}\n'
+
+
+def test_a_log_whose_place_is_gone_goes_on_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = tmp_path / "logs"
+    place.mkdir()
+    log = RequestLog(str(place / "log"))
+    place.rename(tmp_path / "moved")
+    for name in ("first", "second"):
+        log.write({"id": name})
+    log.close()
+    assert (tmp_path / "moved" / "log").read_text().count("\n") == 2 and caplog.text.count("opened again") == 1

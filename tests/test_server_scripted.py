@@ -149,7 +149,7 @@ def test_preserved_history_repeats_what_was_generated(stream: bool) -> None:
 
 
 def test_unknown_history_is_refused() -> None:
-    with scripted("x") as (served, _), pytest.raises(openai.BadRequestError, match="auto, template") as refusal:
+    with scripted("x") as (served, _), pytest.raises(openai.BadRequestError, match="template, preserve") as refusal:
         ask(served, extra_body={"history": "all"})
     assert refusal.value.param == "history"
 

@@ -25,7 +25,7 @@ from test_server_harness import USER, Served, serving, tiny
 from deltic import LLM, SamplingParams
 from deltic.cli import main
 from deltic.errors import BusyError, RequestError
-from deltic.text.grammar import GrammarConstraint, Grammars, part_of
+from deltic.text.grammar import GrammarConstraint, Grammars
 from deltic.text.output_format import Choice, JsonSchema, Regex
 from deltic.text.tools import PARSERS
 
@@ -187,7 +187,7 @@ def test_what_was_only_drafted_leaves_no_trace(taken: list[str]) -> None:
     """Two strings, in a list and in an object: what may end them differs."""
     tokenizer = model().chat_processor.tokenizer
     (drafted,), (token,) = map(tokenizer.encode, taken)
-    grammar = Grammars(tokenizer).grammar(lambda _: [part_of(JsonSchema({"type": "object"}))], "x")
+    grammar = Grammars(tokenizer).of(JsonSchema({"type": "object"}))
     text: Any = SimpleNamespace(region="answer")
     one, other = (GrammarConstraint(grammar, text) for _ in range(2))
     for constraint in (one, other):
@@ -348,11 +348,10 @@ def test_a_schema_that_cannot_be_enforced_is_refused(name: str) -> None:
 
 def test_what_takes_too_long_is_refused_by_the_limit() -> None:
     grammars = Grammars(model().chat_processor.tokenizer, 0.001)
-    from deltic.text.grammar import part_of
 
     wanted = JsonSchema(HEAVY["enumeration"], True)
     with pytest.raises(RequestError, match="schema_seconds"):
-        grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
+        grammars.of(wanted)
 
 
 def test_who_waits_behind_too_many_grammars_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +365,7 @@ def test_who_waits_behind_too_many_grammars_is_told(monkeypatch: pytest.MonkeyPa
 
     def ask(text: str) -> None:
         try:
-            answers.append(grammars.grammar(lambda _: [module.part_of(Choice((text,)))], "x"))
+            answers.append(grammars.of(Choice((text,))))
         except BusyError as error:
             answers.append(error)
     threads = [threading.Thread(target=ask, args=(f"text {index}",)) for index in range(6)]
@@ -383,14 +382,13 @@ def test_who_waits_behind_too_many_grammars_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_compiled_grammars_are_kept_and_bounded() -> None:
-    from deltic.text.grammar import part_of
 
     grammars = Grammars(model().chat_processor.tokenizer)
-    first = grammars.grammar(lambda _: [part_of(Regex("a+"))], "x")
-    assert grammars.grammar(lambda _: [part_of(Regex("a+"))], "y").prototype is first.prototype
+    first = grammars.of(Regex("a+"))
+    assert grammars.of(Regex("a+", "y")).prototype is first.prototype
     for index in range(70):
-        grammars.grammar(lambda _, index=index: [part_of(Choice((f"text {index}",)))], "x")  # type: ignore[misc]
-    assert grammars.grammar(lambda _: [part_of(Regex("a+"))], "x").prototype is not first.prototype
+        grammars.of(Choice((f"text {index}",)))  # type: ignore[misc]
+    assert grammars.of(Regex("a+")).prototype is not first.prototype
 
 
 @pytest.mark.parametrize(("seconds", "fails"), [
@@ -401,7 +399,7 @@ def test_slow_tokens_are_borne_unless_they_are_many(seconds: list[float], fails:
     """seconds: that each token's mask takes."""
     from deltic.text import grammar as module
 
-    grammar, clock = Grammars(model().chat_processor.tokenizer).grammar(lambda _: [part_of(Regex("a+"))], "x"), [0.0]
+    grammar, clock = Grammars(model().chat_processor.tokenizer).of(Regex("a+", "x")), [0.0]
     constraint = GrammarConstraint(grammar, SimpleNamespace(region="answer"))  # type: ignore[arg-type]
     took = iter(seconds)
 

@@ -14,7 +14,8 @@ from itertools import repeat
 from random import Random
 
 import pytest
-from call_cases import TOOLS, Output, atoms, outputs, read, tokens
+from call_cases import TOOLS, Output, atoms, outputs, read, router, tokens
+from pydantic_core import from_json
 
 from deltic.text.deltas import Delta, join
 from deltic.text.messages import normalise_messages
@@ -146,6 +147,27 @@ def check_calls(said: list[Delta]) -> None:
                      "".join(call.written for call in calls if call.index == index)):
             pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
             assert isinstance(pairs, list)
+
+
+def test_what_is_cut_is_the_beginning_of_a_whole_answer() -> None:
+    """Nothing that was said before the cut is taken back, and what an open call has is the beginning of an object."""
+    for seed in range(400):
+        random = Random(seed)
+        output = case(random)[0]
+        form = PARSERS[output.form]
+        assert form
+        pieces = atoms(output.text.encode("utf-8", "replace"), form, False)
+        reader, said = router(output), list[Delta]()
+        for piece in pieces[:random.randrange(len(pieces))]:
+            said += reader.feed(piece)  # type: ignore[arg-type]
+        before, answer = join(said), join([*said, *reader.finish(cut=True)])
+        assert answer.content.startswith(before.content) and answer.reasoning.startswith(before.reasoning)
+        for call, begun in zip(answer.calls, before.calls, strict=False):
+            assert call.arguments.startswith(begun.arguments)
+        for call in answer.calls:
+            assert isinstance(from_json(call.arguments or "{}", allow_partial="trailing-strings"), dict)
+        for call in answer.calls[:-1]:
+            assert json.loads(call.arguments) is not None, "another call came after it"
 
 
 @pytest.mark.parametrize("part", range(4))

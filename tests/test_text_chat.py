@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltic.errors import RequestError, TemplateError
 from deltic.text.chat import Conversation, load_template
+from deltic.text.chat_processor import ChatProcessor
 from deltic.text.messages import normalise_messages, normalise_tools
 from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ def result(content: str) -> dict[str, Any]:
 
 
 SYSTEM = {"role": "system", "content": " Be brief. "}
+ASSISTANT = tuple(TOKENIZER.encode("<|im_start|>assistant\n"))
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [user()],
     [SYSTEM, user("  trimmed\n")],
@@ -168,7 +170,8 @@ def test_normalising_twice_changes_nothing_and_leaves_the_original_alone() -> No
         ("null", {}),
         ('"{\\"a\\": 1}"', {"a": 1}),
         ("{'a': True}", {"a": True}),
-        ('{"a": 1', {"arguments": '{"a": 1'}),
+        ('{"a": 1', {"a": 1}),
+        ('{"a": 1, "b": "x', {"a": 1, "b": "x"}),
         ("[1]", {"arguments": "[1]"}),
         ("junk", {"arguments": "junk"}),
     ],
@@ -295,6 +298,32 @@ def test_what_the_template_says_reaches_the_client(messages: list[Any], reason: 
     with pytest.raises(RequestError, match=reason) as caught:
         build_prompt(ChatTemplate(TINY_TEMPLATE), TOKENIZER, messages)
     assert caught.value.field == "messages"
+
+
+WITHOUT_QUESTION = [[SYSTEM], [SYSTEM, call({}, content=None), result("x")], [call({}, content=None), result("x")]]
+
+
+@pytest.mark.parametrize("messages", WITHOUT_QUESTION, ids=["system", "system, call, result", "call, result"])
+@pytest.mark.parametrize("template", [TINY_TEMPLATE, QWEN_LIKE], ids=["tiny", "qwen"])
+def test_a_conversation_without_a_question_is_refused_where_the_template_looks_for_one(
+        template: str, messages: list[Any]) -> None:
+    """Qwen3.5's does, also under vLLM: the model has never seen such a prompt. What to do is said."""
+    with pytest.raises(RequestError, match=r'user.*: add a message with the role "user"$') as caught:
+        ChatProcessor(TOKENIZER, template).chat(messages)
+    assert caught.value.field == "messages" and ".:" not in str(caught.value)
+
+
+@pytest.mark.parametrize("messages", WITHOUT_QUESTION, ids=["system", "system, call, result", "call, result"])
+@pytest.mark.parametrize("mode", ["template", "preserve"])
+def test_a_conversation_without_a_question_is_answered_where_the_template_allows(
+        mode: str, messages: list[Any]) -> None:
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{{ m.tool_calls or '' }}"
+                "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    processor = ChatProcessor(TOKENIZER, template, history=mode)
+    job = processor.chat(messages)
+    conversation = Conversation.read(ChatTemplate(template), TOKENIZER, messages)
+    assert TOKENIZER.decode(job.request.ids, skip_special=False) == conversation.render(conversation.messages)
+    assert job.request.ids[-len(ASSISTANT):] == ASSISTANT
 
 
 def test_late_system_messages_are_put_into_the_first_where_the_template_takes_no_other() -> None:

@@ -227,8 +227,8 @@ def test_without_history_the_same_conversation_misses(thinking: bool) -> None:
     assert shared(first, after, client.answer_ids) == len(first.request.prompt) + len(client.answer_ids)
 
 
-def test_auto_asks_the_template() -> None:
-    for variables, kept in (({}, False), ({"preserve_thinking": True}, True), ({"preserve_thinking": False}, False)):
+def test_thinking_is_preserved_unless_a_request_has_the_template_drop_it() -> None:
+    for variables, kept in (({}, True), ({"preserve_thinking": True}, True), ({"preserve_thinking": False}, False)):
         client = talk(None, True, QWEN_LIKE, returns=False)
         client.messages = [{"role": "user", "content": "Hi"}]
         first = client.ask(**variables)
@@ -240,10 +240,10 @@ def test_auto_asks_the_template() -> None:
 
 
 def test_modes_are_checked() -> None:
-    with pytest.raises(ConfigError, match="auto, template, preserve") as wrong:
+    with pytest.raises(ConfigError, match="one of template, preserve") as wrong:
         ChatProcessor(TOKENIZER, history="all")
     assert wrong.value.option == "history"
-    with pytest.raises(RequestError, match="auto, template, preserve") as refused:
+    with pytest.raises(RequestError, match="one of template, preserve") as refused:
         ChatProcessor(TOKENIZER).chat([{"role": "user", "content": "Hi"}], history="none")
     assert refused.value.field == "history"
 
@@ -350,12 +350,25 @@ def test_what_does_not_fit_is_rendered() -> None:
     first = client.say("Hi")
     client.hear(first, "Hello")
     whole = len(client.say("And?").request.prompt)
-    for longest, kept in ((whole + 1, True), (whole, False)):
+    room = next(room for room in range(2 * whole) if room - room // 4 == whole)  # a quarter is left to the answer
+    for longest, kept in ((room + 1, True), (room, False)):
         processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, longest=longest)
         client = Talk(processor, "preserve", True, returns=False)
         client.hear(client.say("Hi"), "Hello")
         prompt = client.say("And?").request.prompt
         assert ("Let me" in TOKENIZER.decode(prompt)) == (len(prompt) == whole) == kept
+
+
+def test_a_long_conversation_is_read_again_when_its_thinking_fills_the_context() -> None:
+    """Not in every turn: what the template has dropped leaves room for the next turns."""
+    client = Talk(ChatProcessor(TOKENIZER, TINY_TEMPLATE, longest=1000), "preserve", True, returns=False, size=5)
+    job, extended = client.say("Hi"), list[bool]()
+    for number in range(20):
+        client.hear(job, f"Answer {number}.", thought="I think about it. " * 15)
+        before, job = job, client.say(f"And {number}?")
+        assert len(job.request.prompt) < 1000
+        extended.append(shared(before, job, client.answer_ids) == len(before.request.prompt) + len(client.answer_ids))
+    assert 0 < extended.count(False) <= 5, extended
 
 
 def test_a_greeting_before_the_first_question() -> None:

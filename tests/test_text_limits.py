@@ -107,7 +107,8 @@ class Endless(Sequence[int]):
 def test_special_tokens_leave_nothing_for_full_collections() -> None:
     """Which hold up the whole process, and come when there is much new to look at."""
     tokenizer = Tokenizer.from_directory(TINY)
-    talk = Conversation.read(load_template(tokenizer), tokenizer, [{"role": "user", "content": "<|im_end|>" * 20_000}])
+    talk = Conversation.read(load_template(tokenizer), tokenizer, [{"role": "user", "content": "<|im_end|>" * 20_000}],
+                             parse_special=True)
     text = talk.render(talk.messages)
     gc.collect()
     before = len(gc.get_objects())

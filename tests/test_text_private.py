@@ -160,6 +160,47 @@ def test_two_processes_over_one_directory(again: bool, tmp_path: Path) -> None:
         assert not any(secret in asked(client) for secret in SECRETS)
 
 
+def test_an_owner_gets_no_others_thinking_whatever_it_sends() -> None:
+    """Alone with its words, so that nothing is ambiguous; the visible words, the thinking itself, or none of it."""
+    processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE)
+    one = Talk(processor.of("ann"), "preserve", True, False, size=5)
+    exchange((one, "alpha"))
+    assert "alpha" in asked(one)
+    for owner in ("", "bob", "an", "ann ", "ann\n"):
+        for sent in ({}, {"reasoning_content": "bravo"}, {"reasoning_content": ""}):
+            two = Talk(processor.of(owner), "preserve", True, size=5)
+            two.messages = [one.messages[0], one.messages[1] | sent]
+            assert "alpha" not in asked(two)
+    assert "alpha" in asked(Talk(processor.of("ann"), "preserve", True, messages=one.messages[:2]))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["at once", "restarted"])
+def test_owners_over_one_directory(again: bool, tmp_path: Path) -> None:
+    def front() -> ChatProcessor:
+        return ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model"))
+
+    processor = front()
+    talks = {owner: Talk(processor.of(owner), "preserve", True, False, size=5) for owner in ("ann", "bob")}
+    exchange(*zip(talks.values(), SECRETS, strict=False))
+    processor.flush()
+    processor = front() if again else processor
+    for owner, own in (("ann", {"alpha"}), ("bob", {"bravo"}), ("carol", set()), ("", set())):
+        text = asked(Talk(processor.of(owner), "preserve", True, messages=talks["ann"].messages[:2]))
+        assert {secret for secret in SECRETS if secret in text} == own
+
+
+def test_notes_of_an_earlier_form_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no owner, and who asks has none either: what they are of cannot be known."""
+    monkeypatch.setattr("deltic.text.history._FORM", 3)
+    processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model"))
+    client = Talk(processor, "preserve", True, False, size=5)
+    exchange((client, "alpha"))
+    processor.flush()
+    monkeypatch.undo()
+    client.chat_processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model"))
+    assert "alpha" not in asked(client)
+
+
 moves = st.lists(st.tuples(st.sampled_from(["ask", "answer", "turn", "turn", "turn", "undo", "restart", "move"]),
                            st.integers(0, 2), st.integers(0, 1)), max_size=24)
 

@@ -22,6 +22,7 @@ from deltic.cli import main
 from deltic.cli.chat import Conversation
 from deltic.config import Limits
 from deltic.errors import RequestError
+from deltic.text.chat_processor import ChatProcessor
 from deltic.types import Prompt
 
 __all__ = ["directory"]
@@ -97,8 +98,17 @@ def test_what_is_no_film_is_shown(llm: LLM) -> None:
 
 
 def test_words_that_look_like_pictures(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="2 places for 1 pictures"):
-        llm.chat([shows(drawing(1), "<|image_pad|>")], GREEDY)
+    processor, spelled = llm.chat_processor, "<|vision_start|><|image_pad|><|vision_end|><|video_pad|>"
+    plain, quoted = (processor.chat([shows(drawing(1), text)]).request.prompt for text in ("", spelled))
+    assert len(plain.pictures) == len(quoted.pictures) == 1
+    for token in map(processor.tokenizer.token_to_id, ("<|image_pad|>", "<|video_pad|>")):
+        assert plain.ids.count(token) == quoted.ids.count(token)
+    with pytest.raises(RequestError, match="3 places for 1 pictures"):
+        ChatProcessor(processor.tokenizer, vision=llm.runtime.vision, parse_special=True).chat(
+            [shows(drawing(1), spelled)])
+    halves = [{"type": "text", "text": "<|image"}, {"type": "text", "text": "_pad|>"}]
+    with_halves = [{"role": "user", "content": [*halves, *shows(drawing(1))["content"]]}]
+    assert len(processor.chat(with_halves).request.prompt.pictures) == 1
     assert llm.chat([{"role": "user", "content": "<|image_pad|>"}], GREEDY).text is not None
 
 

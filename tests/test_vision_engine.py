@@ -195,6 +195,9 @@ def test_a_second_turn_encodes_and_reads_nothing_again(pair: Pair) -> None:
     elsewhere = pair.prompt([3, 4, 5, *[part for part in text if isinstance(part, Pixels)], *words(21, 5)])
     tokens_of(engine, ask(elsewhere, name="elsewhere"))
     assert engine.pictures.encoded == 2, "the same pictures in another conversation"
+    salted = replace(ask(turn, name="salted"), cache_salt="mine")
+    assert tokens_of(engine, salted) == [again]
+    assert engine.pictures.encoded == 4, "whether another has shown them is nobody's business"
 
 
 def test_exact_and_forked(pair: Pair) -> None:

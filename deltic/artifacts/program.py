@@ -93,4 +93,6 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def generation_config(generation: GenerationDefaults) -> dict[str, Any]:
     """The generation_config.json, which `GenerationDefaults.from_hf` reads back as it is."""
-    return {**generation.sampling(), "eos_token_id": [*generation.eos_token_ids]}
+    bounds = {"json_max_length": generation.json_max_length, "json_max_items": generation.json_max_items}
+    return {**generation.sampling(), "eos_token_id": [*generation.eos_token_ids],
+            **{name: bound for name, bound in bounds.items() if bound is not None}}

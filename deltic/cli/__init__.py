@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import Any, TextIO, cast
 
 from deltic import __version__
-from deltic.cli.parser import Parser, UsageError, as_typed, clipped
+from deltic.cli.foreign import ALIASES, command_hint
+from deltic.cli.parser import Parser, ShowHelp, UsageError, as_typed, clipped, is_advanced
 from deltic.cli.signals import Terminated, orderly_ends
 from deltic.errors import ConfigError, DelticError
 
@@ -31,12 +32,14 @@ COMMANDS = {
     "export": "export the model as a program for phones",
     "compile": "compile the model with TVM",
     "mtp": "take the multi-token-prediction head out of a model",
+    "ps": "list the models of a running server",
     "pull": "download a model",
     "ls": "list the models that were downloaded",
     "rm": "delete a model that was downloaded",
     "connect": "show or write the settings of clients of a running server",
     "cache": "show or clear what a cache directory keeps",
     "doctor": "check the installation, and say what to do",
+    "completion": "print a script that completes commands in a shell",
 }
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
 _SURROUNDINGS = f"""exit codes:
@@ -84,9 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def top_parser() -> Parser:
     """The parser of what stands before the command's own arguments."""
-    commands = "\n".join(f"  {name:<9}{text}" for name, text in COMMANDS.items())
+    commands = "\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items())
     parser = Parser("deltic", description="Inference for models that mix recurrent and attention layers.",
-                    epilog=f"commands:\n{commands}\n\n`deltic COMMAND --help` explains one of them.\n\n"
+                    epilog=f"commands:\n{commands}\n\n`deltic COMMAND --help` explains one of them. list is another "
+                           "name of ls, and show of inspect.\n\n"
                            f"{_SURROUNDINGS}",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"deltic {__version__}")
@@ -98,10 +102,13 @@ def top_parser() -> Parser:
 def command_parser(name: str) -> Parser:
     """The parser of one command's arguments."""
     module = import_module(f"deltic.cli.{name}")
-    parser = Parser(f"deltic {name}", description=module.HELP)
+    parser = Parser(f"deltic {name}", description=module.HELP, add_help=False)
+    parser.add_argument("-h", "--help", action=ShowHelp, show=Parser.format_short_help, help="show this and end")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens, to stderr")
     parser.set_defaults(run=module.run)
     module.add(parser)
+    if any(map(is_advanced, parser._actions)):
+        parser.add_argument("--help-all", action=ShowHelp, show=Parser.format_help, help="show all options and end")
     return parser
 
 
@@ -111,9 +118,16 @@ def _dispatch(argv: Sequence[str]) -> int:
     if not argv:
         top_parser().print_help()
         return 0
+    argv = [ALIASES.get(argv[0], argv[0]), *argv[1:]]
+    if argv[0] not in COMMANDS and (hint := command_hint(argv[0], (*COMMANDS, *ALIASES))):
+        raise UsageError(f"there is no command {argv[0]!r}: {hint} (see deltic --help)")
     top = top_parser().parse_args(argv)
     parser = command_parser(top.command)
     args = parser.parse_mixed(top.arguments)
+    if getattr(args, "config", None):
+        from deltic.cli.config_file import words
+
+        args = parser.parse_mixed([*words(parser, args.config, args.model is not None), *top.arguments])
     with logging_to_stderr(args.verbose):
         try:
             code: int = args.run(args)

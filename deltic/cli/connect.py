@@ -7,8 +7,9 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from http.client import HTTPException
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
@@ -20,19 +21,26 @@ from deltic.cli.parser import UsageError, text
 HELP = "Show or write the settings with which a coding agent or other client uses a running server."
 _MOST_ANSWER = 1 << 20
 _SECONDS = 10
+_LOADING = 1800  # seconds that a large model may take to be loaded
+Answer = TypeVar("Answer")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     known = "; ".join(f"{name}: {client.about}" for name, client in CLIENTS.items())
     parser.add_argument("client", metavar="CLIENT", choices=tuple(CLIENTS), type=text, help=known)
-    parser.add_argument("--url", type=_url, default="http://127.0.0.1:8000", metavar="URL",
-                        help="where the server listens (default: http://127.0.0.1:8000)")
+    add_server(parser)
     parser.add_argument("--model", type=text, metavar="NAME",
                         help="one of several models of the server (default: its first)")
-    parser.add_argument("--api-key", type=text, metavar="KEY",
-                        help=f"what the server wants clients to send (default: ${KEY_VARIABLE}, else nothing)")
     parser.add_argument("--write", action="store_true",
                         help="add the settings to the client's own files; what was there before is kept in FILE.backup")
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Where a running server is."""
+    parser.add_argument("--url", type=_url, default="http://127.0.0.1:8000", metavar="URL",
+                        help="where the server listens (default: http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", type=text, metavar="KEY",
+                        help=f"what the server wants clients to send (default: ${KEY_VARIABLE}, else nothing)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,26 +89,41 @@ def _url(given: str) -> str:
 
 
 def _target(url: str, model: str | None, key: str) -> Target:
-    served = {entry["id"]: entry for entry in _models(url, key)}
+    served = {entry["id"]: entry for entry in models_of(url, key)}
     chosen = model or next(iter(served))
     if chosen not in served:
         raise UsageError(f"the server at {url} has no model {chosen!r}: --model is one of {', '.join(served)}")
     context = served[chosen].get("max_model_len")
+    if context is None and served[chosen].get("loaded") is False:
+        print(f"loading {chosen}, to know how much context it has ...", file=sys.stderr)
+        body = json.dumps({"model": chosen, "prompt": "?"}).encode()
+        context = _ask(url, "/tokenize", key, lambda answer: answer["max_model_len"], body)
     if not isinstance(context, int) or context < 1:
         raise UsageError(f"the server at {url} does not say how much context {chosen} has (max_model_len): it is no "
                          "deltic server")
     return Target(url, chosen, context, key)
 
 
-def _models(url: str, key: str) -> list[dict[str, Any]]:
+def models_of(url: str, key: str) -> list[dict[str, Any]]:
     """What /v1/models lists. UsageError if nobody answers, or not as deltic does."""
+    return _ask(url, "/v1/models", key, _listed)
+
+
+def _listed(answer: Any) -> list[dict[str, Any]]:
+    found = list(answer["data"])
+    if not found or not all(isinstance(entry["id"], str) for entry in found):
+        raise ValueError("no models")
+    return found
+
+
+def _ask(url: str, path: str, key: str, read: Callable[[Any], Answer], body: bytes | None = None) -> Answer:
+    """What the server answers, as `read` takes it out of the JSON. UsageError says why there is none."""
     proxies = ProxyHandler({}) if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") else ProxyHandler()
-    request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {_in_header(key)}"} if key else {})
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {_in_header(key)}"} if key else {})}
+    request = Request(f"{url}{path}", body, headers)
     try:
-        with build_opener(proxies).open(request, timeout=_SECONDS) as response:
-            listed = json.loads(response.read(_MOST_ANSWER))["data"]
-        if listed and all(isinstance(entry["id"], str) for entry in listed):
-            return list(listed)
+        with build_opener(proxies).open(request, timeout=_SECONDS if body is None else _LOADING) as response:
+            return read(json.loads(response.read(_MOST_ANSWER)))
     except HTTPError as error:
         if error.code == 401:
             raise UsageError(f"the server at {url} wants a key: give --api-key, or set {KEY_VARIABLE}") from error
@@ -113,7 +136,8 @@ def _models(url: str, key: str) -> list[dict[str, Any]]:
                          "to be that of a deltic server") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise UsageError(f"what answers at {url} is no deltic server: its /v1/models lists no models")
+    raise UsageError(f"what answers at {url} is no deltic server: its {path} "
+                     f"{'lists no models' if body is None else 'does not say how much context the model has'}")
 
 
 def _in_header(key: str) -> str:

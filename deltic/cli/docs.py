@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deltic.cli import COMMANDS, command_parser, top_parser
+from deltic.cli import COMMANDS, command_parser, foreign, top_parser
 
 _WIDTH = 100
 _HEAD = "# Command line\n\nGenerated from `--help` by `python -m deltic.cli.docs`; do not edit.\n"
@@ -20,9 +20,10 @@ def page() -> str:
 
 
 def main() -> int:
-    path = Path(__file__).parents[2] / "docs" / "cli.md"
-    path.write_text(page(), encoding="utf-8")
-    print(path)
+    for name, write in PAGES.items():
+        path = Path(__file__).parents[2] / "docs" / name
+        path.write_text(write(), encoding="utf-8")
+        print(path)
     return 0
 
 
@@ -31,6 +32,9 @@ def _help(parser: argparse.ArgumentParser) -> str:
     kind: Any = parser.formatter_class
     parser.formatter_class = lambda *, prog: kind(prog, width=_WIDTH)
     return parser.format_help()
+
+
+PAGES = {"cli.md": page, "migrate.md": foreign.page}
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def _named(given: str) -> tuple[str, str]:
     """An argument type: a name, and what it stands for."""
     name, equals, model = text(given).partition("=")
     if not (name and equals and model):
-        raise argparse.ArgumentTypeError(f"must be NAME=MODEL, not {given[:80]!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=MODEL, not {given[:80]!r}; the only model of a server is named "
+                                         "without --model")
     return name, model
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from deltic.engine.loading import RandomModel
 
 _SHARE = 0.9
-_CHAT = ("chat_template", "history", "strip_billing_header", "thinking", "thinking_budget", "tool_call_parser")
+_CHAT = ("chat_template", "history", "strip_billing_header", "thinking", "thinking_budget", "tool_call_parser",
+         "parse_special")
 """Options of the commands that read words."""
 
 

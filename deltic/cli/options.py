@@ -6,13 +6,18 @@ The engine's options are generated from the fields of EngineConfig.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
-from deltic.cli.parser import UsageError, existing_file, flag, text, whole
+from deltic.cli.parser import ShowHelp, UsageError, existing_file, flag, text, whole
 from deltic.config import PRESETS, EngineConfig, Limits
 from deltic.types import SamplingParams
 
+COMMON = ("device", "dtype", "threads", "memory", "gpu_memory_utilization", "kv_dtype", "max_context", "max_batch",
+          "cache_dir", "mmproj", "quant", "expert_memory", "speculate")
+"""Options of the engine that the short help shows."""
+LIMITS = "limits"
 SAMPLING: dict[str, tuple[type, str, str]] = {
     "temperature": (float, "T", "0 always takes the most probable token"),
     "top_p": (float, "P", "draw from the most probable tokens that together reach P"),
@@ -47,10 +52,10 @@ def add_random(parser: argparse.ArgumentParser, hidden: bool = False) -> None:
 def add_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", type=existing_file, metavar="FILE",
                         help="a jinja chat template to use instead of the model's own")
-    parser.add_argument("--history", choices=("auto", "template", "preserve"), default="auto",
-                        help="how prompts treat earlier answers. template: as the chat template renders them, which "
-                             "may drop their thinking. preserve: with the exact tokens that were generated, so that "
-                             "nothing is read twice. auto: preserve where the template keeps thinking (default)")
+    parser.add_argument("--history", choices=("preserve", "template"), default="preserve",
+                        help="how prompts treat earlier answers. preserve: with the exact tokens that were generated, "
+                             "thinking included, so that nothing is read twice (default). template: as the chat "
+                             "template renders them, which may drop their thinking")
     parser.add_argument("--strip-billing-header", action="store_true",
                         help="remove the x-anthropic-billing-header line that coding agents put before the system "
                              "message: it changes with every request, so that no prompt could be reused")
@@ -59,6 +64,9 @@ def add_template(parser: argparse.ArgumentParser) -> None:
                              "request may say otherwise (default: it may think as long as it wants)")
     parser.add_argument("--tool-call-parser", choices=("auto", "qwen", "json", "minimax"), default="auto",
                         help="how the model writes tool calls. auto: as its chat template shows (default)")
+    parser.add_argument("--parse-special", action="store_true",
+                        help="let messages spell control tokens, so that <|im_end|> in a file or a web page ends a "
+                             "turn (default: it is ordinary text)")
 
 
 def add_thinking(parser: argparse.ArgumentParser, name: str = "thinking") -> None:
@@ -86,12 +94,14 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """An option per field of EngineConfig."""
-    _add_fields(parser.add_argument_group("engine"), EngineConfig)
+    _add_fields(parser.add_argument_group("engine"), EngineConfig, COMMON)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """An option per field of Limits."""
-    _add_fields(parser.add_argument_group("limits", "What is beyond one is refused by its name."), Limits)
+    _add_fields(parser.add_argument_group(LIMITS, "What is beyond one is refused by its name."), Limits, ())
+    parser.add_argument("--help-limits", action=ShowHelp, show=lambda parser: parser.format_group(LIMITS),
+                        help="show the limits and end")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -108,12 +118,14 @@ def without(args: argparse.Namespace, name: str) -> argparse.Namespace:
     return argparse.Namespace(**{given: value for given, value in vars(args).items() if given != _dest(name)})
 
 
-def _add_fields(group: argparse._ArgumentGroup, record: type) -> None:
+def _add_fields(group: argparse._ArgumentGroup, record: type, common: Collection[str]) -> None:
+    """common: the fields that the short help shows."""
     kinds = get_type_hints(record)
     for field in fields(record):
         if kinds[field.name] is not Limits:
-            group.add_argument(flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS, help=_help(field),
-                               **_form(kinds[field.name], field))
+            action = group.add_argument(flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS,
+                                        help=_help(field), **_form(kinds[field.name], field))
+            action.advanced = field.name not in common  # type: ignore[attr-defined]
 
 
 def _given(args: argparse.Namespace, record: type) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deltic.cli.foreign import option_hint
 from deltic.errors import DelticError, show
 
 
@@ -23,6 +25,8 @@ class UsageError(DelticError):
 # Marks what is no option: it came after "--", or no option begins so. An argument of a process cannot hold it.
 _WORD = "\0"
 MOST_BYTES = 64 << 20  # of what is read from files and pipes
+_MOST_HINTS = 4
+_SHORT = re.compile(r"-[a-z]{2,4}")
 _MOST = 1200  # characters of a message
 _OPTION = re.compile(r"`([a-z_]+)(?:='?(\w+)'?)?`")
 _DASHED = re.compile(r"-(?![A-Za-z]|-[A-Za-z]|-?\Z)", re.DOTALL)
@@ -37,7 +41,43 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         dashed = "unrecognized arguments: -" in message or "ignored explicit argument" in message
         hint = "; text that begins with a dash goes after --" if dashed else ""
-        raise UsageError(f"{message.replace(_WORD, '')} (see {self.prog} --help{hint})")
+        unknown = message.partition("unrecognized arguments: ")[2].split()[:_MOST_HINTS] if dashed else []
+        hints = [option_hint(word, self._shown_options) for word in unknown if word.startswith("-")]
+        meant = "".join(f": {found}" for found in hints if found)
+        raise UsageError(f"{message.replace(_WORD, '')}{meant} (see {self.prog} --help{hint})")
+
+    @property
+    def _shown_options(self) -> list[str]:
+        return [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+
+    def format_short_help(self) -> str:
+        """The help without options for experts (`advanced`), of which it says how they are shown, and with the first
+        sentence of each text; whole where there are none of these."""
+        hidden = {action for action in self._actions if is_advanced(action)}
+        if not hidden:
+            return self.format_help()
+        brief = copy.deepcopy(self)
+        for action in brief._actions:
+            action.help = argparse.SUPPRESS if is_advanced(action) else _brief(action.help)
+        for group in brief._action_groups:
+            if all(action.help == argparse.SUPPRESS for action in group._group_actions):
+                group.description = None
+        words = " ".join(f"[{action.metavar}]" for action in self._actions if not action.option_strings)
+        brief.usage = f"{self.prog} [OPTION ...] {words}"
+        shown = [name for name in self._option_string_actions if name.startswith("--help-")]
+        brief.epilog = f"{len(hidden)} more options: {', '.join(f'{self.prog} {name}' for name in shown)}"
+        return brief.format_help()
+
+    def format_group(self, title: str) -> str:
+        """The help of one group of options."""
+        formatter = self._get_formatter()
+        for group in self._action_groups:
+            if group.title == title:
+                formatter.start_section(group.title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(group._group_actions)
+                formatter.end_section()
+        return formatter.format_help()
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Unlike argparse's, says when nothing can be written."""
@@ -52,6 +92,9 @@ class Parser(argparse.ArgumentParser):
         so is what no option looks like, such as -5+3=.
         """
         end = argv.index("--") if "--" in argv else len(argv)
+        for word in argv[:end]:
+            if _SHORT.fullmatch(word) and option_hint(word, ()):  # or -hf would be -h
+                self.error(f"unrecognized arguments: {word}")
         words = [_WORD + word if _DASHED.match(word) and not _is_number(word) else word for word in argv[:end]]
         return self.parse_intermixed_args([*words, *(_WORD + word for word in argv[end + 1:])])
 
@@ -60,6 +103,38 @@ class Parser(argparse.ArgumentParser):
         if keyword and flag(keyword) in self._option_string_actions:
             return re.sub(rf"^{keyword}(=\w+)?(?!\w)", r"`\g<0>`", message)
         return message
+
+
+class ShowHelp(argparse.Action):
+    """Prints a part of the help: what `show` makes of the parser."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, show: Callable[[Parser], str], help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self.show = show
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser._print_message(self.show(parser), sys.stdout)
+        parser.exit()
+
+
+def advanced(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Leave options out of the short help."""
+    for name in names:
+        parser._option_string_actions[name].advanced = True  # type: ignore[attr-defined]
+
+
+def is_advanced(action: argparse.Action) -> bool:
+    return getattr(action, "advanced", False)
+
+
+def _brief(help: str | None) -> str | None:
+    """The first sentence, with a short default."""
+    if help in (None, argparse.SUPPRESS):
+        return help
+    first = re.split(r"(?<=[^0-9])[.;:] |, such as| \(default", str(help))[0].rstrip(".")
+    default = re.search(r"\(default: [^)]{1,24}\)", str(help))
+    return f"{first} {default[0]}" if default and default[0] not in first else first
 
 
 def flag(name: str) -> str:

@@ -17,10 +17,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from deltic.weights.catalog import repository_of
     from deltic.weights.downloads import delete, downloads, place
     from deltic.weights.writing import size_of
 
-    model = next((model for model in downloads() if model.name == args.model), None)
+    model = next((model for model in downloads() if model.name == repository_of(args.model)), None)
     if model is None:
         raise UsageError(f"{args.model} is not among the models in {place()}, which deltic ls lists")
     doomed = [revision for revision in model.revisions if args.revision is None or revision.is_called(args.revision)]

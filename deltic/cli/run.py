@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import re
 import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.artifacts.opening import kind_of
-from deltic.cli import options
+from deltic.cli import chat, options
 from deltic.cli.answer import Meter, Screen, call_json, read_answer, statistics_line
 from deltic.cli.models import timed_llm
 from deltic.cli.parser import MOST_BYTES, UsageError, as_typed, json_file, plain_file, text
 from deltic.cli.pictures import naming
 from deltic.cli.signals import Terminated
 from deltic.errors import show
+from deltic.weights.catalog import names_a_model
+from deltic.weights.layout import is_gguf
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM, Choice, FormatOptions, Stream
@@ -28,16 +29,15 @@ if TYPE_CHECKING:
 
 HELP = "Answer one prompt. The answer, and nothing else, goes to stdout."
 
-log = logging.getLogger("deltic")
-
 EMBEDDED = "tiny"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_MODEL_FILES = ("*config.json", "*.[gG][gG][uU][fF]", "*.safetensors", "pytorch_model*.bin")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", type=text,
-                        help="the prompt; - or none reads it from stdin, if that is no terminal")
+                        help="the prompt; - reads it from stdin, and so does none if stdin is a pipe or a file. On a "
+                             "terminal, a MODEL without a prompt begins a chat")
     options.add_conversation(parser)
     parser.add_argument("--image", action="append", type=plain_file, default=[], metavar="FILE",
                         help="a picture to show beside the prompt, for models that see; may be repeated")
@@ -59,11 +59,22 @@ def run(args: argparse.Namespace) -> int:
     options.refuse_random(args)
     args.model, args.prompt = words(args.model, args.prompt)
     _check(args)
+    if args.prompt is None and on_terminal():
+        return _chat(args)
     sampling, prompt = options.sampling(args), None if args.prompt is None else _prompt(args.prompt)
     llm, load_ms = timed_llm(args)
     with llm:
         asked = _prompt("-") if prompt is None else prompt  # now that there is a model to ask
         return _answer(llm, args, lambda: _ask(llm, args, asked, sampling), load_ms)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    """A conversation with the model that is named, as `deltic chat` holds it."""
+    given = {"--image": args.image, "--video": args.video, "--tools": args.tools, "--schema": args.schema,
+             "--raw": args.raw, "--json": args.json}
+    if useless := [name for name, value in given.items() if value not in (None, False, [])]:
+        raise UsageError(f"the prompt is missing: {useless[0]} goes with one (write deltic run MODEL PROMPT)")
+    return chat.run(args)
 
 
 def _answer(llm: LLM, args: argparse.Namespace, ask: Callable[[], Stream], load_ms: float) -> int:
@@ -95,39 +106,37 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def words(first: str | None, second: str | None) -> tuple[str | None, str | None]:
-    """Model and prompt from the words of the command line; no prompt: it comes from stdin.
+    """Model and prompt from the words of the command line; no prompt: it comes from stdin, or a chat begins.
 
-    One word is the prompt for the embedded model, unless it is a file or directory with a model, or may be a model's
-    name while stdin has something to say. Where a prompt is given, nobody waits for stdin.
+    One word is a model if it is one or can only be meant as a model's name, else the prompt for the embedded model.
     """
-    if second is not None or (first is None and _stdin_can_be_read()):
+    if second is not None:
         return first, second
-    if first is None:
-        raise UsageError("the prompt is missing: write deltic run PROMPT, or give it on stdin")
-    if _is_model(first):
-        if not _stdin_can_be_read():
-            raise UsageError(f"the prompt is missing: {show(first)} is a model (write deltic run MODEL PROMPT)")
+    if first is not None and not (first == EMBEDDED or _is_model(first) or names_a_model(first)):
+        return None, first
+    if _stdin_is_piped() or (first is not None and on_terminal()):
         return first, None
-    if first == EMBEDDED or _HUB_NAME.fullmatch(first):
-        if _stdin_is_piped():
-            return first, None
-        log.warning("%s is taken as the prompt for the embedded model; write deltic run MODEL PROMPT", show(first))
-    return None, first
+    if first is None:
+        raise UsageError("the prompt is missing: write deltic run PROMPT, or give it on stdin; deltic chat holds a "
+                         "conversation")
+    raise UsageError(f"the prompt is missing: {show(first)} is a model (write deltic run MODEL PROMPT); if it is the "
+                     f"prompt, write deltic run {EMBEDDED} PROMPT")
 
 
 def _is_model(word: str) -> bool:
-    """Whether this is the path of a model, or wants to be one."""
-    if word.lower().endswith((".gguf", ".pte")) and len(word.split()) == 1:
-        return True
-    if kind_of(word):
-        return True
-    return os.path.isfile(os.path.join(word, "config.json")) or (
-        os.path.isdir(word) and any(name.lower().endswith(".gguf") for name in os.listdir(word)))
+    """Whether this is the path of a model, or of what was meant as one (an adapter, an unfinished download)."""
+    try:
+        path = Path(word)
+        if path.is_dir():
+            return bool(kind_of(path)) or any(next(path.glob(name), None) for name in _MODEL_FILES)
+        return path.is_file() and (path.suffix.lower() in (".gguf", ".pte") or is_gguf(path))
+    except (OSError, ValueError):  # no path at all, such as a long prompt
+        return False
 
 
-def _stdin_can_be_read() -> bool:
-    """There is one, and nobody would have to type."""
-    return _stdin_mode() is not None and not sys.stdin.isatty()
+def on_terminal() -> bool:
+    """Somebody types and reads."""
+    return _stdin_mode() is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _stdin_is_piped() -> bool:

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cli import model_set, options
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import UsageError, existing_file, json_file, path_name, read_text, text, whole
+from deltic.cli.parser import (
+    UsageError,
+    advanced,
+    existing_file,
+    json_file,
+    path_name,
+    plain_file,
+    read_text,
+    text,
+    whole,
+)
 from deltic.cli.terminal import loading_bar
 from deltic.errors import DelticError
 
@@ -38,6 +48,9 @@ _LONGEST = 1_000_000
 
 def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
+    parser.add_argument("--config", type=plain_file, metavar="FILE",
+                        help="YAML or TOML (.toml) with options by their names, such as port: 8000; model and models "
+                             "name what is served. Options that are typed count instead")
     parser.add_argument("--host", help=f"address to listen on (default: {_HOST})")
     parser.add_argument("--port", type=whole(0, 65535), metavar="N",
                         help=f"port to listen on; 0 takes a free one (default: {_PORT})")
@@ -58,7 +71,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", action="append", type=text, default=[], metavar="KEY",
                         help=f"what clients must send; may be repeated (default: ${_KEY_VARIABLE}, else nothing)")
     parser.add_argument("--api-key-file", type=existing_file, metavar="FILE",
-                        help="more keys: a line for each, the key and then perhaps a name for the log")
+                        help="more keys: a line for each, the key and then perhaps its owner's name")
+    parser.add_argument("--share-prefix-cache", action="store_true",
+                        help="share cached prefixes between the owners of API keys: saves work, and lets one owner "
+                             "find out how another's prompts begin")
     parser.add_argument("--request-log", type=path_name, metavar="FILE",
                         help="append a line of JSON for each request, without its text; - is standard output")
     parser.add_argument("--log-text", action="store_true",
@@ -85,6 +101,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_engine(parser)
     options.add_limits(parser)
     options.add_random(parser, hidden=True)
+    advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--strip-billing-header")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     with _listener(args) as listener:
         door = {"listener": listener, "tls": tls, "drain_seconds": args.drain_seconds, "lenient": args.lenient,
                 "cors_origins": args.cors_origin, "allowed_hosts": args.allowed_host, "api_keys": keys,
+                "share_prefix_cache": args.share_prefix_cache,
                 "request_log": _request_log(args)}
         chats = _chats(args)
         if not chats:
@@ -132,9 +150,9 @@ def _chats(args: argparse.Namespace) -> bool:
 def _refuse_chat_options(args: argparse.Namespace) -> None:
     """They have no meaning for vectors and scores."""
     given = {"--pin-prompt": args.pin_prompt, "--log-text": args.log_text, "--chat-template": args.chat_template,
-             "--history": args.history != "auto", "--strip-billing-header": args.strip_billing_header,
+             "--history": args.history != "preserve", "--strip-billing-header": args.strip_billing_header,
              "--thinking-budget": args.thinking_budget is not None,
-             "--tool-call-parser": args.tool_call_parser != "auto"}
+             "--tool-call-parser": args.tool_call_parser != "auto", "--parse-special": args.parse_special}
     if useless := [name for name, is_given in given.items() if is_given]:
         raise UsageError(f"{useless[0]} is for chat, and {args.model} is served for vectors or scores alone: leave it "
                          "out")
@@ -216,14 +234,14 @@ def _tls(args: argparse.Namespace) -> SSLContext | None:
     return tls_context(args.tls_certificate, args.tls_key)
 
 
-def _keys(args: argparse.Namespace) -> dict[str, str]:
+def _keys(args: argparse.Namespace) -> dict[str, str | None]:
     """The names of those to whom the keys belong, by key."""
     given = args.api_key
     if not all(given):
         raise UsageError("--api-key is empty: leave it out for a server that everybody may use")
     if args.api_key_file is None:
         given = given or [key for key in [os.environ.get(_KEY_VARIABLE)] if key]
-    owners = {key: f"key-{number}" for number, key in enumerate(given, 1)}
+    owners = dict[str, str | None].fromkeys(given)
     if args.api_key_file is not None:
         from deltic.server.keys import read_keys
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final, get_type_hints
 
 from deltic.config.limits import Limits
@@ -38,6 +38,7 @@ _KV_DTYPES: Final = ("auto", "fp8")
 _STATE_DTYPES: Final = ("float32", "bfloat16")
 _PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile")
 """Options that callers from Python may give as a `Path`, too."""
+_DIRECTORIES: Final = ("cache_dir", "aot_dir")
 _COMPUTES: Final = ("auto", "card", "host")
 _KINDS: Final[Mapping[Any, str]] = {str: "text", str | None: "text or None", bool: "True or False",
                                     Limits: "Limits(...)"}
@@ -220,6 +221,11 @@ class EngineConfig:
         for name in _PATHS:
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty: name a file or directory, or leave it out", name)
+        for name in _DIRECTORIES:
+            path = Path(getattr(self, name) or ".").expanduser()
+            found = next((place for place in (path, *path.parents) if place.exists()), path)
+            if found.exists() and not found.is_dir():
+                raise ConfigError(f"{name} {str(path)!r} cannot be used: {found} is a file; name a directory", name)
         for name in _RANGES:
             value = getattr(self, name)
             optional = name in ("threads", "max_context", "max_stall_ms", "expert_cap") or (

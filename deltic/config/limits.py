@@ -26,9 +26,14 @@ class Limits:
     header_seconds: int = _limit(20, "seconds that a client may take to send a request's headers, and that may pass "
                                      "between two pieces of its body")
     keep_alive_seconds: int = _limit(65, "seconds after which a connection without a request is closed")
+    max_header_kib: int = _limit(16, "KiB of a request's headers and target, where each header counts for at least 64 "
+                                     "bytes")
+    max_body_chunks: int = _limit(4096, "chunks of a request's body that may be small; one more is allowed for each 64 "
+                                        "bytes")
     max_body_mib: int = _limit(8, "MiB of a request's body")
     max_bodies_mib: int = _limit(64, "MiB of all bodies that are being received and read")
-    max_body_values: int = _limit(500_000, "values (texts, numbers, lists, objects and their keys) in a request's body")
+    max_body_values: int = _limit(100_000, "values in a request's body: lists, objects and their members, and for each "
+                                           "four others one")
     max_waiting: int = _limit(512, "answers that may wait for a place in the batch; then requests are refused with "
                                    "status 503 and Retry-After")
     max_wait_seconds: float | None = _limit(None, "seconds that a request may probably have to wait for a place in the "
@@ -61,6 +66,8 @@ class Limits:
     max_stored_mib: int = _limit(64, "MiB that these may take, in memory", 0)
     max_unread_tokens: int = _limit(64, "tokens of a request's answers that may wait for a client that does not read; "
                                          "then they pause and give their places to others")
+    max_unsent_mib: int = _limit(256, "MiB of large answers that their clients have not read; then the connection is "
+                                      "closed whose answer has waited for longest")
     unread_seconds: int = _limit(60, "seconds without reading after which a client's connection is closed")
 
     def __post_init__(self) -> None:

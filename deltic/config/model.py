@@ -208,7 +208,7 @@ class ModelConfig:
         text, name = _text_section(mapping)
         family = FAMILIES[name]
         _refuse_unsupported(text, family)
-        _check_quantization(mapping.get("quantization_config") or text.get("quantization_config"))
+        _check_quantization(mapping, mapping.get("quantization_config") or text.get("quantization_config"))
         text = _with_defaults(text) if family.sparse else text
         kinds = _layer_types(text, family)
         head_dim = integer(text, "head_dim", 1, 4096)
@@ -377,11 +377,21 @@ def _refuse_unsupported(text: Mapping[str, Any], family: Family) -> None:
             raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
 
 
-def _check_quantization(given: object) -> None:
+_INSTEAD: Final = ("take the unquantized checkpoint (`quant='q4_k'` quantizes it while it is loaded), or a GGUF "
+                   "file of the model")
+
+
+def _check_quantization(mapping: Mapping[str, Any], given: object) -> None:
     """Raise ModelError unless weights are unquantized, or float8 as `weights.files.with_scales` knows it."""
     if not given:
+        if isinstance(mlx := mapping.get("quantization"), Mapping) and "group_size" in mlx:
+            raise ModelError(f"quantization: this is a quantized MLX model, which is not read; {_INSTEAD}")
         return
     said = given if isinstance(given, Mapping) else {}
+    method = said.get("quant_method")
+    if method != "fp8":
+        raise ModelError(f"quantization_config: quant_method {show(method)} is not read, only fp8 in blocks of 128; "
+                         f"{_INSTEAD}")
     known = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     for key, value in known.items():
         if said.get(key, value if key == "fmt" else None) != value:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from deltic.encoders.items import Item, Output, TextModel, Vectors
+from deltic.engine.exit import ComputeThread
 from deltic.errors import BusyError, DelticError, RequestError, UnavailableError, forked_from
 
 log = logging.getLogger("deltic")
@@ -68,8 +69,9 @@ class Batcher:
         self._unfinished: set[Job] = set()  # also those of which all items are running
         self._waiting, self._process = 0, os.getpid()
         self._closed: str | None = None  # why
+        self._leaving = False  # the process ends
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread: ComputeThread | None = None
         self.texts = self.tokens = self.batches = 0
 
     @property
@@ -99,7 +101,7 @@ class Batcher:
             self._jobs.append(job)
             self._unfinished.add(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="deltic-texts", daemon=True)
+                self._thread = ComputeThread(self._serve, "deltic-texts", self._leave)
                 self._thread.start()
             self._changed.notify()
         return job
@@ -117,6 +119,14 @@ class Batcher:
                 self._closed = self._closed or "the model has been closed"
                 self._changed.notify()
 
+    def _leave(self) -> None:
+        """End the thread at the process's end. Only daemon threads still wait then, which an error would make write a
+        traceback."""
+        if not self._forked:
+            with self._changed:
+                self._leaving = True
+                self._changed.notify()
+
     @property
     def _forked(self) -> bool:
         """Whether this process is not the one that made it."""
@@ -129,6 +139,8 @@ class Batcher:
         except BaseException as error:
             log.critical("the thread of a model of texts has ended", exc_info=True)
             reason = f"the model's thread has ended: {type(error).__name__}"
+        if self._leaving:
+            return
         with self._changed:
             self._closed = reason
             for job in self._unfinished:
@@ -173,7 +185,7 @@ class Batcher:
         """The items of the next batch; none when it is over, or, unless `wait`, when there are none now."""
         with self._changed:
             while True:
-                if self._closed:
+                if self._closed or self._leaving:
                     return []
                 batch = self._take()
                 if batch or not wait:

@@ -53,8 +53,8 @@ class Decoder:
 
     def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
         mailbox, names = Mailbox(1), [uuid.uuid4().hex for _ in items]
-        requests = [Request(name, tuple(item.ids), Embed(), (item.prompt,) if 0 < item.prompt < len(item) else ())
-                    for name, item in zip(names, items, strict=True)]
+        requests = [Request(name, tuple(item.ids), Embed(), (item.prompt,) if 0 < item.prompt < len(item) else (),
+                            cache_salt=item.cache_salt) for name, item in zip(names, items, strict=True)]
         self._worker.submit(requests, mailbox, mailbox.on_reply)
         return lambda: self._vectors(names, mailbox)
 

@@ -18,12 +18,14 @@ Output = Literal["dense", "sparse", "colbert", "score"]
 @dataclass(frozen=True, slots=True)
 class Item:
     """A text, or a pair of them, as a model reads it. ids: with all special tokens. kinds: token types, empty: all 0.
-    prompt: so many of the first tokens are those of what was put before the text. cut: the text was longer."""
+    prompt: so many of the first tokens are those of what was put before the text. cut: the text was longer. cache_salt:
+    as in `Request`."""
 
     ids: Sequence[int]
     kinds: Sequence[int] = ()
     prompt: int = 0
     cut: bool = False
+    cache_salt: str = ""
 
     def __len__(self) -> int:
         return len(self.ids)

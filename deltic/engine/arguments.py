@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
-from deltic.errors import ConfigError, RequestError, show
+from deltic.errors import ConfigError, RequestError, show, valid_text
 from deltic.types import SamplingParams
 
 _BYTES = (bytes, bytearray, memoryview)
@@ -80,6 +80,13 @@ def as_params(sampling: Any, name: str = "sampling") -> SamplingParams:
         raise RequestError(f"{name} must be SamplingParams, not {show(sampling)}: write "
                            "SamplingParams(temperature=0.7, ...), or leave it out", name)
     return sampling
+
+
+def as_salt(cache_salt: Any) -> str:
+    """The salt of a call's cached prefixes; "" for none."""
+    if cache_salt == "":
+        raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
+    return "" if cache_salt is None else valid_text(cache_salt, "cache_salt")
 
 
 def as_variables(variables: Any, thinking: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deltic.cache.policy import distinct, grid_spacing, kept_positions
-from deltic.engine.admission import keys_of
+from deltic.engine.admission import keys_of, salted
 from deltic.engine.ahead import plan_ahead, plan_behind_drafts
 from deltic.engine.batch import FEW_ROWS
 from deltic.engine.depth import Depth
@@ -104,6 +104,7 @@ class Engine:
         self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[Event] = []
+        self._public: list[array[int]] = []
 
     @property
     def has_work(self) -> bool:
@@ -122,8 +123,7 @@ class Engine:
         keys = self.keys_of(request)
         if isinstance(request.output, SamplingParams):
             request = replace(request, output=request.output.with_defaults(self._defaults()))
-        first = self._sequence(request, 0, None)
-        first.prompt_keys = keys
+        first = self._sequence(request, 0, None, keys)
         self._sequences[request.id] = [first]
         self.scheduler.add(first)
 
@@ -132,7 +132,15 @@ class Engine:
         if isinstance(request.output, Embed) and self.runtime.options.batch_invariant:
             raise RequestError("this model was loaded with batch_invariant, which is for answers: load it without for "
                                "vectors", "output")
-        return keys_of(request, self.runtime.config.vocab_size, self.max_context, self.pictures is not None)
+        keys = keys_of(request, self.runtime.config.vocab_size, self.max_context, self.pictures is not None)
+        return salted(keys, request.cache_salt, self._public)
+
+    def pin(self, prompt: tuple[int, ...]) -> bool:
+        """Pins the prefix of a prompt that was prefilled. Requests with any `cache_salt` share it. Returns False if the
+        cache does not hold it."""
+        keys = array("q", prompt)
+        self._public += [] if keys in self._public else [keys]
+        return self.runtime.cache.pin(prompt)
 
     def abort(self, request: str) -> None:
         """End a request now, in whatever state it is; its choices finish with reason "abort"."""
@@ -386,13 +394,14 @@ class Engine:
     def _split(self, sequence: Sequence, logits: Tensor | None) -> None:
         """Make the request's other choices. They fork the prompt's end when they run, and draw from its logits [V]."""
         count = sequence.sampling.n - 1
-        siblings = [self._sequence(sequence.request, choice, sequence.seed) for choice in range(1, count + 1)]
+        siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.prompt_keys)
+                    for choice in range(1, count + 1)]
         assert sequence.lease is not None
         snapshot = self.runtime.cache.snapshot(sequence.lease, logits)
         origin = Origin(snapshot, count) if snapshot else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
-            sibling.origin, sibling.prompt_keys = origin, sequence.prompt_keys
+            sibling.origin = origin
             self.scheduler.add(sibling)
 
     def _settle(self, share: Share, last: int, drawn: list[int]) -> None:
@@ -447,23 +456,24 @@ class Engine:
         for choice in choices:
             self._events.append(TokenOut(request.id, choice, None, None, sequence.finish, sequence.usage, error,
                                          sequence.report, refused))
-        self._forget(sequence)
+        self._forget(sequence, len(choices) - 1)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence, unbegun: int = 0) -> None:
         if sequence in self._sound:
             self._keep_emitted()
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
         self.speculator.forget(sequence)
         self.stats.finished += 1
+        self.meter.end(sequence, unbegun)
         self.stats.reused_tokens += sequence.cached
         group = self._sequences[sequence.request.id]
         group.remove(sequence)
         if not group:
             del self._sequences[sequence.request.id]
 
-    def _sequence(self, request: Request, choice: int, seed: int | None) -> Sequence:
-        """seed: of the request's other choices."""
+    def _sequence(self, request: Request, choice: int, seed: int | None, keys: array[int]) -> Sequence:
+        """seed: of the request's other choices. keys: of its prompt."""
         params, prompt = request.output if isinstance(request.output, SamplingParams) else _NO_TOKENS, request.ids
         if seed is None:
             seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -479,7 +489,8 @@ class Engine:
         return Sequence(request, choice, params, seed, eos, limit, tuple(prompt),
                         request.matcher() if request.matcher else None, request.guide() if request.guide else None,
                         request.constraint() if request.constraint else None,
-                        Repeats(params.max_repeat) if params.max_repeat else None, boundaries=boundaries, wanted=wanted)
+                        Repeats(params.max_repeat) if params.max_repeat else None, prompt_keys=keys,
+                        boundaries=boundaries, wanted=wanted)
 
     def _eos(self) -> frozenset[int]:
         return frozenset(self.runtime.generation.eos_token_ids) | frozenset(self.runtime.config.eos_token_ids)

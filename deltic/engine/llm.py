@@ -21,6 +21,7 @@ from deltic.engine.arguments import (
     as_params,
     as_prompt,
     as_prompts,
+    as_salt,
     as_sampling,
     as_variables,
     check_callback,
@@ -39,6 +40,7 @@ from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
+from deltic.text.json_schema import Bounds
 from deltic.text.output_format import OutputFormat, only_format
 from deltic.text.output_format import response_format as read_response_format
 from deltic.text.output_format import structured_outputs as read_structured_outputs
@@ -57,12 +59,17 @@ _CLOSING = 60.0  # seconds that `close` waits for the step that is running
 
 
 class FormatOptions(TypedDict, total=False):
-    """What answers have to look like. response_format: in OpenAI's form, {"type": "json_object"}, or {"type":
-    "json_schema", "json_schema": {"name": ..., "schema": ...}}. structured_outputs: in vLLM's, one of json (a schema),
-    regex, choice (a list of texts), grammar."""
+    """The form of the answers, and which calls share the cache.
+
+    response_format: in OpenAI's form, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ...,
+        "schema": ...}}.
+    structured_outputs: in vLLM's, one of json (a schema), regex, choice (a list of texts), grammar.
+    cache_salt: calls share cached prefixes and answer records only if they have the same salt.
+    """
 
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    cache_salt: str | None
 
 
 class ChatOptions(FormatOptions, total=False):
@@ -262,11 +269,12 @@ class LLM:
     one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
 
     Of the options, those of ChatConfig say how conversations are read, the others, of EngineConfig, how the model runs.
-    history: "template", "preserve" or "auto", how prompts treat earlier answers: see `deltic.text.history`.
+    history: "preserve" or "template", how prompts treat earlier answers: see `deltic.text.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
     thinking: whether to think, where a request does not say it; None: the template decides.
     thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
     tool_call_parser: "qwen", "json", "minimax", how the model writes tool calls; "auto": as its chat template does.
+    parse_special: let messages spell control tokens such as <|im_end|>, which are ordinary text otherwise.
     Unknown options raise ConfigError, unusable models ModelError; requests that cannot be served RequestError; calls
     after `close`, or in a process that was forked from the model's, UnavailableError.
     """
@@ -346,7 +354,9 @@ class LLM:
                         **options: Unpack[FormatOptions]) -> Stream:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
         check_options("generate_stream", options, _GENERATE_STREAM)
-        return Stream(self, self._job(as_prompt(prompt), as_params(sampling), as_format(**options)))
+        wanted = as_format(options.get("response_format"), options.get("structured_outputs"))
+        salt = as_salt(options.get("cache_salt"))
+        return Stream(self, self._job(as_prompt(prompt), as_params(sampling), wanted, salt))
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
@@ -360,7 +370,7 @@ class LLM:
         request = Request(uuid.uuid4().hex, prompt, SamplingParams(max_tokens=0), (len(prompt),))
         output, = self._gather([replace(bare_job(prompt), request=request)])
         output.sound()
-        if not self.worker.call(lambda engine: engine.runtime.cache.pin(prompt)):
+        if not self.worker.call(lambda engine: engine.pin(prompt)):
             log.warning("the prompt of %d tokens is not pinned: the prefix cache is off, or has no room for it",
                         len(prompt))
         return len(prompt)
@@ -409,30 +419,38 @@ class LLM:
             call.close()
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
-              thinking_budget: Any = None, tool_choice: Any = None, **form: Any) -> Job:
+              thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> Job:
         check_tools(tools)
-        return self.chat_processor.chat(as_messages(messages), as_params(sampling),
-                                        tools=None if tool_choice == "none" else tools,
-                                        answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**form)),
-                                        variables=as_variables(variables, thinking),
-                                        thinking_budget=thinking_budget)
+        salt = as_salt(more.pop("cache_salt", None))
+        job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
+                                                tools=None if tool_choice == "none" else tools,
+                                                answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
+                                                variables=as_variables(variables, thinking),
+                                                thinking_budget=thinking_budget)
+        return _salted(job, salt)
 
-    def _jobs(self, prompts: Any, sampling: Any, on_token: Any, **form: Any) -> list[Job]:
+    def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, **form: Any) -> list[Job]:
         check_callback(on_token)
+        salt = as_salt(cache_salt)
         rows = as_prompts(prompts)
         params = as_sampling(sampling, len(rows))
         wanted = as_format(**form)
         jobs = list[Job]()
         for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
             with of_prompt(f"prompts[{place}]"):
-                jobs.append(self._job(prompt, each, wanted))
+                jobs.append(self._job(prompt, each, wanted, salt))
                 self.engine.keys_of(jobs[-1].request)
         return jobs
 
-    def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None = None) -> Job:
+    def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None, salt: str) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
-            return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
-        return self.chat_processor.complete(prompt, sampling, wanted)
+            bound = prompt_bound(self.engine.max_context, self.runtime.options.limits)
+            return _salted(bare_job(prompt, sampling, bound), salt)
+        return _salted(self.chat_processor.complete(prompt, sampling, wanted), salt)
+
+
+def _salted(job: Job, salt: str) -> Job:
+    return replace(job, request=replace(job.request, cache_salt=salt))
 
 
 def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:
@@ -447,9 +465,11 @@ def _chat_processor(runtime: Runtime | ProgramModel, template: str | Path | None
     texts = runtime.tokenizer
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
-    return ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
-                         longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
-                         image_urls=runtime.options.allow_image_urls, **options)
+    processor = ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
+                              longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
+                              image_urls=runtime.options.allow_image_urls, **options)
+    processor.grammars.bounds = Bounds.of(runtime.generation)
+    return processor
 
 
 def _with_words(runtime: Runtime | ProgramModel, tokenizer: Tokenizer) -> Runtime | ProgramModel:

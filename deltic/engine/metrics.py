@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from deltic.types import PAGE
+from deltic.types import PAGE, Finish
 
 if TYPE_CHECKING:
     from deltic.cache.hybrid import HybridCache
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of a histogram's buckets in seconds; a last bucket has what is above."""
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+_LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 WINDOW = 10
 """Seconds that a `Pace` looks back."""
 
@@ -72,21 +75,34 @@ class Pace:
 
 
 class Meter:
-    """What the engine's thread notes at every token.
+    """What the engine's thread notes at every token, and at the end of every answer.
 
     first_token: from a request's arrival to its first token. queued: from its arrival to the first pages it got.
+    inter_token: between two tokens of an answer; those of one step come together. latency: from a request's arrival to
+    an answer's end. finishes: answers that ended, by why.
     """
 
     def __init__(self) -> None:
         self.first_token, self.queued, self.pace = Histogram(), Histogram(), Pace()
+        self.inter_token, self.latency = Histogram(_SHORT), Histogram(_LONG)
+        self.finishes: dict[Finish, int] = dict.fromkeys(get_args(Finish), 0)
 
     def token(self, sequence: Sequence) -> None:
         """A sequence has drawn a token; only a request's first choice tells how long the request waited."""
         now = time.perf_counter()
         self.pace.count(now)
+        if sequence.last_token is not None:
+            self.inter_token.observe(now - sequence.last_token)
+        sequence.last_token = now
         if sequence.generated == 1 and not sequence.choice:
             self.first_token.observe(now - sequence.arrived)
             self.queued.observe((sequence.admitted or now) - sequence.arrived)
+
+    def end(self, sequence: Sequence, unbegun: int = 0) -> None:
+        """A sequence has ended, and with it so many choices that would have begun where it did."""
+        self.latency.observe(time.perf_counter() - sequence.arrived)
+        if sequence.finish:
+            self.finishes[sequence.finish] += 1 + unbegun
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +136,7 @@ class Tier:
 class Snapshot:
     """All of an engine's figures. Sequences are choices: a request with n = 3 counts three times.
 
-    finished: for whatever reason.
+    finished: for whatever reason; by reason in `finishes`.
     failed: those of them that ended with an error.
     prompt_tokens: computed ones, those of a preempted sequence again.
     reused_tokens: prompt tokens that the cache knew.
@@ -149,6 +165,9 @@ class Snapshot:
     tiers: tuple[Tier, ...]
     first_token: Distribution
     queued: Distribution
+    inter_token: Distribution
+    latency: Distribution
+    finishes: Mapping[Finish, int]
     experts: ExpertStatistics | None = None
 
 
@@ -186,6 +205,7 @@ def snapshot(engine: Engine) -> Snapshot:
         pages=_pool(cache.pages), slots=_pool(cache.slots),
         tiers=(_device(cache), *map(_tier, cache.tiers)),
         first_token=meter.first_token.read(), queued=meter.queued.read(),
+        inter_token=meter.inter_token.read(), latency=meter.latency.read(), finishes=dict(meter.finishes),
         experts=engine.runtime.experts.statistics() if engine.runtime.experts else None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deltic.cache.lease import Lease, Rest, Snapshot
@@ -43,7 +43,7 @@ class Sequence:
 
     tokens: ids of prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are
         the request's own prompt, of which many that wait need no copies.
-    keys: what prefixes are compared by, of text the tokens themselves.
+    keys: what prefixes are compared by, of text without a salt the tokens themselves.
     prompt_keys: those of the prompt as an array, of which parts are quickly compared; choices share it.
     lease: None while waiting.
     positions, offset, pictures: as in `Prompt`.
@@ -64,7 +64,8 @@ class Sequence:
     known: tokens that the tree knows of it, and as of which of the tree's changes.
     turn: the step since which it runs, or waits, without a break.
     rest: what it returns to, where it waits because its turn was over.
-    arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter.
+    arrived, admitted, last_token: when it came, when it first got a lease, and when it drew its last token, in seconds
+        of time.perf_counter.
     logits [V]: those of the prompt's end, if known.
     draft_tokens: what may come next, to be verified in the next step.
     drafted, accepted: drafts so far, and those of them that were right.
@@ -98,6 +99,7 @@ class Sequence:
     rest: Rest | None = None
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
+    last_token: float | None = None
     counts: Counter[int] = field(default_factory=Counter)
     penalties: Any = None
     finish: Finish | None = None
@@ -106,7 +108,7 @@ class Sequence:
     accepted: int = 0
     acceptance: Acceptance | None = None
     scores: list[TokenLogprobs] = field(default_factory=list)
-    keys: list[int] | tuple[int, ...] = field(init=False)
+    keys: list[int] | tuple[int, ...] | array[int] = field(init=False)
     positions: Positions | None = field(init=False, default=None)
     offset: int = field(init=False, default=0)
     pictures: tuple[Picture, ...] = field(init=False, default=())
@@ -116,11 +118,13 @@ class Sequence:
     client: str = field(init=False)
 
     def __post_init__(self) -> None:
-        prompt, self.keys = self.request.prompt, self.tokens
+        prompt, salt = self.request.prompt, self.request.cache_salt
+        own = bool(salt) or (isinstance(prompt, Prompt) and prompt.keys is not None)
+        self.keys = self.prompt_keys if own else self.tokens
         self.embeds = isinstance(self.request.output, Embed)
         if isinstance(prompt, Prompt):
-            self.keys = self.tokens if prompt.keys is None else prompt.keys
-            self.positions, self.offset, self.pictures = prompt.positions, prompt.offset, prompt.pictures
+            self.positions, self.offset = prompt.positions, prompt.offset
+            self.pictures = tuple(replace(each, digest=each.digest + salt) for each in prompt.pictures)
             self.blind = self.pictures[0].start if self.pictures else None
         self.group = self.request.group or self.request.id
         self.client = self.request.client or self.group

@@ -10,7 +10,6 @@ It knows neither text nor clients: a listener brings the events to its own threa
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import queue
@@ -23,6 +22,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from deltic.engine.engine import Engine
+from deltic.engine.exit import EXIT_SECONDS, ComputeThread
 from deltic.errors import UnavailableError, forked_from
 from deltic.types import Event, Request, TokenOut
 
@@ -31,8 +31,6 @@ log = logging.getLogger("deltic")
 _SETTLE = 0.2  # seconds at rest before the accounts are checked: the check must not delay the next request
 _PAUSE = 0.002  # seconds to sleep when a step could do nothing, so that this does not spin
 _MAX_FAILURES = 3
-_NAME = "deltic-engine"
-_EXIT_PATIENCE = 5.0  # seconds that the end of the process waits for the step that is running
 
 Command = Callable[[], None]
 Refusal = Callable[[UnavailableError], None]
@@ -84,7 +82,7 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
+        self._thread = ComputeThread(self._run, "deltic-engine", self._leave)
         self._starting, self._started, self._process = threading.Lock(), False, os.getpid()
         self._live: dict[str, _Live] = {}
         self._since: float | None = None
@@ -107,7 +105,6 @@ class Worker:
             if not self._started:
                 self._thread.start()
                 self._started = True
-                atexit.register(self._leave)
 
     def submit(self, requests: Sequence[Request], listener: Listener,
                reply: Callable[[Exception | None], None]) -> None:
@@ -171,7 +168,7 @@ class Worker:
 
     def _leave(self) -> None:
         self._leaving = True
-        self.stop(_EXIT_PATIENCE)
+        self.stop(EXIT_SECONDS)
 
     # In the worker's thread
 
@@ -297,9 +294,6 @@ class Worker:
 
     def _end(self) -> None:
         self._ended = True
-        atexit.unregister(self._leave)  # which would keep the engine; of the thread nothing is left when it is over
-        atexit.unregister(_wait_for_threads)
-        atexit.register(_wait_for_threads)
         reason = self._fault or self._reason
         # at the end of the process only daemons still wait, and would die with a traceback
         waiting = [] if self._leaving else [live.listener for live in self._live.values()]
@@ -317,13 +311,6 @@ class Worker:
                 return
             if task is not None:
                 task[1](UnavailableError(self._fault or self._reason))
-
-
-def _wait_for_threads() -> None:
-    """Those that have ended may still be giving memory back: a GPU's driver does not survive to be left within that."""
-    for thread in threading.enumerate():
-        if thread.name == _NAME:
-            thread.join(_EXIT_PATIENCE)
 
 
 def _nothing(*_: object) -> None:

@@ -19,7 +19,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
@@ -53,12 +53,15 @@ __all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", 
 DRAIN_SECONDS: Final = 30.0
 """Seconds that running requests have when the server is asked to end."""
 
+_MOST_PARTS = 8  # of an unknown path, of which one is looked for that is known
+
 
 class AppOptions(TypedDict, total=False):
     """What `create_app` can be told."""
 
     served_name: str | None
-    api_keys: Mapping[str, str]
+    api_keys: Mapping[str, str | None]
+    share_prefix_cache: bool
     cors_origins: Sequence[str]
     allowed_hosts: Sequence[str]
     stuck_after: float
@@ -68,8 +71,8 @@ class AppOptions(TypedDict, total=False):
 
 
 _DEFAULTS: Final[AppOptions] = {
-    "served_name": None, "api_keys": MappingProxyType({}), "cors_origins": (), "allowed_hosts": ("*",),
-    "stuck_after": STUCK_AFTER, "lenient": False, "request_log": None, "encoders": ()}
+    "served_name": None, "api_keys": MappingProxyType({}), "share_prefix_cache": False, "cors_origins": (),
+    "allowed_hosts": ("*",), "stuck_after": STUCK_AFTER, "lenient": False, "request_log": None, "encoders": ()}
 
 
 def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
@@ -77,9 +80,10 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     several models, which are loaded when they are asked for. Limits of connections are kept by `serve`, not here.
 
     served_name: the model's name for clients. api_keys: what clients must send, if anything, and the names of those to
-    whom the keys belong. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which it
-    may be asked ("*": all). stuck_after: seconds without progress that make /health fail. lenient: fields that nobody
-    knows are ignored, and those of other servers that would change the answer. request_log: gets a line for each
+    whom the keys belong; without a name (None) a key has an owner of its own. share_prefix_cache: owners of keys share
+    what is kept of prompts. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which
+    it may be asked ("*": all). stuck_after: seconds without progress that make /health fail. lenient: fields that
+    nobody knows are ignored, and those of other servers that would change the answer. request_log: gets a line for each
     request, and is closed at the end. encoders: models of vectors and scores beside it. ConfigError if they do not fit
     together.
     """
@@ -106,12 +110,12 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     store = ResponseStore(limits, None)
     if not isinstance(llm, ModelSet):
         app_state["bridge"], store = registry.keep(llm).bridge, ResponseStore(limits, llm.runtime.notes)
-    check = check_of(api_keys)
+    check = check_of(api_keys, told["share_prefix_cache"])
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
               *anthropic.routes(registry, check), *model_routes(registry, services, check),
               *requests.routes(records, check), *embeddings.routes(services, check),
               *ollama.routes(registry, services, intake, check),
-              Route("/metrics", answering(_metrics(registry, services, request_log), check, error_response)),
+              Route("/metrics", answering(_metrics(registry, services, records, request_log), check, error_response)),
               Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
     routes.append(openapi.route(routes, check))
     app = application(routes, records, told["cors_origins"], told["allowed_hosts"],
@@ -124,9 +128,11 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
 def application(routes: Sequence[Route], records: Records, cors_origins: Sequence[str], allowed_hosts: Sequence[str],
                 lifespan: Callable[[Starlette], Any]) -> Starlette:
     """What every server has around its routes."""
-    cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"],
+    origins = [origin.rstrip("/") for origin in cors_origins]
+    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
                       expose_headers=[*ID_HEADERS, "retry-after", IGNORED_HEADER])
-    middleware = [Middleware(Recorder, records), Middleware(Gate, allowed_hosts), *([cors] if cors_origins else [])]
+    middleware = [Middleware(Recorder, records), Middleware(Gate, allowed_hosts, origins),
+                  *([cors] if origins else [])]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _on_error},
                     middleware=middleware)
     app.router.redirect_slashes = False
@@ -134,9 +140,9 @@ def application(routes: Sequence[Route], records: Records, cors_origins: Sequenc
     return app
 
 
-def check_of(api_keys: Mapping[str, str]) -> Check:
+def check_of(api_keys: Mapping[str, str | None], share_prefix_cache: bool = False) -> Check:
     """Refuses requests without one of the keys; without keys none."""
-    return Keys(api_keys).check if api_keys else lambda _: None
+    return Keys(api_keys, share_prefix_cache).check if api_keys else lambda _: None
 
 
 def _say(line: str) -> None:
@@ -154,22 +160,16 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
     address cannot be had.
     """
     listener = listener or listen(host, port)
-    options["allowed_hosts"] = hosts_of(listener, options.get("allowed_hosts", ()), host)
-    app = create_app(llm, **options)
-    url = url_of(listener, tls is not None)
-    places = f"{url}/v1 (OpenAI), {url}/ (chat page), {url}/health, {url}/metrics"
-    where = f" on the Unix socket {listener.getsockname()}" if listener.family == socket.AF_UNIX else ""
-    if isinstance(llm, ModelSet):
-        names, limits = ", ".join(source.name for source in llm.sources), llm.limits
-        ready = f"{names}: the server is ready{where}: {places}. Models are loaded when asked for. Ctrl-C ends."
-    else:
-        name, limits = options.get("served_name") or public_name(llm), llm.runtime.options.limits
-        ready = f"{name} is ready{where}: {places}. Context of {llm.engine.max_context:,} tokens. Ctrl-C ends."
-        with llm.worker.hold():
-            llm.runtime.cache.prepare()
-            llm.runtime.warm_up()
-    gc.collect()  # what is garbage now would stay for as long as the server runs
     try:
+        options["allowed_hosts"] = hosts_of(listener, options.get("allowed_hosts", ()), host)
+        app = create_app(llm, **options)
+        limits = llm.limits if isinstance(llm, ModelSet) else llm.runtime.options.limits
+        ready = _ready_line(llm, listener, tls is not None, options.get("served_name"))
+        if not isinstance(llm, ModelSet):
+            with llm.worker.hold():
+                llm.runtime.cache.prepare()
+                llm.runtime.warm_up()
+        gc.collect()  # what is garbage now would stay for as long as the server runs
         Server(app, app.state.work, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)
     finally:
         listener.close()
@@ -177,6 +177,17 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
             llm.close()
         if log := options.get("request_log"):  # after a second signal nobody else did
             log.close()
+
+
+def _ready_line(llm: LLM | ModelSet, listener: socket.socket, tls: bool, name: str | None) -> str:
+    url = url_of(listener, tls)
+    places = f"{url}/v1 (OpenAI), {url}/ (chat page), {url}/health, {url}/metrics"
+    where = f" on the Unix socket {listener.getsockname()}" if listener.family == socket.AF_UNIX else ""
+    if isinstance(llm, ModelSet):
+        names = ", ".join(source.name for source in llm.sources)
+        return f"{names}: the server is ready{where}: {places}. Models are loaded when asked for. Ctrl-C ends."
+    context = f"Context of {llm.engine.max_context:,} tokens"
+    return f"{name or public_name(llm)} is ready{where}: {places}. {context}. Ctrl-C ends."
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +206,12 @@ class _Work:
 def _lifespan(models: ModelRegistry, store: ResponseStore,
               request_log: RequestLog | None) -> Callable[[Starlette], Any]:
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        models.start()
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            models.start()
+        except Exception as error:
+            app.state.startup_error = error
+            raise
         try:
             yield
         finally:
@@ -226,17 +241,31 @@ def _ready(models: ModelRegistry) -> Endpoint:
     return ready
 
 
-def _metrics(models: ModelRegistry, encoders: Services, request_log: RequestLog | None) -> Endpoint:
+def _metrics(models: ModelRegistry, encoders: Services, records: Records, request_log: RequestLog | None) -> Endpoint:
     async def metrics(_: Request) -> Response:
         found = {served.name: snapshot(served.llm.engine) for served in models.loaded}
         lost = request_log.lost if request_log else 0
-        return Response(exposition(found, lost) + encoders.metrics(), media_type=CONTENT_TYPE)
+        return Response(exposition(found, records.responses, lost) + encoders.metrics(), media_type=CONTENT_TYPE)
     return metrics
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        problem = Problem(error.status_code, f"{request.method} {request.url.path} is not served here: {error.detail}")
+        meant = _meant(request) if error.status_code == 404 else None
+        problem = Problem(error.status_code, f"{request.method} {request.url.path} is not served here: "
+                                             f"{f'do you mean {meant}?' if meant else error.detail}")
     headers = error.headers if isinstance(error, HTTPException) else None
     return refusal(request.scope, problem, dict(headers or {}))
+
+
+def _meant(request: Request) -> str | None:
+    """The path that a client seems to mean whose base URL is wrong: a slash too many at its end, /v1 left out or there
+    twice, the path of another server before it."""
+    parts = [part for part in request.url.path.split("/") if part][:_MOST_PARTS]
+    for start in range(len(parts)):
+        for prefix in ("/v1/", "/"):
+            path = prefix + "/".join(parts[start:])
+            if any(route.matches({**request.scope, "path": path})[0] is Match.FULL for route in request.app.routes):
+                return path
+    return None

@@ -1,8 +1,8 @@
 """Bodies of requests: received within bounds, and read so that nobody else has to wait.
 
 Python's own JSON reader holds the interpreter's lock until it has read everything: for the worst 8 MiB half a second,
-in which no other client gets a token. So larger bodies are read by its slower twin in Python, which lets other threads
-run; texts, nearly all of an honest body, are read by the same native code in both.
+in which no other client gets a token. So values are counted first, and the reader gets no more of them than it reads in
+some milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from functools import partial
-from json import decoder, scanner
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args
 
@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
 
 from deltic.config import Limits
-from deltic.errors import BusyError, RequestError, show
+from deltic.errors import BusyError, RequestError, show, valid_text
 from deltic.server.fields import Refused, asks_nothing, known
 from deltic.server.http import Problem, ProblemError
 from deltic.server.records import record_of
@@ -36,6 +36,9 @@ log = logging.getLogger("deltic")
 
 _LARGE = 1 << 15  # bytes: native code reads fewer in a few milliseconds
 _LARGE_AT_ONCE = 2
+_FORM = "application/x-www-form-urlencoded"
+_PIECE = 1 << 16  # bytes whose values are counted in one go
+_BOM = b"\xef\xbb\xbf"  # with which PowerShell and .NET begin a body
 _PATIENCE = 4  # so many times the limit is read and thrown away, as clients listen only after they have sent all
 
 # Which limit bounds the entries of a field; what has more is not even looked at.
@@ -52,9 +55,6 @@ _MISSPELT, _RELATED = 0.85, 0.6
 """How near to a field's name (difflib) another one has to be to be meant as it, and one that has a word of it."""
 _LONGEST_NAME = 60
 _MOST_NAMED = 50  # fields without effect, in the header and in the log: clients could send any number
-
-_Scan = Callable[[str, int], tuple[Any, int]]
-
 
 class Fields(BaseModel):
     """A body, or a part of one: JSON's own types, and no other fields than these."""
@@ -88,6 +88,21 @@ class Fields(BaseModel):
     def lenient(self) -> bool:
         """Whether what nobody knows is ignored."""
         return self._lenient
+
+
+class SaltedFields(Fields):
+    """Adds cache_salt, as in vLLM: requests with different salts share neither cached prefixes nor answer records."""
+
+    cache_salt: str | None = None
+
+    @property
+    def salt(self) -> str:
+        """A digest of the salt; "" if there is none."""
+        if self.cache_salt is None:
+            return ""
+        if not self.cache_salt:
+            raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
+        return blake2b(valid_text(self.cache_salt, "cache_salt").encode(), digest_size=16).hexdigest()
 
 
 Body = TypeVar("Body", bound=Fields)
@@ -139,7 +154,7 @@ class Intake:
         """
         record = record_of(request)
         async with self._received(request) as raw:
-            _check_encoding(request)
+            _check_form(request)
             body = await self._done(len(raw), partial(parse, raw, schema, self._limits, self._lenient))
             chosen = await choose(body)
             with renamed(body.sent):
@@ -259,11 +274,16 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         field = error.field or ""
-        name = next((name for name in (field, *_beginnings(field)) if name in names), None)
-        if name is None:
+        sent = sent_name(field, names)
+        if sent == field:
             raise
-        sent = names[name] + field[len(name):]
         raise type(error)(str(error).replace(field, sent, 1), sent) from error
+
+
+def sent_name(field: str, names: Mapping[str, str]) -> str:
+    """What the client calls a field."""
+    name = next((name for name in (field, *_beginnings(field)) if name in names), None)
+    return field if name is None else names[name] + field[len(name):]
 
 
 def _beginnings(field: str) -> Iterator[str]:
@@ -273,11 +293,16 @@ def _beginnings(field: str) -> Iterator[str]:
             yield field[:at]
 
 
-def _check_encoding(request: Request) -> None:
-    """A body that is compressed would look like damaged text."""
+def _check_form(request: Request) -> None:
+    """A body that is compressed would look like damaged text. One that is no JSON by its type may be of a web page that
+    did not ask whether it may send it; `curl -d` names a form's type by default, and has no origin."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise ProblemError(Problem(415, f"the body has the Content-Encoding {show(encoding)}: send it as it is"))
+    kind = request.headers.get("content-type", "")
+    media = kind.partition(";")[0].strip().lower()
+    if media and not media.endswith("json") and (media != _FORM or "origin" in request.headers):
+        raise ProblemError(Problem(415, f"the body has the Content-Type {show(kind)}: send JSON, as application/json"))
 
 
 def _named(ignored: Sequence[str]) -> tuple[str, ...]:
@@ -342,17 +367,33 @@ def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: d
 
 
 def _read_json(raw: bytes, most_values: int) -> Any:
+    raw = raw.removeprefix(_BOM)
+    _check_values(raw, most_values)
     try:
-        reader = _READER if len(raw) <= min(_LARGE, most_values) else _PatientReader(most_values)
-        return reader.decode(raw.decode("utf-8"))
+        return _READER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    except RequestError:
-        raise
     except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def _check_values(raw: bytes, most: int) -> None:
+    """RequestError if there are more values than may be read in one go. Goes through the bytes outside of strings piece
+    by piece, between which other threads may run."""
+    at, inside, quarters = 0, 0, 0
+    while at < len(raw):
+        piece = raw[at:at + _PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the last one escapes what comes next
+            piece = raw[at:at + _PIECE + 1]
+        at += len(piece)
+        parts = piece.replace(rb"\\", b"").replace(rb'\"', b"").split(b'"')
+        outside = b"".join(parts[inside::2])
+        inside ^= (len(parts) - 1) % 2
+        quarters += outside.count(b",") + 4 * sum(map(outside.count, (b"[", b"{", b":")))
+        if quarters > 4 * most:
+            raise RequestError(f"the body has more than {most} values (max_body_values)")
 
 
 def _not_json(name: str) -> NoReturn:
@@ -367,31 +408,6 @@ def _finite(text: str) -> float:
 
 
 _READER = json.JSONDecoder(parse_constant=_not_json, parse_float=_finite)
-
-
-class _PatientReader(json.JSONDecoder):
-    """Reads JSON without holding up other threads, and no more than so many values."""
-
-    def __init__(self, most_values: int) -> None:
-        super().__init__(parse_constant=_not_json, parse_float=_finite)
-        self._most, self._left = most_values, most_values
-        self.parse_array, self.parse_object = self._array, self._object
-        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
-
-    def _array(self, start: Any, scan: _Scan) -> tuple[list[Any], int]:
-        return decoder.JSONArray(start, self._counted(scan, 1))  # type: ignore[attr-defined, no-any-return]
-
-    def _object(self, start: Any, strict: bool, scan: _Scan, *hooks: Any) -> tuple[dict[str, Any], int]:
-        return decoder.JSONObject(start, strict, self._counted(scan, 2), *hooks)  # type: ignore[attr-defined, no-any-return]
-
-    def _counted(self, scan: _Scan, values: int) -> _Scan:
-        """The scanner, of which each call is for so many values."""
-        def next_value(text: str, at: int) -> tuple[Any, int]:
-            self._left -= values
-            if self._left < 0:
-                raise RequestError(f"the body has more than {self._most} values (max_body_values)")
-            return scan(text, at)
-        return next_value
 
 
 def _explain(error: ValidationError) -> RequestError:

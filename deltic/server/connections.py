@@ -15,20 +15,21 @@ import socket
 import struct
 import sys
 import termios
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from ssl import SSLContext
-from typing import Any, cast
+from typing import Any
 
-import h11
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from deltic.config import Limits
-from deltic.server.anthropic import shapes as anthropic
-from deltic.server.http import Problem, dump
-from deltic.server.openai import shapes as openai
+from deltic.server.http import Problem
+from deltic.server.http_protocol import HttpProtocol, told
+from deltic.server.sending import DROP
 
 log = logging.getLogger("deltic")
 
@@ -44,48 +45,18 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 _OTHER_FILES = 256  # what the process needs besides connections
 
 
-def _response(status: str, body: str, *headers: str) -> bytes:
-    """A whole response, for where no request is."""
-    lines = (f"HTTP/1.1 {status}", "connection: close", "content-type: application/json",
-             f"content-length: {len(body)}", *headers, "", body)
-    return "\r\n".join(lines).encode()
+_LATE = Problem(408, "the request did not arrive in time: send all of it at once")
 
 
-class _Counted:
-    """A transport that counts what is written to it, in bytes."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport, self.written = transport, 0
-
-    def write(self, data: bytes) -> None:
-        """As asyncio.WriteTransport's."""
-        self.written += len(data)
-        self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-_LATE = "408 Request Timeout", Problem(408, "the request did not arrive in time: send all of it at once")
-_NO_HTTP = "400 Bad Request", Problem(400, "what was sent is no valid HTTP")
-
-
-def _told(status: str, problem: Problem, path: str) -> bytes:
-    """Tells a client what is wrong, in the form of the clients that use this path."""
-    fields = anthropic.error_fields(problem) if path.startswith(anthropic.PATH) else openai.error_fields(problem)
-    return _response(status, dump(fields).decode())
-
-
-class Connection(H11Protocol):
+class Connection(HttpProtocol):
     """One connection: idle, or with a request that arrives, or with one that is answered."""
 
     def __init__(self, door: Door, config: Config, state: ServerState, app_state: dict[str, Any],
                  handshake: asyncio.Task[Any] | None = None) -> None:
         """handshake: ends with TLS; until then the connection counts as one that waits for a request."""
-        super().__init__(config, state, app_state)
+        super().__init__(config, state, app_state, door.limits)
         self._door, self._handshake = door, handshake
-        self._start = self._heard = self._read = self.loop.time()
-        self._begun, self._taken, self._refused = False, 0, False
+        self._read, self._taken = self.start, 0
         self.header_seconds = float(door.limits.header_seconds)
         if handshake:
             door.enter(self)
@@ -94,13 +65,11 @@ class Connection(H11Protocol):
     def since(self) -> float | None:
         """When it began to wait for a request, or for one to come wholly; None if one is answered."""
         if self._handshake:
-            return self._start
-        answering = self.cycle is not None and not self.cycle.response_complete and not self._receives
-        return None if answering or self.transport.get_write_buffer_size() else self._start
+            return self.start
+        return None if self.answering or self.transport.get_write_buffer_size() else self.start
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._counted = _Counted(transport)
-        super().connection_made(cast(asyncio.Transport, self._counted))
+        super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITTEN_AHEAD)
         if not self._handshake:
             self._door.enter(self)
@@ -114,64 +83,44 @@ class Connection(H11Protocol):
         self._door.leave(self)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        self._heard = self.loop.time()
-        if not self._begun:
-            self._start = self._heard
-        super().data_received(data)
-        self._look()
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][DROP] = self._drop
 
-    def on_response_complete(self) -> None:
-        self._start = self.loop.time()
-        super().on_response_complete()
-        self._look()
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.answered = cycle
+        self._door.turns.add(self.client[0] if self.client else "", partial(super()._start_asgi_task, cycle, app))
 
-    def send_400_response(self, msg: str) -> None:
-        """What has come cannot be read, whether a request is under way or has been answered before all of it came."""
-        self._door.refused(400, self)
-        under_way = self.cycle is not None and not self.cycle.response_complete
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(_told(*_NO_HTTP, self.scope["path"] if under_way else ""))
-        if under_way:  # who answers it must not write behind that
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self.transport.close()
-
-    def timeout_keep_alive_handler(self) -> None:
-        """uvicorn's own timer: it does not see the beginning of a next request. The door watches instead."""
+    def on_refused(self, status: int) -> None:
+        self._door.refused(status, self)
 
     def refuse(self, limit: int, linger: bool) -> None:
         """Tell the client that there are too many. linger: let it read that; closed at once, with its request unread,
         the connection would take the answer away again."""
-        self._refused, self._start = True, self.loop.time()
-        self._door.refused(503, self)
+        self.on_refused(503)
         if self._handshake:
             self._handshake.cancel()
             return
-        fields = openai.error_fields(Problem(503, f"the server has {limit} connections, and no more at a time "
-                                                  "(max_connections): try again later"))
-        self.transport.write(_response("503 Service Unavailable", dump(fields).decode(), "retry-after: 1"))
-        if not linger:
+        problem = Problem(503, f"the server has {limit} connections, and no more at a time (max_connections): try "
+                               "again later")
+        self.transport.write(told(problem, "", "retry-after: 1"))
+        if linger:
+            self.leave()
+        else:
             self.transport.abort()
-        elif self.transport.can_write_eof():
-            self.transport.write_eof()
-        else:  # TLS has its own end
-            self.transport.close()
 
     def end(self) -> None:
         """Close it, and say why if a request was on its way."""
         if self._handshake:
             self._handshake.cancel()
             return
-        if self._begun and not (self.cycle and self.cycle.response_started and self._receives):
-            self._door.refused(408, self)
-            self.transport.write(_told(*_LATE, self.scope["path"] if self._receives else ""))
+        if self.begun and not self.leaving and not (self.receives and self.cycle.response_started):
+            self.on_refused(408)
+            self.transport.write(told(_LATE, self.scope["path"] if self.receives else ""))
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
-            self.transport.close()
+            self.counted.close_now()
 
     def check(self, limits: Limits) -> None:
         """End the connection if it has waited too long."""
@@ -182,27 +131,20 @@ class Connection(H11Protocol):
             log.warning("a client has read nothing for %d seconds (unread_seconds): its connection is closed",
                         limits.unread_seconds)
             self._drop()
-        elif self._refused:
-            if now - self._start > _LINGER:
+        elif since is None or self.transport.is_closing():
+            return
+        elif self.leaving:
+            if now - max(since, self.heard) > _LINGER or now - since > limits.header_seconds:
                 self.transport.abort()
-        elif since is not None and not self.transport.is_closing():
-            if not self._begun:
-                late = now - since > limits.keep_alive_seconds
-            elif self._receives:
-                late = now - self._heard > limits.header_seconds and not self.flow.read_paused
-            else:
-                late = now - since > limits.header_seconds
-            if late:
-                self.end()
+        elif self._is_late(now, since, limits):
+            self.end()
 
-    @property
-    def _receives(self) -> bool:
-        """Whether a body is to come."""
-        return self.conn.their_state is h11.SEND_BODY
-
-    def _look(self) -> None:
-        """Whether anything of a request has come."""
-        self._begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+    def _is_late(self, now: float, since: float, limits: Limits) -> bool:
+        if not self.begun:
+            return now - since > limits.keep_alive_seconds
+        if self.receives:
+            return now - self.heard > limits.header_seconds and not self.flow.read_paused
+        return now - since > limits.header_seconds
 
     def _drop(self) -> None:
         """Close it at once, and have the kernel forget what it still holds for the client."""
@@ -216,10 +158,32 @@ class Connection(H11Protocol):
             with suppress(OSError):  # the kernel makes room in large steps: see what it has, where it says so
                 held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
                 unread += int.from_bytes(held, sys.byteorder)
-        taken = self._counted.written - unread
+        taken = self.counted.written - unread
         if not unread or taken - self._taken >= _LEAST_READ:
             self._taken, self._read = taken, now
         return now - self._read
+
+
+class RequestTurns:
+    """Begins requests, in each turn of the event loop one of each client: a client that sends them over many
+    connections, or one after another without reading the answers, costs others no more than one that waits."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+
+    def add(self, client: str, begin: Callable[[], None]) -> None:
+        """A request of a client has come."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
+        self._waiting.setdefault(client, deque()).append(begin)
+
+    def _turn(self) -> None:
+        for client, requests in [*self._waiting.items()]:
+            requests.popleft()()
+            if not requests:
+                del self._waiting[client]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
 
 
 class Door:
@@ -229,6 +193,7 @@ class Door:
         """refused: is told the status and the client's address where no request is that could be read."""
         self._refuse = refused
         self.limits, self._most = limits, min(limits.max_connections, _raise_file_limit(limits.max_connections))
+        self.turns = RequestTurns()
         self._open: set[Connection] = set()
         self._leaving: set[Connection] = set()  # refused ones
 

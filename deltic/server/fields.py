@@ -51,7 +51,17 @@ def _thinking(value: Any) -> Mapping[str, Any]:
 
 def _format(value: Any) -> Mapping[str, Any]:
     """Ollama: a schema, or `json`."""
-    return {"response_format": {"type": "json_object"}} if value == "json" else {"guided_json": value or None}
+    return {"response_format": {"type": "json_object"}} if value == "json" else _schema(value or None)
+
+
+def _schema(value: Any) -> Mapping[str, Any]:
+    """Ollama, llama.cpp: a schema that is kept as far as it can be."""
+    return {"response_format": None if value is None else {"type": "json_schema", "schema": value}}
+
+
+def _grammar(value: Any) -> Mapping[str, Any]:
+    """llama.cpp, SGLang: a text; text-generation-inference: an object with a type."""
+    return {"response_format": value} if isinstance(value, dict) else {"guided_grammar": value}
 
 
 def _output_format(value: Any) -> Mapping[str, Any]:
@@ -73,8 +83,8 @@ _HONOURED: Mapping[str, Honour] = {
     "n_predict": _as("max_tokens"), "num_predict": _as("max_tokens"), "max_new_tokens": _as("max_tokens"),
     "min_new_tokens": _as("min_tokens"), "repeat_penalty": _as("repetition_penalty"), "think": _think,
     "reasoning": _reasoning, "thinking": _thinking, "usage": _usage, "stop_sequences": _as("stop"),
-    "grammar": _as("guided_grammar"), "ebnf": _as("guided_grammar"), "regex": _as("guided_regex"),
-    "json_schema": _as("guided_json"), "format": _format,
+    "grammar": _grammar, "grammar_string": _grammar, "ebnf": _as("guided_grammar"), "regex": _as("guided_regex"),
+    "regex_pattern": _as("guided_regex"), "json_schema": _schema, "format": _format,
     "output_format": _output_format, "do_sample": _do_sample, "thinking_token_budget": _as("thinking_budget"),
     "thinking_budget_tokens": _as("thinking_budget"), "reasoning_budget": _as("thinking_budget"), "n_cmpl": _as("n"),
     "output_dimension": _as("dimensions"), "truncation": _as("truncate"), "return_text": _as("return_documents"),
@@ -82,7 +92,9 @@ _HONOURED: Mapping[str, Honour] = {
 }
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("grammar", "ebnf", "regex", "format"), ("",)), "json_schema": ("", {}), "stop_sequences": ([],),
+    **dict.fromkeys(
+        ("grammar", "grammar_string", "ebnf", "regex", "regex_pattern", "format"), ("",)),
+    "json_schema": ("", {}), "stop_sequences": ([],),
     **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"), (-1,)),
     "backend_sampling": (False,), "grammar_lazy": (False,), "return_routed_experts": (False,),
     "reasoning_control": (False,), "embedding_type": ("float",), "n_cmpl": (1,), "speculative.n_max": (-1,)}
@@ -115,7 +127,7 @@ _REFUSED: Mapping[str, Refused] = {
 _IGNORED: Mapping[str, str] = {
     "vLLM, SGLang":
         "add_special_tokens skip_special_tokens spaces_between_special_tokens return_tokens_as_token_ids "
-        "return_token_ids length_penalty early_stopping priority request_id cache_salt mm_processor_kwargs "
+        "return_token_ids length_penalty early_stopping priority request_id mm_processor_kwargs "
         "kv_transfer_params vllm_xargs guided_decoding_backend guided_whitespace_pattern "
         "separate_reasoning stream_reasoning rid bootstrap_host bootstrap_port "
         "bootstrap_room data_parallel_rank return_cached_tokens_details return_prompt_text media_io_kwargs extra_key "

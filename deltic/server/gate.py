@@ -1,8 +1,8 @@
-"""Requests that no endpoint sees: of hosts that are not meant, and with two ends."""
+"""Requests that no endpoint sees: of hosts that are not meant, and of web pages that are not allowed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
@@ -15,45 +15,56 @@ from deltic.server.http import Problem
 from deltic.server.ollama import shapes as ollama
 from deltic.server.openai import shapes as openai
 
-LOCAL_NAMES = ("localhost", "*.localhost")
-"""What a machine calls itself."""
+LOCAL_NAMES = ("localhost", "*.localhost", "*.docker.internal", "*.containers.internal", "*.lima.internal")
+"""What a machine calls itself, and what containers on it call it."""
 
 
 class Gate:
-    """Refuses requests whose Host is not allowed, and those that say in two ways where they end: a proxy before the
-    server may have believed the other."""
+    """Refuses requests whose Host is not allowed, and those of web pages from elsewhere."""
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str]) -> None:
         """hosts: names; `*.name` has all below a name, `*` is everything. Addresses are always allowed: a page from
-        elsewhere whose name is made to lead here (DNS rebinding) sends its name."""
+        elsewhere whose name is made to lead here (DNS rebinding) sends its name. origins: of web pages besides the
+        server's own; `*` is everything."""
         self._app, self._hosts = app, tuple(host.lower() for host in hosts)
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._problem(scope) if scope["type"] == "http" else None
+        problem = self._problem(scope["headers"]) if scope["type"] == "http" else None
         if problem:
             await refusal(scope, problem, {"connection": "close"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _problem(self, scope: Scope) -> Problem | None:
-        names = {name for name, _ in scope["headers"]}
-        if names.issuperset({b"content-length", b"transfer-encoding"}):
-            return Problem(400, "the request has both Content-Length and Transfer-Encoding: send one of them")
-        if "*" in self._hosts:
+    def _problem(self, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
+        sent: dict[bytes, list[str]] = {}
+        for name, value in headers:
+            sent.setdefault(name, []).append(value.decode("latin-1").strip())
+        hosts = sent.get(b"host", [])
+        for host in hosts:
+            if not self._allows(_name_of(host)):
+                return Problem(403, f"the host {show(_name_of(host))} is not allowed: ask by address, or start the "
+                                    "server with --allowed-host", code="host_not_allowed")
+        if sent.get(b"sec-fetch-site") == ["same-origin"]:  # of a browser; a proxy on the way may have its own Host
             return None
-        for name, value in scope["headers"]:
-            if name == b"host" and not self._allows(host := _name_of(value.decode("latin-1"))):
-                return Problem(403, f"the host {show(host)} is not allowed: ask by address, or start the server with "
-                                    "--allowed-host", code="host_not_allowed")
+        for origin in sent.get(b"origin", ()):
+            if not self._allows_page(origin, hosts):
+                return Problem(403, f"a web page of the origin {show(origin)} may not use this server: start it with "
+                                    "--cors-origin and the origin", code="origin_not_allowed")
         return None
 
     def _allows(self, host: str) -> bool:
-        if any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self._hosts):
+        if any(name == "*" or host == name or (name.startswith("*.") and host.endswith(name[1:]))
+               for name in self._hosts):
             return True
         try:
             return bool(ip_address(host))
         except ValueError:
             return False
+
+    def _allows_page(self, origin: str, hosts: Sequence[str]) -> bool:
+        own = origin.lower().partition("://")[2] in [host.lower() for host in hosts]
+        return own or not self._origins.isdisjoint(("*", origin))
 
 
 def refusal(scope: Scope, problem: Problem, headers: dict[str, str] | None = None) -> Response:

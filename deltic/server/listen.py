@@ -25,7 +25,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from deltic.config import Limits
-from deltic.errors import ConfigError
+from deltic.errors import ConfigError, UnavailableError
 from deltic.server.connections import Acceptor, Connection, Door
 from deltic.server.gate import LOCAL_NAMES
 
@@ -179,8 +179,9 @@ class Server(uvicorn.Server):
         # error: what is wrong with a client's request is said to the client, and is no business of the log
         super().__init__(uvicorn.Config(
             app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
-            http="h11", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
-        self._models, self._drain_seconds, self._on_ready, self._tls = models, drain_seconds, on_ready, tls
+            http="httptools", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
+        self._app, self._models, self._drain_seconds = app, models, drain_seconds
+        self._on_ready, self._tls = on_ready, tls
         self.door = Door(limits, app.state.records.refuse)
         self._acceptors: list[Acceptor] = []
 
@@ -194,14 +195,19 @@ class Server(uvicorn.Server):
             self.run([listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
+        with suppress(SystemExit):  # newer versions of uvicorn raise it, older ones go on
+            await super().startup([])
+        if self.lifespan.should_exit:
+            error = getattr(self._app.state, "startup_error", "the log says why")
+            raise UnavailableError(f"the server did not start: {error}")
         make = partial(Connection, self.door, self.config, self.server_state, self.lifespan.state)
         for listener in sockets or ():
             listener.setblocking(False)
             self._acceptors.append(Acceptor(listener, make, self._tls))
             self._acceptors[-1].start()
         self._watching = asyncio.create_task(self.door.watch())
-        self._on_ready()
+        if not self.should_exit:
+            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A first signal, or a second one, whichever they are."""

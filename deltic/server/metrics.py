@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
+
+from deltic import __version__
 from deltic.engine.metrics import WINDOW, Distribution, Snapshot, Tier
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_VERSIONS = {"version": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
 
 Number = int | float
 Labels = Mapping[str, str]
@@ -24,15 +30,16 @@ class _Family:
     samples: tuple[tuple[str, Labels, Number], ...]
 
 
-def exposition(models: Mapping[str, Snapshot], lost_lines: int = 0) -> str:
-    """The page. models: by what clients call them, the label of their samples. lost_lines: of the request log."""
+def exposition(models: Mapping[str, Snapshot], responses: Mapping[int, int], lost_lines: int = 0) -> str:
+    """The page. models: by what clients call them, the label of their samples. responses: how many of each status.
+    lost_lines: of the request log."""
     families: dict[str, list[tuple[_Family, Labels]]] = {}
     for model, now in models.items():
         for family in (*_requests(now), *_tokens(now), *_drafts(now), *_durations(now), *_pools(now),
                        *_tiers(now.tiers), *_experts(now)):
             families.setdefault(family.name, []).append((family, {"model": model}))
-    lost = _one("request_log_lost_total", "counter", "Lines of the request log that could not be written.", lost_lines)
-    families[lost.name] = [(lost, {})]
+    for family in _server(responses, lost_lines):
+        families[family.name] = [(family, {})]
     return "".join(line + "\n" for found in families.values() for line in _lines(found))
 
 
@@ -43,11 +50,20 @@ def samples(figures: Mapping[str, tuple[str, str, Iterable[tuple[str, Number]]]]
         *(f'deltic_{name}{{model="{_escape(model)}"}} {value}' for model, value in values)))
 
 
+def _server(responses: Mapping[int, int], lost_lines: int) -> Iterator[_Family]:
+    """What is no model's."""
+    yield _Family("http_responses_total", "counter", "Responses by status; 499 where the client was gone before.",
+                  tuple(("", {"status": str(status)}, count) for status, count in sorted(responses.items())))
+    yield _one("request_log_lost_total", "counter", "Lines of the request log that could not be written.", lost_lines)
+    yield _Family("build_info", "gauge", "1, with the versions that run.", (("", _VERSIONS, 1),))
+
+
 def _requests(now: Snapshot) -> Iterator[_Family]:
     yield _one("requests_running", "gauge", "Answers being made (each of a request's n choices is one).", now.running)
     yield _one("requests_waiting", "gauge", "Answers that wait for a place in the batch, or for memory.", now.waiting)
     yield _one("requests_paused", "gauge", "Answers that wait for their client to read on.", now.paused)
-    yield _one("requests_finished_total", "counter", "Answers that ended, for whatever reason.", now.finished)
+    yield _Family("requests_finished_total", "counter", "Answers that ended, by the reason.",
+                  tuple(("", {"finished_reason": reason}, count) for reason, count in now.finishes.items()))
     yield _one("requests_failed_total", "counter", "Answers that ended with an error.", now.failed)
     yield _one("preemptions_total", "counter", "Times that an answer was sent back to wait for lack of memory.",
                now.preemptions)
@@ -74,6 +90,8 @@ def _drafts(now: Snapshot) -> Iterator[_Family]:
 
 def _durations(now: Snapshot) -> Iterator[_Family]:
     yield _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", now.first_token)
+    yield _histogram("inter_token_latency_seconds", "Between two tokens of an answer.", now.inter_token)
+    yield _histogram("e2e_request_latency_seconds", "From a request's arrival to an answer's end.", now.latency)
     yield _histogram("queue_time_seconds", "From a request's arrival to its place in the batch.", now.queued)
 
 

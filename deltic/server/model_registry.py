@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -175,6 +176,10 @@ class ModelRegistry:
         return await self._intake.read(request, schema, partial(self._chosen, record, answers), prepare,
                                        self._fetched)
 
+    async def served(self, request: Request, model: str | None) -> ServedModel:
+        """The model of this name, for a request without a body. It is there until the request is over."""
+        return await self._chosen(record_of(request), False, SimpleNamespace(model=model))
+
     @asynccontextmanager
     async def _fetched(self, served: ServedModel, missing: Unfetched) -> AsyncIterator[ServedModel]:
         """The model with what is behind the URLs of a request, as long as that is being read. Requests with URLs wait
@@ -183,7 +188,7 @@ class ModelRegistry:
             fetch = partial(fetch_all, missing.urls)
             yield replace(served, pictures=await asyncio.get_running_loop().run_in_executor(self._fetchers, fetch))
 
-    async def _chosen(self, record: RequestRecord, answers: bool, body: Body) -> ServedModel:
+    async def _chosen(self, record: RequestRecord, answers: bool, body: object) -> ServedModel:
         entry = self._named(getattr(body, "model", None))
         record.model, record.stream = entry.source.name, bool(getattr(body, "stream", False))
         entry.users += 1
@@ -191,18 +196,19 @@ class ModelRegistry:
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
             served.bridge.check_room()
-        served = replace(served, bounded=answers, text_of=partial(served.documents.known, record.key))
-        return await self._with_documents(record, served, body) if body.may_have_files else served
+        known = partial(served.documents.known, record.owner)
+        served = replace(served, owner=record.owner, bounded=answers, text_of=known)
+        return await self._with_documents(record, served, body) if getattr(body, "may_have_files", False) else served
 
-    async def _with_documents(self, record: RequestRecord, served: ServedModel, body: Body) -> ServedModel:
+    async def _with_documents(self, record: RequestRecord, served: ServedModel, body: object) -> ServedModel:
         """The model with the texts of the documents of a request. They are read in threads of their own, of which a
         client has one at a time: who sends documents waits for others who do at most."""
         contents = [getattr(body, name, None) for name in ("messages", "input")]
         found = await asyncio.to_thread(lambda: list(documents_in(contents)))
         if not found:
             return served
-        async with self._turn(record.key or record.client):
-            read = partial(served.documents.read, record.key, found, served.limits)
+        async with self._turn(record.owner or record.client):
+            read = partial(served.documents.read, record.owner, found, served.limits)
             texts = await asyncio.get_running_loop().run_in_executor(self._readers, read)
         return replace(served, text_of=lambda name: texts.get(name) or served.text_of(name))
 

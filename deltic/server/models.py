@@ -25,12 +25,14 @@ from deltic.server.served_model import ServedModel
 
 
 def routes(models: ModelRegistry, encoders: Services, check: Check) -> list[Route]:
-    """/v1/models, /tokenize, /detokenize, /version. encoders: what is listed too, where OpenAI's form is asked for."""
+    """/v1/models, /tokenize, /detokenize, /tokenizer_info, /version. encoders: what is listed too, where OpenAI's form
+    is asked for."""
     endpoints = _Endpoints(models, encoders)
     tokens = (("/tokenize", endpoints.tokenize), ("/detokenize", endpoints.detokenize))
     return [Route("/v1/models", _either(endpoints.models, check)),
             Route("/v1/models/{model:path}", _either(endpoints.model, check)),
             *(Route(path, answering(endpoint, check, error_response), methods=["POST"]) for path, endpoint in tokens),
+            Route("/tokenizer_info", answering(endpoints.tokenizer_info, check, error_response)),
             Route("/version", answering(_version, check, error_response))]
 
 
@@ -40,6 +42,7 @@ class TokenizeRequest(ChatRequest):
     messages: list[Any] = []  # noqa: RUF012
     prompt: str | None = None
     return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(Fields):
@@ -96,6 +99,10 @@ class _Endpoints:
         _, _, text = await self.registry.read(request, DetokenizeRequest, _text, answers=False)
         return await written({"prompt": text}, len(text))
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        served = await self.registry.served(request, request.query_params.get("model"))
+        return json_response(_described(served))
+
     def _model(self, request: Request, entry: ModelEntry) -> dict[str, Any]:
         if _is_anthropic(request):
             created = datetime.fromtimestamp(entry.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -112,8 +119,21 @@ def _tokens(served: ServedModel, body: TokenizeRequest) -> tuple[int, ...]:
     if (body.prompt is None) == (not body.messages):
         raise RequestError("give either prompt or messages", "prompt")
     if body.prompt is None:
+        if body.add_special_tokens:
+            body.ignored.append("add_special_tokens")
         return chat_job(served, body).request.ids
-    return served.complete(body.prompt, body.sampling(served.limits)).request.ids
+    sampling = body.sampling(served.limits)
+    return served.complete(body.prompt, sampling, add_special=body.add_special_tokens).request.ids
+
+
+def _described(served: ServedModel) -> dict[str, Any]:
+    """A tokenizer in the words of tokenizer_config.json, as vLLM describes it."""
+    tokenizer = served.tokenizer
+    before, after = tokenizer.around
+    return {**tokenizer.special_tokens, "chat_template": tokenizer.chat_template,
+            "add_bos_token": tokenizer.bos_id in before, "add_eos_token": tokenizer.eos_id in after,
+            "vocab_size": tokenizer.vocab_size, "model_max_length": served.llm.engine.max_context,
+            "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def _text(served: ServedModel, body: DetokenizeRequest) -> str:

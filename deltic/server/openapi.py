@@ -42,13 +42,15 @@ BODIES: Final[Mapping[str, type[Fields]]] = {
 _OPEN: Final = frozenset(("/", "/health", "/ready"))
 """Paths for which no key is asked."""
 _QUERIES: Final[Mapping[str, Mapping[str, Json]]] = {
+    "/tokenizer_info": {"model": {"type": "string"}},
     "/v1/responses/{id}/input_items": {"limit": {"type": "integer", "minimum": 1, "maximum": 100},
                                        "order": {"enum": ["asc", "desc"]}, "after": {"type": "string"}}}
 _TEXT: Final[Json] = {"type": ["string", "array"], "items": {"type": "object", "required": ["type"], "properties": {
     "type": {"type": "string"}, "text": {"type": "string"}}}}
 _MESSAGES: Final[Json] = {"type": "array", "items": {
     "type": "object", "required": ["role"],
-    "properties": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}, "content": _TEXT}}}
+    "properties": {"content": _TEXT, "role": {
+        "enum": ["system", "developer", "user", "assistant", "tool", "function"]}}}}
 _TURNS: Final[Json] = {"type": "array", "minItems": 1, "items": {
     "type": "object", "required": ["role", "content"],
     "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT}}}

@@ -44,7 +44,8 @@ _PART = replace(Known.of("type text refusal image video video_url url source fps
                 kinds=(None, "text", "refusal", "image", "image_url", "video", "video_url"))
 CHAT: Mapping[str, Known] = {
     "messages": Known.of("role contents name tool_call_id reasoning_content reasoning thinking", content=_PART,
-                         tool_calls=Known.of("id type index name arguments custom", function=_FUNCTION))}
+                         tool_calls=Known.of("id type index name arguments custom", function=_FUNCTION),
+                         function_call=_FUNCTION)}
 
 _TEXT = replace(Known.of("type text refusal image_url"), kinds=(None, "input_text", "output_text", "input_image"))
 RESPONSES: Mapping[str, Known] = {

@@ -6,16 +6,17 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltic.config import Limits
 from deltic.errors import QuotaError, RequestError
+from deltic.server.sending import Outbox
 
 if TYPE_CHECKING:
     from deltic.server.collect import Run
@@ -26,7 +27,7 @@ ID_HEADERS = ("x-request-id", "request-id")
 _IDS = re.compile(r"[!-~]{1,128}")
 """Ids of clients that are taken: ASCII without spaces."""
 _LONGEST_PATH = 200
-_WHOLE = re.compile("https?://[^/]*", re.IGNORECASE)
+_GONE = 499  # the status where a client left before it was answered
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +36,9 @@ class RequestRecord:
 
     id: the client's own, or else ours.
     client: its address.
-    key: the name of whose key it came with.
+    key: name of the API key in the log.
+    owner: identity of the key's owner for stored responses, answer records and quotas.
+    prefix_owner: the same for cached prefixes; None if owners share them.
     arrived, began: by the clock, and by time.perf_counter.
     served: whether it came so far as to be looked at by an endpoint.
     model, stream: what it asks for, once its body is read.
@@ -55,6 +58,8 @@ class RequestRecord:
     arrived: float = field(default_factory=time.time)
     began: float = field(default_factory=time.perf_counter)
     key: str | None = None
+    owner: str | None = None
+    prefix_owner: str | None = None
     served: bool = False
     model: str | None = None
     stream: bool = False
@@ -83,11 +88,13 @@ class RequestRecord:
 
 class Records:
     """The requests that are being answered. log: is given a line for each that is over. texts: whether the lines shall
-    have prompts and answers."""
+    have prompts and answers. responses: how many there were of each status."""
 
     def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
                  texts: bool = False) -> None:
         self.texts, self._limits, self._log = texts, limits, log
+        self.responses: Counter[int] = Counter()
+        self.outbox = Outbox(limits.max_unsent_mib)
         self._live: dict[RequestRecord, None] = {}
 
     def __iter__(self) -> Iterator[RequestRecord]:
@@ -106,6 +113,7 @@ class Records:
     def end(self, record: RequestRecord) -> None:
         """It is over. Looks at health and files are not worth a line."""
         self._live.pop(record, None)
+        self.responses[record.status or _GONE] += 1
         if record.release:
             record.release()
         if self._log and (record.served or record.status is None or record.status >= 400):
@@ -115,6 +123,7 @@ class Records:
 
     def refuse(self, status: int, client: str) -> None:
         """A connection was answered that had no request yet that could be read."""
+        self.responses[status] += 1
         if self._log:
             self._log({"time": _stamp(time.time()), "client": client, "status": status})
 
@@ -126,7 +135,7 @@ class Records:
             if answers > most:
                 raise RequestError(f"the request is for {answers} answers, and a key may have {most} at a time "
                                    "(max_running_per_key)", "n")
-            held = sum(other.answers for other in self._live if other.key == record.key and other is not record)
+            held = sum(other.answers for other in self._live if other.owner == record.owner and other is not record)
             if held + answers > most:
                 raise QuotaError(f"the API key has {held} answers that run or wait, and may have {most} "
                                  "(max_running_per_key): try again when one has ended")
@@ -143,7 +152,7 @@ class Recorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = _without_host(scope)
+        scope = _without_slashes(scope)
         record = self._records.begin(scope)
 
         async def noting(message: Message) -> None:
@@ -151,20 +160,23 @@ class Recorder:
                 record.status = message["status"]
                 named = ((name.encode(), record.id.encode()) for name in ID_HEADERS)
                 message["headers"] = [*message.get("headers", ()), *named]
-            await send(message)
+            await self._records.outbox.send(scope, send, message)
         try:
             await self._app(scope, receive, noting)
         finally:
             self._records.end(record)
 
 
-def _without_host(scope: Scope) -> Scope:
-    """As if the target were a path, where a client asks for a whole URL, as it would ask a proxy."""
-    whole = _WHOLE.match(scope["path"])
-    if not whole:
+def _without_slashes(scope: Scope) -> Scope:
+    """As if there were one slash before the path: a base URL that ends with one makes two."""
+    if not scope["path"].startswith("//"):
         return scope
-    path = scope["path"][whole.end():] or "/"
-    return {**scope, "path": path, "raw_path": quote(path).encode()}
+    return {**scope, "path": "/" + scope["path"].lstrip("/"), "raw_path": b"/" + scope["raw_path"].lstrip(b"/")}
+
+
+def salt_of(owner: str | None, salt: str) -> str:
+    """Combines an owner and a `SaltedFields.salt` into one salt; "" if there is neither."""
+    return "" if owner is None and not salt else f"{salt} {'' if owner is None else 'of ' + owner}"
 
 
 def record_of(request: Request) -> RequestRecord:

@@ -31,9 +31,9 @@ class RequestLog:
     def __init__(self, path: str, texts: bool = False) -> None:
         """path: of the file; "-" is standard output. ConfigError if it cannot be opened."""
         self.texts, self.lost = texts, 0
+        self._path = None if path == "-" else Path(path).absolute()
         try:
-            self._file = os.dup(1) if path == "-" else os.open(
-                Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = _open(self._path) if self._path else os.dup(1)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the request log {path} cannot be opened: {error}", "request_log") from error
         self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
@@ -61,10 +61,24 @@ class RequestLog:
             lines = [self._lines.get()]
             while lines[-1] is not None and len(lines) < _AT_ONCE and not self._lines.empty():
                 lines.append(self._lines.get())
+            self._reopen()
             self._write([dump(line) for line in lines if line is not None])
             if lines[-1] is None:
                 os.close(self._file)
                 return
+
+    def _reopen(self) -> None:
+        """After a rotation the path is another file, or none. Where it cannot be had, the old one is written on."""
+        if self._path is None:
+            return
+        try:
+            now = self._path.stat() if self._path.exists() else None
+            if now is None or not os.path.samestat(os.fstat(self._file), now):
+                file = _open(self._path)
+                os.close(self._file)
+                self._file, self._torn = file, False
+        except OSError as error:
+            self._complain(f"cannot be opened again: {error}")
 
     def _write(self, lines: list[bytes]) -> None:
         """Whole lines as far as that can be had; what is half written is ended before the next."""
@@ -76,7 +90,14 @@ class RequestLog:
                     left, self._torn = left[count:], count < len(left)
             except OSError as error:
                 self.lost += len(lines) - at
-                if time.monotonic() - self._said > _QUIET:
-                    self._said = time.monotonic()
-                    log.error("the request log cannot be written, and has lost %d lines: %s", self.lost, error.strerror)
+                self._complain(f"cannot be written, and has lost {self.lost} lines: {error.strerror}")
                 return
+
+    def _complain(self, trouble: str) -> None:
+        if time.monotonic() - self._said > _QUIET:
+            self._said = time.monotonic()
+            log.error("the request log %s", trouble)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

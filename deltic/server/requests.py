@@ -44,8 +44,8 @@ class _Endpoints:
         return json_response({"id": id, "object": "request", "cancelled": True})
 
     def _own(self, request: Request) -> Iterator[RequestRecord]:
-        key = record_of(request).key
-        return (record for record in self.records if record.answers and record.key == key)
+        owner = record_of(request).owner
+        return (record for record in self.records if record.answers and record.owner == owner)
 
 
 def _shown(record: RequestRecord) -> Json:

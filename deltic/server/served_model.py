@@ -18,11 +18,11 @@ from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.documents import DocumentTexts, TextOf
 from deltic.server.http import while_connected
-from deltic.server.records import Records, record_of
+from deltic.server.records import Records, record_of, salt_of
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import ChatProcessor, Job, bare_job, counting_bound, prompt_bound
 from deltic.text.output_format import OutputFormat
-from deltic.text.tokenizer import Bound
+from deltic.text.tokenizer import Bound, Tokenizer
 from deltic.types import SamplingParams
 
 
@@ -37,6 +37,7 @@ class ServedModel:
     documents: texts of those that requests had lately.
     text_of: gives those of a request.
     bounded: whether prompts have to fit the context; those that are only counted, or cut, do not.
+    owner: of the request's API key.
     """
 
     llm: LLM
@@ -48,6 +49,7 @@ class ServedModel:
     documents: DocumentTexts = field(default_factory=DocumentTexts)
     text_of: TextOf = lambda _: None
     bounded: bool = True
+    owner: str | None = None
 
     @property
     def limits(self) -> Limits:
@@ -75,8 +77,9 @@ class ServedModel:
         whole: the answers are wanted whole."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
-        client = record.key or _client_of(request)
-        jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
+        client = record.owner or _client_of(request)
+        jobs = [replace(job, request=replace(job.request, client=client, cache_salt=salt_of(
+            record.prefix_owner, job.request.cache_salt))) for job in jobs]
         try:
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
             if self.records.texts:
@@ -98,11 +101,16 @@ class ServedModel:
             run.close()
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams,
-                 output_format: OutputFormat | None = None) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool | None = None) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str) or output_format:
-            return self.processor.complete(prompt, sampling, output_format)
+            return self.processor.complete(prompt, sampling, output_format, add_special is not False)
         return bare_job(prompt, sampling, self._bound)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the model; RequestError if it has none."""
+        return self.llm.chat_processor.tokenizer
 
     def token_bytes(self, token: int) -> bytes:
         """What a token looks like; without tokenizer they can be told apart all the same."""

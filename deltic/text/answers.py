@@ -128,7 +128,7 @@ class _Growing:
         """What has come since the last one."""
         if self.end:
             ended = self.text.ended
-            self.deltas += self.text.finish()
+            self.deltas += self.text.finish(cut=self.end.finish != "stop")
         deltas, scores = merge(self.deltas) if len(self.deltas) > 1 else self.deltas, self.scores
         self.deltas, self.scores = [], []
         if self.keeps:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from deltic.text.coerce import argument_schema, coerce, dumps, read_json, stays_text, types_of
+from deltic.text.coerce import Schema, argument_schema, coerce, dumps, read_json, stays_text, types_of
 
 
 class Said(NamedTuple):
@@ -21,15 +21,17 @@ class Arguments:
     """The calls of one block. What they say is in `out`, text that is no part of them in `aside`.
 
     schemas: by the names of tools. streams: texts are said as they come, where the schema leaves them as they are.
-    decodes: texts are JSON where they can be. drops_empty: a call without arguments is none.
+    decodes: texts are JSON where they can be. drops_empty: a call without arguments is none. typed: values have
+    the types that they are to have.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, streams: bool, decodes: bool,
+    def __init__(self, schemas: Mapping[str, Schema], *, streams: bool, decodes: bool,
                  drops_empty: bool) -> None:
         self.out: list[Said] = []
         self.aside: list[str] = []
+        self.typed = False
         self._schemas, self._streams, self._decodes, self._drops_empty = schemas, streams, decodes, drops_empty
-        self._schema: Mapping[str, Any] = {}
+        self._schema = Schema({})
         self._keys: set[str] | None = None  # of the call that is open
         # of the open value: its key, whether its text is said at once, whether that has begun, whether there was one
         # with this key before, and what there is of it
@@ -47,9 +49,19 @@ class Arguments:
         """Whether a call is."""
         return self._keys is not None
 
+    def knows(self, name: str) -> bool:
+        """Whether there is a tool of this name."""
+        return name in self._schemas
+
+    def takes(self, key: str) -> bool:
+        """Whether the open call may get a value with this key: it has none yet, and the schema, if it names any, names
+        this one."""
+        names = self._schema.properties
+        return key != self._key and key not in (self._keys or ()) and (not names or key in names)
+
     def begin(self, name: str) -> None:
         """A call."""
-        self._schema, self._keys = self._schemas.get(name, {}), set()
+        self._schema, self._keys = self._schemas.get(name, Schema({})), set()
         self.out.append(Said(name))
 
     def key(self, key: str) -> None:
@@ -87,11 +99,13 @@ class Arguments:
         if self._repeated:
             self.aside += [written if isinstance(written, str) else dumps(written), "\n"]
             return
+        if self.typed:
+            self._say(key, written, written)
+            return
         if self._decodes and isinstance(written, str):
             written = _decoded(written, types_of(key, self._schema) == {"string"})
         typed = coerce(written, argument_schema(key, self._schema), self._schema)
-        before = self._before(key)
-        self.out.append(Said(None, before + dumps(typed), before + dumps(written)))
+        self._say(key, typed, written)
 
     def end(self) -> None:
         """Of the call, if one is open."""
@@ -111,6 +125,10 @@ class Arguments:
         twin.out, twin.aside, twin._text = self.out.copy(), self.aside.copy(), self._text.copy()
         twin._keys = None if self._keys is None else self._keys.copy()
         return twin
+
+    def _say(self, key: str, typed: Any, written: Any) -> None:
+        before = self._before(key)
+        self.out.append(Said(None, before + dumps(typed), before + dumps(written)))
 
     def _say_text(self, escaped: str) -> None:
         if not self._begun:

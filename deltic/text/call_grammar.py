@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
 from deltic.errors import RequestError, show
-from deltic.text.coerce import types_of
-from deltic.text.grammar import LENIENT, STRICT, Part, part_of, quoted
-from deltic.text.output_format import OutputFormat
-from deltic.text.tools import CallForm
+from deltic.text.grammar import Part, Schemas, objection, part_of, quoted
+from deltic.text.json_schema import types_of, within
+from deltic.text.output_format import JsonSchema, OutputFormat
+from deltic.text.text_schema import ALL, ANY, NOTHING, Texts, escaped, object_of, read_otherwise, slashed, without
+from deltic.text.tools import JSON, CallForm
 
-_ANY = "(?s:.*)"
-_NO_JSON = rf"([^\s\[{{]{_ANY})?"
+_UNSATISFIABLE = "Unsatisfiable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,9 @@ class Calls:
     other: OutputFormat | None = None
 
 
-def call_parts(calls: Calls, tags: Mapping[str, str]) -> list[Part]:
-    """The grammar of such answers. tags: those that are tokens, and how a grammar names them. RequestError names the
-    tool that is wrong."""
-    rules = _Rules(calls.form, tags)
+def call_parts(calls: Calls, tags: Mapping[str, str], schemas: Schemas) -> list[Part]:
+    """The grammar of such answers. tags: those that are tokens, and how a grammar names them."""
+    rules = _Rules(calls.form, tags, schemas)
     functions = [rules.function(index, function) for index, function in calls.functions.items()]
     call = rules.add("call", " | ".join(functions))
     if calls.needed:
@@ -106,15 +105,15 @@ def call_parts(calls: Calls, tags: Mapping[str, str]) -> list[Part]:
         rules.add("start", f"{rules.block(call, calls.parallel)} | @other")
     else:
         rules.add_text(call, calls.parallel)
-    other = [] if calls.needed or not calls.other else [{"name": "other", **part_of(calls.other)}]
+    other = [] if calls.needed or not calls.other else [{"name": "other", **part_of(calls.other, schemas)}]
     return [{"lark_grammar": rules.text}, *other]
 
 
 class _Rules:
     """The rules of a grammar in Lark's notation."""
 
-    def __init__(self, form: CallForm, tags: Mapping[str, str]) -> None:
-        self._form, self._marks = form, tags
+    def __init__(self, form: CallForm, tags: Mapping[str, str], schemas: Schemas) -> None:
+        self._form, self._marks, self._schemas = form, tags, schemas
         self._lines: list[str] = []
 
     @property
@@ -123,19 +122,19 @@ class _Rules:
 
     def add(self, name: str, rule: str) -> str:
         self._lines.append(f"{name}: {rule}")
-        return name
+        return name.partition("[")[0]
 
     def add_text(self, call: str, parallel: bool) -> None:
         """Text, with a block of calls at its end or not."""
         tag = self._form.block[0]
         if tag in self._marks:
             self.add("start", f"TEXT ({self.block(call, parallel)})?")
-            self.add("TEXT", f"/{_ANY}/")
+            self.add("TEXT", f"/{ANY}/")
             return
-        opening = _escaped(tag)
+        opening = escaped(tag)
         self.add("start", f"TEXT | head {self.block(call, parallel, begun=True)}")
-        self.add("head[lazy]", _slashed(_ANY + opening))
-        self.add("TEXT", f"/{_ANY}/ & ~{_slashed(_ANY + opening + _ANY)}")
+        self.add("head[lazy]", slashed(ANY + opening))
+        self.add("TEXT", f"/{ANY}/ & ~{slashed(ANY + opening + ANY)}")
 
     def block(self, call: str, parallel: bool, begun: bool = False) -> str:
         """One block of calls, or more of them. begun: the first tag has come."""
@@ -150,117 +149,77 @@ class _Rules:
         return self.add("calls", f"{first} {call} {closing}{more}")
 
     def function(self, index: int, function: Mapping[str, Any]) -> str:
-        """One function with its arguments."""
-        form, schema = self._form, function.get("parameters")
-        schema = schema if isinstance(schema, Mapping) else {}
-        strict, field = bool(function.get("strict")), f"tools[{index}].function.parameters"
-        before, after = form.function
-        begin = quoted(before + function["name"] + after)
-        if form.parameter is None:
-            wanted = {"type": "object", **schema}
-            if wanted.get("properties"):
-                wanted.setdefault("additionalProperties", False)
-            return self.add(f"f{index}", f"{begin} {self._json(wanted, strict)} {quoted(form.function_end)}")
-        root = _resolved(schema, schema)
-        properties = root.get("properties")
-        if not isinstance(properties, Mapping):
-            properties = {}
-        required = root.get("required") or ()
-        if strict and (unknown := [key for key in required if key not in properties]):
-            raise RequestError(f"{field} requires {unknown[0]!r}, which it does not describe", field)
-        parameters = [self._parameter(f"f{index}p{place}", key, (value, schema), strict)
-                      + ("" if key in required else "?") for place, (key, value) in enumerate(properties.items())]
-        return self.add(f"f{index}", " ".join([begin, *parameters, quoted(form.function_end)]))
+        """One function with its arguments: as a JSON object where the form says so, and where its parameters cannot be
+        written one by one in such a way that the schema is kept."""
+        given, strict = function.get("parameters"), bool(function.get("strict"))
+        field = f"tools[{index}].function.parameters"
+        schema = self._schemas.fit(JsonSchema(given if isinstance(given, Mapping) else {}, strict, field))
+        self._schemas.part(schema, strict, field)  # what is refused is refused as in a response_format
+        parameters = None
+        if self._form.parameter:
+            parameters = self._parameters(f"f{index}", schema, strict, field)
+        if parameters is not None:
+            before, after = self._form.function
+            return self.add(f"f{index}", " ".join([quoted(before + function["name"] + after), *parameters,
+                                                   quoted(self._form.function_end)]))
+        wanted = {**schema, "type": "object"}
+        if wanted.get("properties") and object_of(wanted):
+            wanted.setdefault("additionalProperties", False)
+        before, after = JSON.function
+        name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
+        return self.add(f"f{index}", f"{quoted(before + name + after)} {self._json(wanted, strict, field)} "
+                                     f"{quoted(JSON.function_end)}")
 
-    def _parameter(self, name: str, key: str, value: tuple[Any, Mapping[str, Any]], strict: bool) -> str:
-        assert self._form.parameter
-        before, after = self._form.parameter
-        part, root = value
-        return self.add(name, f"{quoted(before + key + after)} ({self._value(name, part, root, strict)})")
+    def _parameters(self, name: str, schema: Mapping[str, Any], strict: bool, field: str) -> list[str] | None:
+        """The rules of a function's parameters; None if they cannot be written one by one."""
+        root = object_of(schema)
+        if root is None:
+            return None
+        properties, required, found = root.get("properties") or {}, root.get("required") or (), list[str]()
+        for place, (key, part) in enumerate(properties.items()):
+            value = self._value(f"{name}p{place}", part, schema, strict, field)
+            if value is None:
+                return None
+            assert self._form.parameter
+            before, after = self._form.parameter
+            if value:
+                rule = self.add(f"{name}p{place}", f"{quoted(before + key + after)} ({value})")
+                found.append(rule + ("" if key in required else "?"))
+            elif key in required:
+                return None
+        return found
 
-    def _value(self, name: str, part: Any, root: Mapping[str, Any], strict: bool) -> str:
-        """A value and what ends it: texts stand as they are, all else as JSON."""
-        end = quoted(self._form.parameter_end)
-        resolved = _resolved(part, root)
-        types = types_of("value", {"properties": {"value": resolved}, **_definitions(root)})
-        as_json = f"{self._json({**resolved, **_definitions(root)}, strict)} {end}"
-        if types and "string" not in types:
-            return as_json
-        texts = _texts(resolved)
-        if texts is not None:
-            return " | ".join(f"{quoted(text)} {end}" for text in texts)
-        pattern = _pattern(resolved) if types == {"string"} else _ANY
-        if types - {"string"}:
-            # what looks like JSON is read as JSON
-            return f"{as_json} | {self._free(name, _NO_JSON)}"
-        return self._free(name, pattern)
+    def _value(self, name: str, part: Any, root: Mapping[str, Any], strict: bool, field: str) -> str | None:
+        """A value and what ends it: texts stand as they are, all else as JSON. "" if there is no value; None if it
+        cannot be written so."""
+        types, end = types_of(part, root, {}), quoted(self._form.parameter_end)
+        texts: str | None = NOTHING
+        if not types or "string" in types:
+            texts = Texts(root, None if strict else self._schemas.ignored).of(part)
+        if texts is None:
+            return None
+        found = [] if texts == NOTHING else [self._text(name, texts, types)]
+        others = sorted(types - {"string"})
+        if others:
+            wanted = within(part if texts == NOTHING else {"allOf": [part, {"type": others}]}, root)
+            if texts == NOTHING or not objection(wanted).startswith(_UNSATISFIABLE):
+                found.append(f"{self._json(wanted, strict, field)} {end}")
+        return " | ".join(found)
 
-    def _free(self, name: str, pattern: str) -> str:
-        """Text that the pattern matches, which holds no tag of a call, and its end."""
-        end = _escaped(self._form.parameter_end)
-        tags = "|".join(_escaped(tag.strip("<>/")) for tag in dict.fromkeys(self._tags()))
-        body, barred = f"({pattern}){end}", f"{_ANY}<\\/?({tags}){_ANY}{end}"
-        return self.add(f"{name}t[lazy]", f"{_slashed(body)} & ~{_slashed(barred)}").partition("[")[0]
+    def _text(self, name: str, texts: str, types: Set[str]) -> str:
+        """A text and its end, before which the reader takes it for nothing else."""
+        form, end = self._form, slashed(escaped(self._form.parameter_end))
+        barred = read_otherwise(types, form.decodes)
+        if texts == ALL and not barred:
+            return self.add(f"{name}t[lazy]", slashed(ANY + escaped(form.parameter_end)))
+        tagless = slashed(without(form.parameter_end.strip().rstrip(">")))
+        self.add(f"{name.upper()}T", " & ".join([tagless, f"({texts})", *(f"~{other}" for other in barred)]))
+        return self.add(f"{name}t[lazy]", f"{name.upper()}T {end}")
 
-    def _tags(self) -> Iterable[str]:
-        form = self._form
-        assert form.parameter
-        parts = (form.parameter_end, form.function_end, form.parameter[0], form.function[0], form.opening)
-        return (re.split(r"[=\s\"]", part.strip())[0] for part in parts)
-
-    def _json(self, schema: Mapping[str, Any], strict: bool) -> str:
-        return "%json " + json.dumps({**schema, "x-guidance": STRICT if strict else LENIENT})
+    def _json(self, schema: Mapping[str, Any], strict: bool, field: str) -> str:
+        return "%json " + json.dumps(self._schemas.part(schema, strict, field))
 
     def _marked(self, text: str) -> str:
         """Text, its tags by their tokens where they have one."""
         pieces = re.split("(" + "|".join(map(re.escape, self._form.block)) + ")", text)
         return " ".join(self._marks.get(piece) or quoted(piece) for piece in pieces if piece)
-
-
-def _escaped(text: str) -> str:
-    """A pattern of this text alone."""
-    return re.sub(r"\\(\s)", r"\1", re.escape(text))
-
-
-def _slashed(pattern: str) -> str:
-    """A pattern as Lark writes it."""
-    return "/" + re.sub(r"(?<!\\)/", r"\/", pattern.replace("\n", r"\n")) + "/"
-
-
-def _resolved(part: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a reference stands for, if it is one into the same document."""
-    for _ in range(8):
-        reference = part.get("$ref") if isinstance(part, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        target: Any = root
-        for name in reference[2:].split("/"):
-            target = target.get(name) if isinstance(target, Mapping) else None
-        part = {**(target if isinstance(target, Mapping) else {}),
-                **{key: value for key, value in part.items() if key != "$ref"}}
-    return part if isinstance(part, Mapping) else {}
-
-
-def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: root[key] for key in ("$defs", "definitions") if key in root}
-
-
-def _texts(schema: Mapping[str, Any]) -> list[str] | None:
-    """The values of an enumeration as they are written in the place of a text."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or not values:
-        return None
-    return [value if isinstance(value, str) else json.dumps(value) for value in values]
-
-
-def _pattern(schema: Mapping[str, Any]) -> str:
-    """An expression for the texts that a schema allows. Formats are left to the model."""
-    low, high = schema.get("minLength") or 0, schema.get("maxLength")
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str):
-        begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
-        inner = pattern[begins:len(pattern) - ends]
-        return ("" if begins else _ANY) + f"({inner})" + ("" if ends else _ANY)
-    if isinstance(low, int) and isinstance(high, int | None) and (low or high is not None):
-        return f"(?s:.{{{low},{'' if high is None else high}}})"
-    return _ANY

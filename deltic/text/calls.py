@@ -2,10 +2,13 @@
 
     block -> calls -> arguments, of which each piece is said as soon as nothing that follows can change it
 
-An argument may quote whatever it likes, tags of calls and whole calls too. A closing tag ends a value if what follows
-it may follow a value, and if no function is open that the value quotes. Where that leaves a doubt, what follows is read
-as text of the value but not said, until the value ends for certain; if it never does, the place in doubt was its end,
-and all that follows is read again.
+An argument may quote tags and whole calls. A closing tag ends a value if a tag follows that may follow a value, and if
+the value has closed all functions and parameters that it quotes. A parameter that begins within a value is quoted if
+the tool's schema does not know it, or if the call has it already; else the closing tag of the value may be missing.
+Where that leaves a doubt, the text after the place in doubt is read as part of the value, but held back until the value
+ends for certain; if it never does, the place in doubt was its end, and all that follows is read again.
+
+Under a grammar there is no doubt: a value ends with the first closing tag that is written as the form writes it.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from deltic.text import json_calls
 from deltic.text.arguments import Arguments, Said
+from deltic.text.coerce import Schema
+from deltic.text.stops import open_suffix
 from deltic.text.tools import SPACES, CallForm, clean_name, skip_spaces
 
 # What may follow the end of a value; the second, where the end of the value itself is missing.
@@ -30,11 +34,15 @@ State = Callable[["CallReader", str, int], int]
 
 @dataclass(slots=True)
 class _Doubt:
-    """What may be the end of a value: the reader before it, the text since, how much had been said."""
+    """What may be the end of a value: the reader before it, the text since, how much had been said.
+
+    by_parameter: the value quotes a parameter there, or ends one; if it has no closing tag of its own, it does not.
+    """
 
     before: CallReader
     since: list[str]
     said: int
+    by_parameter: bool
 
 
 class CallReader:
@@ -42,11 +50,12 @@ class CallReader:
     read again.
 
     opening: the tag that began the block, or for a function without a block what that begins with: then `feed` takes
-    it as well.
+    it as well. exact: a grammar wrote the calls.
     """
 
-    def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]], opening: str, retries: int) -> None:
-        self.form, self.tags, self.retries = form, form.tags, retries
+    def __init__(self, form: CallForm, schemas: Mapping[str, Schema], opening: str, retries: int,
+                 exact: bool = False) -> None:
+        self.form, self.tags, self.retries, self.exact = form, form.tags, retries, exact
         self.bare = opening != form.block[0]
         self.arguments = Arguments(schemas, streams=form.streams, decodes=form.decodes, drops_empty=form.drops_empty)
         self.certain = False  # that there is a call
@@ -57,9 +66,10 @@ class CallReader:
         self._again: str | None = None
         self._doubt: _Doubt | None = None
         self.decided = False  # the next tag is not quoted
-        # of a value: functions that it quotes, whether it has begun, whether it is at the beginning of a line, a line's
-        # end that may be its last, the kind of a tag that may end it
-        self.depth, self.begun, self.line_begins, self.newline, self.ending = 0, False, True, "", ""
+        # of a value: functions and parameters that it quotes, whether it has begun, whether it is at the beginning of a
+        # line, a line's end that may be its last, the kind of a tag that may end it
+        self.depth = self.quoted = 0
+        self.begun, self.line_begins, self.newline, self.ending = False, True, "", ""
         self.in_lines = True
         self.pieces: list[str] = []
         self.json = json_calls.Scan()
@@ -81,8 +91,13 @@ class CallReader:
         self._held = text[at:]
         return self._rest
 
-    def finish(self) -> str:
-        """There is no more text: the call ends here, or where it was in doubt. What comes after it then."""
+    def finish(self, cut: bool = False) -> str:
+        """There is no more text: the call ends here, or where it was in doubt. What comes after it then.
+
+        cut: the model did not end it, so that a call that is open stays open.
+        """
+        if cut and self.certain and self._rest is None and self.arguments.open:
+            self._doubt, self._rest = None, ""
         while self._rest is None and self.fall_back():
             self.feed("")
         if self._rest is None:
@@ -97,14 +112,14 @@ class CallReader:
         """The text ends with what was held back, the beginning of a closing tag perhaps; gives what is in no call."""
         if self.state is in_value and not closes:
             self.value(held)
-        if self.state in (after_call, json_calls.after_object):
+        if self.state in (after_call, after_bare, json_calls.after_object):
             return "" if closes else held
         return json_calls.cut(self, held, closes)
 
     def take(self) -> list[Said]:
         """What has become certain."""
         out, doubt = self.arguments.out, self._doubt
-        said = len(out) if self.form.streams or self._rest is not None else 0
+        said = len(out) if (self.form.streams and self.certain) or self._rest is not None else 0
         if doubt and said:
             said, doubt.said = doubt.said, 0
         if not said:
@@ -118,7 +133,7 @@ class CallReader:
         twin.arguments, twin.json = self.arguments.copy(), copy.copy(self.json)
         twin._raw, twin.pieces = self._raw.copy(), self.pieces.copy()
         if self._doubt:
-            twin._doubt = _Doubt(self._doubt.before, self._doubt.since.copy(), self._doubt.said)
+            twin._doubt = replace(self._doubt, since=self._doubt.since.copy())
         return twin
 
     # What the states do
@@ -151,7 +166,7 @@ class CallReader:
         """A call."""
         self.arguments.end()
         self.arguments.begin(clean_name(name))
-        if self.form.streams:
+        if self.form.streams and not self.bare:
             self.settle()
 
     def settle(self) -> None:
@@ -165,17 +180,27 @@ class CallReader:
         self.arguments.end_text()
         self._doubt = None
 
-    def doubt(self, since: str) -> None:
+    def doubt(self, since: str, by_parameter: bool = False) -> None:
         """The value may have ended before this text."""
-        if self._doubt is None:
+        if self._doubt is None and not self.exact:
             before = self.copy()
-            before._held, before.depth, before.decided, before.arguments.out = "", 0, True, []
+            before._held, before.depth, before.quoted, before.decided, before.arguments.out = "", 0, 0, True, []
             before._raw = ["".join(self._raw).removesuffix(since)]
-            self._doubt = _Doubt(before, [since], len(self.arguments.out))
+            self._doubt = _Doubt(before, [since], len(self.arguments.out), by_parameter)
 
     def trust(self) -> None:
         """Nothing is in doubt."""
         self._doubt = None
+
+    @property
+    def lacks_an_end(self) -> bool:
+        """Whether the value, if it had its end here, would lack a closing tag, and would not with its end where the
+        doubt is."""
+        return self._doubt is not None and self._doubt.by_parameter
+
+    def may_follow(self, tag: re.Match[str]) -> bool:
+        """Whether this tag may follow a value: the call has no such parameter, and the tool may have it."""
+        return tag.lastgroup != "parameter" or self.arguments.takes(clean_name(tag["key"]))
 
     def fall_back(self) -> bool:
         """What was in doubt was the end; False if nothing was."""
@@ -229,18 +254,29 @@ def block_begins(reader: CallReader, text: str, at: int) -> int:
     """After the tag that opens a block."""
     start = skip_spaces(text, at)
     if start < len(text):
-        reader.state = json_calls.head if text[start] == "{" else before_function
+        as_json = text[start] == "{"
+        reader.arguments.typed = as_json and reader.exact
+        reader.state = json_calls.head if as_json else before_function
     return start
 
 
 def bare_call(reader: CallReader, text: str, at: int) -> int:
     """A function without a block."""
     tag, is_open = reader.tag_at(text, at)
-    if tag is None:
+    if tag is None or not reader.arguments.knows(clean_name(tag["name"])):
         return at if is_open else reader.fail(text, len(reader.tags.function))
     reader.begin(tag["name"])
     reader.state = in_function
     return tag.end()
+
+
+def after_bare(reader: CallReader, text: str, at: int) -> int:
+    """After a function without a block. Models forget the tag that opens one, and write the one that closes it."""
+    start = skip_spaces(text, at)
+    tag, is_open = reader.tag_at(text, start) if start < len(text) else (None, True)
+    if is_open:
+        return at
+    return reader.close(text, tag.end() if tag and tag.lastgroup == "closing" else at)
 
 
 def before_function(reader: CallReader, text: str, at: int) -> int:
@@ -260,7 +296,7 @@ def before_function(reader: CallReader, text: str, at: int) -> int:
 def in_function(reader: CallReader, text: str, at: int) -> int:
     """Between the values of a function."""
     tag, start = reader.next_tag(text, at)
-    if not reader.certain and not reader.form.streams and text[at:start].strip(SPACES):
+    if not reader.certain and (reader.bare or not reader.form.streams) and text[at:start].strip(SPACES):
         return reader.fail(text, skip_spaces(text, at))
     reader.arguments.aside.append(text[at:start])
     return start if tag is None else next_part(reader, text, tag)
@@ -272,19 +308,40 @@ def next_part(reader: CallReader, text: str, tag: re.Match[str]) -> int:
     if kind == "parameter":
         reader.settle()
         reader.arguments.key(clean_name(tag["key"]))
-        reader.begun, reader.line_begins, reader.newline, reader.depth = False, True, "", 0
-        reader.state = in_value
+        reader.begun, reader.line_begins, reader.newline, reader.depth, reader.quoted = False, True, "", 0, 0
+        reader.state = in_exact_value if reader.exact else in_value
     elif kind == "function":
         reader.begin(tag["name"])
         reader.state = in_function
     elif kind == "function_end":
-        if reader.bare:
-            return reader.close(text, tag.end())
+        if reader.form.streams:
+            reader.settle()
         reader.arguments.end()
-        reader.state = after_call
+        reader.state = after_bare if reader.bare else after_call
     elif kind in ("opening", "closing"):
         return reader.close(text, tag.start() if kind == "opening" else tag.end())
     return tag.end()
+
+
+def in_exact_value(reader: CallReader, text: str, at: int) -> int:
+    """In a value that ends with the first closing tag."""
+    form = reader.form
+    assert form.parameter
+    if not reader.begun:
+        begins = form.parameter[1].rpartition(">")[2]
+        if len(text) - at < len(begins):
+            return at
+        at, reader.begun = at + len(begins), True
+    ending = form.parameter_end
+    end = text.find(ending, at)
+    if end < 0:
+        end = len(text) - open_suffix(text[at:], (ending,))
+        reader.arguments.text(text[at:end])
+        return end
+    reader.arguments.text(text[at:end])
+    reader.arguments.end_text()
+    reader.state = in_function
+    return end + len(ending)
 
 
 def in_value(reader: CallReader, text: str, at: int) -> int:
@@ -295,16 +352,17 @@ def in_value(reader: CallReader, text: str, at: int) -> int:
         return start
     decided, reader.decided = reader.decided, False
     kind, begins_line = tag.lastgroup or "", reader.line_begins
-    around = kind in ("opening", "closing")
-    if (around and decided) or (kind == "parameter" and begins_line and not reader.depth):
+    around, parameter = kind in ("opening", "closing"), kind == "parameter" and begins_line
+    if decided and (around or parameter):
         reader.end_value()
         return next_part(reader, text, tag)
     if kind == "parameter_end" or (kind == "function_end" and not reader.depth):
         reader.ending, reader.pieces, reader.state = kind, [tag[0]], after_value
         return tag.end()
-    if around or (kind == "parameter" and begins_line):
-        reader.doubt(text[start:])
+    if around or (parameter and reader.may_follow(tag)):
+        reader.doubt(text[start:], parameter)
     reader.depth += {"function": 1, "function_end": -1}.get(kind, 0)
+    reader.quoted += parameter and not reader.depth
     reader.value(tag[0])
     return tag.end()
 
@@ -315,17 +373,32 @@ def after_value(reader: CallReader, text: str, at: int) -> int:
     if waits:
         return start
     reader.state = in_value
-    quoted = "".join(reader.pieces)
-    if tag is None or tag.lastgroup not in _AFTER[reader.ending]:
+    quoted, ends = "".join(reader.pieces), tag is not None and tag.lastgroup in _AFTER[reader.ending]
+    if reader.ending == "parameter_end" and reader.quoted and not reader.depth:
+        reader.quoted -= 1
+        if tag and ends and reader.may_follow(tag):
+            reader.doubt(quoted + text[start:], True)
+        reader.value(quoted)
+    elif tag is None or not ends:
         reader.value(quoted)
     elif reader.depth:
         reader.doubt(quoted + text[start:])
         reader.value(quoted)
-    else:
-        reader.end_value()
-        reader.state = in_function
-        if reader.ending == "function_end":
-            return reader.close(text, start) if reader.bare else next_part(reader, text, tag)
+    elif reader.ending == "parameter_end" or not (reader.lacks_an_end and reader.fall_back()):
+        return _value_ended(reader, text, start, tag)
+    return start
+
+
+def _value_ended(reader: CallReader, text: str, start: int, tag: re.Match[str]) -> int:
+    """For certain, and this tag follows."""
+    reader.end_value()
+    reader.state = in_function
+    if reader.ending == "parameter_end":
+        return start
+    if not reader.bare:
+        return next_part(reader, text, tag)
+    reader.arguments.end()
+    reader.state = after_bare
     return start
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import secrets
 import unicodedata
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from threading import Lock
 from typing import Any
 
 from deltic.config import Limits
 from deltic.errors import DelticError, RequestError, TemplateError
+from deltic.text.control_tokens import MARK, Quoter
 from deltic.text.markers import start_mode
 from deltic.text.messages import See, normalise_messages, normalise_tools, plain
 from deltic.text.template import ChatTemplate
@@ -44,25 +45,30 @@ as a prompt may have 100,000: objects of classes would bring about full garbage 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a prompt is made from. messages and tools are normalised, variables are those of the template."""
+    """What a prompt is made from. messages and tools are normalised, variables are those of the template. quoter: keeps
+    client text from becoming control tokens, if it is not to."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
     messages: Messages
     tools: Messages | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    quoter: Quoter | None = None
 
     @classmethod
     def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
-             variables: Mapping[str, Any] | None = None, *, see: See | None = None) -> Conversation:
+             variables: Mapping[str, Any] | None = None, *, see: See | None = None,
+             parse_special: bool = False) -> Conversation:
         """From what a request says; RequestError names the field that is wrong. Where the template takes a system
-        message at the beginning only, later ones are put there, too."""
+        message at the beginning only, later ones are put there, too. parse_special: control tokens that messages spell
+        become control tokens."""
         given = plain(variables or {}, "chat_template_kwargs")
         for name in _RESERVED:
             if name in given:
                 raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
         clean = normalise_messages(messages, see=see)
-        return _with_one_system(cls(template, tokenizer, clean, normalise_tools(tools), given))
+        return _with_one_system(cls(template, tokenizer, clean, normalise_tools(tools), given,
+                                    None if parse_special else Quoter(tokenizer.controls)))
 
     def aside(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         """A few other messages under this template and its variables, without tools; "" if it refuses them. Asked
@@ -70,10 +76,16 @@ class Conversation:
         return _aside(self.template.source, json.dumps([self.tokenizer.special_tokens, self.variables, messages]),
                       add_generation_prompt)
 
-    def render(self, messages: Messages, add_generation_prompt: bool = True) -> str:
-        """These messages under this conversation's template, tools and variables, as the ids would spell them."""
-        text = self.template.render(messages, self.tools, add_generation_prompt, **self.variables)
-        return unicodedata.normalize("NFC", text) if self.tokenizer.composes else text
+    def render(self, messages: Messages, add_generation_prompt: bool = True, prefill: bool = False) -> str:
+        """These messages under this conversation's template, tools and variables, as the ids would spell them; with
+        the quoter's marks. prefill: the last message is the beginning of the answer."""
+        def rendered(messages: Messages, tools: Messages | None, variables: Mapping[str, Any]) -> str:
+            text = self.template.render(messages, tools, add_generation_prompt, **variables)
+            return unicodedata.normalize("NFC", text) if self.tokenizer.composes else text
+
+        if self.quoter is None:
+            return rendered(messages, self.tools, self.variables)
+        return self.quoter.render(rendered, messages, self.tools, self.variables, prefill)
 
 
 def _with_one_system(conversation: Conversation) -> Conversation:
@@ -97,7 +109,8 @@ def _aside(source: str, given: str, add_generation_prompt: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A text and ids that spell it, of which the first `kept` were given. anchors: special tokens of it, ascending."""
+    """A text, with marks, and ids that spell it, of which the first `kept` were given. anchors: its special tokens,
+    ascending."""
 
     text: str
     ids: tuple[int, ...]
@@ -123,7 +136,7 @@ def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bou
     """
     kept, offset, anchors = _agreement(tokenizer, text, known)
     rest = text[offset:]
-    ids = tokenizer.encode(rest, bound=bound.after(kept))
+    ids = tokenizer.encode(rest, quoted=True, bound=bound.after(kept))
     special = [index for index, id in enumerate(ids) if id in tokenizer.special]
     spelled = list(tokenizer.special_in(rest))
     if [ids[index] for index in special] == [id for id, _, _ in spelled]:
@@ -143,7 +156,8 @@ def unfinished(conversation: Conversation, continues: bool, bound: Bound = UNBOU
         raise RequestError("only an assistant's message without calls can be continued", "messages")
     mark = "x" + secrets.token_hex(16)
     marked = last["content"] + mark
-    text, *rest = conversation.render([*before, {**last, "content": marked, "contents": marked}], False).split(mark)
+    messages = [*before, {**last, "content": marked, "contents": marked}]
+    text, *rest = conversation.render(messages, False, prefill=True).split(mark)
     if len(rest) != 1:
         raise RequestError("the chat template does not show the last message, so it cannot be continued", "messages")
     return spell(conversation.tokenizer, text, bound=bound)
@@ -152,10 +166,10 @@ def unfinished(conversation: Conversation, continues: bool, bound: Bound = UNBOU
 def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = None) -> tuple[int, ...]:
     """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
 
-    Found by asking the template: the `opening`, the `turning`, and how far the prompt agrees with its continuation by
-    an answer and a user message, and by a call and its result (with tools; the client may or may not send the thinking
-    back). A conversation that the template refuses yields no boundary. Ascending, at most the prompt's length.
-    start: the opening, if it is known.
+    Found by asking the template: the `opening`, where the last question begins, and how far the prompt agrees with its
+    continuation by an answer and a user message, and by a call and its result (with tools; the client may or may not
+    send the thinking back). A conversation that the template refuses yields no boundary. Ascending, at most the
+    prompt's length. start: the opening, if it is known.
     """
     start = opening(conversation, prompt) if start is None else start
     view = _view(conversation, prompt)
@@ -178,14 +192,10 @@ def opening(conversation: Conversation, prompt: Spelled, openings: Openings | No
     return min((_shared_by(prompt, view, other) for other in others), default=0)
 
 
-def turning(conversation: Conversation, prompt: Spelled) -> int:
-    """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
-    edited; 0 if there is nothing of that kind."""
-    return _turning(prompt, _view(conversation, prompt))
-
-
 def _turning(prompt: Spelled, view: _View, ending: str = "") -> int:
-    """ending: what the template writes after a last question, if that is known: then it need not be asked."""
+    """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
+    edited; 0 if there is nothing of that kind. ending: what the template writes after a last question, if that is
+    known: then it need not be asked."""
     *before, last = view.conversation.messages or [{"role": "nobody"}]
     if last["role"] != "user" or all(message["role"] != "assistant" for message in before):
         return 0
@@ -260,6 +270,20 @@ class Openings:
 
 def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
     """How many of the known ids the text begins with, how many characters these are, their special tokens."""
+    pieces = text.split(MARK)
+    marks = [*accumulate(map(len, pieces[:-1]))]
+    kept, offset, anchors = _clean_agreement(tokenizer, "".join(pieces), marks, known)
+
+    def place(characters: int) -> int:
+        return characters + len(MARK) * bisect_left(marks, characters)
+    if marks:
+        anchors = [(index, place(start), place(end)) for index, start, end in anchors]
+    return kept, place(offset), anchors
+
+
+def _clean_agreement(tokenizer: Tokenizer, text: str, marks: Sequence[int], known: Sequence[int]
+                     ) -> tuple[int, int, list[Anchor]]:
+    """The same of a text without marks. marks: where it has them; no special token is there."""
     anchors: list[Anchor] = []
     offset, composed = 0, tokenizer.composes
     cuts = [0, *(index for index, id in enumerate(known) if index and id in tokenizer.special), len(known)]
@@ -267,11 +291,13 @@ def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[i
         piece = tokenizer.decode(known[start:end], skip_special=False)
         piece = unicodedata.normalize("NFC", piece) if composed else piece
         mark = tokenizer.decode(known[start:start + 1], skip_special=False)
-        if not text.startswith(piece, offset):
-            if start and not text.startswith(mark, offset):
+        special = start < end and known[start] in tokenizer.special
+        quoted = special and bisect_right(marks, offset) < bisect_left(marks, offset + len(mark))
+        if quoted or not text.startswith(piece, offset):
+            if start and (quoted or not text.startswith(mark, offset)):
                 start, offset, _ = anchors.pop() if anchors else (0, 0, 0)
             return start, offset, anchors
-        if start < end and known[start] in tokenizer.special:
+        if special:
             anchors.append((start, offset, offset + len(mark)))
         offset += len(piece)
     return len(known), offset, anchors
@@ -366,5 +392,6 @@ def _shared_by(prompt: Spelled, view: _View, text: str) -> int:
     place = view.place(parted)
     before = bisect_right(prompt.anchors, place, key=itemgetter(2))
     index, start, _ = prompt.anchors[before - 1] if before else (0, 0, 0)
-    tail = tuple(view.conversation.tokenizer.encode(prompt.text[start:place] + text[parted:parted + _SLACK]))
+    tail = tuple(view.conversation.tokenizer.encode(prompt.text[start:place] + text[parted:parted + _SLACK],
+                                                       quoted=True))
     return index + common_length(prompt.ids[index:index + len(tail)], tail)

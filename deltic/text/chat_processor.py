@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from deltic.config import Limits
@@ -20,7 +21,7 @@ from deltic.text.billing import without_billing_headers
 from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
 from deltic.text.deltas import Answer
-from deltic.text.grammar import Grammar, GrammarConstraint, Grammars, part_of
+from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
 from deltic.text.history import MODES, History, Turn
 from deltic.text.markers import THINK, closes_thinking
 from deltic.text.messages import parts_shown
@@ -30,7 +31,7 @@ from deltic.text.stream import AnswerText, AnswerTexts, Router, TokenRouter, cha
 from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
-from deltic.text.tools import PARSERS, call_form
+from deltic.text.tools import PARSERS, CallForm, call_form
 from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
 from deltic.vision.fetch import Fetcher, Unfetched
 from deltic.vision.prompts import with_pictures
@@ -40,6 +41,8 @@ log = logging.getLogger("deltic")
 
 _THINKING = frozenset(("enable_thinking", "reasoning_effort"))
 """Variables by which a request says whether the model is to think."""
+_PRESERVES = "preserve_thinking"
+"""Template variable for the thinking of earlier turns."""
 _LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens of KiB
 
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
@@ -57,11 +60,13 @@ class Job:
     """A request, and the texts of its choices.
 
     remember: to be called once for each choice that finishes, so that following prompts can build on it.
+    ignored: what of the request the answer is not kept to.
     """
 
     request: Request
     texts: AnswerTexts
     remember: Remember | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +76,22 @@ class ChatConfig:
     history: how prompts treat earlier answers, see `deltic.text.history`. strip_billing_header: remove the billing
     header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
     `ChatProcessor.chat`. thinking: whether the model is to think where a request says nothing about it; None: the
-    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
+    template decides. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`. parse_special:
+    messages and tools may spell control tokens, which are ordinary text otherwise.
     """
 
-    history: str = "auto"
+    history: str = "preserve"
     strip_billing_header: bool = False
     thinking_budget: int | None = None
     thinking: bool | None = None
     tool_call_parser: str = "auto"
+    parse_special: bool = False
 
     def __post_init__(self) -> None:
         _check(self.history, self.thinking_budget, ConfigError)
-        if not isinstance(self.strip_billing_header, bool):
-            raise ConfigError(f"strip_billing_header must be True or False, not {show(self.strip_billing_header)}",
-                              "strip_billing_header")
+        for name in ("strip_billing_header", "parse_special"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {show(getattr(self, name))}", name)
         if not isinstance(self.thinking, bool | None):
             raise ConfigError(f"thinking must be True, False or None, not {show(self.thinking)}", "thinking")
         if not isinstance(self.tool_call_parser, str) or self.tool_call_parser not in PARSERS:
@@ -111,13 +118,20 @@ class ChatProcessor:
                           else None)
         self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
         self._fetches = image_urls
-        self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
+        self._history, self._owner = History(tokenizer, notes, replace(self._bound, field="messages")), ""
+        self._warned = Event()
         self.grammars = Grammars(tokenizer, limits.schema_seconds)
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:
         """Read a model directory's tokenizer; `template` is a file with a chat template, options those of the class."""
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
+
+    def of(self, owner: str) -> ChatProcessor:
+        """A view of this processor for one owner: its prompts use this owner's answer records only."""
+        own = copy(self)
+        own._owner = owner
+        return own
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
@@ -137,17 +151,19 @@ class ChatProcessor:
         Unfetched raised where one is missing.
         RequestError names what is wrong.
         """
-        mode = self._config.history if history is None else history
+        mode = self._mode(history, variables or {})
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(self._with_thinking(variables))
         reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens,
                                 self._fetch(messages, pictures)) if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
-                                         see=reader)
+                                         see=reader, parse_special=self._config.parse_special)
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
-        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
+        grammar = self._grammar(conversation, answer, form)
+        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel,
+                             exact=grammar is not None)
         closing = Closing.of(conversation)
         guide = None if budget is None else partial(
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
@@ -157,11 +173,16 @@ class ChatProcessor:
             prompt, places = with_pictures(turn.ids, reader.found, self._vision.tower, turn.boundaries)
             self._bound.check(len(prompt))
             job = replace(job, request=replace(job.request, prompt=prompt, boundaries=places))
-        grammar = self._grammar(conversation, answer)
         if grammar is None:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
-        return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+        return _constrained(job, grammar, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+
+    def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
+        """The request's mode, or this processor's. `preserve_thinking: false` in a request selects template."""
+        if history is None and variables.get(_PRESERVES) is False:
+            return "template"
+        return self._config.history if history is None else history
 
     def _fetch(self, messages: Any, pictures: Mapping[str, bytes | RequestError] | None
                ) -> Callable[[str, str], bytes] | None:
@@ -218,35 +239,34 @@ class ChatProcessor:
         template = self._template(tools)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
-                                         self._with_thinking(variables))
+                                         self._with_thinking(variables), parse_special=self._config.parse_special)
         prompt = spell(self.tokenizer, conversation.render(conversation.messages))
         return prompt.ids[:opening(conversation, prompt)]
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
-                 output_format: OutputFormat | None = None) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool = True) -> Job:
         """Continue a text (special tokens in it are recognised) or token ids as they stand. output_format: what the
-        continuation has to look like."""
+        continuation has to look like. add_special: put around a text what its tokenizer wants there, such as a bos
+        token."""
         if not isinstance(prompt, str):
             self._bound.check(len(prompt))
-        ids = self.tokenizer.encode(prompt, bound=self._bound) if isinstance(prompt, str) else prompt
+        ids = (self.tokenizer.encode(prompt, add_special=add_special, bound=self._bound) if isinstance(prompt, str)
+               else prompt)
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
         if output_format is None:
             return job
-        return _constrained(job, partial(GrammarConstraint, self._format(output_format)))
+        grammar = self.grammars.of(output_format)
+        return _constrained(job, grammar, partial(GrammarConstraint, grammar))
 
-    def _format(self, wanted: OutputFormat) -> Grammar:
-        return self.grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
-
-    def _grammar(self, conversation: Conversation, answer: AnswerForm) -> Grammar | None:
+    def _grammar(self, conversation: Conversation, answer: AnswerForm, form: CallForm) -> Grammar | None:
         """What the answer has to keep to, if anything."""
         choice, wanted = answer.calls, answer.output
         functions = choice.functions(conversation.tools or ())
         restricted = choice.needed or choice.names or any(function.get("strict") for function in functions.values())
         if not functions or not (restricted or wanted):
-            return self._format(wanted) if wanted else None
-        form = call_form(self._config.tool_call_parser, conversation.template.source)
+            return self.grammars.of(wanted) if wanted else None
         calls = Calls(form, functions, choice.needed, choice.parallel, wanted)
-        return self.grammars.grammar(lambda vocabulary: call_parts(calls, vocabulary.tags), "tools")
+        return self.grammars.grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
 
     def flush(self) -> None:
         """Wait until what was said is written, where it is kept beyond the process."""
@@ -262,7 +282,7 @@ class ChatProcessor:
 
     def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> Turn:
         if opens == "turn":
-            return self._history.turn(conversation, mode)
+            return self._history.turn(conversation, mode, self._owner)
         prompt = unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
         start = opening(conversation, prompt)
         return Turn(prompt.ids, (start,) if start else ())
@@ -271,8 +291,8 @@ class ChatProcessor:
         cleaned = without_billing_headers(messages)
         if cleaned is messages or self._config.strip_billing_header:
             return cleaned
-        if not self._warned:
-            self._warned = True
+        if not self._warned.is_set():
+            self._warned.set()
             log.warning("the system message begins with a billing header, which changes from request to request and "
                         "keeps prompts from being reused: `strip_billing_header` removes it")
         return messages
@@ -306,11 +326,13 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _constrained(job: Job, constraint: Callable[[AnswerText], Constraint]) -> Job:
-    """The job with answers that are kept within bounds, each with its text."""
+def _constrained(job: Job, grammar: Grammar, constraint: Callable[[AnswerText], Constraint]) -> Job:
+    """The job with answers that are kept within a grammar, each with its text."""
     constraints = map(constraint, map(job.texts.of, count()))
     matcher = job.request.matcher or job.texts.followers()
-    return replace(job, request=replace(job.request, matcher=matcher, constraint=partial(next, constraints)))
+    ignored = tuple(f"{grammar.field}.{name}" for name in grammar.ignored)
+    request = replace(job.request, matcher=matcher, constraint=partial(next, constraints))
+    return replace(job, request=request, ignored=ignored)
 
 
 def prompt_bound(longest: int | None, limits: Limits) -> Bound:

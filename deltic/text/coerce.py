@@ -6,19 +6,18 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NoReturn
 
+from deltic.text import json_schema
 from deltic.text.literal import read_literal
 
 _PYTHON_WORDS = {"True": True, "true": True, "False": False, "false": False}
 _NULLS = ("null", "None")
-_MAX_DEPTH, _MAX_STEPS = 100, 8
+_MAX_DEPTH = 100
 # Reading JSON lets no other thread run: 40 ms for a million characters of empty lists. Literals take longer.
-_MOST_JSON, _MOST_LITERAL = 1 << 20, 1 << 16
-_MOST_NAMES = 100  # of a reference
+LONGEST_JSON, _MOST_LITERAL = 1 << 20, 1 << 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_TYPE_NAMES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string",
-                                type(None): "null", dict: "object", list: "array"}
 
 
 class Schema(dict[str, Any]):
@@ -26,7 +25,12 @@ class Schema(dict[str, Any]):
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
-        self.known: dict[int, set[str]] = {}
+        self.known: dict[int, set[str] | None] = {}
+
+    @cached_property
+    def properties(self) -> Mapping[str, Any]:
+        """The parameters that it names, with the schema of each."""
+        return json_schema.properties_of(self, self)
 
 
 def coerce(value: Any, schema: Any, root: Any = None) -> Any:
@@ -35,7 +39,7 @@ def coerce(value: Any, schema: Any, root: Any = None) -> Any:
     Text becomes null, boolean, number, object or array where the schema allows that, in JSON's or Python's
     spelling. Other values become their JSON text where only strings are allowed. `root` resolves references.
     """
-    types = _types(schema, root if root is not None else schema, root.known if isinstance(root, Schema) else {})
+    types = _types(schema, root if root is not None else schema)
     if not isinstance(value, str):
         return dumps(value) if types == {"string"} and value is not None else value
     for name, read in _READERS:
@@ -53,18 +57,22 @@ def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, 
 
 def argument_schema(key: str, schema: Mapping[str, Any]) -> Any:
     """The part of the schema of a tool's parameters that is about one of them; None if there is none."""
-    properties = schema.get("properties")
-    return properties.get(key) if isinstance(properties, Mapping) else None
+    properties = schema.properties if isinstance(schema, Schema) else json_schema.properties_of(schema, schema)
+    return properties.get(key, schema.get("additionalProperties"))
 
 
 def types_of(key: str, schema: Mapping[str, Any]) -> set[str]:
     """The types that a parameter may have; none if they are not known."""
-    return _types(argument_schema(key, schema), schema, schema.known if isinstance(schema, Schema) else {})
+    return _types(argument_schema(key, schema), schema)
 
 
 def stays_text(key: str, schema: Mapping[str, Any]) -> bool:
     """Whether text is left as it is by `coerce`, whatever it says."""
     return types_of(key, schema).isdisjoint(name for name, _ in _READERS)
+
+
+def _types(schema: Any, root: Any) -> set[str]:
+    return json_schema.types_of(schema, root, root.known if isinstance(root, Schema) else {})
 
 
 def loads(text: str) -> Any:
@@ -80,8 +88,8 @@ def loads(text: str) -> Any:
 
 def read_json(text: str) -> Any:
     """Read JSON alone; ValueError as `loads`."""
-    if len(text) > _MOST_JSON:
-        raise ValueError(f"longer than {_MOST_JSON} characters")
+    if len(text) > LONGEST_JSON:
+        raise ValueError(f"longer than {LONGEST_JSON} characters")
     return _shallow(_read_json(text))
 
 
@@ -119,47 +127,6 @@ def _shallow(value: Any) -> Any:
         if depth > _MAX_DEPTH:
             raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
     return value
-
-
-def _types(schema: Any, root: Any, known: dict[int, set[str]], steps: int = 0) -> set[str]:
-    """All types that a schema names, directly or through references, unions and enumerations.
-
-    known: those of schemas that were looked at, by identity; they may refer to each other in every way.
-    """
-    if not isinstance(schema, Mapping) or id(schema) in known:
-        return known.get(id(schema), set())
-    if steps > _MAX_STEPS:
-        return set()
-    known[id(schema)] = set()
-    declared = schema.get("type")
-    names = declared if isinstance(declared, list) else [declared]
-    types = {name for name in names if isinstance(name, str)}
-    types = types or {_TYPE_NAMES[type(value)] for value in _values(schema) if type(value) in _TYPE_NAMES}
-    for part in _parts(schema, root):
-        types |= _types(part, root, known, steps + 1)
-    types = types or ({"object"} if "properties" in schema else {"array"} if "items" in schema else set())
-    known[id(schema)] = types
-    return types
-
-
-def _values(schema: Mapping[str, Any]) -> list[Any]:
-    return [*_list(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
-
-
-def _parts(schema: Mapping[str, Any], root: Any) -> list[Any]:
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _list(schema, key)]
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target = root
-        for name in reference[2:].split("/", _MOST_NAMES):
-            target = target.get(name) if isinstance(target, Mapping) else None
-        parts.append(target)
-    return parts
-
-
-def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
-    value = schema.get(key)
-    return value if isinstance(value, list) else []
 
 
 def _read_null(text: str) -> tuple[bool, Any]:

@@ -14,8 +14,8 @@ class ToolDelta:
     """A piece of a tool call.
 
     index counts the calls of one answer; `id` is the same on all pieces of a call. `name` is set on the first
-    piece only. Concatenated, the `arguments` of a call are one JSON object, and so is what is `written`: the same with
-    the values as the model wrote them, whatever the tool's schema says.
+    piece only. Concatenated, the `arguments` of a call are one JSON object, or the beginning of one where the answer
+    was cut; so is what is `written`: the same with the values as the model wrote them, whatever the schema says.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """A complete tool call of an answer; `arguments` is a JSON object as text, `written` as in ToolDelta."""
+    """A tool call of an answer; `arguments` and `written` as in ToolDelta."""
 
     id: str
     name: str

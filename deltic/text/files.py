@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deltic.errors import ModelError
+from deltic.text.vocabulary import tokenizer_json
 
 DEFAULT_TEMPLATE = "default"
 _LONGEST = 256 << 20
@@ -30,16 +31,17 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """Read tokenizer.json and, where present, tokenizer_config.json and the chat template files.
+    """Read tokenizer.json, or what it is made of (`vocabulary.tokenizer_json`), and, where present,
+    tokenizer_config.json and the chat template files.
 
     Raises ModelError that names a missing or unreadable file.
     """
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    path, config = directory / "tokenizer.json", _read_json(directory / "tokenizer_config.json")
+    whole = _read_text(path) if path.is_file() else tokenizer_json(directory, config, _read_json, _read_text)
+    if whole is None:
         raise ModelError(f"{directory} has no tokenizer.json: copy it from the model's repository, "
                          "or name a directory that holds the complete model")
-    config = _read_json(directory / "tokenizer_config.json")
-    return TokenizerFiles(_read_text(path), _special_tokens(config), _templates(directory, config), _added(config))
+    return TokenizerFiles(whole, _special_tokens(config), _templates(directory, config), _added(config))
 
 
 def _read_text(path: Path) -> str:
@@ -59,6 +61,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         value = json.loads(_read_text(path))
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"{path} has a lone surrogate, which is not valid Unicode; download the file again") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}); download the file again") from error
     if not isinstance(value, dict):

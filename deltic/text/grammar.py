@@ -10,16 +10,17 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from deltic.errors import BusyError, RequestError
+from deltic.text.json_schema import Bounds, fitted, keywords_of, loosened
 from deltic.text.markers import THINK, THINK_END
 from deltic.text.output_format import Choice, GrammarText, JsonSchema, OutputFormat, Regex
 from deltic.text.stream import AnswerText
@@ -42,18 +43,59 @@ _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Between the parts of JSON, as people indent it: without a bound small models write nothing else, again and again."""
 STRICT: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
 LENIENT = STRICT | {"lenient": True, "coerce_one_of": True}
+_COMPACT = {"whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPTIONS = "x-guidance"
 
 Part = dict[str, Any]
 """A grammar in llguidance's form; the first of several is the whole, the others have names."""
 
 
+class Schemas:
+    """Puts JSON schemas into a grammar. bounds: for schemas that have none. loose: without what the library refuses,
+    where a schema is not strict.
+
+    ignored: keywords that were left out. used: what was put there, by its fields.
+    """
+
+    def __init__(self, bounds: Bounds | None = None, loose: bool = False) -> None:
+        self.ignored, self.used = set[str](), list[tuple[str, Part]]()
+        self._bounds, self._loose = bounds, loose
+
+    def fit(self, wanted: JsonSchema) -> dict[str, Any]:
+        """The schema as the library takes it."""
+        schema = fitted(wanted.schema)
+        if self._loose and not wanted.strict:
+            schema, left_out = loosened(schema, lambda tried: objection({**tried, _OPTIONS: LENIENT}))
+            self.ignored |= left_out
+        return schema if self._bounds is None else self._bounds.on(schema)
+
+    def part(self, schema: Mapping[str, Any], strict: bool, field: str) -> Part:
+        """A schema that fits, with the library's options."""
+        part = {**schema, _OPTIONS: (STRICT if strict else LENIENT) | (_COMPACT if self._bounds else {})}
+        self.used.append((field, part))
+        return part
+
+
+def objection(part: Mapping[str, Any]) -> str:
+    """What the library has against a schema; "" if nothing."""
+    from llguidance import LLMatcher
+
+    said: str = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": part}]}), None)
+    return _first_line(said) if said else ""
+
+
+Source = Callable[["Vocabulary", Schemas], list[Part]]
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that was compiled, and the tokens that it is about. field: of the request that asks for it."""
+    """A grammar that was compiled, and the tokens that it is about. field: of the request that asks for it; ignored:
+    keywords of its schemas that are left to the model."""
 
     vocabulary: Vocabulary
     prototype: LLMatcher
     field: str = ""
+    ignored: tuple[str, ...] = ()
 
     def matcher(self) -> LLMatcher:
         return self.prototype.deep_copy()
@@ -114,10 +156,12 @@ class _Tokens:
 
 
 class Grammars:
-    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: that one may take."""
+    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: that one may take. bounds: for JSON
+    whose schema has none, if there are such."""
 
     def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0) -> None:
         self._tokenizer, self._seconds = tokenizer, seconds
+        self.bounds: Bounds | None = None
         self._known: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -131,7 +175,11 @@ class Grammars:
         with self._lock:
             _ = self.vocabulary.compiled
 
-    def grammar(self, source: Callable[[Vocabulary], list[Part]], field: str) -> Grammar:
+    def of(self, wanted: OutputFormat) -> Grammar:
+        """That of a format; RequestError names its field."""
+        return self.grammar(lambda _, schemas: [part_of(wanted, schemas)], wanted.field)
+
+    def grammar(self, source: Source, field: str) -> Grammar:
         """The grammar with this source; RequestError with this field if there is none. It is made in a thread, which
         may take so long; what it has begun is bounded as well."""
         try:
@@ -139,25 +187,44 @@ class Grammars:
         except ImportError as error:
             raise RequestError(f"{field} needs the package llguidance, which cannot be loaded ({error}): pip install "
                                "llguidance", field) from error
-        text = json.dumps({"grammars": source(self.vocabulary)})
+        schemas = Schemas(self.bounds)
+        text = json.dumps({"grammars": source(self.vocabulary, schemas)})
         if len(text) > _MOST_TEXT:
             raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
         key = blake2b(text.encode(), digest_size=16).digest()
         try:
-            return replace(self._future(key, text).result(self._seconds), field=field)
+            return replace(self._future(key, partial(self._compile, source, schemas, text)).result(self._seconds),
+                           field=field)
         except TookTooLong:
             raise RequestError(f"{field} takes longer than {self._seconds:g} seconds to compile (schema_seconds): "
                                "simplify it", field) from None
         except CancelledError:
             raise BusyError("too many forms of answers are being compiled; try again later") from None
         except _BadGrammar as error:
+            field = error.field or field
             raise RequestError(f"{field} cannot be enforced: {error}", field) from None
 
-    def _future(self, key: bytes, text: str) -> Future[Grammar]:
+    def _compile(self, source: Source, schemas: Schemas, text: str) -> Grammar:
+        """The grammar; where the library refuses it, that of looser schemas."""
+        try:
+            return _compile(self.vocabulary, text, schemas.ignored)
+        except _BadGrammar as error:
+            refusal = str(error)
+        loose = Schemas(self.bounds, loose=True)
+        again = json.dumps({"grammars": source(self.vocabulary, loose)})
+        if again != text:
+            try:
+                return _compile(self.vocabulary, again, loose.ignored)
+            except _BadGrammar as error:
+                schemas, refusal = loose, str(error)
+        wrong = ((said, field) for field, part in schemas.used if (said := objection(part)))
+        raise _BadGrammar(*next(wrong, (refusal, "")))
+
+    def _future(self, key: bytes, compile: Callable[[], Grammar]) -> Future[Grammar]:
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_COMPILING, "deltic-grammars")
-            known = self._known.pop(key, None) or self._threads.submit(_compile, self.vocabulary, text)
+            known = self._known.pop(key, None) or self._threads.submit(compile)
             self._known[key] = known
             while len(self._known) > _MOST_KEPT:
                 self._known.popitem(last=False)[1].cancel()
@@ -165,10 +232,15 @@ class Grammars:
 
 
 class _BadGrammar(ValueError):
-    pass
+    """field: of the request, where it is known."""
+
+    def __init__(self, said: str, field: str = "") -> None:
+        super().__init__(said)
+        self.field = field
 
 
-def _compile(vocabulary: Vocabulary, text: str) -> Grammar:
+def _compile(vocabulary: Vocabulary, text: str, ignored: Set[str] = frozenset()) -> Grammar:
+    """ignored: keywords that were left out of its schemas."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary.compiled, text, log_level=0, limits=_limits())
@@ -181,7 +253,7 @@ def _compile(vocabulary: Vocabulary, text: str) -> Grammar:
         matcher, trial = (trial, matcher) if trial.is_error() else (matcher, trial)
     if matcher.is_error():
         raise _BadGrammar(_first_line(matcher.get_error()))
-    return Grammar(vocabulary, matcher)
+    return Grammar(vocabulary, matcher, ignored=tuple(sorted(ignored | keywords_of(matcher.get_grammar_warnings()))))
 
 
 def _limits() -> LLParserLimits:
@@ -202,11 +274,10 @@ def _first_line(message: str) -> str:
     return (first + (f" {said[1]}" if said else "")).strip()[:300]
 
 
-def part_of(wanted: OutputFormat) -> Part:
+def part_of(wanted: OutputFormat, schemas: Schemas) -> Part:
     """A format in llguidance's form."""
     if isinstance(wanted, JsonSchema):
-        schema = wanted.schema if isinstance(wanted.schema, dict) else {"allOf": [wanted.schema]}
-        return {"json_schema": {**schema, "x-guidance": STRICT if wanted.strict else LENIENT}}
+        return {"json_schema": schemas.part(schemas.fit(wanted), wanted.strict, wanted.field)}
     if isinstance(wanted, Regex):
         pattern = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), wanted.pattern,
                          flags=re.DOTALL)

@@ -11,6 +11,9 @@ Thinking that the client sends back decides where it is sent: only answers with 
 is not sent and conversations that look alike have had different answers, none of them is taken, so that nobody is given
 another's thinking; the answers that follow, by which they part, tell again which is whose. In doubt a prompt is
 rendered and encoded as if nothing were known.
+
+Answers have an owner. A prompt uses answers of its own owner only: if another owner sends the same conversation, it
+finds none.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from hashlib import blake2b
 from typing import Any
 
 from deltic.errors import DelticError, LongPromptError
-from deltic.text.chat import Conversation, Openings, boundaries, opening, spell, turning
+from deltic.text.chat import Conversation, Openings, boundaries, opening, spell
 from deltic.text.coerce import argument_schema, typed
+from deltic.text.control_tokens import unmarked
 from deltic.text.deltas import Answer
 from deltic.text.messages import REASONING
 from deltic.text.notes import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
@@ -37,16 +41,16 @@ from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import tool_schemas
 from deltic.types import Finish
 
-MODES = ("auto", "template", "preserve")
-"""auto: preserve where the template itself keeps the thinking of earlier turns, else template."""
+MODES = ("template", "preserve")
 
 # Variables that may differ from turn to turn; where they change more than the prompt's end, its ids tell.
 _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
 # Characters of a token that no text has on average; beyond that, the length is the first that is looked at.
 _RARE = 8
 # What notes and their keys say; those of another form are not found.
-_FORM = 3
-_THOUGHT = "a thought that no template has"
+_FORM = 4
+# A preserved prompt leaves one part in four of the context to its answer.
+_ANSWER_SHARE = 4
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -85,11 +89,13 @@ class _Base:
 class History:
     """The answers of one model. Threads may share it.
 
-    bound: of prompts; a preserved one that is longer is rendered instead, which may be shorter.
+    bound: limit of prompts. A preserved prompt that exceeds three quarters of it is rendered by the template instead,
+    which may be shorter.
     """
 
     def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, bound: Bound = UNBOUNDED) -> None:
         self._tokenizer, self._bound, self._openings = tokenizer, bound, Openings()
+        self._preserved_bound = replace(bound, tokens=bound.tokens - bound.tokens // _ANSWER_SHARE)
         self._notes = Notebook(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
 
@@ -99,17 +105,17 @@ class History:
         found._bound = bound
         return found
 
-    def turn(self, conversation: Conversation, mode: str) -> Turn:
-        """The prompt of the conversation's next answer. mode: one of MODES; RequestError as the template raises it, or
-        if the prompt is too long."""
+    def turn(self, conversation: Conversation, mode: str, owner: str = "") -> Turn:
+        """The prompt of the conversation's next answer. mode: one of MODES. owner: of the answers that it may use, and
+        of the next one. RequestError as the template raises it, or if the prompt is too long."""
         asked = _asked(conversation)
         if len(asked) > _RARE * self._bound.tokens:
             self._tokenizer.check_length(asked, self._bound)
         schemas = tool_schemas(conversation.tools or ())
-        states = self._states(conversation, schemas)
+        states = self._states(conversation, schemas, owner)
         notes, base = self._recall(conversation, states)
-        keep = mode == "preserve" or (mode == "auto" and preserves_thinking(conversation))
-        turn = _preserved(conversation, self._openings, base, self._bound) if keep and base else None
+        keep = mode == "preserve"
+        turn = _preserved(conversation, self._openings, base, self._preserved_bound) if keep and base else None
         if turn is None:
             turn = _rendered(conversation, self._openings, notes, base, self._bound, whole=keep)
         return replace(turn, state=states[-1], schemas=schemas)
@@ -140,12 +146,12 @@ class History:
         """Wait until all notes are written."""
         self._notes.flush()
 
-    def _states(self, conversation: Conversation, schemas: Schemas) -> list[str]:
-        """A hash for each number of messages, from none on."""
+    def _states(self, conversation: Conversation, schemas: Schemas, owner: str) -> list[str]:
+        """A hash for each number of messages, from none on. The hashes of two owners differ."""
         variables = {name: value for name, value in conversation.variables.items()
                      if value is not None and name not in _TOGGLES}
-        states = [_next_state("", [_FORM, self._vocabulary, conversation.template.source, conversation.tools,
-                                   variables])]
+        states = [_next_state("", [_FORM, owner, self._vocabulary, conversation.template.source, conversation.tools,
+                                   variables, conversation.quoter is None])]
         for message in conversation.messages:
             states.append(_next_state(states[-1], _seen(message, schemas)))
         return states
@@ -174,13 +180,6 @@ class History:
         return found[0] if len(found) == 1 and found[0].ids else None
 
 
-def preserves_thinking(conversation: Conversation) -> bool:
-    """Whether the template, with the conversation's variables, renders the thinking of earlier turns."""
-    answer = {"role": "assistant", "content": "Answer", "reasoning_content": _THOUGHT}
-    question = {"role": "user", "content": "Question"}
-    return _THOUGHT in conversation.aside([question, answer, question])
-
-
 def _preserved(conversation: Conversation, openings: Openings, base: _Base, bound: Bound) -> Turn | None:
     """The base's ids and what the template renders after it; None if that cannot be told apart for certain, or is
     beyond the bound."""
@@ -195,7 +194,8 @@ def _preserved(conversation: Conversation, openings: Openings, base: _Base, boun
     if start is None or not _begins_with(conversation.tokenizer, base.ids, start):
         return None
     with suppress(LongPromptError):
-        return _extended(conversation, base, conversation.tokenizer.encode(tail, bound=bound.after(len(base.ids))))
+        ids = conversation.tokenizer.encode(tail, quoted=True, bound=bound.after(len(base.ids)))
+        return _extended(conversation, base, ids)
     return None
 
 
@@ -207,12 +207,12 @@ def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> T
 
 def _rendered(conversation: Conversation, openings: Openings, notes: Mapping[int, Note], base: _Base | None,
               bound: Bound, whole: bool) -> Turn:
-    """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it."""
+    """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it. The
+    template's boundaries are kept in any case, as an answer that was stopped cannot be extended."""
     conversation, text = _as_written(conversation, notes)
     prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
     start = opening(conversation, prompt, openings)
-    found = (_positions(start, turning(conversation, prompt), len(prompt.ids)) if whole
-             else boundaries(conversation, prompt, start))
+    found = _positions(*boundaries(conversation, prompt, start), len(prompt.ids) if whole else 0)
     return Turn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
                 _sent_thoughts(conversation))
 
@@ -253,7 +253,7 @@ def _around(conversation: Conversation, index: int) -> list[str]:
 
 def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
     """Whether the ids spell a text that begins with this one; does not look further."""
-    wanted, spelled = text.encode(), bytearray()
+    wanted, spelled = unmarked(text).encode(), bytearray()
     for id in ids:
         if len(spelled) >= len(wanted):
             break

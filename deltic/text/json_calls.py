@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from deltic.text.calls import CallReader
 
 _QUOTES = "\"'"
-_MOST = 600  # characters of a key, and of what comes before the arguments
+_MOST, _MOST_EXACT = 600, 4096  # characters of a key, and of what comes before the arguments
 _HEAD = re.compile(r"""\{\s*(["'])name\1\s*:\s*(["'])(?P<name>(?=\s*[^\s"'])[^"'\\<\n]{1,256})\2\s*,"""
                    r"""\s*(["'])(?:arguments|parameters)\4\s*:\s*\{""")
 _KEY = re.compile(r"""(?:"((?:[^"\\<\n]|\\[^<\n])*)"|'((?:[^'\\<\n]|\\[^<\n])*)'|([A-Za-z_][\w$-]*))\s*:""")
 _BEGUN_KEY = re.compile(r"""(?:"(?:[^"\\<\n]|\\[^<\n])*(?:\\|"\s*)?|'(?:[^'\\<\n]|\\[^<\n])*(?:\\|'\s*)?"""
                         r"""|[A-Za-z_][\w$-]*\s*)\Z""")
+_EXACT_KEY, _BEGUN_EXACT_KEY = (re.compile(rf'"((?:[^"\\]|\\.)*{end}', re.DOTALL)
+                                for end in (r')"\s*:', r'(?:\\|"\s*)?)\Z'))
 _IN_TEXT = re.compile(r'["\\<]')
 _ESCAPE = re.compile(r"\\(?:u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|(.))",
                      re.DOTALL)
@@ -68,12 +70,13 @@ def before_key(reader: CallReader, text: str, at: int) -> int:
     if text[start] == "}":
         reader.arguments.end()
         return _begin_scan(reader, "rest", "}", start + 1)
-    found = _KEY.match(text, start)
-    if found and found.end() - start <= _MOST:
-        reader.arguments.key(_unescaped(found[1] or found[2] or found[3] or ""))
+    key, begun, most = (_EXACT_KEY, _BEGUN_EXACT_KEY, _MOST_EXACT) if reader.exact else (_KEY, _BEGUN_KEY, _MOST)
+    found = key.match(text, start)
+    if found and found.end() - start <= most:
+        reader.arguments.key(_unescaped(next((name for name in found.groups() if name is not None), "")))
         reader.state = before_value
         return found.end()
-    if len(text) - start < _MOST and _BEGUN_KEY.match(text, start):
+    if len(text) - start < most and begun.match(text, start):
         return start
     return _end_early(reader, text, start)
 

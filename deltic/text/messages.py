@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from deltic.errors import RequestError, show, valid_text
-from deltic.text.coerce import loads
+from deltic.text.coerce import LONGEST_JSON, loads
 from deltic.text.tools import CALLABLE, LONGEST_NAME
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
-          "tool": "tool"}
+          "tool": "tool", "function": "tool"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which clients send an answer's thinking, and templates look for it."""
 
@@ -27,8 +27,9 @@ def normalise_messages(messages: Any, *, see: See | None = None) -> list[dict[st
     `content` and `contents` are aliases and both are set: to text, or, where somebody can `see`, to a list of
     parts if one of them is an image or a video. Missing content is empty text. Reasoning is under
     all of its names, whichever the client used. Call arguments become mappings; text that
-    is not a JSON object is repaired, if need be as {"arguments": TEXT}, so that one bad call of the past
-    does not fail every later request. Keys without a value are dropped, unknown keys kept.
+    is not a JSON object is repaired: what there is of one that was cut, else {"arguments": TEXT}, so that one bad call
+    of the past does not fail every later request. A role `function` and a `function_call` are a tool's.
+    Keys without a value are dropped, unknown keys kept.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError("messages must be a list of messages", "messages")
@@ -100,7 +101,7 @@ def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{field} must be an object, not {type(message).__name__}", field)
     present = {key: value for key, value in message.items() if value is not None}
-    special = ("role", "content", "contents", "tool_calls")
+    special = ("role", "content", "contents", "tool_calls", "function_call")
     result: dict[str, Any] = {"role": _role(present.get("role"), f"{field}.role")}
     result |= {key: plain(value, f"{field}.{key}") for key, value in present.items() if key not in special}
     name = "contents" if "content" not in present and "contents" in present else "content"
@@ -111,6 +112,8 @@ def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
         result |= dict.fromkeys(REASONING, reasoning)
     if present.get("tool_calls"):
         result["tool_calls"] = _calls(present["tool_calls"], f"{field}.tool_calls")
+    elif "function_call" in present:  # OpenAI's form before there were tools
+        result["tool_calls"] = [_call(present["function_call"], f"{field}.function_call")]
     return result
 
 
@@ -172,12 +175,22 @@ def _arguments(arguments: Any, field: str) -> dict[str, Any]:
     return copied
 
 
+def _begun(text: str) -> Any:
+    """What there is of an object that was cut, as answers that reach their bound are."""
+    from pydantic_core import from_json  # loaded when it is first needed, for the command line's sake
+
+    try:
+        return from_json(text, allow_partial="trailing-strings") if len(text) <= LONGEST_JSON else text
+    except ValueError:
+        return text
+
+
 def _read_arguments(text: str) -> dict[str, Any]:
     try:
         value = loads(text) if text.strip() else None
         value = loads(value) if isinstance(value, str) else value  # some clients encode twice
     except ValueError:
-        value = text
+        value = _begun(text)
     if value is None:
         return {}
     return value if isinstance(value, dict) else {"arguments": text}

@@ -51,26 +51,68 @@ class GrammarText:
 OutputFormat = JsonSchema | Regex | Choice | GrammarText
 
 
-def response_format(value: Any, name: str = "response_format") -> OutputFormat | None:
-    """OpenAI's `response_format`; None where any text will do. RequestError names what is wrong."""
+def response_format(value: Any, name: str = "response_format", ignored: list[str] | None = None) -> OutputFormat | None:
+    """OpenAI's `response_format`, and what other servers take there; None where any text will do. RequestError names
+    what is wrong; ignored: gets the names of what has no effect."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return JsonSchema(_OBJECT, field=name)
-    if kind != "json_schema":
-        raise RequestError(f"{name} must be an object whose type is text, json_object or json_schema, not "
-                           f"{show(value)}", name)
-    given = value.get("json_schema")
-    # the schema itself may stand in place of its wrapper, as it does in the form of the Responses API
-    inner, path = (value, name) if given is None and "schema" in value else (given, f"{name}.json_schema")
-    if not isinstance(inner, Mapping) or inner.get("schema") is None:
-        raise RequestError(f"{path} must be an object with a name and a schema, not {show(inner)}", path)
-    if inner.get("strict") not in (None, True, False):
-        raise RequestError(f"{path}.strict must be true or false, not {show(inner['strict'])}", f"{path}.strict")
-    return json_schema(inner["schema"], bool(inner.get("strict")), f"{path}.schema")
+    if not isinstance(value, Mapping) or not isinstance(kind, str) or kind not in _FORMATS:
+        raise RequestError(f"{name} must be an object whose type is {_TYPES}, not {show(value)}", name)
+    read, names = _FORMATS[kind]
+    key = next((key for key in names if value.get(key) is not None), "")
+    found: OutputFormat | None
+    if kind == "json_schema" and (not key or value.get("json_schema") is not None):
+        key, found = "json_schema", _wrapped(value.get("json_schema"), f"{name}.json_schema", ignored)
+    else:
+        found = read(value.get(key), f"{name}.{key or (*names, '')[0]}".rstrip("."), value)
+    _note(value, ("type", key, *_BESIDE), name, ignored)
+    return found
+
+
+def _wrapped(given: Any, name: str, ignored: list[str] | None) -> JsonSchema:
+    """OpenAI's form of a schema."""
+    if not isinstance(given, Mapping) or given.get("schema") is None:
+        raise RequestError(f"{name} must be an object with a name and a schema, not {show(given)}", name)
+    _note(given, ("schema", *_BESIDE), name, ignored)
+    return _flat(given["schema"], f"{name}.schema", given)
+
+
+def _flat(schema: Any, name: str, given: Mapping[str, Any]) -> JsonSchema:
+    """A schema, and beside it whether it is strict."""
+    path, strict = name.rpartition(".")[0], given.get("strict")
+    if strict not in (None, True, False):
+        raise RequestError(f"{path}.strict must be true or false, not {show(strict)}", f"{path}.strict")
+    return json_schema(schema, bool(strict), name)
+
+
+def _object(schema: Any, name: str, given: Mapping[str, Any]) -> JsonSchema:
+    """An object, of a schema if there is one."""
+    return JsonSchema(_OBJECT, field=name.rpartition(".")[0]) if schema is None else _flat(schema, name, given)
+
+
+def _pattern(pattern: Any, name: str, given: Mapping[str, Any]) -> Regex:
+    inner = pattern.get("regex") if isinstance(pattern, Mapping) else pattern
+    return regex(inner, name)
+
+
+def _note(given: Mapping[str, Any], known: Sequence[str], name: str, ignored: list[str] | None) -> None:
+    """What has no effect."""
+    if ignored is not None:
+        ignored += [f"{name}.{key}" for key, value in given.items() if key not in known and value not in (None, False)]
+
+
+_FORMATS: Mapping[str, tuple[Callable[[Any, str, Mapping[str, Any]], OutputFormat | None], tuple[str, ...]]] = {
+    "text": (lambda value, name, given: None, ()),
+    "json_object": (_object, ("schema", "value")), "json": (_object, ("value", "schema")),
+    "json_schema": (_flat, ("schema", "value")),
+    "regex": (_pattern, ("pattern", "regex", "value")),
+    "grammar": (lambda value, name, given: grammar(value, name), ("grammar", "value")),
+    "ebnf": (lambda value, name, given: grammar(value, name), ("ebnf", "grammar"))}
+"""How a format is read, by its type, and the fields that may have it: those of llama.cpp, Together, Fireworks, SGLang
+and text-generation-inference, too."""
+_TYPES = "text, json_object, json_schema, regex or grammar"
+_BESIDE = ("name", "description", "strict")
 
 
 def json_schema(schema: Any, strict: bool = False, name: str = "response_format") -> JsonSchema:
@@ -86,8 +128,9 @@ def json_schema(schema: Any, strict: bool = False, name: str = "response_format"
     return JsonSchema(schema, strict, name)
 
 
-def structured_outputs(value: Any, name: str = "structured_outputs") -> OutputFormat | None:
-    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar."""
+def structured_outputs(value: Any, name: str = "structured_outputs", ignored: list[str] | None = None
+                       ) -> OutputFormat | None:
+    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar. ignored: as above."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -96,6 +139,7 @@ def structured_outputs(value: Any, name: str = "structured_outputs") -> OutputFo
     if unknown is not None:
         raise RequestError(f"{name}.{unknown} is not supported: use one of json, json_object, regex, choice, grammar",
                            f"{name}.{unknown}")
+    _note(value, (*_READERS, "json_object"), name, ignored)
     found = [read(value[kind], f"{name}.{kind}") for kind, read in _READERS.items() if value.get(kind) is not None]
     if value.get("json_object"):
         found.append(JsonSchema(_OBJECT, field=f"{name}.json_object"))

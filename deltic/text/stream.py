@@ -26,17 +26,18 @@ from deltic.text.tools import QWEN, CallForm, tool_schemas
 
 _SPACES = " \t\r\n"
 _ENDLESS = 1 << 62
+_FENCE = "```"
 _MOST_RETRIES = 16  # broken calls of one answer: all that follows is read again for each
 
 
 def chat_router(tokenizer: Vocabulary, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None,
-                stop: Sequence[str] = (), form: CallForm = QWEN, one_call: bool = False) -> Router:
+                stop: Sequence[str] = (), form: CallForm = QWEN, one_call: bool = False, exact: bool = False) -> Router:
     """A router for one choice of a chat answer; without tools (tool_choice "none" too) calls are content.
 
-    form: how calls are written; one_call: the answer ends with the first."""
+    form: how calls are written; one_call: the answer ends with the first; exact: a grammar keeps calls to the form."""
+    calls = Calls(tools, form, one_call, exact=exact) if tools else None
     return Router(tokenizer.visible_bytes, markers=Markers.of(tokenizer, form.markers),
-                  start=start_mode(prompt_ids, tokenizer), calls=Calls(tools, form, one_call) if tools else None,
-                  stop=stop)
+                  start=start_mode(prompt_ids, tokenizer), calls=calls, stop=stop)
 
 
 def text_router(tokenizer: Vocabulary, stop: Sequence[str] = ()) -> Router:
@@ -49,11 +50,13 @@ def _new_id() -> str:
 
 
 class Calls:
-    """How the calls of an answer are to be read. tools: that may be called; form, one_call: as in chat_router."""
+    """How the calls of an answer are to be read. tools: that may be called; form, one_call, exact: as in chat_router.
+    """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], form: CallForm = QWEN, one_call: bool = False,
-                 new_id: Callable[[], str] = _new_id) -> None:
+                 new_id: Callable[[], str] = _new_id, exact: bool = False) -> None:
         self.schemas, self.form, self.one_call, self.new_id = tool_schemas(tools), form, one_call, new_id
+        self.exact = exact
         self.markers = (THINK, THINK_END, *form.markers)
 
 
@@ -80,6 +83,7 @@ class Router:
         self._reader: CallReader | None = None  # of the calls that are open, in the region "tool"
         self._origin, self._gap = start, ""  # the region before them, and whitespace that they have swallowed
         self._retries = _MOST_RETRIES
+        self._line, self._fenced = "", False  # of content: how the open line begins, whether it is in a block of code
         self._called = self.characters = 0
         self._call_id = ""
         self._over = self._complete = False  # it ends with its first call; and that was all
@@ -117,11 +121,12 @@ class Router:
             self._mark(marker)
         return self._take()
 
-    def finish(self) -> list[Delta]:
-        """Give what was held back; the answer is over."""
+    def finish(self, cut: bool = False) -> list[Delta]:
+        """Give what was held back; the answer is over. cut: the model did not end it, and a call that is open stays
+        open."""
         self._flush_text()
         while self._reader:
-            self._after_calls(self._reader, self._reader.finish())
+            self._after_calls(self._reader, self._reader.finish(cut))
         if not self.stopped:
             self._put(self.stops.flush())
             self._emit_spaces()
@@ -170,11 +175,19 @@ class Router:
         elif not self.stopped:
             if self._skips:
                 text = self._skip_leading(text)
+            if self._region == "content" and self._calls:
+                self._follow_lines(text)
             if self._region != "content" or not self.stops.stops:
                 return self._put(text)
             self._put(self.stops.push(text))
             if self.stopped:
                 self._emit_spaces()
+
+    def _follow_lines(self, text: str) -> None:
+        """Content: a function without a block stands at the beginning of a line, in no block of code."""
+        *lines, last = (self._line + text).split("\n")
+        self._fenced ^= sum(line.lstrip().startswith(_FENCE) for line in lines) % 2 == 1
+        self._line = last.lstrip()[:len(_FENCE)]
 
     def _skip_leading(self, text: str) -> str:
         kept = text.lstrip(self._skip)
@@ -207,10 +220,15 @@ class Router:
             self._open_thinking()
         elif marker == THINK_END:
             self._close_thinking()
-        elif self._calls and marker in self._calls.form.openings:
+        elif self._calls and marker in self._calls.form.openings and self._may_open(marker, self._calls.form):
             self._open_calls(marker, self._calls)
         else:
             self._write(marker)
+
+    def _may_open(self, marker: str, form: CallForm) -> bool:
+        """Whether calls may begin here with this tag."""
+        begins_line = self._region == "content" and not self._line and not self._fenced
+        return marker == form.block[0] or form.anywhere or begins_line
 
     def _mark_in_call(self, reader: CallReader, marker: str) -> None:
         """Markers are text there, but for those of thinking before there is a call."""
@@ -236,7 +254,7 @@ class Router:
         self._put(self.stops.flush())
         self._origin, self._gap, self._spaces = self._region, self._spaces, ""
         self._enter("tool", "", 0)
-        self._reader = CallReader(calls.form, calls.schemas, opening, self._retries)
+        self._reader = CallReader(calls.form, calls.schemas, opening, self._retries, calls.exact)
         if self._reader.bare:
             self._read_call(self._reader, opening)
 
@@ -335,9 +353,9 @@ class AnswerText:
         """What the next token says."""
         return self._ahead.popleft() if self._ahead else self._route(token)
 
-    def finish(self) -> list[Delta]:
-        """What was held back; the answer is over, and no token will follow."""
-        return self._router.finish()
+    def finish(self, cut: bool = False) -> list[Delta]:
+        """What was held back; the answer is over, and no token will follow. cut: as in Router."""
+        return self._router.finish(cut)
 
     def _route(self, token: int) -> Said:
         before, thinking = self._router.characters, self._router.region == "reasoning"

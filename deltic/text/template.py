@@ -67,7 +67,7 @@ class ChatTemplate:
         try:
             return "".join(map(budget.shown, self._template.root_render_func(context)))
         except _Raised as error:
-            raise RequestError(_short(error), "messages") from error
+            raise RequestError(_with_remedy(_short(error), messages), "messages") from error
         except SecurityError as error:
             raise TemplateError(f"the chat template is not safe to run ({_short(error)}): "
                                 "give a file with another (`chat_template`)") from error
@@ -127,6 +127,13 @@ def _strftime_now(format: str) -> str:
 
 def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
     return dict(*args, **values)
+
+
+def _with_remedy(refusal: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Adds the fix to the refusal of a conversation without a user message."""
+    if not messages or any(message.get("role") == "user" for message in messages):
+        return refusal
+    return refusal.rstrip(".") + ': add a message with the role "user"'
 
 
 def _short(error: Exception) -> str:

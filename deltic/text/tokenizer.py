@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
 from deltic.errors import BusyError, LongPromptError, ModelError, is_panic, show, too_long, valid_text
+from deltic.text.control_tokens import MARK, ControlTokens, any_of, unmarked
 from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
 # The cores belong to the engine; and without a word about it the backend warns whoever forks.
@@ -40,6 +40,9 @@ _PATIENCE: Final = 60.0
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
+_WORD = "a"
+_PIECES: Final = 1 << 10
+"""Pieces of a text that are encoded in one call."""
 _DECOMPOSED = "e\u0301"
 
 
@@ -129,23 +132,37 @@ class Tokenizer:
             return sources[0]
         return next(iter(self.chat_templates.values())) if len(self.chat_templates) == 1 else None
 
-    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True,
+    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True, quoted: bool = False,
                bound: Bound = UNBOUNDED) -> list[int]:
         """Token ids of a text; RequestError if it is not valid Unicode or beyond the bound. BusyError if it is large,
         and other large ones have taken too long.
 
-        add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token). With
-        parse_special off, special tokens spelled in the text are ordinary text. Other threads run meanwhile.
+        add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token), but not what the
+        text has there itself, as one from a chat template may. With
+        parse_special off, control tokens spelled in the text are ordinary text; quoted: those with a mark are (see
+        `deltic.text.control_tokens`). Other threads run meanwhile.
         """
         valid_text(text, "prompt")
-        cuts = [] if parse_special else [match.start() + 1 for match in self._added_pattern.finditer(text)]
-        self.check_length(text, bound)
+        self.check_length(unmarked(text) if quoted else text, bound)
+        text = text if parse_special else self.controls.ordinary(text)
         with self._room_for(len(text)):
-            pieces = [self._ids(text[start:end], add_special and not start)
-                      for start, end in pairwise([0, *cuts, len(text)])]
-        ids = pieces[0] if len(pieces) == 1 else [id for piece in pieces for id in piece]
+            marked = MARK in text and (quoted or not parse_special)
+            ids = self._quoted_ids(text) if marked else self._ids(text)
+        if add_special:
+            before, after = self.around
+            ids = [*before, *ids[len(before) if ids[:len(before)] == before else 0:], *after]
         bound.check(len(ids))
         return ids
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """What a raw prompt begins and ends with. The rule is tokenizer.json's post-processor. As in transformers,
+        `add_bos_token` in tokenizer_config.json counts for nothing beside a tokenizer.json."""
+        inner = self._ids(_WORD)
+        outer = list(self._backend.encode_batch_fast([_WORD], add_special_tokens=True)[0].ids)
+        places = [at for at in range(len(outer)) if outer[at:at + len(inner)] == inner]
+        start = places[0] if inner and places else len(outer)  # a vocabulary without the word
+        return outer[:start], outer[start + len(inner):]
 
     def check_length(self, text: str, bound: Bound) -> None:
         """LongPromptError if the text is certainly beyond the bound. Counts no more than it takes to know, and nothing
@@ -192,8 +209,18 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
-    def _ids(self, text: str, add_special: bool) -> list[int]:
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+    def _quoted_ids(self, text: str) -> list[int]:
+        """Of a text with marks: what lies between them is encoded by itself."""
+        first, *pieces = text.split(MARK)
+        ids = self._ids(first)
+        for start in range(0, len(pieces), _PIECES):
+            behind = [self._seam + piece for piece in pieces[start:start + _PIECES]]
+            for found in self._backend.encode_batch_fast(behind, add_special_tokens=False):
+                ids += found.ids[self._seam_length:]
+        return ids
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @contextmanager
     def _room_for(self, characters: int) -> Iterator[None]:
@@ -216,8 +243,22 @@ class Tokenizer:
         return self.decode(self.encode(_DECOMPOSED)) == unicodedata.normalize("NFC", _DECOMPOSED)
 
     @cached_property
-    def _added_pattern(self) -> re.Pattern[str]:
-        return _any_of(text for text in self._added.values() if len(text) > 1)
+    def controls(self) -> ControlTokens:
+        """The tokens that client text must not become."""
+        splitter = self._backend.pre_tokenizer
+
+        def cuts(text: str) -> list[int]:
+            return [start for _, (start, _) in splitter.pre_tokenize_str(text)] if splitter else []
+        return ControlTokens(self.added, self.special, cuts)
+
+    @cached_property
+    def _seam(self) -> str:
+        """What a piece of a text is put behind where the tokenizer begins each text with a space of its own."""
+        return "" if self.decode(self._ids(_WORD)) == _WORD else "\n"
+
+    @cached_property
+    def _seam_length(self) -> int:
+        return len(self._ids(self._seam)) if self._seam else 0
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
@@ -225,11 +266,7 @@ class Tokenizer:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        return _any_of(self._special_ids)
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+        return any_of(self._special_ids)
 
 
 def _trim_memory() -> None:
@@ -287,11 +324,11 @@ def _by_difference(backend: Backend, id: int) -> bytes:
     return (twice[len(alone):] if twice.startswith(alone) else alone).encode()
 
 
-def _byte_map() -> dict[str, int]:
+def byte_letters() -> dict[int, str]:
     """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_map()
+_BYTE_OF = {letter: byte for byte, letter in byte_letters().items()}

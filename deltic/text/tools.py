@@ -41,7 +41,7 @@ class CallForm:
     For the reader.
 
     streams: arguments are told as they come, else when the block is over.
-    bare: a function without a block is a call.
+    anywhere: a function without a block is a call also in the midst of a line, in code, and in thinking.
     drops_empty: a call without parameters is none.
     decodes: values are JSON where they can be.
     """
@@ -55,7 +55,7 @@ class CallForm:
     between: str = "\n"
     one_block: bool = False
     streams: bool = True
-    bare: bool = False
+    anywhere: bool = False
     drops_empty: bool = False
     decodes: bool = False
 
@@ -67,7 +67,7 @@ class CallForm:
     @cached_property
     def openings(self) -> tuple[str, ...]:
         """What begins a call in the midst of text."""
-        return (self.block[0], self.tags.function) if self.bare else (self.block[0],)
+        return self.block[0], self.tags.function
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -123,8 +123,8 @@ QWEN = CallForm("<tool_call>\n", "</tool_call>", ("<function=", ">\n"), "</funct
                 ("<parameter=", ">\n"), "\n</parameter>\n")
 JSON = CallForm("<tool_call>\n", "</tool_call>", ('{"name": "', '", "arguments": '), "}\n", None)
 MINIMAX = CallForm("<minimax:tool_call>\n", "</minimax:tool_call>", ('<invoke name="', '">\n'), "</invoke>\n",
-                   ('<parameter name="', '">'), "</parameter>\n", between="", one_block=True, streams=False, bare=True,
-                   drops_empty=True, decodes=True)
+                   ('<parameter name="', '">'), "</parameter>\n", between="", one_block=True, streams=False,
+                   anywhere=True, drops_empty=True, decodes=True)
 
 PARSERS: Mapping[str, CallForm | None] = {"auto": None, "qwen": QWEN, "json": JSON, "minimax": MINIMAX}
 """By their names on the command line; auto: the one that the chat template writes."""
@@ -139,12 +139,11 @@ def call_form(parser: str, template: str) -> CallForm:
     return PARSERS[parser] or next((form for sign, form in _SIGNS if sign in template), QWEN)
 
 
-def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The parameter schema of each tool by name, from OpenAI's form; tools in another form have none."""
+def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
+    """The parameter schema of each tool by name, from OpenAI's form; an empty one where a tool has none."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
-    return {function["name"]: Schema(function["parameters"]) for function in functions
-            if isinstance(function, Mapping) and isinstance(function.get("name"), str)
-            and isinstance(function.get("parameters"), Mapping)}
+    return {function["name"]: Schema(given if isinstance(given := function.get("parameters"), Mapping) else {})
+            for function in functions if isinstance(function, Mapping) and isinstance(function.get("name"), str)}
 
 
 def clean_name(name: str) -> str:

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO, Final
 
 from deltic.errors import ModelError
 from deltic.weights.fp8 import GROUP
+from deltic.weights.layout import is_pointer, pointer_error
 from deltic.weights.names import is_head, stack_of
 from deltic.weights.pickled import find_pickled
 
@@ -32,6 +34,8 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 _MAX_HEADER: Final = 16 << 20
 _MAX_INDEX: Final = 64 << 20
 _MAX_DIMENSIONS: Final = 8
+_SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
 _AGAIN: Final = "the file is truncated or corrupt, download it again"
 
 
@@ -155,6 +159,8 @@ def open_plain(path: Path) -> BinaryIO:
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     """The JSON object `text` that came from `path`. Raises ModelError naming the path if it is none."""
+    if is_pointer(text):
+        raise pointer_error(path)
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -186,7 +192,9 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, Stored]:
     """`read_header` of a file of `size` bytes wherever it lies; `read(count)` gives its bytes one after another."""
-    length = int.from_bytes(read(8), "little")
+    length = int.from_bytes(start := read(8), "little")
+    if is_pointer(start):
+        raise pointer_error(path)
     if size < 8 or length > min(size - 8, _MAX_HEADER):
         raise ModelError(f"{path} announces a header of {length} bytes in a file of {size}; {_AGAIN}")
     header = parse_json(read(length), path)
@@ -233,7 +241,7 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     """
     index = _index(directory)
     if index is None:
-        return with_scales(_union([_single_file(directory)]))
+        return with_scales(_union(_without_index(directory)))
     weight_map = _weight_map(index)
     tensors = _union(directory / name for name in sorted(set(weight_map.values())))
     for name, shard in weight_map.items():
@@ -294,25 +302,42 @@ def check_weight_map(index: Mapping[str, Any], path: Path) -> dict[str, str]:
     return {name: str(shard) for name, shard in weight_map.items()}
 
 
-def _single_file(directory: Path) -> Path:
+def _without_index(directory: Path) -> list[Path]:
+    """The files that hold the tensors where no index says so: one, or all shards of one model."""
     if (directory / SINGLE).exists():
-        return directory / SINGLE
+        return [directory / SINGLE]
     found = _no_heads(directory)
     if len(found) == 1:
-        return found[0]
+        return found
     if found:
-        raise ModelError(f"{directory} has {len(found)} safetensors files but no {INDEX}; download it")
+        return _all_shards(directory, found)
     if (directory / PICKLED).exists():
-        return directory / PICKLED
+        return [directory / PICKLED]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
         raise ModelError(f"{directory} has only pickled PyTorch weights that are not called {PICKLED}; "
                          "convert them with transformers: save_pretrained(..., safe_serialization=True)")
     raise ModelError(f"{directory} has no weights: {SINGLE} or {INDEX} with its shards is needed")
 
 
+def _all_shards(directory: Path, found: list[Path]) -> list[Path]:
+    """Several safetensors files, if their names say that they are all of one model."""
+    shards = [shard for path in found if (shard := _SHARD.fullmatch(path.name))]
+    if len({(shard[1], shard[3]) for shard in shards}) != 1:
+        names = ", ".join(path.name for path in found[:6])
+        raise ModelError(f"{directory} has {len(found)} safetensors files ({names}) but no {INDEX}: download the index "
+                         "too, or keep the files of one model only")
+    count, numbers = int(shards[0][3]), {int(shard[2]) for shard in shards}
+    missing = next((number for number in range(1, count + 1) if number not in numbers), None)
+    if missing is not None:
+        raise ModelError(f"{directory} has {len(shards)} of {count} shards: {shards[0][1]}-{missing:05d}-of-"
+                         f"{count:05d}.safetensors is absent; download it, and {INDEX}")
+    return [directory / shard[0] for shard in shards]
+
+
 def _no_heads(directory: Path) -> list[Path]:
-    """The safetensors files that have more than a draft head."""
-    return [path for path in sorted(directory.glob("*.safetensors")) if not holds_only_head(path)]
+    """The safetensors files that have more than a draft head, and are no copy of the weights in another form."""
+    names = [path for path in sorted(directory.glob("*.safetensors")) if not holds_only_head(path)]
+    return [path for path in names if not path.name.startswith(_COPIES)] or names
 
 
 def holds_only_head(path: Path) -> bool:

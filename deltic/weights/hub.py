@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,16 +21,18 @@ from deltic.errors import ConfigError, ModelError, show
 from deltic.ops.qtensor import Form
 from deltic.ops.records import Block, Weight
 from deltic.ops.stored import StoredExpert
+from deltic.weights.catalog import REPOSITORY, repository_of, similar
 from deltic.weights.checksums import check_files
 from deltic.weights.files import Source, find_tensors, read_json
 from deltic.weights.fp8 import Float8
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file
+from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file, report_aside
 from deltic.weights.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_from_gguf
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
+from deltic.weights.layout import has_weights, is_gguf, refuse, refuse_pointer
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
-from deltic.weights.repository import Selection, select
+from deltic.weights.repository import Selection, is_model, select
 from deltic.weights.safetensors import Progress, read_directory, read_directory_float8
 from deltic.weights.stored import experts_in_directory, experts_in_gguf
 from deltic.weights.vision import load_tower, plan_tower
@@ -39,11 +40,8 @@ from deltic.weights.writing import size_of
 
 EMBEDDED: Final = "tiny"
 ACCEPTED: Final = ("a GGUF file, a directory with config.json and safetensors files, a Hugging Face name such as "
-                   f"Qwen/Qwen3.5-0.8B, or {EMBEDDED!r}, the embedded demo model")
+                   f"Qwen/Qwen3.5-0.8B (short: qwen3.5:0.8b), or {EMBEDDED!r}, the embedded demo model")
 
-_REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-][\w./-]*))?")
-"""A name on the hub, perhaps with one of its GGUF files."""
-_LATER_PART: Final = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _MAX_CONFIG: Final = 4 << 20
 _FILES: Final = (".gguf", ".pte")
 """Models that are one file: weights, and programs, which `artifacts` opens."""
@@ -177,14 +175,14 @@ def open_model(
         gguf = GgufFile.open(single)
         config = config_from_gguf(gguf)
         seen = _gguf_vision(gguf, config, mmproj)
+        report_aside(gguf)
         return ModelFiles(single, config, generation_from_gguf(gguf, config), gguf, *seen)
     if mmproj is not None:
         raise ModelError(f"{mmproj} cannot be used: {directory} is no GGUF file, and has its vision tower itself if it "
                          "sees")
     path = directory / "config.json"
-    if not path.exists() and (tower := next(directory.glob("*mmproj*.gguf"), None)):
-        raise ModelError(f"{directory} has a vision tower ({tower.name}) and no model: put the model's own GGUF file "
-                         "beside it")
+    if not path.exists() or not has_weights(directory):
+        refuse(directory)
     mapping = read_json(path, _MAX_CONFIG)
     with _of_file(path):
         config = ModelConfig.from_hf(mapping)
@@ -194,11 +192,11 @@ def open_model(
 
 
 def only_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory that has nothing else to run: parts of one model count as one."""
-    if (directory / "config.json").exists() or any(directory.glob("*.safetensors")):
+    """The GGUF file of a directory that has no other weights: parts of one model count as one. Some repositories of
+    GGUF files have a config.json too."""
+    if has_weights(directory):
         return None
-    models = [path for path in sorted(directory.glob("*.gguf"))
-              if not _LATER_PART.search(path.name) and "mmproj" not in path.name.lower()]
+    models = [path for path in sorted(directory.iterdir()) if is_model(path.name) and not path.is_dir()]
     if len(models) > 1:
         raise ModelError(f"{directory} has several GGUF files: name one of {', '.join(path.name for path in models)}")
     return models[0] if models else None
@@ -291,11 +289,17 @@ def resolve(
             raise ModelError(f"{name} is on this machine as it is: leave out the revision ({revision}), which is for "
                              "models of the Hugging Face hub")
         return path
-    found = None if isinstance(model, Path) else _REPOSITORY.fullmatch(name)
+    found = None if isinstance(model, Path) else REPOSITORY.fullmatch(repository_of(name))
     if found is None:
         kind = "file" if Path(name).suffix.lower() in (*_FILES, ".safetensors") else "directory"
-        raise ModelError(f"there is no {kind} {show(name)}; a model is {ACCEPTED}")
+        raise ModelError(f"there is no {kind} {show(name)}{_meant(name)}; a model is {ACCEPTED}")
     return _download(found[1], found[2], revision, token, progress)
+
+
+def _meant(name: str) -> str:
+    """Names that are like this one, for a message."""
+    found = similar(name)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 
 def _on_disk(name: str) -> Path | None:
@@ -304,9 +308,10 @@ def _on_disk(name: str) -> Path | None:
         raise ModelError(f"the model's name is empty; a model is {ACCEPTED}")
     with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
         path = Path(name).expanduser()
-        if path.is_dir() or (path.is_file() and path.suffix.lower() in _FILES):
+        if path.is_dir() or (path.is_file() and path.suffix.lower() in _FILES) or is_gguf(path):
             return path
         if path.exists():
+            refuse_pointer(path)
             kind = "a file" if path.is_file() else "neither a file nor a directory"
             raise ModelError(f"{name} is {kind}; a model is {ACCEPTED}")
     return None
@@ -317,7 +322,8 @@ def open_checkpoint(model: str, revision: str | None = None, token: str | None =
 
     Raises ModelError as `resolve` does.
     """
-    found = _REPOSITORY.fullmatch(model)
+    model = model if Path(model).exists() else repository_of(model)
+    found = REPOSITORY.fullmatch(model)
     if found and found[2]:
         raise ModelError(f"{model} is a GGUF file; take the original model, a directory or a Hugging Face name")
     if model == EMBEDDED or Path(model).exists() or not found:
@@ -379,7 +385,7 @@ def _download(repository: str, wanted: str | None, revision: str | None, token: 
         _check_room(repository, _missing_sizes(repository, info, chosen))
         bar = None if progress else _quiet_bar()
         path = Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=[*chosen.patterns],
-                                      tqdm_class=bar))
+                                      ignore_patterns=[*chosen.skipped], tqdm_class=bar))
         if path.name != info.sha:  # it has moved on meanwhile
             info = HfApi().model_info(repository, revision=path.name, files_metadata=True, token=token)
         check_files(repository, path, _digests(info, chosen), bar or tqdm)
@@ -441,15 +447,16 @@ def _is_offline(error: Exception) -> bool:
 def _cached(repository: str, wanted: str | None, revision: str | None, cause: Exception) -> Path:
     from huggingface_hub import snapshot_download
 
-    def snapshot(*patterns: str) -> Path:
+    def snapshot(chosen: Selection) -> Path:
         """Where it is; an error if the hub has said of files with such names that are not here."""
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*patterns], local_files_only=True))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*chosen.patterns],
+                                      ignore_patterns=[*chosen.skipped], local_files_only=True))
 
     try:
-        path = snapshot("")
+        path = snapshot(Selection(("",)))
         chosen = select(repository, [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()],
                         wanted)
-        snapshot(*chosen.patterns)
+        snapshot(chosen)
     except Exception as error:
         reason = str(cause).strip().split("\n")[0]
         raise ModelError(f"{repository} is not downloaded, and the Hugging Face hub cannot be reached "
@@ -469,7 +476,7 @@ def _explain(repository: str, revision: str | None, error: Exception) -> str:
         return f"{repository} has no revision {revision!r}; see {page} for its branches and tags"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (f"{repository} is neither a directory here nor a repository on the Hugging Face hub that "
-                "you may see; check the spelling, or set HF_TOKEN if it is private")
+                f"you may see{_meant(repository)}; check the spelling, or set HF_TOKEN if it is private")
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         return f"the Hugging Face hub refuses access to {repository}: set HF_TOKEN to one that may read it"
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:

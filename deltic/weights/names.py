@@ -16,6 +16,9 @@ Shape = tuple[int, ...]
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 
+_QUANTIZED: Final = re.compile(r"\.(qweight|qzeros|g_idx|scales|biases|weight_(packed|scale|scale_2|shape)|SCB|trellis|"
+                               r"weight\.(absmax|quant_\w+|nested_\w+)|input_scale)$")
+"""What the tools of other quantizations (AWQ, GPTQ, bitsandbytes, compressed-tensors, MLX ...) put beside weights."""
 _PREFIX: Final = re.compile(r"(model\.language_model\.|language_model\.(?:model\.)?|model\.)?(.*)")
 _LAYER: Final = re.compile(r"layers\.(0|[1-9]\d{0,4})\.([a-z_0-9.A-Z]+)")
 _LAYER_TENSORS: Final = frozenset({
@@ -72,6 +75,9 @@ def canonical(name: str) -> str | None:
     if rest in ("embed_tokens.weight", "norm.weight") or (
             layer and (layer[2] in _LAYER_TENSORS or _EXPERT.fullmatch(rest))):
         return f"model.{rest}"
+    if _QUANTIZED.search(name):
+        raise ModelError(f"tensor {name[:200]!r} is part of a quantization that is not read: take the unquantized "
+                         "checkpoint, or a GGUF file of the model")
     raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized checkpoint of the architecture that "
                      "its config.json names?")
 

@@ -16,6 +16,11 @@ _TEXTS: Final = ("*.json", "*.jinja", "*.txt")
 _BESIDE: Final = ("*_linear.pt", "*_Dense/pytorch_model.bin")
 """Of encoders: the outputs of BGE-M3, layers behind the pooling."""
 SAFETENSORS: Final = ("*.safetensors", *_TEXTS, *_BESIDE)
+SKIPPED: Final = (
+    *(f"{prefix}{folder}/*" for folder in ("checkpoint-*", "global_step*", "epoch*", "step*", "original", "onnx",
+                                           "openvino", "coreml", "gguf", "mlx", "runs") for prefix in ("", "*/")),
+    "consolidated*", "adapter_*", "optimizer*", "*/optimizer*")
+"""Beside the model: states of its training, and its weights once more in other forms."""
 _HEADS: Final = ("mtp*.safetensors",)
 """Draft heads in files of their own, in directories too."""
 PICKLED: Final = ("pytorch_model*.bin", *_HEADS, *_TEXTS, *_BESIDE)
@@ -28,14 +33,15 @@ _SHOWN: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """patterns: of names, as fnmatch reads them, that are downloaded. file: the GGUF file that is the model, the first
-    of its parts; None: the directory is."""
+    """patterns: of names, as fnmatch reads them, that are downloaded. skipped: of those that are not, all the same.
+    file: the GGUF file that is the model, the first of its parts; None: the directory is."""
 
     patterns: tuple[str, ...]
     file: str | None = None
+    skipped: tuple[str, ...] = ()
 
     def has(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return _matches(name, self.patterns) and not _matches(name, self.skipped)
 
 
 def select(repository: str, names: Iterable[str], wanted: str | None) -> Selection:
@@ -44,12 +50,17 @@ def select(repository: str, names: Iterable[str], wanted: str | None) -> Selecti
     ModelError says what there is instead."""
     names = sorted(names)
     if wanted is None:
-        if any(fnmatchcase(name, SAFETENSORS[0]) and not fnmatchcase(name, _HEADS[0]) for name in names):
-            return Selection(SAFETENSORS)
-        if any(fnmatchcase(name, PICKLED[0]) for name in names):
-            return Selection(PICKLED)
-    files = [name for name in names if _is_model(name)]
+        kept = [name for name in names if not _matches(name, SKIPPED)]
+        if any(_matches(name, SAFETENSORS[:1]) and not _matches(name, _HEADS) for name in kept):
+            return Selection(SAFETENSORS, skipped=SKIPPED)
+        if any(_matches(name, PICKLED[:1]) for name in kept):
+            return Selection(PICKLED, skipped=SKIPPED)
+    files = [name for name in names if is_model(name)]
     if not files:
+        if "adapter_config.json" in names:
+            raise ModelError(f"{repository} is an adapter (LoRA) and no model: merge it into its base model, which "
+                             "adapter_config.json names (peft: merge_and_unload, then save_pretrained), and name the "
+                             "directory")
         raise ModelError(f"{repository} has no GGUF files: leave out :{wanted}" if wanted is not None else
                          f"{repository} has no weights that are read here (safetensors, GGUF, pytorch_model.bin): "
                          "choose another repository of the model")
@@ -63,7 +74,12 @@ def select(repository: str, names: Iterable[str], wanted: str | None) -> Selecti
     return Selection((*exact, *_HEADS), found)
 
 
-def _is_model(name: str) -> bool:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_model(name: str) -> bool:
+    """Whether a file's name is that of a GGUF model, or of the first of its parts."""
     path = PurePosixPath(name.lower())
     part = _PART.search(path.stem)
     return (path.suffix == ".gguf" and not (part and int(part[1]) != 1)
@@ -94,10 +110,11 @@ def _parts(found: str, names: Iterable[str]) -> list[str]:
 
 
 def _tower(found: str, names: Iterable[str]) -> str | None:
-    """The vision tower beside it, where one would be looked for."""
-    folder = PurePosixPath(found).parent
-    towers = [name for name in names if PurePosixPath(name).parent == folder and name.lower().endswith(".gguf")
-              and "mmproj" in PurePosixPath(name).name.lower()]
+    """The vision tower of its folder, else of the folders that this lies in."""
+    folders = PurePosixPath(found).parents
+    named = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in PurePosixPath(name).name.lower()]
+    towers = next(filter(None, ([name for name in named if PurePosixPath(name).parent == folder]
+                                for folder in folders)), [])
     return next(filter(None, (_named(towers, kind) for kind in _TOWERS)), next(iter(towers), None))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import operator
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -109,7 +111,19 @@ def reinstall() -> str:
     """The command that compiles the kernels again."""
     if (_SOURCE / "csrc").is_dir():
         return f"pip install -e {_SOURCE}"
-    return "pip install --force-reinstall --no-deps deltic"
+    return f"pip install --force-reinstall --no-deps {_origin() or 'PATH (the directory or wheel it came from)'}"
+
+
+def _origin() -> str | None:
+    """The directory, file or address that the package was installed from, as pip wrote it down."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        said = json.loads(distribution("deltic").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError, OSError):
+        return None
+    url = said.get("url") if isinstance(said, dict) else None
+    return shlex.quote(url.removeprefix("file://")) if isinstance(url, str) else None
 
 
 def _devices() -> tuple[str, list[Fault]]:

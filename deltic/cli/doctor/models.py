@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +12,13 @@ from deltic.cli.doctor.findings import Fault, Finding, gib
 from deltic.cli.parser import as_typed
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
+from deltic.weights.catalog import REPOSITORY, repository_of
+from deltic.weights.repository import select
 
 if TYPE_CHECKING:
     from deltic.encoders.stored import StoredEncoder
     from deltic.weights.hub import ModelFiles
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHORT_CONTEXT = 4096
 _NO_ROOM = "there is no room for it: use a smaller model or more memory"
 
@@ -50,13 +50,16 @@ def check_model(args: argparse.Namespace) -> Finding | None:
 
 def _local(name: str) -> str | Path | None:
     """The model as it lies on this machine, None if it would have to be downloaded."""
-    if os.path.exists(os.path.expanduser(name)) or not _HUB_NAME.fullmatch(name):
+    found = REPOSITORY.fullmatch(repository_of(name))
+    if os.path.exists(os.path.expanduser(name)) or not found:
         return name
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        place = Path(snapshot_download(found[1], local_files_only=True))
+        names = [path.relative_to(place).as_posix() for path in place.rglob("*")]
+        return place / select(found[1], names, found[2]).file if found[2] else place  # type: ignore[operator]
     except LocalEntryNotFoundError:
         return None
     except ValueError as error:

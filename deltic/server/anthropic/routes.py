@@ -22,7 +22,7 @@ from deltic.server.anthropic.shapes import (
     stop_fields,
     usage_fields,
 )
-from deltic.server.body import renamed
+from deltic.server.body import renamed, sent_name
 from deltic.server.collect import Run
 from deltic.server.http import Check, EventStream, answering, event, json_response, written
 from deltic.server.model_registry import ModelRegistry
@@ -66,7 +66,7 @@ def _job(served: ServedModel, body: CountRequest) -> tuple[Job, Names]:
     chat, names = body.chat()
     with renamed(names):
         job = chat_job(served, chat, translated=True)
-    body.ignored.extend(names.get(name, name) for name in chat.ignored)
+    body.ignored.extend(sent_name(name, names) for name in chat.ignored)
     return job, names
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from deltic.errors import RequestError, show
-from deltic.server.body import Fields
+from deltic.server.body import SaltedFields
 from deltic.server.http import Problem, ProblemError
 from deltic.server.openai.schema import ChatRequest, SamplingFields
 from deltic.server.parts import ANTHROPIC, check_within, usable_tools
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 Names = dict[str, str]
 
 
-class CountRequest(Fields):
+class CountRequest(SaltedFields):
     """The body of /v1/messages/count_tokens."""
 
     model: str | None = None
@@ -40,7 +40,7 @@ class CountRequest(Fields):
         """The same as a chat request, and how what it names is called here. RequestError names what cannot be had."""
         messages, names = _chat_messages(self.system, self.messages)
         fields: dict[str, Any] = {"model": self.model, "messages": messages, "history": self.history,
-                                  "chat_template_kwargs": self.chat_template_kwargs}
+                                  "chat_template_kwargs": self.chat_template_kwargs, "cache_salt": self.cache_salt}
         tools = usable_tools(self.tools or (), (None, "custom"), self.ignored)
         fields |= _tools(tools, self.tool_choice) | self._thinking() | self._format() | self._more()
         fields["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
@@ -82,7 +82,7 @@ class CountRequest(Fields):
             if not isinstance(form, dict) or form.get("type") != "json_schema":
                 raise RequestError("output_config.format must be of the type json_schema", "output_config.format")
             fields["response_format"] = {"type": "json_schema", "json_schema": {
-                "name": "answer", "strict": True, "schema": form.get("schema")}}
+                **{name: value for name, value in form.items() if name != "type"}, "strict": True}}
         return fields
 
     def _more(self) -> dict[str, Any]:

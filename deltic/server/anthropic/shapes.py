@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from deltic.server.anthropic.schema import NO_THREADS
@@ -86,7 +86,7 @@ def blocks(said: Iterable[Delta], shows_thinking: bool) -> Iterator[Json]:
     for (kind, _), group in groupby(said, _key):
         deltas = list(group)
         if kind == "tool":
-            yield _call(deltas) | {"input": json.loads("".join(_arguments(deltas)) or "{}")}
+            yield _call(deltas) | {"input": _input(deltas)}
             continue
         text = "".join(delta.text for delta in deltas)
         yield _thought(text, shows_thinking) if kind == "reasoning" else {"type": "text", "text": text}
@@ -154,8 +154,10 @@ def _call(deltas: Sequence[Delta]) -> Json:
     return {"type": "tool_use", "id": calls[0].id, "name": "".join(call.name or "" for call in calls)}
 
 
-def _arguments(deltas: Sequence[Delta]) -> Iterator[str]:
-    return (delta.call.arguments for delta in deltas if delta.call)
+def _input(deltas: Sequence[Delta]) -> Any:
+    """The arguments as an object; of a call that was cut, those that are whole."""
+    text = "".join(delta.call.arguments for delta in deltas if delta.call)
+    return from_json(text or "{}", allow_partial=True)
 
 
 def _thought(text: str, shown: bool) -> Json:

@@ -33,7 +33,8 @@ from deltic.server.request_log import RequestLog
 class EncoderAppOptions(TypedDict, total=False):
     """As of `create_app`."""
 
-    api_keys: Mapping[str, str]
+    api_keys: Mapping[str, str | None]
+    share_prefix_cache: bool
     cors_origins: Sequence[str]
     allowed_hosts: Sequence[str]
     lenient: bool
@@ -45,8 +46,9 @@ def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **o
     """An ASGI application for these models."""
     log = options.get("request_log")
     served = Services(tuple(services), Intake(limits, options.get("lenient", False)))
-    records, check = Records(limits, log.write if log else None), check_of(options.get("api_keys", {}))
-    paths = [*routes(served, check), *requests.routes(records, check), *_about(served, log, check),
+    records = Records(limits, log.write if log else None)
+    check = check_of(options.get("api_keys", {}), options.get("share_prefix_cache", False))
+    paths = [*routes(served, check), *requests.routes(records, check), *_about(served, records, log, check),
              *ollama.routes(None, served, served.intake, check)]
     paths.append(openapi.route(paths, check))
 
@@ -83,7 +85,7 @@ def _describe(service: EmbeddingService) -> str:
     return f"{service.name} {kind}, of up to {encoder.max_length:,} tokens"
 
 
-def _about(served: Services, log: RequestLog | None, check: Check) -> list[Route]:
+def _about(served: Services, records: Records, log: RequestLog | None, check: Check) -> list[Route]:
     async def models(_: Request) -> Response:
         return json_response({"object": "list", "data": [service.fields() for service in served]})
 
@@ -94,7 +96,8 @@ def _about(served: Services, log: RequestLog | None, check: Check) -> list[Route
         return json_response({"status": "ok", "waiting_tokens": served.waiting()})
 
     async def metrics(_: Request) -> Response:
-        return Response(exposition({}, log.lost if log else 0) + served.metrics(), media_type=CONTENT_TYPE)
+        own = exposition({}, records.responses, log.lost if log else 0)
+        return Response(own + served.metrics(), media_type=CONTENT_TYPE)
 
     async def ready(_: Request) -> Response:
         if served.draining:

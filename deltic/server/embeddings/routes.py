@@ -42,18 +42,18 @@ class _Endpoints:
 
     async def embed(self, request: Request) -> Response:
         service, body, items = await self._read(request, EmbeddingsRequest, to_embed)
-        found = await self.services.run(service, request, items)
+        found = await self.services.run(service, request, items, body.salt)
         answer = {"object": "list", "data": listed(found, body, service), "model": service.name, "usage": _usage(items)}
         return await written(answer, len(found) * service.encoder.dimension)
 
     async def embed_plainly(self, request: Request) -> Response:
-        service, _, (items, asked) = await self._read(request, EmbedRequest, _to_embed_plainly)
-        found = await self.services.run(service, request, items)
+        service, body, (items, asked) = await self._read(request, EmbedRequest, _to_embed_plainly)
+        found = await self.services.run(service, request, items, body.salt)
         return await written(rows_of(found, asked, service), len(found) * service.encoder.dimension)
 
     async def rerank(self, request: Request) -> Response:
         service, body, (items, texts) = await self._read(request, RerankRequest, _to_rank)
-        scores = service.encoder.scores_of(await self.services.run(service, request, items))
+        scores = service.encoder.scores_of(await self.services.run(service, request, items, body.salt))
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:body.top_n]
         if body.texts is not None:
             told = texts if body.return_documents else []
@@ -68,8 +68,8 @@ class _Endpoints:
         return await written(answer, sum(map(len, texts)) if body.return_documents else len(results))
 
     async def score(self, request: Request) -> Response:
-        service, _, parts = await self._read(request, ScoreRequest, _to_score)
-        found = await self.services.run(service, request, [item for part in parts for item in part])
+        service, body, parts = await self._read(request, ScoreRequest, _to_score)
+        found = await self.services.run(service, request, [item for part in parts for item in part], body.salt)
         scores, done = list[float](), 0
         for part in parts:
             scores += service.encoder.scores_of(found[done:done + len(part)])

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 from deltic.errors import RequestError, show
-from deltic.server.body import Fields
+from deltic.server.body import SaltedFields
 
 _KINDS: Mapping[str | None, str | None] = {
     None: None, "query": "query", "search_query": "query", "passage": "passage", "document": "passage",
     "search_document": "passage", "retrieval.query": "query", "retrieval.passage": "passage"}
 
 
-class EmbeddingsRequest(Fields):
+class EmbeddingsRequest(SaltedFields):
     """OpenAI's fields; input_type, or task, as others write it, for models that have prompts; truncate: cut what is too
     long, rather than refusing it; truncate_prompt_tokens: to so many tokens, -1: to what the model reads."""
 
@@ -80,7 +80,7 @@ class EmbeddingsRequest(Fields):
                            f"{show(given)}", "input")
 
 
-class RerankRequest(Fields):
+class RerankRequest(SaltedFields):
     """Cohere's and Jina's fields. Documents are texts, or objects with a `text`. truncate: cut long ones (default),
     rather than refusing them; where they are cut, the model's own length decides, not max_tokens_per_doc. texts: the
     documents as text-embeddings-inference calls them, whose clients get another answer. instruction: what a reranker
@@ -115,7 +115,7 @@ class RerankRequest(Fields):
         return found
 
 
-class EmbedRequest(Fields):
+class EmbedRequest(SaltedFields):
     """text-embeddings-inference's /embed. prompt_name: the kind of text, as its prompt is called in the model's files.
     """
 
@@ -129,7 +129,7 @@ class EmbedRequest(Fields):
     prompt_name: str | None = None
 
 
-class ScoreRequest(Fields):
+class ScoreRequest(SaltedFields):
     """vLLM's fields: one text against many, or as many against each other, in pairs."""
 
     counted: ClassVar[Mapping[str, str]] = {"text_1": "max_texts", "text_2": "max_texts"}

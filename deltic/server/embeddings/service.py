@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
@@ -16,6 +16,7 @@ from deltic.errors import BusyError, UnavailableError, show
 from deltic.server.body import Intake
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.metrics import samples
+from deltic.server.records import record_of, salt_of
 
 ENDING = "the server is shutting down"
 _LOOK = 0.02
@@ -63,13 +64,17 @@ class Services:
         return next((service for name in names for service in self.services
                      if name in (service.name, service.encoder.name)), None)
 
-    async def run(self, service: EmbeddingService, request: Request, items: Sequence[Item]) -> list[Vectors]:
-        """What the model gives for the items, unless the client goes away meanwhile; then no more of them are run."""
+    async def run(self, service: EmbeddingService, request: Request, items: Sequence[Item], salt: str
+                  ) -> list[Vectors]:
+        """What the model gives for the items, unless the client goes away meanwhile; then no more of them are run.
+        salt: of the request's body."""
         if self.draining:
             raise BusyError(f"{ENDING}: try again later, or elsewhere")
         job, self._running = None, self._running + 1
         try:
-            job = await asyncio.to_thread(service.encoder.submit, items)
+            salt = salt_of(record_of(request).prefix_owner, salt)
+            job = await asyncio.to_thread(lambda: service.encoder.submit(
+                [replace(item, cache_salt=salt) for item in items] if salt else items))
             self._jobs.add(job)
             return sound(await while_connected(request.receive, _done(asyncio.wrap_future(job.future))))
         finally:

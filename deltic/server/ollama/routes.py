@@ -152,7 +152,7 @@ class _Endpoints:
             return self.services.find(body.model)
 
         service, _, (items, asked) = await self.intake.read(request, schema, choose, _to_embed)
-        return service, items, await self.services.run(service, request, items) if items else [], asked
+        return service, items, await self.services.run(service, request, items, asked.salt) if items else [], asked
 
 
 def _to_embed(service: EmbeddingService, body: OllamaEmbedRequest | OllamaEmbeddingsRequest

@@ -10,9 +10,10 @@ from typing import Any
 
 from deltic.errors import RequestError, of_prompt
 from deltic.server.content import ContentReader
-from deltic.server.openai.schema import ChatRequest, CompletionRequest
+from deltic.server.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from deltic.server.openai.shapes import Echo
 from deltic.server.parts import CHAT, check_within
+from deltic.server.records import salt_of
 from deltic.server.served_model import ServedModel
 from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import Job, prompt_bound
@@ -24,7 +25,8 @@ def chat_job(served: ServedModel, body: ChatRequest, translated: bool = False) -
     """The next turn of a conversation. Renders and encodes it: for a thread. translated: the request came in another
     wire's form, whose fields have been looked at. RequestError names the field that is wrong."""
     body.refuse_unsupported()
-    processor, tools = _roomy(served, body).processor, body.shown_tools()
+    processor = _roomy(served, body).processor.of(salt_of(served.owner, body.salt))
+    tools = body.shown_tools()
     reader = ContentReader(processor.sees, processor.fetches, served.text_of)
     messages = reader.messages(body.checked_messages())
     body.ignored.extend(reader.ignored)
@@ -33,11 +35,12 @@ def chat_job(served: ServedModel, body: ChatRequest, translated: bool = False) -
                          thinking_budget=body.thinking_budget, pictures=served.pictures, answer=AnswerForm(
                              ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False),
                              body.output_format()))
+    body.ignored.extend(job.ignored)
     job = _cut(served, body, job)
     _check_scores(served, [job])
     if not translated:
         check_within(body, CHAT, partial(processor.reads, tools=tools))
-    return _speculating(job, body.speculate)
+    return _told(job, body)
 
 
 def _understood(body: ChatRequest, knows: Callable[[str], bool]) -> dict[str, Any]:
@@ -69,8 +72,10 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     jobs = list[Job]()
     for place, prompt in enumerate(prompts):
         with of_prompt(f"prompt[{place}]") if len(prompts) > 1 else nullcontext():
-            job = _roomy(served, body).complete(_infilled(served, prompt, infill, body.suffix), sampling, wanted)
-            jobs.append(_speculating(_cut(served, body, job), body.speculate))
+            job = _roomy(served, body).complete(_infilled(served, prompt, infill, body.suffix), sampling, wanted,
+                                                body.add_special_tokens)
+            jobs.append(_told(_cut(served, body, job), body))
+            body.ignored.extend(job.ignored)
             if len(prompts) > 1:  # else the engine itself says what is wrong
                 served.llm.engine.keys_of(jobs[-1].request)
     _check_scores(served, jobs)
@@ -127,6 +132,6 @@ def _check_scores(served: ServedModel, jobs: list[Job]) -> None:
                            f"have {most} (max_answer_values): ask for less, or shorten the prompt", "prompt_logprobs")
 
 
-def _speculating(job: Job, wanted: bool | None) -> Job:
-    """The job, for which tokens may be drafted unless that is not wanted."""
-    return job if wanted is not False else replace(job, request=replace(job.request, speculate=False))
+def _told(job: Job, body: SamplingFields) -> Job:
+    """The job with the fields that concern the engine only: speculation and cache salt."""
+    return replace(job, request=replace(job.request, speculate=body.speculate is not False, cache_salt=body.salt))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from deltic.config import Limits
 from deltic.errors import RequestError, show, valid_text
-from deltic.server.body import Fields, renamed
+from deltic.server.body import Fields, SaltedFields, renamed
 from deltic.server.parts import usable_tools
 from deltic.text.output_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.types import SamplingParams
@@ -43,7 +43,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(Fields):
+class SamplingFields(SaltedFields):
     """How tokens are chosen: what all wires call the same, whether or not their own documents have it."""
 
     top_k: int | None = None
@@ -77,8 +77,8 @@ class FormatFields(Fields):
     def output_format(self) -> OutputFormat | None:
         """What they say; RequestError if that is wrong, or more than one says something."""
         guided = [read(getattr(self, name), name) for name, read in GUIDED.items() if getattr(self, name) is not None]
-        return only_format([response_format(self.response_format), structured_outputs(self.structured_outputs),
-                            *guided])
+        return only_format([response_format(self.response_format, ignored=self.ignored),
+                            structured_outputs(self.structured_outputs, ignored=self.ignored), *guided])
 
 
 class _Common(SamplingFields, FormatFields):
@@ -236,6 +236,7 @@ class CompletionRequest(_Common):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None
 
     def sampling(self, limits: Limits) -> SamplingParams:
         """How the answers are to be chosen."""

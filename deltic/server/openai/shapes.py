@@ -184,9 +184,11 @@ class Echo:
         """The prompt's tokens; the first has no probability."""
         ids, offset, scores = self.ids[choice // self.choices], 0, list[Score]()
         decoder = getincrementaldecoder("utf-8")("replace")
+        text = self.before(choice)
         for token, logprobs in zip(ids, (_UNKNOWN, *found), strict=True):
             scores.append(Score(token, logprobs, offset))
-            offset += len(decoder.decode(spell(token)))
+            shown = decoder.decode(spell(token))
+            offset += len(shown) if len(scores) > 1 or text.startswith(shown.strip()) else 0  # a bos token is not
         return scores
 
 

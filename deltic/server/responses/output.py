@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from pydantic_core import from_json
 
 from deltic.server.responses.schema import OwnTool, new_id, seal
 from deltic.text.deltas import Delta
@@ -112,7 +113,7 @@ def _part(kind: str, text: str) -> Json:
 def _input_of(arguments: str) -> str:
     """The text for a tool that takes one; what the model wrote instead, if it did."""
     try:
-        found = json.loads(arguments)["input"]
+        found = from_json(arguments, allow_partial="trailing-strings")["input"]  # the call may have been cut
     except (ValueError, KeyError, TypeError):
         return arguments
     return found if isinstance(found, str) else arguments

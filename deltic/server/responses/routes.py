@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.errors import GenerationError, RequestError, show
-from deltic.server.body import renamed
+from deltic.server.body import renamed, sent_name
 from deltic.server.collect import Run
 from deltic.server.http import (
     Check,
@@ -102,7 +102,7 @@ class _Endpoints:
     making: dict[str, _Making] = field(default_factory=dict)
 
     async def create(self, request: Request) -> Response:
-        prepared = partial(self._prepared, record_of(request).key)
+        prepared = partial(self._prepared, record_of(request).owner)
         served, body, (job, names, making) = await self.models.read(request, ResponsesRequest, prepared)
         run = await served.start(request, [job], "input", not body.stream)
         making.run, run.names = run, names
@@ -121,7 +121,7 @@ class _Endpoints:
         return _json(await self._finished(making, done.done))
 
     async def count(self, request: Request) -> Response:
-        prepared = partial(self._prepared, record_of(request).key)
+        prepared = partial(self._prepared, record_of(request).owner)
         _, _, (job, _, _) = await self.models.read(request, ResponsesRequest, prepared, answers=False)
         return json_response({"object": "response.input_tokens", "input_tokens": len(job.request.ids)})
 
@@ -134,7 +134,7 @@ class _Endpoints:
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        if not await asyncio.to_thread(self.store.delete, id, record_of(request).key):
+        if not await asyncio.to_thread(self.store.delete, id, record_of(request).owner):
             raise _missing(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
@@ -183,7 +183,7 @@ class _Endpoints:
                                "(max_tools)", "tools")
         with renamed(names):
             job = chat_job(served, chat, translated=True)
-        body.ignored.extend(names.get(name, name) for name in chat.ignored)
+        body.ignored.extend(sent_name(name, names) for name in chat.ignored)
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(id, body.own_tools(), body.seals)
         return job, names, _Making(id, owner, output, dump(head | body.echo()), dump(items), body.store is not False)
@@ -231,11 +231,11 @@ class _Endpoints:
 
     def _being_made(self, request: Request) -> _Making | None:
         making = self.making.get(request.path_params["id"])
-        return making if making and making.owner == record_of(request).key else None
+        return making if making and making.owner == record_of(request).owner else None
 
     def _found(self, request: Request) -> Record:
         id = request.path_params["id"]
-        record = self.store.get(id, record_of(request).key)
+        record = self.store.get(id, record_of(request).owner)
         if record is None:
             raise _missing(id)
         return record

@@ -177,7 +177,7 @@ def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
     return {"num_experts": keys.integer("expert_count", 1, 4096),
             "num_experts_per_tok": keys.integer("expert_used_count", 1, 4096),
             "moe_intermediate_size": keys.integer("expert_feed_forward_length", 1, 1 << 20),
-            "norm_topk_prob": keys.get("expert_weights_norm") is not False,
+            "norm_topk_prob": all(keys.get(key) is not False for key in ("expert_weights_norm", "norm_top_k_prob")),
             **({"shared_expert_intermediate_size": keys.integer(shared, 1, 1 << 20)} if family.shared else {})}
 
 
@@ -240,6 +240,9 @@ def _sections(keys: _Keys) -> list[int]:
 
 
 def _linear(keys: _Keys) -> dict[str, int]:
+    if keys.get("ssm.v_head_reordered") is False:
+        raise ModelError(f"{keys.prefix}ssm.v_head_reordered false is not supported: convert the model again with a "
+                         "current converter, or take another file")
     found = keys.integers(_LINEAR)
     heads, inner = found["linear_num_value_heads"], keys.integer("ssm.inner_size", 1, 1 << 24)
     if inner % heads:

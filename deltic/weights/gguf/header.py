@@ -17,6 +17,7 @@ import numpy as np
 from deltic.errors import ModelError
 from deltic.weights.files import open_plain
 from deltic.weights.gguf.blocks import TYPES, BlockType, Bytes
+from deltic.weights.layout import is_pointer, pointer_error
 
 _AGAIN: Final = "the file is truncated or corrupt, download it again"
 _SCALARS: Final[Mapping[int, np.dtype[Any]]] = {id: np.dtype(name) for id, name in {
@@ -160,6 +161,8 @@ class _Cursor:
 def _counts(cursor: _Cursor) -> tuple[int, int]:
     """Numbers of tensors and of keys, behind the magic and the version."""
     magic = cursor.take(4, "the magic")
+    if is_pointer(magic):
+        raise pointer_error(cursor.path)
     if magic != b"GGUF":
         raise ModelError(f"{cursor.path} is no GGUF file: it begins with {magic!r}")
     version = cursor.u32("the version")

@@ -21,7 +21,7 @@ from deltic.ops.records import Block, Weight
 from deltic.weights.gguf.blocks import Bytes, fill
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.header import GgufTensor
-from deltic.weights.gguf.names import ROPE_FACTORS, Place, gguf_name, place
+from deltic.weights.gguf.names import ASIDE, ROPE_FACTORS, Place, gguf_name, place
 from deltic.weights.names import (
     HEAD,
     Shape,
@@ -151,6 +151,17 @@ def _warn_few_bits(sources: list[GgufSource]) -> None:
                        "model with deltic convert", few[0].path, len(few), few[0].name, few[0].type.name)
 
 
+def report_aside(file: GgufFile) -> None:
+    """Log which parts of a file are not read."""
+    kinds = {found[1] for name in file.tensors if (found := ASIDE.fullmatch(name))}
+    if kinds & {"v", "mm"}:
+        logger.warning("%s: the vision tower inside the file (tensors v.*) is not read, so that pictures are refused: "
+                       "put the model's mmproj file beside it", file.paths[0])
+    if "mtp" in kinds:
+        logger.warning("%s: the multi-token-prediction head inside the file (tensors mtp.*) is not read: take a file "
+                       "with nextn tensors, or put the head beside it (deltic mtp)", file.paths[0])
+
+
 def wants_packing(file: GgufFile) -> bool:
     """Whether a model should stay packed: it has types of 256 weights, or is large."""
     tensors = file.tensors.values()
@@ -247,7 +258,7 @@ def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mt
     """Sources of the tensors of the trunk or of the head."""
     served: dict[str, str] = {}
     for stored in file.tensors.values():
-        if stored.name == ROPE_FACTORS:
+        if stored.name == ROPE_FACTORS or ASIDE.fullmatch(stored.name):
             continue
         found = place(stored.name, config.architecture, config.layer_types)
         if found.mtp != mtp:

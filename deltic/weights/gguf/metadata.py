@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
 from deltic.config.model import FAMILIES
+from deltic.config.splitters import SPLITTERS
 from deltic.errors import ModelError
 from deltic.weights.gguf.config import SAMPLING_KEYS
-from deltic.weights.gguf.tokenizer import END_TEXTS, ENDS, SPLITTERS, VARIABLES, TokenizerTexts
+from deltic.weights.gguf.tokenizer import END_TEXTS, ENDS, VARIABLES, TokenizerTexts
 from deltic.weights.gguf.word_tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 ARCHITECTURES: Final[Mapping[str, str]] = {
@@ -160,7 +161,8 @@ def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelC
 
 def _around(tokenizer: Mapping[str, Any], texts: TokenizerTexts) -> dict[str, bool]:
     """Whether the tokenizer puts a bos token before a raw prompt, and an eos token behind it."""
-    steps = (tokenizer.get("post_processor") or {}).get("single") or [{}]
+    processor = tokenizer.get("post_processor") or {}
+    steps = next((part["single"] for part in (processor, *processor.get("processors", ())) if part.get("single")), [{}])
     put = {kind: step.get("SpecialToken", {}).get("id") for kind, step in (("bos", steps[0]), ("eos", steps[-1]))}
     found = {kind: id is not None and id == texts.special_tokens.get(f"{kind}_token") for kind, id in put.items()}
     return {"tokenizer.ggml.add_bos_token": found["bos"],

@@ -50,6 +50,8 @@ _IN_BLOCK: Final = re.compile(r"visual\.blocks\.(\d+)\.(.+)\.(weight|bias)")
 _MARK: Final = re.compile(r"mmproj", re.IGNORECASE)
 _KIND: Final = re.compile(r"(?i)(?:^|[-_.])(?:bf16|f16|f32|fp16|fp32|i?q\d\w*|ud|mxfp4|model|vision)(?=[-_.]|$)")
 _EPS: Final = 1e-6
+_FOLDERS: Final = 3
+"""Some repositories have a folder for each type, and one tower for all of them."""
 _FILMS: Final = "deltic.films"
 """A key of our own: a video_preprocessor_config.json, for which the format has no words."""
 
@@ -58,11 +60,15 @@ _FILMS: Final = "deltic.films"
 
 
 def beside(text: Path) -> Path | None:
-    """The vision tower's file beside the GGUF file of a text model, by its name: `mmproj` and the model's name without
-    types (mmproj-NAME-F16.gguf, NAME.mmproj.gguf), or no model's name (mmproj-BF16.gguf). Of several, one with the
-    name, then the first one in order of the alphabet."""
+    """The vision tower's file in the folder of a text model's GGUF file, else in the two that this lies in."""
+    return next(filter(None, (_tower_in(folder, text) for folder in [*text.parents][:_FOLDERS])), None)
+
+
+def _tower_in(folder: Path, text: Path) -> Path | None:
+    """By its name: `mmproj` and the model's name without types (mmproj-NAME-F16.gguf, NAME.mmproj.gguf), or no model's
+    name (mmproj-BF16.gguf). Of several, one with the name, then the first one in order of the alphabet."""
     named, plain = list[Path](), list[Path]()
-    for path in sorted(text.parent.glob("*.gguf")):
+    for path in sorted(folder.glob("*.gguf")):
         if not _MARK.search(path.name) or path == text:
             continue
         name = _core(_MARK.sub("", path.stem))

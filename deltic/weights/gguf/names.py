@@ -231,6 +231,12 @@ _FUSED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_att
 """The rows of `attn_qkv.weight` in a block with full attention: a converter's option."""
 _FUSED_EXPERTS: Final = ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")
 """The rows of each expert in `ffn_gate_up_exps.weight`."""
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    "ssm_dt": "ssm_dt.bias", "ssm_dt.weight": "ssm_dt.bias", "ssm_a.weight": "ssm_a",
+    "ssm_ba_a.weight": "ssm_alpha.weight", "ssm_ba_b.weight": "ssm_beta.weight"}
+"""What other converters, Ollama's above all, call tensors of a block."""
+ASIDE: Final = re.compile(r"(v|mm|mtp)\..+")
+"""Tensors beside the text model's in one file, as Ollama writes them: a vision tower and a draft head."""
 _BLOCK_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
 _LAYER_NAME: Final = re.compile(r"(model|mtp)\.layers\.(0|[1-9]\d{0,4})\.([A-Za-z0-9_.]+)")
 
@@ -254,8 +260,9 @@ def place(name: str, architecture: str, layers: Sequence[LayerType]) -> Place:
     found = _TOP.get(name)
     block = _BLOCK_NAME.fullmatch(name)
     if block is not None:
-        found = _in_block(int(block[1]), block[2], architecture, layers)
-        parts = () if found else _fused(int(block[1]), block[2], architecture, layers)
+        inner = _OTHER_NAMES.get(block[2], block[2])
+        found = _in_block(int(block[1]), inner, architecture, layers)
+        parts = () if found else _fused(int(block[1]), inner, architecture, layers)
         if parts:
             prefix = _prefix(int(block[1]), len(layers))
             return Place(tuple(prefix + part for part in parts), PLAIN, prefix.startswith("mtp."))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from deltic.config.splitters import SPLITTERS, splitter_of
 from deltic.errors import ModelError, show
 from deltic.weights.gguf.word_tokenizers import (
     BYTE,
@@ -28,49 +29,8 @@ from deltic.weights.gguf.word_tokenizers import (
     wordpiece,
 )
 
-_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LONGEST: Final = 1024
 """Characters of a token that is put together of others: it is cut in every place. Known ones have some dozens."""
-_NFC: Final = {"type": "NFC"}
-_GPT2: Final[dict[str, Any]] = {
-    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-
-
-@dataclass(frozen=True, slots=True)
-class _Splitter:
-    """How text is cut before merging, one way after another, and what is done to it before that. whole: a piece that is
-    a token stays whole. bos: a raw prompt begins with a bos token if the metadata does not say."""
-
-    cuts: Sequence[Mapping[str, Any]]
-    normalizer: Mapping[str, str] | None = None
-    whole: bool = False
-    bos: bool = False
-
-
-def _regex(pattern: str) -> list[dict[str, Any]]:
-    return [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-            {**_GPT2, "use_regex": False}]
-
-
-_QWEN2: Final = _Splitter(_regex(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"), _NFC)
-_QWEN35: Final = _Splitter(_regex(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"),
-    _NFC)
-_LLAMA3: Final = _Splitter(_regex(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"),
-    whole=True, bos=True)
-_TEKKEN: Final = _Splitter(_regex(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"), whole=True, bos=True)
-SPLITTERS: Final[Mapping[str, _Splitter]] = {
-    "qwen2": _QWEN2, "qwen35": _QWEN35, "llama-bpe": _LLAMA3, "tekken": _TEKKEN, "gpt-2": _Splitter([_GPT2]),
-    "smollm": _Splitter([{"type": "Digits", "individual_digits": True}, _GPT2]), "deepseek-r1-qwen": _QWEN2}
-"""By tokenizer.ggml.pre."""
-
 VARIABLES: Final[Mapping[str, str]] = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
     "mask": "mask_token"}
@@ -125,6 +85,8 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, 
     if model in others:
         return others[model](metadata, tokens)
     splitter = SPLITTERS.get(name) if isinstance(name, str) else None
+    if name is None or (isinstance(name, str) and name == "default"):  # of converters that knew no better
+        splitter = splitter_of(str(metadata.get("general.architecture")))
     if splitter is None:
         raise ModelError(f"tokenizer.ggml.pre {show(name)} is not supported, only {', '.join(SPLITTERS)}")
     types = token_types(metadata, len(tokens))

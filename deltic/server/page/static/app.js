@@ -6,16 +6,16 @@ import {add, choose, fresh, path, versions} from "./conversation.js";
 import {byId, download, el, toast} from "./dom.js";
 import {panelIsOpen, togglePanel} from "./engine.js";
 import {messageView} from "./message.js";
-import {bindPictures, clearPictures, pictures} from "./pictures.js";
-import {bindSettings, fields, openSettings, settings} from "./settings.js";
+import {attachments, bindAttachments, clearAttachments} from "./attachments.js";
+import {bindSettings, chooseModel, fields, openSettings, settings} from "./settings.js";
 import {showList} from "./sidebar.js";
 import * as store from "./store.js";
 
 const NARROW = matchMedia("(max-width: 760px)");
 const TOUCH = matchMedia("(pointer: coarse)");
 const NEAR = 80; // pixels from the end within which the page follows an answer
-const IDEAS = ["What is the capital of France?", "Explain the softmax with a formula.",
-  "Write a Python function that merges two sorted lists."];
+// The embedded model answers these right, too (tests/test_page.py asks it).
+const IDEAS = ["What is the capital of France?", "What is 7 plus 5?", "Which month comes after March?"];
 
 let talk = fresh();
 let views = new Map();
@@ -43,7 +43,7 @@ function showTalk() {
 function viewOf(node, last) {
   const siblings = versions(talk, node);
   return messageView(node, {at: siblings.indexOf(node), of: siblings.length}, {
-    edit: (old, content) => send(content, old.parent, old.images),
+    edit: (old, content) => send(content, old.parent, {images: old.images, files: old.files}),
     regenerate: (old) => start(old.parent),
     choose: (old, index) => {
       choose(talk, versions(talk, old)[index]);
@@ -83,9 +83,10 @@ function follow() {
 
 // Doing
 
-async function send(text, parent = talk.leaf, images = []) {
+async function send(text, parent = talk.leaf, {images, files} = {}) {
   if (running.has(talk.id)) return;
-  const node = add(talk, parent, {role: "user", content: text.trim(), ...(images.length ? {images} : {})});
+  const node = add(talk, parent, {role: "user", content: text.trim(), ...(images?.length ? {images} : {}),
+    ...(files?.length ? {files} : {})});
   await start(node.id);
 }
 
@@ -128,16 +129,16 @@ function removed(id) {
 }
 
 function submit() {
-  const [text, images] = [input.value, pictures()];
+  const [text, attached] = [input.value, attachments()];
   if (nothing() || running.has(talk.id)) return;
   input.value = "";
-  clearPictures();
+  clearAttachments();
   fit();
   if (!talk.leaf) history.replaceState(null, "", `#${talk.id}`);
-  send(text, talk.leaf, images);
+  send(text, talk.leaf, attached);
 }
 
-const nothing = () => !input.value.trim() && !pictures().length;
+const nothing = () => !input.value.trim() && !attachments().images.length && !attachments().files.length;
 
 function fit() {
   input.style.height = "auto";
@@ -170,15 +171,24 @@ function askForKey() {
 
 async function greet() {
   try {
-    const [model] = await models();
-    byId("model").textContent = model.id;
-    byId("model").title = model.max_model_len ? `context of ${model.max_model_len.toLocaleString("en")} tokens` : "";
-    byId("model-note").textContent = byId("model").title;
+    const found = (await models()).filter((model) => "loaded" in model); // no models of vectors
+    const chosen = found.find((model) => model.id === settings.model) ?? found[0];
+    byId("model").replaceChildren(...found.map((model) => el("option", {selected: model === chosen}, model.id)));
+    showModel(found, chosen);
+    byId("model").onchange = () => showModel(found, found.find((model) => model.id === byId("model").value));
   } catch (error) {
-    byId("model").textContent = "no model";
+    byId("model").replaceChildren(el("option", {}, "no model"));
     if (error instanceof Problem && error.status === 401) askForKey();
     else toast(error.message);
   }
+}
+
+function showModel(found, chosen) {
+  chooseModel(chosen.id, found.length > 1);
+  byId("model").disabled = found.length < 2;
+  byId("model").title = chosen.max_model_len ? `context of ${chosen.max_model_len.toLocaleString("en")} tokens`
+    : "loaded with the first message";
+  byId("model-note").textContent = byId("model").title;
 }
 
 // Keys and buttons
@@ -227,7 +237,7 @@ function bind() {
   }
   addEventListener("hashchange", () => location.hash.slice(1) !== talk.id && open(location.hash.slice(1)));
   bindSettings((key) => key && greet());
-  bindPictures(fit);
+  bindAttachments(fit);
 }
 
 async function forgetAll() {

@@ -16,7 +16,7 @@ export function add(talk, parent, message) {
   talk.nodes[node.id] = node;
   talk.leaf = node.id;
   talk.updated = node.at;
-  if (!talk.title && node.role === "user") talk.title = titleOf(node.content) || "A picture";
+  if (!talk.title && node.role === "user") talk.title = titleOf(node.content) || (node.images ? "A picture" : "A file");
   return node;
 }
 
@@ -59,11 +59,15 @@ export function wire(nodes, system) {
   return messages;
 }
 
-// Text, or parts where there are pictures.
+// Text, or parts where there are pictures or files. Files: {name, text}, or {name, data} with a data URL.
 function shown(node) {
-  if (!node.images?.length) return node.content;
-  const images = node.images.map((url) => ({type: "image_url", image_url: {url}}));
-  return node.content ? [...images, {type: "text", text: node.content}] : images;
+  if (!node.images?.length && !node.files?.length) return node.content;
+  const images = (node.images ?? []).map((url) => ({type: "image_url", image_url: {url}}));
+  const files = (node.files ?? []).map((file) => file.data
+    ? {type: "file", file: {filename: file.name, file_data: file.data}}
+    : {type: "text", text: `File ${file.name}:\n\n${file.text}\n\n`});
+  const text = node.content ? [{type: "text", text: node.content}] : [];
+  return [...images, ...files, ...text];
 }
 
 function answer(node) {

@@ -106,7 +106,7 @@ function plot(values) {
 function bar(label, part, whole, text) {
   const share = whole > 0 ? Math.min(1, part / whole) : 0;
   return el(".bar", {}, el("span", {}, label), el("span.value", {}, text),
-    el("meter", {min: 0, max: 1, value: share, title: `${(share * 100).toFixed(1)} %`}));
+    el("meter", {min: 0, max: 1, value: share, "aria-label": `${label}: ${text}`, title: `${(share * 100).toFixed(1)} %`}));
 }
 
 function reuse(now) {

@@ -15,7 +15,8 @@ export function messageView(node, versions, act) {
 }
 
 function userView(node, versions, act) {
-  const text = el(".bubble", {}, (node.images ?? []).map((url) => el("img", {src: url, alt: "A picture"})), node.content);
+  const text = el(".bubble", {}, (node.images ?? []).map((url) => el("img", {src: url, alt: "A picture"})),
+    (node.files ?? []).map((file) => el("p.file", {}, icon("i-file"), file.name)), node.content);
   const root = el("article.message.user", {"data-id": node.id, "aria-label": "You"}, text,
     el(".actions", {}, pager(node, versions, act), copyButton(() => node.content),
       button("i-edit", "Edit", () => editIn(root, text, node, act))));
@@ -124,7 +125,8 @@ function figures(node) {
   if (drafted) parts.push(`${right} of ${drafted} drafts accepted`);
   return el(".figures", {}, el("span", {}, parts.join(" · ")),
     el("span.reuse", {title: "Tokens of the prompt that the server knew already, and did not read again"},
-      el("meter", {min: 0, max: 1, value: usage.prompt_tokens ? cached / usage.prompt_tokens : 0}),
+      el("meter", {min: 0, max: 1, value: usage.prompt_tokens ? cached / usage.prompt_tokens : 0,
+        "aria-label": "Tokens of the prompt that were reused"}),
       `${cached} of ${usage.prompt_tokens} reused`));
 }
 

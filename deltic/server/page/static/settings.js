@@ -5,6 +5,7 @@ import {byId, toast} from "./dom.js";
 
 const KEPT = "deltic.settings";
 const DEFAULTS = {system: "", thinking: "", temperature: "", top_p: "", max_tokens: "", seed: "", tools: ""};
+let sent = ""; // the model that requests name
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const EXAMPLE = [{type: "function", function: {name: "get_weather", description: "The weather of a city",
   parameters: {type: "object", properties: {city: {type: "string"}}, required: ["city"]}}}];
@@ -21,12 +22,20 @@ function read() {
 
 // The fields of a request that follow from the settings; what is empty is left to the server.
 export function fields() {
-  const given = {};
+  const given = sent ? {model: sent} : {};
   for (const name of NUMBERS) if (settings[name] !== "") given[name] = Number(settings[name]);
   if (settings.thinking) given.enable_thinking = settings.thinking === "on";
   const tools = toolsOf(settings.tools);
   if (tools.length) given.tools = tools;
   return given;
+}
+
+// The model of the next requests, which is kept where there is a choice.
+export function chooseModel(name, several) {
+  sent = name;
+  if (!several) return;
+  settings.model = name;
+  localStorage.setItem(KEPT, JSON.stringify(settings));
 }
 
 function toolsOf(text) {

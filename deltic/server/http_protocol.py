@@ -1,0 +1,266 @@
+"""HTTP/1.1 of one connection, with bounds: uvicorn's protocol over llhttp, which parses in C and has no bounds itself.
+
+The parser calls back for each header, chunk and piece of a body. The callbacks count, and raise to end the parsing, so
+that no client keeps the event loop busy with bytes that say little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from deltic.config import Limits
+from deltic.server.anthropic import shapes as anthropic
+from deltic.server.http import Problem, dump
+from deltic.server.openai import shapes as openai
+
+LEAST_HEADER = 64  # bytes that a header counts for at least: short ones cost as much to handle
+LEAST_CHUNK = 64  # bytes of a body for which one more chunk is allowed
+MOST_PIPELINED = 64  # requests of a connection that wait for the one before them
+_SHORT = 64 << 10  # bytes of a body that is read to its end although its request is answered already
+_THROWN = 4  # so many times max_body_mib is read and thrown away: most clients read an answer only after they have sent
+
+
+class _RefusedError(Exception):
+    """Ends the parsing, with what the client is told; None: nothing, as the answer before says so."""
+
+    def __init__(self, problem: Problem | None) -> None:
+        super().__init__()
+        self.problem = problem
+
+
+class Transport:
+    """A transport that counts the bytes that are written to it, and whose connection decides how it closes."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close, self.close_now = transport, close, transport.close
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        """As asyncio.WriteTransport's."""
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. Requests that are pipelined are answered one after another; what cannot be read is answered last,
+    in the form of the clients that use its path. A request that is answered before all of it came closes the
+    connection, if that may be much, after what is still on its way was thrown away."""
+
+    def __init__(self, config: Config, state: ServerState, app_state: dict[str, Any], limits: Limits) -> None:
+        super().__init__(config, state, app_state)
+        self.limits, self.answered = limits, cast(RequestResponseCycle | None, None)
+        self.start = self.heard = self.loop.time()
+        self.leaving = False  # nothing more is answered, and what comes is thrown away
+        self._in_head = self._in_body = self._deaf = False
+        self._head, self._chunks, self._size = 0, 0, 0  # bytes of headers, chunks and bytes of a body
+        self._unseen, self._thrown = 0, 0  # bytes since the parser found something, and bytes that it never gets
+        self._keeps_alive = True
+        self._trouble: Problem | None = None  # told when all that came before it is answered
+
+    def on_refused(self, status: int) -> None:
+        """The client is told that what it sent is no request."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of a request has come, and the rest of it not."""
+        return self._in_head or self._in_body
+
+    @property
+    def receives(self) -> bool:
+        """Whether the body is to come of the request that is answered next."""
+        return self._in_body and self.cycle is self.answered
+
+    @property
+    def answering(self) -> bool:
+        """Whether a request that came wholly is not answered yet."""
+        return self.answered is not None and not self.answered.response_complete and not self.receives
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.counted = Transport(transport, self._close)
+        super().connection_made(cast(asyncio.Transport, self.counted))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.answered:  # uvicorn tells the last one that came
+            self.answered.disconnected = True
+            self.answered.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = self.loop.time()
+        if self.leaving or self._deaf:
+            self._thrown += len(data)
+            if self._thrown > self.limits.max_body_mib * _THROWN << 20:
+                self.transport.abort()
+            return
+        self._unseen += len(data)
+        try:
+            self._parse(data)
+            self._check_head(self._unseen)
+        except _RefusedError as refused:
+            self._stop(refused.problem)
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            self._stop(cause.problem if isinstance(cause, _RefusedError) else
+                       Problem(400, "what was sent is no valid HTTP"))
+        except httptools.HttpParserError as error:
+            self._stop(Problem(400, f"what was sent is no valid HTTP: {error}"))
+
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:  # nothing else is spoken here: as if that were not asked for
+                headers = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade")
+                data = b"%s %s HTTP/%s\r\n%s\r\n%s" % (self.parser.get_method(), self.url, self.scope[
+                    "http_version"].encode(), headers, data[int(str(upgrade)):])
+            else:
+                return
+
+    def on_message_begin(self) -> None:
+        self._unseen = self._head = 0
+        if not self._in_head:
+            self.start = self.loop.time()
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._add_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._add_head(max(len(name) + len(value), LEAST_HEADER))
+        if self._in_head:  # not of a trailer, which comes after everything was decided
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        version, method = self.parser.get_http_version(), self.parser.get_method()
+        if version not in ("1.0", "1.1") or method == b"CONNECT":
+            raise _RefusedError(Problem(400, f"{method.decode()} with HTTP/{version} is not served here"))
+        if [name for name, _ in self.headers].count(b"host") != 1 and version == "1.1":
+            raise _RefusedError(Problem(400, "the request must have one Host header"))
+        if self.parser.should_upgrade():
+            self.scope["http_version"] = version
+            return
+        if len(self.pipeline) >= MOST_PIPELINED:
+            self.pipeline[0][0].keep_alive = False  # says that no more are answered
+            raise _RefusedError(None)
+        if b"://" in self.url and b"/" not in self.url.partition(b"://")[2]:  # of a client that takes this for a proxy
+            self.url += b"/"
+        super().on_headers_complete()
+        self._in_head, self._in_body = False, True
+        self._chunks = self._size = 0
+        self._keeps_alive = self.cycle.keep_alive
+        if not self._is_short():  # until all has come an answer is an early one: it ends the connection
+            self.cycle.keep_alive = False
+
+    def _is_short(self) -> bool:
+        """Whether the client sends little in any case. One that waits to be told to go on may never send it."""
+        declared = next((int(value) for name, value in self.headers if name == b"content-length"), _SHORT + 1)
+        return declared <= _SHORT and not self.expect_100_continue
+
+    def on_chunk_header(self) -> None:
+        """Called by the parser."""
+        self._unseen, self._chunks = 0, self._chunks + 1
+        most = self.limits.max_body_chunks
+        if self._chunks > most + self._size // LEAST_CHUNK:
+            raise _RefusedError(Problem(400, f"the body comes in more than {most} chunks of less than {LEAST_CHUNK} "
+                                             "bytes on average (max_body_chunks): send larger ones"))
+
+    def on_body(self, body: bytes) -> None:
+        self._unseen, self._size = 0, self._size + len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unseen = 0
+        if self.parser.should_upgrade():
+            return
+        self._in_body = False
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps_alive
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self.start = self.loop.time()
+        if self.leaving:
+            self.server_state.total_requests += 1
+            return
+        super().on_response_complete()
+        if self._trouble and not self.answering:
+            self._tell(self._trouble, self._path)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """uvicorn's own timer: it does not see the beginning of a next request. The door watches instead."""
+
+    def shutdown(self) -> None:
+        self._keeps_alive = False
+        super().shutdown()
+
+    def _add_head(self, size: int) -> None:
+        self._unseen, self._head = 0, self._head + size
+        self._check_head(self._head)
+
+    def _check_head(self, size: int) -> None:
+        most = self.limits.max_header_kib
+        if size > most << 10:
+            raise _RefusedError(Problem(431, f"the headers are larger than {most} KiB (max_header_kib), where each of "
+                                             f"them counts for at least {LEAST_HEADER} bytes"))
+
+    def _stop(self, problem: Problem | None) -> None:
+        """Parse nothing more; tell the client why, when what came before is answered."""
+        self._deaf = True
+        self._path = self.scope["path"] if self._in_body else ""
+        if problem is None:
+            return
+        self.on_refused(problem.status)
+        if not self.answering and not (self.receives and self.cycle.response_started):
+            self._tell(problem, self._path)
+        elif self.answering:
+            self._trouble = problem
+            if self._in_body:  # it waits for its turn, and has none now
+                self.pipeline.popleft()
+
+    def _tell(self, problem: Problem, path: str) -> None:
+        if self.receives:  # what answers it must not write behind that
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(told(problem, path))
+        self.transport.close()
+
+    def _close(self) -> None:
+        """Close the connection; if the client is still sending, after it had time to read the answer: the kernel would
+        take the answer back if what came were left unread."""
+        if not (self.begun or self._deaf):
+            self.counted.close_now()
+        elif not self.leaving:
+            self.leave()
+
+    def leave(self) -> None:
+        """Answer no more, and throw away what comes."""
+        self.leaving, self.start = True, self.loop.time()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+
+def told(problem: Problem, path: str, *headers: str) -> bytes:
+    """A whole response, for where no request is, in the form of the clients that use this path."""
+    fields = anthropic.error_fields(problem) if path.startswith(anthropic.PATH) else openai.error_fields(problem)
+    body = dump(fields).decode()
+    lines = (f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "connection: close",
+             "content-type: application/json", f"content-length: {len(body)}", *headers, "", body)
+    return "\r\n".join(lines).encode()

@@ -1,0 +1,173 @@
+"""Help that fits two screens, hints for what is typed as with other engines, options in a file, completion."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli import fails
+from test_server_harness import serving, tiny
+
+from deltic.cli import COMMANDS, command_parser, foreign, main
+from deltic.cli.config_file import words
+
+ROOT = Path(__file__).parents[1]
+
+
+def shown(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_two_screens(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert 5 < len(shown(capsys, command, "--help").splitlines()) <= 100
+
+
+def test_what_the_short_help_leaves_out_is_in_the_others(capsys):
+    short, whole, limits = (shown(capsys, "serve", option) for option in ("-h", "--help-all", "--help-limits"))
+    options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", whole, re.MULTILINE))
+    hidden = {name for name in options if name not in short}
+    assert {"--max-body-mib", "--ops", "--expert-cap"} < hidden and len(hidden) > 40
+    assert options >= {name for name in command_parser("serve")._option_string_actions
+                       if name.startswith("--") and not name.startswith(("--no-", "--random", "--layers"))}
+    assert "--max-body-mib" in limits and "--port" not in limits
+    assert "--help-limits" in short and "--help-all" in short and "--port" in short
+
+
+# Hints
+
+
+@pytest.mark.parametrize(("argv", "hint"), [
+    (["srve"], "did you mean serve?"), (["start"], "did you mean serve?"), (["quantize"], "did you mean convert?"),
+    (["stop"], "a server ends with Ctrl-C"), (["serve", "--prot", "1"], "did you mean --port"),
+    (["serve", "--enable-mtp"], "--enable-mtp of vllm-mlx is --speculate here"),
+    (["serve", "--ctx-size", "4096"], "--ctx-size of llama.cpp is --max-context here"),
+    (["serve", "--ctx-size=4096"], "--ctx-size of llama.cpp is --max-context here"),
+    (["serve", "-ngl", "99"], "-ngl: needs no option: all layers run on --device"),
+    (["serve", "-c", "4096"], "-c of llama.cpp is --max-context here"),
+    (["run", "-hf", "a/b"], "-hf of llama.cpp is MODEL here"), (["run", "-p", "Hi"], "-p of llama.cpp is PROMPT here"),
+    (["serve", "--tensor-parallel-size", "2"], "no option: a model runs on one device"),
+    (["serve", "--max-model-len", "1"], "--max-model-len of vLLM is --max-context here"),
+    (["serve", "--context-length", "1"], "--context-length of SGLang is --max-context here"),
+    (["run", "hi", "--max_new_tokens", "3"], "--max_new_tokens of ExecuTorch is --max-tokens here")])
+def test_what_others_call_it_gets_a_hint(argv, hint, capsys):
+    assert hint in fails(argv, capsys)
+
+
+def test_every_hint_names_an_option_that_there_is():
+    known = {name for command in COMMANDS for name in command_parser(command)._option_string_actions}
+    for table in foreign.FOREIGN.values():
+        for theirs, ours in table.items():
+            assert not ours.startswith("-") or ours in known, (theirs, ours)
+            assert all(option in known for option in re.findall(r"--[a-z][a-z-]+", ours)), ours
+    assert set(foreign.ALIASES.values()) | set(foreign.COMMANDS.values()) <= set(COMMANDS)
+
+
+def test_no_option_of_ours_is_taken_for_another():
+    """A hint would never be shown for one that exists."""
+    known = {name for name in command_parser("serve")._option_string_actions if name.startswith("--")}
+    assert not known & {name for table in foreign.FOREIGN.values() for name in table}
+
+
+def test_the_page_for_those_who_come_is_up_to_date():
+    found = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
+    assert found == foreign.page(), "docs/migrate.md is stale: run `python -m deltic.cli.docs`"
+    assert {"vLLM", "llama.cpp", "Ollama", "vllm-mlx", "RLX", "ExecuTorch", "ailoy"} <= set(foreign.FOREIGN)
+
+
+# Commands as in Ollama
+
+
+def test_list_and_show_are_ls_and_inspect(capsys):
+    for argv in (["list", "--json"], ["ls", "--json"]):
+        assert main(argv) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert json.loads(first) == json.loads(second)
+    assert main(["show", "tiny"]) == 0
+    assert "layers" in capsys.readouterr().out
+
+
+def test_ps_lists_the_models_of_a_server(capsys):
+    with serving(tiny()) as served:
+        assert main(["ps", "--url", served.url]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["tiny", "yes"]
+        assert main(["ps", "--url", served.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["models"][0]["loaded"] is True
+    assert "no server answers at" in fails(["ps", "--url", served.url], capsys)
+
+
+def test_a_shell_completes_commands_and_options():
+    for shell in ("bash", "zsh"):
+        done = subprocess.run([sys.executable, "-m", "deltic", "completion", shell], capture_output=True, text=True,
+                              cwd=ROOT)
+        assert done.returncode == 0 and "serve" in done.stdout and "--max-context" in done.stdout
+
+
+# Options in a file
+
+
+FILE = {".yaml": """
+model: Qwen/Qwen3.5-0.8B
+port: 9000
+api-key: [one, two]
+max_context: 4096
+lenient: true
+prefix-cache: false
+log-text: false
+models: {small: "qwen3.5:0.8b"}
+max-waiting: 7
+""", ".toml": """
+model = "Qwen/Qwen3.5-0.8B"
+port = 9000
+api-key = ["one", "two"]
+max_context = 4096
+lenient = true
+prefix-cache = false
+log-text = false
+max-waiting = 7
+models = {small = "qwen3.5:0.8b"}
+"""}
+
+
+@pytest.mark.parametrize("suffix", FILE)
+def test_a_file_says_what_could_be_typed(suffix, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("deltic.cli.serve.run", lambda args: seen.append(args) or 0)
+    path = tmp_path / f"serve{suffix}"
+    path.write_text(FILE[suffix])
+    assert main(["serve", "--config", str(path)]) == 0
+    assert main(["serve", "tiny", "--config", str(path), "--port", "1", "--prefix-cache"]) == 0
+    first, second = seen
+    assert (first.model, first.port, first.api_key, first.lenient) == ("Qwen/Qwen3.5-0.8B", 9000, ["one", "two"], True)
+    assert (first.engine_max_context, first.engine_prefix_cache, first.log_text) == (4096, False, False)
+    assert (first.models, first.engine_max_waiting) == ([("small", "qwen3.5:0.8b")], 7)
+    assert (second.model, second.port, second.engine_prefix_cache) == ("tiny", 1, True)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("ctx-size: 1", "there is no option 'ctx-size' .--ctx-size of llama.cpp is --max-context here"),
+    ("prot: 1", "there is no option 'prot' .did you mean --port"), ("port: x", "--port: must be an integer"),
+    ("port: true", "port must have a value, not true"), ("lenient: 3", "lenient must be true or false"),
+    ("port: {a: 1}", "port must be text, a number or a list"), ("- a", "must hold options by their names"),
+    ("a: [", "cannot be read as YAML"), ("model: 3", "model must be the name of a model"), ("help: true", "no option"),
+    ("models: x", "models must hold"), ("config: x", "no option 'config'")])
+def test_a_file_that_cannot_be_used(text, message, tmp_path, capsys):
+    path = tmp_path / "serve.yml"
+    path.write_text(text)
+    assert re.search(message, fails(["serve", "--config", str(path)], capsys))
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    (tmp_path / "a.yaml").write_text("")
+    assert words(command_parser("serve"), tmp_path / "a.yaml", False) == []
