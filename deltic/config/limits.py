@@ -62,6 +62,7 @@ class Limits:
     schema_seconds: float = _limit(5.0, "seconds of a processor that a schema or grammar may take to compile", 0.01)
     template_seconds: float = _limit(5.0, "seconds that the chat template may take to render a conversation", 0.01)
     max_prompt_tokens: int | None = _limit(None, "tokens of a prompt (default: what the context holds)")
+    max_counted_tokens: int = _limit(1_000_000, "tokens of a prompt that is only counted, or cut before it is read")
     max_answer_tokens: int | None = _limit(None, "tokens of an answer (default: what the context holds)")
     max_answer_values: int = _limit(500_000, "tokens, and probabilities of tokens (logprobs), of an answer that is not "
                                              "streamed")

@@ -39,6 +39,7 @@ from deltic.server.listen import Draining, Server, hosts_of, listen, listen_unix
 from deltic.server.metrics import CONTENT_TYPE, ended_early, exposition
 from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, only
 from deltic.server.models import routes as model_routes
+from deltic.server.ollama import routes as ollama
 from deltic.server.openai import routes as openai
 from deltic.server.openai.shapes import error_response
 from deltic.server.records import ID_HEADERS, Recorder, Records
@@ -114,6 +115,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
               *anthropic.routes(registry, check), *model_routes(registry, services, check),
               *requests.routes(records, check), *embeddings.routes(services, check),
+              *ollama.routes(registry, services, intake, check),
               Route("/metrics", answering(_metrics(registry, services, records, request_log), check, error_response)),
               Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
     routes.append(openapi.route(routes, check))

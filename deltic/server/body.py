@@ -12,12 +12,14 @@ import difflib
 import json
 import logging
 import math
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from functools import partial
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
@@ -26,7 +28,7 @@ from starlette.requests import Request
 from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show, valid_text
 from deltic.server.executors import LARGE
-from deltic.server.fields import Refused, known
+from deltic.server.fields import Refused, asks_nothing, known
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.records import record_of
 from deltic.vision.reader import Unread
@@ -45,6 +47,8 @@ _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools",
 
 _SCHEMAS = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
              "guided_choice", "guided_grammar", "text", "output_config")
+_OF_FILES = (b"file", b"document", b"\\u")
+"""One of these stands in every body that has a part with a file: its type, or a letter that is escaped."""
 _MOST_TOLD = 1000
 _MISSPELT, _RELATED = 0.85, 0.6
 """How near to a field's name (difflib) another one has to be to be meant as it, and one that has a word of it."""
@@ -57,13 +61,27 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     counted: ClassVar[Mapping[str, str]] = {}
     """Names of limits of this schema's own, by the fields whose entries they bound."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What fields of other wires are called here, for who mixes them up."""
     _ignored: list[str] = PrivateAttr(default_factory=list)
     _lenient: bool = PrivateAttr(False)
+    _sent: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _may_have_files: bool = PrivateAttr(False)
 
     @property
     def ignored(self) -> list[str]:
         """Names of what the client sent and what had no effect."""
         return self._ignored
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        """Names under which the client sent fields, where it used another server's."""
+        return self._sent
+
+    @property
+    def may_have_files(self) -> bool:
+        """Whether it is worth looking for documents in messages."""
+        return self._may_have_files
 
     @property
     def lenient(self) -> bool:
@@ -90,6 +108,14 @@ Body = TypeVar("Body", bound=Fields)
 Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
 Seeing = Callable[[Chosen, Unread], Awaitable[Chosen]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """What is found while fields are read. ignored: those without effect. sent: as in `Fields`."""
+
+    ignored: list[str] = attribute(default_factory=list)
+    sent: dict[str, str] = attribute(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -128,13 +154,14 @@ class Intake:
         async def work(raw: bytes) -> tuple[Chosen, Body, Prepared]:
             body = await record.work(partial(parse, raw, schema, self._limits, self._lenient), len(raw))
             chosen = await choose(body)
-            try:
-                return chosen, body, await record.work(partial(prepare, chosen, body), len(raw))
-            except Unread as missing:
-                if seeing is None:
-                    raise
-                seen = await seeing(chosen, missing)
-                return chosen, body, await record.work(partial(prepare, seen, body), len(raw))
+            with renamed(body.sent):
+                try:
+                    return chosen, body, await record.work(partial(prepare, chosen, body), len(raw))
+                except Unread as missing:
+                    if seeing is None:
+                        raise
+                    seen = await seeing(chosen, missing)
+                    return chosen, body, await record.work(partial(prepare, seen, body), len(raw))
 
         async with self._received(request) as raw:
             _check_form(request)
@@ -210,17 +237,26 @@ def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False)
     data = _read_json(raw, limits.max_body_values)
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
-    ignored: list[str] = []
-    data = _known(data, schema, ignored, lenient)
-    _check_counts(data, limits, {**_COUNTED, **schema.counted})
-    if len(raw) > limits.max_schema_kib << 10:
-        _check_schemas(data, limits.max_schema_kib)
-    try:
-        body = schema.model_validate(data)
-    except ValidationError as error:
-        raise _explain(error) from None
-    body._lenient = lenient
-    body.ignored.extend(ignored)
+    body = read_fields(data, schema, limits, lenient, len(raw))
+    body._may_have_files = any(word in raw for word in _OF_FILES)
+    return body
+
+
+def read_fields(data: Mapping[str, Any], schema: type[Body], limits: Limits, lenient: bool = False,
+                size: int = sys.maxsize) -> Body:
+    """The same of what was read already. size: of it as JSON, if that is known."""
+    notes = _Notes()
+    data = _known(data, schema, notes, lenient)
+    with renamed(notes.sent):
+        _check_counts(data, limits, {**_COUNTED, **schema.counted})
+        if size > limits.max_schema_kib << 10:
+            _check_schemas(data, limits.max_schema_kib)
+        try:
+            body = schema.model_validate(data)
+        except ValidationError as error:
+            raise _explain(error) from None
+    body._lenient, body._sent = lenient, notes.sent
+    body.ignored.extend(notes.ignored)
     return body
 
 
@@ -285,29 +321,29 @@ def _check_schemas(data: Mapping[str, Any], most_kib: int) -> None:
                 raise RequestError(f"{field} takes more than {most_kib} KiB (max_schema_kib)", field)
 
 
-def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str], lenient: bool,
-           path: str = "") -> dict[str, Any]:
+def _known(data: Mapping[str, Any], schema: type[Fields], notes: _Notes, lenient: bool, path: str = ""
+           ) -> dict[str, Any]:
     """The fields that the schema has; those of other servers as ours, if they can be."""
     fields, strange = schema.model_fields, dict[str, Mapping[str, Any] | Refused]()
     for name, value in data.items():
         if name not in fields:
             meant = known(name, value) if not path else None
             if meant is None and not lenient:
-                raise unknown_field(path, name, schema.model_fields)
+                raise unknown_field(path, name, schema.model_fields, schema.elsewhere)
             strange[name] = {} if meant is None else meant
     own = {name: data[name] for name in fields if name in data}
     for name, meant in strange.items():
-        _take_over(name, data[name], meant, own, schema, ignored, lenient)
+        _take_over(name, data[name], meant, own, schema, notes, lenient)
     for name, field in fields.items():
         for kind in get_args(field.annotation):
-            if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(own.get(name), dict):
-                own[name] = _known(own[name], kind, ignored, lenient, f"{name}.")
+            if isinstance(kind, type) and issubclass(kind, Fields) and isinstance(own.get(name), dict):
+                own[name] = _known(own[name], kind, notes, lenient, f"{name}.")
     return own
 
 
 def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: dict[str, Any],
-               schema: type[BaseModel], ignored: list[str], lenient: bool) -> None:
-    if value is None:
+               schema: type[Fields], notes: _Notes, lenient: bool) -> None:
+    if asks_nothing(name, value):
         return
     if isinstance(meant, Refused):
         if value in meant.neutral:
@@ -319,8 +355,9 @@ def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: d
     asked = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
     taken = {ours: wanted for ours, wanted in asked.items() if own.get(ours) in (None, wanted)}
     own.update(taken)
+    notes.sent.update({ours: name for ours, wanted in taken.items() if wanted is value})
     if not asked or len(taken) < len(asked):  # what our own field says otherwise counts
-        ignored.append(name)
+        notes.ignored.append(name)
 
 
 def _read_json(raw: bytes, most_values: int) -> Any:
@@ -376,10 +413,12 @@ def _explain(error: ValidationError) -> RequestError:
     return RequestError(f"{field} must be {expected}, not {show(first['input'])}", field)
 
 
-def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
-    """There is no field of this name, and perhaps one of those that are known is meant. path: what stands before it."""
+def unknown_field(path: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+                  ) -> RequestError:
+    """There is no field of this name, and perhaps one of those that are known is meant. path: what stands before it.
+    elsewhere: what fields of other wires are called here."""
     shown = path + (name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
-    meant = _meant(name[:_LONGEST_NAME], known)
+    meant = elsewhere.get(name) or _meant(name[:_LONGEST_NAME], known)
     return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + meant!r}?" if meant else ""), shown)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,7 +30,7 @@ class Run:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
         self.names: Mapping[str, str] = {}
         self._bridge, self._handle, self._answers, self._memory = bridge, handle, Answers(jobs, whole), memory
-        self.usage, self.size = Usage(0, 0, 0), 0
+        self.usage, self.size, self._came = Usage(0, 0, 0), 0, 0
         self._finishes: list[str] = []
         self._tokens: dict[tuple[str, int], list[int]] | None = None
 
@@ -37,6 +38,18 @@ class Run:
     async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: FairExecutor, whole: bool) -> Run:
         """Hand the jobs to the engine; RequestError if it refuses one, BusyError if there is no room for them."""
         return cls(bridge, await bridge.submit([job.request for job in jobs]), jobs, memory, whole)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of the prompts, and those of the answers that have come."""
+        return self._handle.prompt_tokens, self._came
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Until the first token came, and since then."""
+        now, began = time.perf_counter(), self._handle.began
+        first = self._handle.first_token or now
+        return first - began, now - first
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What comes, at most one piece per choice at a time. The last piece of a choice comes when the choice is
@@ -124,6 +137,7 @@ class Run:
             raise GenerationError(event.error or "the request was aborted")
         if self._tokens is not None and event.token is not None:
             self._tokens.setdefault((event.request, event.choice), []).append(event.token)
+        self._came += event.token is not None
         self.size += 1 + (len(event.logprobs.top) if event.logprobs else 0)
         self.size += sum(1 + len(score.top) for score in event.prompt or ())
 

@@ -14,6 +14,7 @@ from deltic import __version__
 from deltic.errors import RequestError
 from deltic.server.anthropic import shapes as anthropic
 from deltic.server.body import Fields
+from deltic.server.codex import catalogue
 from deltic.server.embeddings.service import Services
 from deltic.server.http import Check, Endpoint, answering, json_response, written
 from deltic.server.model_registry import ModelEntry, ModelRegistry
@@ -78,7 +79,10 @@ class _Endpoints:
         if _is_anthropic(request):
             return json_response({"data": found, "has_more": False, "first_id": found[0]["id"],
                                   "last_id": found[-1]["id"]})
-        return json_response({"object": "list", "data": [*found, *(each.fields() for each in self.encoders)]})
+        listed = {"object": "list", "data": [*found, *(each.fields() for each in self.encoders)]}
+        if "client_version" in request.query_params:
+            listed["models"] = catalogue(self.registry.entries())
+        return json_response(listed)
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]

@@ -16,13 +16,14 @@ from deltic.errors import RequestError
 from deltic.server.body import renamed, sent_name
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
+from deltic.server.documents import DocumentTexts, TextOf
 from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import while_connected
 from deltic.server.records import Records, RequestRecord, record_of, salt_of
 from deltic.text.answers import Piece
-from deltic.text.chat_processor import Job, bare_job, prompt_bound
+from deltic.text.chat_processor import ChatProcessor, Job, bare_job, counting_bound, prompt_bound
 from deltic.text.output_format import OutputFormat
-from deltic.text.tokenizer import Tokenizer
+from deltic.text.tokenizer import Bound, Tokenizer
 from deltic.types import SamplingParams
 from deltic.vision.reader import Shown
 
@@ -35,6 +36,9 @@ class ServedModel:
     memory: one thread, in which each client's answers are remembered in their order.
     records: all requests of the server, also for other models.
     pictures: what the parts of a request show, by their fields, or why that cannot be had.
+    documents: texts of those that requests had lately.
+    text_of: gives those of a request.
+    bounded: whether prompts have to fit the context; those that are only counted, or cut, do not.
     owner: of the request's API key.
     """
 
@@ -44,12 +48,26 @@ class ServedModel:
     memory: FairExecutor
     records: Records
     pictures: Shown | RequestError = field(default_factory=dict)
+    documents: DocumentTexts = field(default_factory=DocumentTexts)
+    text_of: TextOf = lambda _: None
+    bounded: bool = True
     owner: str | None = None
 
     @property
     def limits(self) -> Limits:
         """What one client may ask for."""
         return self.llm.runtime.options.limits
+
+    @property
+    def processor(self) -> ChatProcessor:
+        """What makes jobs of messages and texts."""
+        processor = self.llm.chat_processor
+        return processor if self.bounded else processor.within(self._bound)
+
+    @property
+    def _bound(self) -> Bound:
+        """Of prompts."""
+        return (prompt_bound if self.bounded else counting_bound)(self.llm.engine.max_context, self.limits)
 
     async def stop(self) -> None:
         """End what runs, and wait until all answers are remembered."""
@@ -98,8 +116,8 @@ class ServedModel:
                  output_format: OutputFormat | None = None, add_special: bool | None = None) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str) or output_format:
-            return self.llm.chat_processor.complete(prompt, sampling, output_format, add_special is not False)
-        return bare_job(prompt, sampling, prompt_bound(self.llm.engine.max_context, self.limits))
+            return self.processor.complete(prompt, sampling, output_format, add_special is not False)
+        return bare_job(prompt, sampling, self._bound)
 
     @property
     def tokenizer(self) -> Tokenizer:

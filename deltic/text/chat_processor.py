@@ -208,6 +208,30 @@ class ChatProcessor:
             raise Unread(reading)
         return reading.show(pictures)
 
+    def within(self, bound: Bound) -> ChatProcessor:
+        """The same for prompts of another length, such as those that are only counted."""
+        found = copy(self)
+        found._bound, found._history = bound, self._history.within(replace(bound, field="messages"))
+        return found
+
+    @property
+    def sees(self) -> bool:
+        """Whether messages may have pictures."""
+        return self._vision is not None
+
+    @property
+    def fetches(self) -> bool:
+        """Whether these may be behind http(s) URLs."""
+        return self._fetches
+
+    @property
+    def source(self) -> str:
+        """The chat template; empty where there is none."""
+        try:
+            return self._template(None).source
+        except TemplateError:
+            return ""
+
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""
         return variable in self._template(tools).source
@@ -328,6 +352,11 @@ def prompt_bound(longest: int | None, limits: Limits) -> Bound:
     if longest is None:
         return UNBOUNDED
     return Bound(longest - 1, context_bound(longest))
+
+
+def counting_bound(longest: int, limits: Limits) -> Bound:
+    """Of prompts that are only counted, or cut before they are read."""
+    return Bound(max(longest, limits.max_counted_tokens), "and no more are counted (max_counted_tokens): send less")
 
 
 def _check(mode: object, budget: object, error: type[ConfigError] | type[RequestError]) -> None:

@@ -64,7 +64,7 @@ class _Endpoints:
 def _job(served: ServedModel, body: CountRequest) -> tuple[Job, Names]:
     chat, names = body.chat()
     with renamed(names):
-        job = chat_job(served, chat)
+        job = chat_job(served, chat, translated=True)
     body.ignored.extend(sent_name(name, names) for name in chat.ignored)
     return job, names
 

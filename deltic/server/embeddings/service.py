@@ -60,7 +60,9 @@ class Services:
 
     def named(self, model: str | None) -> EmbeddingService | None:
         """The one of this name."""
-        return next((service for service in self.services if model in (service.name, service.encoder.name)), None)
+        names = (model, (model or "").removesuffix(":latest"))  # as Ollama's clients write it
+        return next((service for name in names for service in self.services
+                     if name in (service.name, service.encoder.name)), None)
 
     async def run(self, service: EmbeddingService, request: Request, items: Sequence[Item], salt: str
                   ) -> list[Vectors]:

@@ -19,9 +19,11 @@ from deltic.server.openai.shapes import (
     ChatShape,
     CompletionShape,
     Envelope,
+    Json,
     error_event,
     error_response,
     prompt_scores,
+    total_tokens,
     usage_fields,
 )
 from deltic.server.records import record_of
@@ -63,7 +65,7 @@ async def _answer(request: Request, served: ServedModel, run: Run, shape: Shape,
                   body: ChatRequest | CompletionRequest, ids: Sequence[int] = ()) -> Response:
     """ids: the prompt's, where a chat says them."""
     if body.stream:
-        events = _stream(run, shape, Envelope(shape.piece_kind, served.name, shape.prefix), body.wants_usage)
+        events = _stream(run, shape, Envelope(shape.piece_kind, served.name, shape.prefix), body)
         return EventStream(events, error_event, run.close)
     done = await served.wholes(request, run)
     if isinstance(body, CompletionRequest) and body.best_of:
@@ -86,11 +88,16 @@ def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:
     return [replace(piece, number=number) for number, piece in enumerate(found)]
 
 
-async def _stream(run: Run, shape: Shape, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
-    written = envelope.events(usage=None) if wants_usage else envelope.events()
+async def _stream(run: Run, shape: Shape, envelope: Envelope, body: ChatRequest | CompletionRequest
+                  ) -> AsyncIterator[bytes]:
+    def with_usage(choice: Json) -> bytes:
+        return event(envelope.wrap([choice], usage=total_tokens(*run.tokens)))
+
+    written = with_usage if body.wants_usage_always else envelope.events(
+        **({"usage": None} if body.wants_usage else {}))
     async for pieces in run.pieces():
         if chunks := [written(choice) for piece in pieces for choice in shape.pieces(piece)]:
             yield b"".join(chunks)
-    if wants_usage:
+    if body.wants_usage:
         yield event(envelope.wrap([], usage=usage_fields(run.usage)))
     yield _DONE

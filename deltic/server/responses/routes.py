@@ -182,7 +182,7 @@ class _Endpoints:
             raise RequestError(f"there are {len(chat.tools or ())} tools, and may be at most {served.limits.max_tools} "
                                "(max_tools)", "tools")
         with renamed(names):
-            job = chat_job(served, chat)
+            job = chat_job(served, chat, translated=True)
         body.ignored.extend(sent_name(name, names) for name in chat.ignored)
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(id, body.own_tools(), body.seals)
