@@ -48,7 +48,8 @@ def uses() -> Iterator[tuple[str, str]]:
         for value, kind in METHODS.items():
             yield from ((f"method {name}", f"({value}).{name}{arguments or '()'}") for name in dir(kind)
                         if not name.startswith("_"))
-        yield from ((f"function {name}", f"{name}{arguments or '()'}") for name in {*ENVIRONMENT.globals, "range"})
+        names = sorted({*ENVIRONMENT.globals, "range"})
+        yield from ((f"function {name}", f"{name}{arguments or '()'}") for name in names)
     for operator in OPERATORS:
         yield from ((f"operator {operator}", f"({one} {operator} {other})") for one in VALUES.values()
                     for other in VALUES.values())
