@@ -62,7 +62,8 @@ class Tiles(QTensor):
         return KINDS[self.type]
 
     def lookup(self, ids: Tensor) -> Tensor:
-        return _numbers(self.type, self.data[ids // ROWS], self.columns)[torch.arange(len(ids)), ids % ROWS]
+        return _numbers(self.type, self.data[ids // ROWS], self.columns)[
+            torch.arange(len(ids), device=ids.device), ids % ROWS]
 
     def dequantize(self) -> Tensor:
         return _numbers(self.type, self.data, self.columns).flatten(0, 1)[:self.rows]
