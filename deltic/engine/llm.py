@@ -29,7 +29,7 @@ from deltic.engine.arguments import (
     check_tools,
 )
 from deltic.engine.engine import Engine
-from deltic.engine.loading import LoadProgress, RandomModel, load_any
+from deltic.engine.loading import Given, LoadProgress, RandomModel, load_any
 from deltic.engine.mailbox import Mailbox
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import Runtime
@@ -268,6 +268,9 @@ class LLM:
     `generate_stream`. All of them may be called from any thread and any task, also while the model is being served:
     one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
 
+    config: in place of the model's config.json another such file, what one holds, or a `deltic.config.ModelConfig`.
+    weights: in place of those in the model's files all of its tensors, by the names that Hugging Face gives them, with
+        the vision tower and the draft head, if it shall have these.
     Of the options, those of ChatConfig say how conversations are read, the others, of EngineConfig, how the model runs.
     history: "preserve" or "template", how prompts treat earlier answers: see `deltic.text.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
@@ -280,16 +283,16 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | RandomModel | None = None, *, revision: str | None = None,
-                 chat_template: str | Path | None = None, progress: LoadProgress | None = None, **options: Any
-                 ) -> None:
+                 chat_template: str | Path | None = None, progress: LoadProgress | None = None, config: Any = None,
+                 weights: Mapping[str, Any] | None = None, **options: Any) -> None:
         names = [field.name for field in fields(ChatConfig)]
         chat = {name: options.pop(name) for name in names if name in options}
         ChatConfig(**chat)
         if not isinstance(chat_template, str | Path | None):
             raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
         check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
-        config = engine_config(options, ["revision", "chat_template", *names])
-        runtime = load_any(model, config, revision, progress)
+        chosen = engine_config(options, ["revision", "chat_template", "config", "weights", *names])
+        runtime = load_any(model, chosen, revision, progress, given=Given(config, weights))
         began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
         if self._chat_processor:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from hashlib import blake2b
@@ -19,7 +19,7 @@ from deltic.artifacts.opening import kind_of
 from deltic.cache.lease import Lease, Snapshot
 from deltic.config import ModelConfig
 from deltic.engine.batch import build
-from deltic.engine.loading import RandomModel, load_any
+from deltic.engine.loading import Given, RandomModel, load_any
 from deltic.engine.options import engine_config
 from deltic.engine.plan import Plan, Row, Seen, base_after
 from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
@@ -32,14 +32,14 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LAST = (1 << 30) - 1
 """The largest rotary position: with what follows the positions stay within 32 bits."""
 
-Given = ParamSpec("Given")
+Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-def _alone(method: Callable[Concatenate[Session, Given], Result]) -> Callable[Concatenate[Session, Given], Result]:
+def _alone(method: Callable[Concatenate[Session, Args], Result]) -> Callable[Concatenate[Session, Args], Result]:
     """The method, for one thread at a time of the process that loaded the model."""
     @wraps(method)
-    def locked(self: Session, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def locked(self: Session, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         if os.getpid() != self._process:
             raise forked_from(self._process)
         with self._lock:
@@ -65,20 +65,22 @@ class Session:
 
     A session has a model, a cache and a state of its own. Any thread may call it, and calls wait for each other; whose
     tokens come first is for the callers to say; in a process that was forked from the one that loaded the model they
-    get UnavailableError. dtype: float32 if it is not given, of a compiled model its own.
+    get UnavailableError. dtype: float32 if it is not given, of a compiled model its own. config, weights: as of `LLM`.
     """
 
     def __init__(self, model: str | Path | RandomModel | None = None, dtype: str | None = None, *,
-                 revision: str | None = None, **options: Any) -> None:
+                 revision: str | None = None, config: Any = None, weights: Mapping[str, Tensor] | None = None,
+                 **options: Any) -> None:
         compiled = isinstance(model, str | Path) and kind_of(model)
-        config = engine_config({"dtype": dtype or ("auto" if compiled else "float32"), **options}, ["revision"])
-        if isinstance(config.speculation, Draft):
+        chosen = engine_config({"dtype": dtype or ("auto" if compiled else "float32"), **options},
+                               ["revision", "config", "weights"])
+        if isinstance(chosen.speculation, Draft):
             raise ConfigError("speculate=draft is of no use here: give what another Session drafts to verify",
                               "speculate")
-        if config.batch_invariant:
+        if chosen.batch_invariant:
             raise ConfigError("batch_invariant is of no use here: a session computes what it is given at once, or "
                               "token by token if you step", "batch_invariant")
-        self.runtime = load_any(model, config, revision, None, True)
+        self.runtime = load_any(model, chosen, revision, None, True, Given(config, weights))
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert lease is not None and scratch is not None
