@@ -229,7 +229,7 @@ class Picture:
     start: int
     count: int
     digest: str
-    content: Any
+    content: Any = field(compare=False)  # the digest says what it is
 
     @property
     def end(self) -> int:

@@ -45,7 +45,7 @@ from deltic.text.output_format import OutputFormat, only_format
 from deltic.text.output_format import response_format as read_response_format
 from deltic.text.output_format import structured_outputs as read_structured_outputs
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Event, Request, SamplingParams
+from deltic.types import Event, Prompt, Request, SamplingParams
 
 __all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
 
@@ -335,7 +335,7 @@ class LLM:
         check_options("stream", options, _CHAT)
         return Stream(self, self._turn(messages, sampling, **options))
 
-    def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
+    def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
                  sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
                  on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
         """Continue each prompt (text or token ids). sampling: one for all, or one per prompt.
@@ -345,7 +345,7 @@ class LLM:
         check_options("generate", options, _GENERATE)
         return self._gather(self._jobs(prompts, sampling, on_token, **options), on_token)
 
-    async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
+    async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
                         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
                         on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
         """As `generate`, for asyncio. Cancelling it aborts the requests."""
@@ -353,13 +353,18 @@ class LLM:
         jobs = await asyncio.to_thread(self._jobs, prompts, sampling, on_token, **options)
         return await self._agather(jobs, on_token)
 
-    def generate_stream(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
+    def generate_stream(self, prompt: str | Sequence[int] | Prompt, sampling: SamplingParams = SamplingParams(),
                         **options: Unpack[FormatOptions]) -> Stream:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
         check_options("generate_stream", options, _GENERATE_STREAM)
         wanted = as_format(options.get("response_format"), options.get("structured_outputs"))
         salt = as_salt(options.get("cache_salt"))
         return Stream(self, self._job(as_prompt(prompt), as_params(sampling), wanted, salt))
+
+    def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+        """A raw prompt with images, for `generate` and `Session.prefill`: each is seen where the text has the marker
+        <__media__>. images: pixels (uint8 arrays [height, width, 3]), pictures of Pillow's, paths or bytes of files."""
+        return self.chat_processor.prompt(text, images)
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
@@ -445,8 +450,10 @@ class LLM:
                 self.engine.keys_of(jobs[-1].request)
         return jobs
 
-    def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None, salt: str) -> Job:
+    def _job(self, prompt: str | list[int] | Prompt, sampling: SamplingParams, wanted: OutputFormat | None, salt: str
+             ) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
+            prompt = list(prompt.ids) if isinstance(prompt, Prompt) else prompt
             bound = prompt_bound(self.engine.max_context, self.runtime.options.limits)
             return _salted(bare_job(prompt, sampling, bound), salt)
         return _salted(self.chat_processor.complete(prompt, sampling, wanted), salt)

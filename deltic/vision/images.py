@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltic.errors import RequestError, show
 
 if TYPE_CHECKING:
@@ -18,19 +21,21 @@ MAX_PIXELS = 89_478_485
 """Pixels of a picture as it comes: decoding takes some bytes for each. Pillow warns of files that have more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """What is decoded: formats whose decoders are Pillow's own or its wheels'."""
-IN_PYTHON = "in Python a pathlib.Path, the bytes of a file or a picture of Pillow's"
+IN_PYTHON = "in Python a pathlib.Path, the bytes of a file, a picture of Pillow's or an array of uint8 pixels"
 """What a picture may be besides a data URL; messages that clients of a server see say so, too."""
 _DEEP = {"I;16": 1 / 257, "I;16L": 1 / 257, "I;16B": 1 / 257, "I": 1 / 257, "F": 1.0}
 
 
-def read_image(source: bytes | str | Path | Image, name: str = "image") -> Image:
-    """A picture in mode RGB. source: a file's bytes, its path, or a picture of Pillow's. Of an animated one the first
-    frame counts.
+def read_image(source: bytes | str | Path | Image | NDArray[np.uint8], name: str = "image") -> Image:
+    """A picture in mode RGB. source: a file's bytes, its path, a picture of Pillow's, or pixels [height, width, 3],
+    with 4 for one with an alpha channel, or [height, width] of a grey one. Of an animated one the first frame counts.
 
     name: what messages call it. Raises RequestError with it as the parameter, saying why the picture cannot be had.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
+    if isinstance(source, np.ndarray):
+        source = _from_pixels(source, name)
     if not isinstance(source, bytes | str | Path | Image.Image):
         raise RequestError(f"{name} must be a data URL, or {IN_PYTHON}, not {show(source)}", name)
     said = f"{name} ({show(str(source))})" if isinstance(source, str | Path) else name
@@ -60,6 +65,18 @@ def read_image(source: bytes | str | Path | Image, name: str = "image") -> Image
         why = (f": {error.strerror}" if isinstance(error, OSError) and error.strerror else
                f", it seems damaged: {str(error)[:200] or type(error).__name__}")
         raise RequestError(f"{said} cannot be read{why}", name) from error
+
+
+def _from_pixels(pixels: NDArray[np.uint8], name: str) -> Image:
+    from PIL import Image
+
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
+        raise RequestError(f"{name} must be an array of uint8 [height, width, 3], or with 4 channels or none, not of "
+                           f"{pixels.dtype} {[*pixels.shape]}", name)
+    if not 0 < pixels.shape[0] * pixels.shape[1] <= MAX_PIXELS:
+        raise RequestError(f"{name} has {pixels.shape[1]:,} x {pixels.shape[0]:,} pixels, and from 1 to {MAX_PIXELS:,} "
+                           "are read", name)
+    return Image.fromarray(pixels)
 
 
 def _plain(image: Image, name: str) -> Image:
