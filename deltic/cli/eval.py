@@ -20,6 +20,7 @@ from deltic.errors import show
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM
+    from deltic.types import TokenLogprobs
 
 HELP = "The perplexity of a text file: how well the model predicts it. Lower is better."
 
@@ -112,7 +113,7 @@ def perplexity(llm: LLM, content: str, window: int | None = None, stride: int | 
     while group := list(islice(windows, llm.runtime.memory.max_batch)):
         prompts = [[*before, *ids[start:end]] for start, _, end in group]
         for (_, fresh, end), output in zip(group, llm.generate(prompts, scoring), strict=True):
-            scores: Sequence = output.sound().choices[0].prompt_logprobs or ()
+            scores: Sequence[TokenLogprobs] = output.sound().choices[0].prompt_logprobs or ()
             total += math.fsum(score.token for score in scores[len(scores) - (end - fresh):])
             done += end - fresh
         progress(done, len(ids) - first)

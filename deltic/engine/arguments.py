@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from deltic.errors import ConfigError, RequestError, show, valid_text
-from deltic.types import Prompt, SamplingParams
+from deltic.types import LogitsProcessor, Prompt, SamplingParams
 
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -87,6 +87,14 @@ def as_salt(cache_salt: Any) -> str:
     if cache_salt == "":
         raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
     return "" if cache_salt is None else valid_text(cache_salt, "cache_salt")
+
+
+def as_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
+    """The functions that a call gives to change logits."""
+    if processors is not None and not (_is_list(processors) and all(map(callable, processors))):
+        raise RequestError("logits_processors must be a list of functions of (token ids, logits), not "
+                           f"{show(processors)}", "logits_processors")
+    return tuple(processors or ())
 
 
 def as_variables(variables: Any, thinking: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from deltic.artifacts.backend import ProgramModel
 from deltic.engine.arguments import (
     as_messages,
     as_params,
+    as_processors,
     as_prompt,
     as_prompts,
     as_salt,
@@ -45,7 +46,7 @@ from deltic.text.output_format import OutputFormat, only_format
 from deltic.text.output_format import response_format as read_response_format
 from deltic.text.output_format import structured_outputs as read_structured_outputs
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Event, Prompt, Request, SamplingParams
+from deltic.types import Event, LogitsProcessor, Prompt, Request, SamplingParams
 
 __all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
 
@@ -59,16 +60,18 @@ _CLOSING = 60.0  # seconds that `close` waits for the step that is running
 
 
 class FormatOptions(TypedDict, total=False):
-    """The form of the answers, and which calls share the cache.
+    """The form of the answers, what changes the model's logits, and which calls share the cache.
 
     response_format: in OpenAI's form, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ...,
         "schema": ...}}.
     structured_outputs: in vLLM's, one of json (a schema), regex, choice (a list of texts), grammar.
+    logits_processors: functions of (token ids, logits [V]) that return other logits, see `Request`.
     cache_salt: calls share cached prefixes and answer records only if they have the same salt.
     """
 
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    logits_processors: Sequence[LogitsProcessor] | None
     cache_salt: str | None
 
 
@@ -358,8 +361,8 @@ class LLM:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
         check_options("generate_stream", options, _GENERATE_STREAM)
         wanted = as_format(options.get("response_format"), options.get("structured_outputs"))
-        salt = as_salt(options.get("cache_salt"))
-        return Stream(self, self._job(as_prompt(prompt), as_params(sampling), wanted, salt))
+        job = self._job(as_prompt(prompt), as_params(sampling), wanted)
+        return Stream(self, _with(job, as_salt(options.get("cache_salt")), options.get("logits_processors")))
 
     def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
         """A raw prompt with images, for `generate` and `Session.prefill`: each is seen where the text has the marker
@@ -429,15 +432,16 @@ class LLM:
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> Job:
         check_tools(tools)
-        salt = as_salt(more.pop("cache_salt", None))
+        salt, processors = as_salt(more.pop("cache_salt", None)), more.pop("logits_processors", None)
         job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
                                                 tools=None if tool_choice == "none" else tools,
                                                 answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
                                                 variables=as_variables(variables, thinking),
                                                 thinking_budget=thinking_budget)
-        return _salted(job, salt)
+        return _with(job, salt, processors)
 
-    def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, **form: Any) -> list[Job]:
+    def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,
+              **form: Any) -> list[Job]:
         check_callback(on_token)
         salt = as_salt(cache_salt)
         rows = as_prompts(prompts)
@@ -446,21 +450,20 @@ class LLM:
         jobs = list[Job]()
         for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
             with of_prompt(f"prompts[{place}]"):
-                jobs.append(self._job(prompt, each, wanted, salt))
+                jobs.append(_with(self._job(prompt, each, wanted), salt, logits_processors))
                 self.engine.keys_of(jobs[-1].request)
         return jobs
 
-    def _job(self, prompt: str | list[int] | Prompt, sampling: SamplingParams, wanted: OutputFormat | None, salt: str
-             ) -> Job:
+    def _job(self, prompt: str | list[int] | Prompt, sampling: SamplingParams, wanted: OutputFormat | None) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             prompt = list(prompt.ids) if isinstance(prompt, Prompt) else prompt
             bound = prompt_bound(self.engine.max_context, self.runtime.options.limits)
-            return _salted(bare_job(prompt, sampling, bound), salt)
-        return _salted(self.chat_processor.complete(prompt, sampling, wanted), salt)
+            return bare_job(prompt, sampling, bound)
+        return self.chat_processor.complete(prompt, sampling, wanted)
 
 
-def _salted(job: Job, salt: str) -> Job:
-    return replace(job, request=replace(job.request, cache_salt=salt))
+def _with(job: Job, salt: str, processors: Any) -> Job:
+    return replace(job, request=replace(job.request, cache_salt=salt, logits_processors=as_processors(processors)))
 
 
 def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:

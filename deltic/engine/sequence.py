@@ -66,7 +66,8 @@ class Sequence:
     rest: what it returns to, where it waits because its turn was over.
     arrived, admitted, last_token: when it came, when it first got a lease, and when it drew its last token, in seconds
         of time.perf_counter.
-    logits [V]: those of the prompt's end, if known.
+    logits [V]: those of the last token, if known.
+    processing: what the request's logits processors make of them, where they are at work.
     draft_tokens: what may come next, to be verified in the next step.
     drafted, accepted: drafts so far, and those of them that were right.
     acceptance: what is known of them.
@@ -94,6 +95,7 @@ class Sequence:
     fetch: Fetch | None = None
     known: tuple[int, int] = (0, -1)
     logits: Any = None
+    processing: Any = None
     cached: int = 0
     turn: int = 0
     rest: Rest | None = None

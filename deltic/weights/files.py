@@ -53,7 +53,7 @@ class _TensorReader(io.RawIOBase):
 
     def __init__(self, tensor: Tensor) -> None:
         numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._bytes, self._place = memoryview(numbers.numpy()), 0
+        self._bytes, self._place = numbers.numpy().data, 0
 
     def readable(self) -> bool:
         return True
