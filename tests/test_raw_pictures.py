@@ -83,7 +83,7 @@ def test_a_prompt_of_text_is_what_a_text_is(llm: LLM) -> None:
     ("none", [PIXELS], "0 markers .* for 1 images"), ("<__media__>", [], "1 markers .* for 0 images"),
     ("<|image_pad|><__media__>", [PIXELS], "2 markers .* for 1 images"),
     ("<__media__>", [PIXELS.astype(np.float32)], r"images\[0\] must be an array of uint8 .* not of float32 \[96, 144"),
-    ("<__media__>", [PIXELS[:0]], r"images\[0\] has 144 x 0 pixels"),
+    ("<__media__>", [PIXELS[:0]], r"images\[0\] has no pixels"),
     ("<__media__>", [PIXELS.transpose(2, 0, 1)], r"must be an array of uint8 \[height, width, 3\]"),
     ("<__media__>", [5], r"images\[0\]"), ("<__media__>" * 2, [PIXELS, "x.png"], r"images\[1\]"),
     ("<__media__>", 5, "images must be a list"), ("<__media__>", PIXELS, "images must be a list"), (5, [], "prompt")])

@@ -438,7 +438,7 @@ class LLM:
                                                 answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
                                                 variables=as_variables(variables, thinking),
                                                 thinking_budget=thinking_budget)
-        return _with(job, salt, processors)
+        return _with(job.compiled(), salt, processors)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,
               **form: Any) -> list[Job]:
@@ -459,7 +459,7 @@ class LLM:
             prompt = list(prompt.ids) if isinstance(prompt, Prompt) else prompt
             bound = prompt_bound(self.engine.max_context, self.runtime.options.limits)
             return bare_job(prompt, sampling, bound)
-        return self.chat_processor.complete(prompt, sampling, wanted)
+        return self.chat_processor.complete(prompt, sampling, wanted).compiled()
 
 
 def _with(job: Job, salt: str, processors: Any) -> Job:

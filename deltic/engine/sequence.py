@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +69,8 @@ class Sequence:
         of time.perf_counter.
     logits [V]: those of the last token, if known.
     processing: what the request's logits processors make of them, where they are at work.
+    mask: the tokens that may come next, where that is worked out before the step; mask_seconds: of a processor that
+    each of the last ones took.
     draft_tokens: what may come next, to be verified in the next step.
     drafted, accepted: drafts so far, and those of them that were right.
     acceptance: what is known of them.
@@ -96,6 +99,8 @@ class Sequence:
     known: tuple[int, int] = (0, -1)
     logits: Any = None
     processing: Any = None
+    mask: Future[list[bytes | None]] | None = None
+    mask_seconds: float = 0.0
     cached: int = 0
     turn: int = 0
     rest: Rest | None = None
@@ -198,6 +203,11 @@ class Sequence:
     def answering(self) -> bool:
         """Whether the next step would do nothing but choose the next token, so that drafts of more are welcome."""
         return self.lease is not None and self.generated > 0 and self.pending == 1 and self.logits is None
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether it sits out steps until its mask is there."""
+        return self.mask is not None and not self.mask.done()
 
     @property
     def splits(self) -> bool:
