@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DelticError", "Encoder", "RandomModel", "SamplingParams", "Session", "__version__"]
+__all__ = ["LLM", "DelticError", "Encoder", "Prompt", "RandomModel", "SamplingParams", "Session", "__version__"]
 
 if TYPE_CHECKING:
     from deltic.encoders.encoder import Encoder
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from deltic.engine.loading import RandomModel
     from deltic.engine.session import Session
     from deltic.errors import DelticError
-    from deltic.types import SamplingParams
+    from deltic.types import Prompt, SamplingParams
 
 _HOMES = {"LLM": "deltic.engine.llm", "RandomModel": "deltic.engine.loading", "Session": "deltic.engine.session",
-          "DelticError": "deltic.errors", "Encoder": "deltic.encoders.encoder", "SamplingParams": "deltic.types"}
+          "DelticError": "deltic.errors", "Encoder": "deltic.encoders.encoder", "Prompt": "deltic.types",
+          "SamplingParams": "deltic.types"}
 
 
 def __getattr__(name: str) -> Any:

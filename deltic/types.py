@@ -215,6 +215,9 @@ class Constraint(Protocol):
         """Take the next token of the answer."""
 
 
+LogitsProcessor = Callable[[list[int], Any], Any]
+"""Called with token ids and logits; returns other logits."""
+
 Positions = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Rotary positions of tokens: temporal, height, width, equally many of each."""
 
@@ -229,7 +232,7 @@ class Picture:
     start: int
     count: int
     digest: str
-    content: Any
+    content: Any = field(compare=False)  # the digest says what it is
 
     @property
     def end(self) -> int:
@@ -304,6 +307,10 @@ class Request:
     client: who asks, such as an address; "": each group is one of its own. Where places are short clients have equal
         parts, and of a client's part its groups.
     cache_salt: requests share cached prefixes only if they have the same salt. It does not change any token.
+    logits_processors: are called one after another, for each token that is to be drawn, with the tokens of prompt and
+        answer and the model's logits [V], a float32 tensor of the host, and return those to draw from, to which
+        penalties, bias and filters are applied. They run in another thread while other requests go on; what one raises
+        ends its request. Nothing is drafted for such a request.
     """
 
     id: str
@@ -317,6 +324,7 @@ class Request:
     group: str = ""
     client: str = ""
     cache_salt: str = ""
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:

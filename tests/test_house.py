@@ -128,8 +128,8 @@ def test_the_engine_needs_no_server_and_no_transformers() -> None:
 
 
 def test_the_public_names() -> None:
-    assert deltic.__all__ == ["LLM", "DelticError", "Encoder", "RandomModel", "SamplingParams", "Session",
-                              "__version__"]
+    assert deltic.__all__ == ["LLM", "DelticError", "Encoder", "Prompt", "RandomModel", "SamplingParams",
+                              "Session", "__version__"]
     assert all(getattr(deltic, name) is not None for name in deltic.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+", deltic.__version__)
     with pytest.raises(AttributeError, match="Engine"):

@@ -19,7 +19,7 @@ from deltic.config import EngineConfig
 from deltic.engine.loading import load
 from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
-from deltic.model.decoder import CacheViews, Decoder, Observer, build
+from deltic.model.decoder import build
 from deltic.ops import Ops, backends, ref
 from deltic.ops.records import Batch, GdnWeights, Rope, RopeSpec, StateView
 from deltic.weights.safetensors import load_directory
@@ -94,20 +94,6 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 # Layer by layer
 
 
-@dataclass(frozen=True)
-class Spy:
-    """A decoder that shows its layers' outputs to an observer."""
-
-    decoder: Decoder
-    observer: Observer
-
-    def forward(self, batch: Batch, views: CacheViews, observe: Observer | None = None) -> Tensor:
-        return self.decoder.forward(batch, views, self.observer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.decoder, name)
-
-
 def layer_differences(pair: Pair, tokens: Sequence[int]) -> list[float]:
     """Largest difference of the residual stream after each layer, for a whole prompt."""
     theirs, ours = list[Tensor](), list[Tensor]()
@@ -116,9 +102,9 @@ def layer_differences(pair: Pair, tokens: Sequence[int]) -> list[float]:
     pair.expected(tokens)
     for hook in hooks:
         hook.remove()
-    spy = Spy(pair.ours.decoder, lambda _index, output: ours.append(output.clone()))
-    watched = replace(pair.ours, decoder=spy, options=replace(pair.ours.options, debug_layers=True))  # type: ignore[arg-type]
-    session_over(watched, batch=2, budget=512).prefill(tokens)
+    one = session_over(pair.ours, batch=2, budget=512)
+    with one.hook(lambda layer, output: ours.append(output.clone()) if layer >= 0 else None):
+        one.prefill(tokens)
     return [float((a[0] - b).abs().max()) for a, b in zip(theirs, ours, strict=True)]
 
 

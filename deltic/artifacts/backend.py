@@ -88,7 +88,7 @@ class ProgramModel:
     tokenizer: Any = None
     notes: Any = None
     numbers: Any = field(default_factory=dict)
-    vision = mtp_runner = draft = encode = experts = cast(Any, None)
+    vision = mtp_runner = draft = encode = experts = hooks = cast(Any, None)
     verifies = defers = False
 
     @property

@@ -26,6 +26,7 @@ COMMANDS = {
     "batch": "answer a file of requests",
     "embed": "vectors of the texts in a file",
     "rerank": "put texts in order of how well they fit a query",
+    "eval": "measure how well a model predicts a text (perplexity)",
     "bench": "measure the speed of this machine",
     "inspect": "show what a model is and how it would run here",
     "convert": "write the model as a GGUF file",

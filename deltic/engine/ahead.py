@@ -121,7 +121,8 @@ def _is_plain(share: Share) -> bool:
 def _obeys(share: Share) -> bool:
     """Whether the host has nothing to say to what the model chooses, nor to what is done with it."""
     sequence = share.sequence
-    return not (sequence.splits or share.scores or sequence.guide or sequence.constraint or wanted(sequence))
+    return not (sequence.splits or share.scores or sequence.guide or sequence.constraint or wanted(sequence)
+                or sequence.request.logits_processors)
 
 
 def _goes_on(waiting: Iterable[Sequence], share: Share) -> bool:

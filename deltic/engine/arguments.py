@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from deltic.errors import ConfigError, RequestError, show, valid_text
-from deltic.types import SamplingParams
+from deltic.types import LogitsProcessor, Prompt, SamplingParams
 
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -31,19 +31,19 @@ def as_messages(messages: Any, least: int = 1) -> Sequence[Mapping[str, Any]]:
     return list(messages)
 
 
-def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """Texts or lists of token ids."""
+def as_prompts(prompts: Any) -> list[str | list[int] | Prompt]:
+    """Texts, lists of token ids, or Prompts."""
     prompts = _listed(prompts)
-    if isinstance(prompts, str) or (_is_list(prompts) and len(prompts) and _id(prompts[0]) is not None):
+    if isinstance(prompts, str | Prompt) or (_is_list(prompts) and len(prompts) and _id(prompts[0]) is not None):
         raise RequestError("generate takes a list of prompts: put the prompt into a list", "prompts")
     if not _is_list(prompts):
         raise RequestError(f"prompts must be a list of texts, or of lists of token ids, not {show(prompts)}", "prompts")
     return [as_prompt(prompt, f"prompts[{place}]") for place, prompt in enumerate(prompts)]
 
 
-def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
-    """A text, or a list of token ids."""
-    if isinstance(prompt, str):
+def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int] | Prompt:
+    """A text, a list of token ids, or a Prompt."""
+    if isinstance(prompt, str | Prompt):
         return prompt
     prompt = _listed(prompt)
     if not _is_list(prompt):
@@ -87,6 +87,14 @@ def as_salt(cache_salt: Any) -> str:
     if cache_salt == "":
         raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
     return "" if cache_salt is None else valid_text(cache_salt, "cache_salt")
+
+
+def as_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
+    """The functions that a call gives to change logits."""
+    if processors is not None and not (_is_list(processors) and all(map(callable, processors))):
+        raise RequestError("logits_processors must be a list of functions of (token ids, logits), not "
+                           f"{show(processors)}", "logits_processors")
+    return tuple(processors or ())
 
 
 def as_variables(variables: Any, thinking: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from functools import partial
 from math import isfinite
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from deltic.cache.policy import distinct, grid_spacing, kept_positions
@@ -26,6 +25,7 @@ from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
 from deltic.engine.failures import Failures
 from deltic.engine.fairness import stall_of
+from deltic.engine.known_logits import KnownLogits
 from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter, Progress, progress
 from deltic.engine.model import Model
@@ -94,6 +94,7 @@ class Engine:
         self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
         self.pictures = Pictures(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
+        self._known = KnownLogits(runtime.config.vocab_size, runtime.memory.max_batch, self._fail)
         self._failures = Failures(runtime, self.scheduler, self.speculator)
         self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
@@ -205,6 +206,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
+        self._known.close()
         self._keep_emitted()
         self.runtime.cache.close()
         if self.runtime.experts:
@@ -225,7 +227,7 @@ class Engine:
         promise = self.speculator.promise
         if promise and not promise.covers(sequences):
             plan, promise = promise.fulfil(plan, sequences), None  # somebody has come whom the device knows nothing of
-        flight = self.launcher.launch(plan, sequences, self._with_logits(), promise=promise)
+        flight = self.launcher.launch(plan, sequences, self._known.ready(self.scheduler.running), promise=promise)
         flight.drafting = drafting
         self.speculator.draft_ahead(flight)
         return flight if flight.shares or flight.error else None
@@ -242,7 +244,7 @@ class Engine:
         if self._failures.gives_up(plan):
             return None
         self.stats.ahead += 1
-        following = self.launcher.launch(plan, sequences, self._with_logits(), before=flight)
+        following = self.launcher.launch(plan, sequences, self._known.ready(self.scheduler.running), before=flight)
         if all(row.drawn is not None for row in plan.rows):
             following.drafting = sequences if self.speculator.drafter else ()
         else:
@@ -273,11 +275,6 @@ class Engine:
             following.begins()
             if all(share.live for share in following.shares):
                 self.speculator.draft_ahead(following)
-
-    def _with_logits(self) -> list[Sequence]:
-        """The running sequences whose next token's logits the cache has kept."""
-        return [sequence for sequence in self.scheduler.running[:]
-                if sequence.logits is not None and self._fits(sequence)]
 
     def _commit(self, flight: InFlight) -> None:
         """Move the cursors over what the step has processed, but for drafts: all of it is known to be right by now."""
@@ -310,6 +307,8 @@ class Engine:
             try:
                 if share.error:
                     raise share.error
+                if self._known.postpone(share, chosen.healthy[share.draw]):
+                    continue
                 if chosen.healthy[share.draw] and share.lease.emitting:
                     self._sound[sequence] = share
                 if chosen.healthy[share.draw] and sequence.splits:
@@ -351,14 +350,6 @@ class Engine:
         self.scheduler.stall.timed(read, seconds)
         if flight.drafting and len(flight.drafting) == len(flight.shares) == len(flight.plan.rows):
             self.speculator.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether the logits that the cache has kept are of this model; else the sequence has failed."""
-        kept: Tensor = sequence.logits
-        fits = kept.shape == (self.runtime.config.vocab_size,) and kept.dtype == torch.float32
-        if not fits:
-            self._fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}")
-        return fits
 
     def _follow(self, share: Share, chosen: Chosen, place: int) -> None:
         """Take the tokens that were chosen for a sequence, from `place` on, as far as its drafts are right."""

@@ -92,7 +92,7 @@ def check_experts(files: ModelFiles | None, config: ModelConfig, options: Engine
     elif options.device != "cpu":
         reason = _not_beside_the_card(config, config.experts, options, dtype, packed)
     elif files is None:
-        reason = "random weights lie in no file; leave it out, or write them to one"
+        reason = "these weights lie in no file; leave it out, or write them to one"
     elif (absent := missing().get("moe")) or options.ops:
         reason = absent or "only the compiled kernels know such experts; leave out `ops`"
     elif files.gguf is not None and not packed:

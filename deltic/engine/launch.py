@@ -313,7 +313,7 @@ def _chosen(sampled: Sampled, raw: Tensor | None) -> Chosen:
 
 def _keeps_end(share: Share) -> bool:
     done = share.row.done + len(share.row.tokens) if share.row else share.lease.done
-    return done in share.lease.emitting or share.sequence.splits
+    return done in share.lease.emitting or share.sequence.splits or bool(share.sequence.request.logits_processors)
 
 
 def _on_host(sampled: Sampled) -> Sampled:

@@ -19,6 +19,7 @@ from deltic.artifacts.backend import ProgramModel
 from deltic.engine.arguments import (
     as_messages,
     as_params,
+    as_processors,
     as_prompt,
     as_prompts,
     as_salt,
@@ -29,7 +30,7 @@ from deltic.engine.arguments import (
     check_tools,
 )
 from deltic.engine.engine import Engine
-from deltic.engine.loading import LoadProgress, RandomModel, load_any
+from deltic.engine.loading import Given, LoadProgress, RandomModel, load_any
 from deltic.engine.mailbox import Mailbox
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import Runtime
@@ -45,7 +46,7 @@ from deltic.text.output_format import OutputFormat, only_format
 from deltic.text.output_format import response_format as read_response_format
 from deltic.text.output_format import structured_outputs as read_structured_outputs
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Event, Request, SamplingParams
+from deltic.types import Event, LogitsProcessor, Prompt, Request, SamplingParams
 
 __all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
 
@@ -59,16 +60,18 @@ _CLOSING = 60.0  # seconds that `close` waits for the step that is running
 
 
 class FormatOptions(TypedDict, total=False):
-    """The form of the answers, and which calls share the cache.
+    """The form of the answers, what changes the model's logits, and which calls share the cache.
 
     response_format: in OpenAI's form, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ...,
         "schema": ...}}.
     structured_outputs: in vLLM's, one of json (a schema), regex, choice (a list of texts), grammar.
+    logits_processors: functions of (token ids, logits [V]) that return other logits, see `Request`.
     cache_salt: calls share cached prefixes and answer records only if they have the same salt.
     """
 
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    logits_processors: Sequence[LogitsProcessor] | None
     cache_salt: str | None
 
 
@@ -268,6 +271,9 @@ class LLM:
     `generate_stream`. All of them may be called from any thread and any task, also while the model is being served:
     one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
 
+    config: in place of the model's config.json another such file, what one holds, or a `deltic.config.ModelConfig`.
+    weights: in place of those in the model's files all of its tensors, by the names that Hugging Face gives them, with
+        the vision tower and the draft head, if it shall have these.
     Of the options, those of ChatConfig say how conversations are read, the others, of EngineConfig, how the model runs.
     history: "preserve" or "template", how prompts treat earlier answers: see `deltic.text.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
@@ -280,16 +286,16 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | RandomModel | None = None, *, revision: str | None = None,
-                 chat_template: str | Path | None = None, progress: LoadProgress | None = None, **options: Any
-                 ) -> None:
+                 chat_template: str | Path | None = None, progress: LoadProgress | None = None, config: Any = None,
+                 weights: Mapping[str, Any] | None = None, **options: Any) -> None:
         names = [field.name for field in fields(ChatConfig)]
         chat = {name: options.pop(name) for name in names if name in options}
         ChatConfig(**chat)
         if not isinstance(chat_template, str | Path | None):
             raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
         check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
-        config = engine_config(options, ["revision", "chat_template", *names])
-        runtime = load_any(model, config, revision, progress)
+        chosen = engine_config(options, ["revision", "chat_template", "config", "weights", *names])
+        runtime = load_any(model, chosen, revision, progress, given=Given(config, weights))
         began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
         if self._chat_processor:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
@@ -332,7 +338,7 @@ class LLM:
         check_options("stream", options, _CHAT)
         return Stream(self, self._turn(messages, sampling, **options))
 
-    def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
+    def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
                  sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
                  on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
         """Continue each prompt (text or token ids). sampling: one for all, or one per prompt.
@@ -342,7 +348,7 @@ class LLM:
         check_options("generate", options, _GENERATE)
         return self._gather(self._jobs(prompts, sampling, on_token, **options), on_token)
 
-    async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
+    async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
                         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
                         on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
         """As `generate`, for asyncio. Cancelling it aborts the requests."""
@@ -350,13 +356,18 @@ class LLM:
         jobs = await asyncio.to_thread(self._jobs, prompts, sampling, on_token, **options)
         return await self._agather(jobs, on_token)
 
-    def generate_stream(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
+    def generate_stream(self, prompt: str | Sequence[int] | Prompt, sampling: SamplingParams = SamplingParams(),
                         **options: Unpack[FormatOptions]) -> Stream:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
         check_options("generate_stream", options, _GENERATE_STREAM)
         wanted = as_format(options.get("response_format"), options.get("structured_outputs"))
-        salt = as_salt(options.get("cache_salt"))
-        return Stream(self, self._job(as_prompt(prompt), as_params(sampling), wanted, salt))
+        job = self._job(as_prompt(prompt), as_params(sampling), wanted)
+        return Stream(self, _with(job, as_salt(options.get("cache_salt")), options.get("logits_processors")))
+
+    def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+        """A raw prompt with images, for `generate` and `Session.prefill`: each is seen where the text has the marker
+        <__media__>. images: pixels (uint8 arrays [height, width, 3]), pictures of Pillow's, paths or bytes of files."""
+        return self.chat_processor.prompt(text, images)
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
@@ -421,15 +432,16 @@ class LLM:
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> Job:
         check_tools(tools)
-        salt = as_salt(more.pop("cache_salt", None))
+        salt, processors = as_salt(more.pop("cache_salt", None)), more.pop("logits_processors", None)
         job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
                                                 tools=None if tool_choice == "none" else tools,
                                                 answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
                                                 variables=as_variables(variables, thinking),
                                                 thinking_budget=thinking_budget)
-        return _salted(job.compiled(), salt)
+        return _with(job.compiled(), salt, processors)
 
-    def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, **form: Any) -> list[Job]:
+    def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,
+              **form: Any) -> list[Job]:
         check_callback(on_token)
         salt = as_salt(cache_salt)
         rows = as_prompts(prompts)
@@ -438,19 +450,20 @@ class LLM:
         jobs = list[Job]()
         for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
             with of_prompt(f"prompts[{place}]"):
-                jobs.append(self._job(prompt, each, wanted, salt))
+                jobs.append(_with(self._job(prompt, each, wanted), salt, logits_processors))
                 self.engine.keys_of(jobs[-1].request)
         return jobs
 
-    def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None, salt: str) -> Job:
+    def _job(self, prompt: str | list[int] | Prompt, sampling: SamplingParams, wanted: OutputFormat | None) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
+            prompt = list(prompt.ids) if isinstance(prompt, Prompt) else prompt
             bound = prompt_bound(self.engine.max_context, self.runtime.options.limits)
-            return _salted(bare_job(prompt, sampling, bound), salt)
-        return _salted(self.chat_processor.complete(prompt, sampling, wanted).compiled(), salt)
+            return bare_job(prompt, sampling, bound)
+        return self.chat_processor.complete(prompt, sampling, wanted).compiled()
 
 
-def _salted(job: Job, salt: str) -> Job:
-    return replace(job, request=replace(job.request, cache_salt=salt))
+def _with(job: Job, salt: str, processors: Any) -> Job:
+    return replace(job, request=replace(job.request, cache_salt=salt, logits_processors=as_processors(processors)))
 
 
 def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -96,6 +96,29 @@ class RandomModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What a caller hands over instead of what the model's files have: see `open_model`."""
+
+    config: ModelConfig | Mapping[str, Any] | str | Path | None = None
+    weights: Mapping[str, Tensor] | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The first of them that there is."""
+        return "weights" if self.weights is not None else None if self.config is None else "config"
+
+    def check(self, model: str | RandomModel | None, options: EngineConfig) -> None:
+        """ConfigError if they do not go with these."""
+        if isinstance(model, RandomModel) and self.name:
+            raise ConfigError(f"{self.name} is not for random weights: write RandomModel(shape=ModelConfig(...))",
+                              self.name)
+        kept = "cache_dir" if options.cache_dir else "aot_dir" if options.aot_dir else None
+        if self.weights is not None and kept:
+            raise ConfigError(f"{kept} is for weights that lie in files, by which they are known again: leave it out, "
+                              "or write the weights to a file", kept)
+
+
+@dataclass(frozen=True, slots=True)
 class _Loaded:
     """A model that has its weights, but no cache yet.
 
@@ -125,21 +148,25 @@ class _Loaded:
 
 
 def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revision: str | None = None,
-             progress: LoadProgress | None = None, rings: bool = False) -> Runtime | ProgramModel:
+             progress: LoadProgress | None = None, rings: bool = False, given: Given = Given()
+             ) -> Runtime | ProgramModel:
     """As `load`, or a compiled model, whose path has a name or content of its own."""
     model = str(model) if isinstance(model, Path) else model
     if isinstance(model, str) and kind_of(model):
         if revision is not None:
             raise ModelError(f"{model} is compiled: leave out the revision ({revision}), which is for models of the "
                              "Hugging Face hub")
+        if given.name:
+            raise ConfigError(f"{given.name} is not possible: {model} is compiled", given.name)
         began, program = time.perf_counter(), open_artifact(Path(model), options)
         log.info("%s: loaded in %.2f s", model, time.perf_counter() - began)
         return program
-    return load(model, options, revision, progress, rings)
+    return load(model, options, revision, progress, rings, given=given)
 
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
-         progress: LoadProgress | None = None, rings: bool = False, vectors: bool = False) -> Runtime:
+         progress: LoadProgress | None = None, rings: bool = False, vectors: bool = False,
+         given: Given = Given()) -> Runtime:
     """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
     its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
     rings even if nobody drafts. vectors: as of `plan_memory`."""
@@ -155,7 +182,7 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
         except (ModelError, ConfigError) as error:
             raise ConfigError(f"the draft model {speculation.model}: {error}", "speculate") from error
     with _memory_for_weights(model, options.device):
-        loaded = _load(model, options, revision, progress)
+        loaded = _load(model, options, revision, progress, given=given)
         rings = rings or draft is not None or loaded.head is not None or isinstance(speculation, Ngram)
         return _with_cache(loaded, rings, draft, vectors)
 
@@ -171,7 +198,7 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
     tiers, notes = ([], None) if loaded.drafts else open_tiers(loaded.name, options, ops, loaded.made, pools.keys.dtype)
     cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
     files = loaded.files
-    runtime = Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,
+    runtime = Runtime(loaded.name, files.place if files else None, config, options, loaded.generation, memory,
                    loaded.decoder, cache, loaded.threads, files.tokenizer() if files else None, notes, loaded.head,
                    loaded.encode, files.vision if files and loaded.encode else None, draft, loaded.experts)
     if options.batch_invariant and options.device != "cpu" and runtime.step is None:
@@ -210,13 +237,14 @@ def _memory_for_weights(model: str | RandomModel | None, device: str) -> Abstrac
 
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
-          progress: LoadProgress | None, drafts: bool = False) -> _Loaded:
+          progress: LoadProgress | None, drafts: bool = False, given: Given = Given()) -> _Loaded:
     """drafts: it drafts for another model, and if it is quantized stays so."""
     times = StartTimes()
     _check_device(options.device)
     select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
     files, tiled, marks = None, False, list[FileMark]()
     quantizes, here = options.quant != "none", beside_card(options) or not options.offloads_experts
+    given.check(model, options)
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
@@ -226,14 +254,16 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         tensors = random_tensors(config, dtype, model.seed, device=options.device,
                                  initializer_range=model.initializer_range)
     else:
-        files = open_model(model, revision, progress=progress is not None, mmproj=None if drafts else options.mmproj)
-        name, config, generation = str(model or "tiny"), files.config, files.generation
+        files = open_model(model, revision, progress=progress is not None, mmproj=None if drafts else options.mmproj,
+                           config=given.config, weights=given.weights)
+        config, generation = files.config, files.generation
+        name = str(model or ("tiny" if files.place else "weights"))
         times.done("files")
         ops, dtype, threads = _prepare(config, options)
         check_packed(files, options, drafts)
         tiled = keeps_packed(files, options, dtype)
         marks = _marks(files, options)
-        check_experts(files, config, options, dtype, tiled or quantizes)
+        check_experts(None if files.weights else files, config, options, dtype, tiled or quantizes)
         tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, here)
     card: CardStore | None = None
     if beside_card(options) and not tiled and not quantizes:

@@ -61,6 +61,7 @@ class Runtime:
     mtp: the model's draft head, if it is used.
     encode: makes rows of pictures, if the model sees, with `vision`.
     statistics: the last step's layer outputs, if `options.debug_layers`.
+    hooks: see every layer's output, and may change it; while there are any the layers are computed one by one.
 
     The others follow from these.
 
@@ -88,6 +89,7 @@ class Runtime:
     draft: Model | None = None
     experts: Experts | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
+    hooks: list[Observer] = field(default_factory=list)
     views: CacheViews = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
@@ -144,7 +146,7 @@ class Runtime:
             self.pools.wait()
         if self.experts is not None:
             self.experts.store.begin_step()
-        logits = self.graphs.run(batch) if self.graphs else None
+        logits = self.graphs.run(batch) if self.graphs and not self.hooks else None
         if logits is not None:
             return logits, None
         return self._follow(batch)
@@ -212,21 +214,30 @@ class Runtime:
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits, and the hidden states of all tokens where the batch asks for them."""
-        found = self.step(batch) if self.step is not None and not self.options.debug_layers else None
+        observer = self._observer()
+        found = self.step(batch) if self.step is not None and observer is None else None
         if found is not None:
             return found
         self.pools.wait()
-        hidden = self.decoder.forward(batch, self.views, self._observer())
+        hidden = self.decoder.forward(batch, self.views, observer)
         logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
         return logits, hidden if batch.layout.hidden else None
 
     def _observer(self) -> Observer | None:
-        if not self.options.debug_layers:
+        if not self.options.debug_layers and not self.hooks:
             return None
         self.statistics.clear()
         return self._observe
 
-    def _observe(self, layer: int, output: Tensor) -> None:
+    def _observe(self, layer: int, output: Tensor) -> Tensor:
+        for hook in self.hooks:
+            changed = hook(layer, output)
+            output = output if changed is None else changed
+        if self.options.debug_layers and layer >= 0:
+            self._note(layer, output)
+        return output
+
+    def _note(self, layer: int, output: Tensor) -> None:
         last = output[-1].float()
         numbers = LayerStatistics(layer, last.numel(), int(last.count_nonzero()), int(last.isnan().sum()),
                                   float(last.min()), float(last.max()), float(last.mean()))

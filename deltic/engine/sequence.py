@@ -67,7 +67,8 @@ class Sequence:
     rest: what it returns to, where it waits because its turn was over.
     arrived, admitted, last_token: when it came, when it first got a lease, and when it drew its last token, in seconds
         of time.perf_counter.
-    logits [V]: those of the prompt's end, if known.
+    logits [V]: those of the last token, if known.
+    processing: what the request's logits processors make of them, where they are at work.
     mask: the tokens that may come next, where that is worked out before the step; mask_seconds: of a processor that
     each of the last ones took.
     draft_tokens: what may come next, to be verified in the next step.
@@ -97,6 +98,7 @@ class Sequence:
     fetch: Fetch | None = None
     known: tuple[int, int] = (0, -1)
     logits: Any = None
+    processing: Any = None
     mask: Future[list[bytes | None]] | None = None
     mask_seconds: float = 0.0
     cached: int = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from hashlib import blake2b
@@ -19,9 +20,11 @@ from deltic.artifacts.opening import kind_of
 from deltic.cache.lease import Lease, Snapshot
 from deltic.config import ModelConfig
 from deltic.engine.batch import build
-from deltic.engine.loading import RandomModel, load_any
+from deltic.engine.batch_logits import batch_logits
+from deltic.engine.loading import Given, RandomModel, load_any
 from deltic.engine.options import engine_config
 from deltic.engine.plan import Plan, Row, Seen, base_after
+from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
 from deltic.ops.records import Batch
 from deltic.types import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
@@ -32,14 +35,15 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LAST = (1 << 30) - 1
 """The largest rotary position: with what follows the positions stay within 32 bits."""
 
-Given = ParamSpec("Given")
+LayerHook = Callable[[int, Tensor], Tensor | None]
+Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-def _alone(method: Callable[Concatenate[Session, Given], Result]) -> Callable[Concatenate[Session, Given], Result]:
+def _alone(method: Callable[Concatenate[Session, Args], Result]) -> Callable[Concatenate[Session, Args], Result]:
     """The method, for one thread at a time of the process that loaded the model."""
     @wraps(method)
-    def locked(self: Session, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def locked(self: Session, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         if os.getpid() != self._process:
             raise forked_from(self._process)
         with self._lock:
@@ -65,20 +69,22 @@ class Session:
 
     A session has a model, a cache and a state of its own. Any thread may call it, and calls wait for each other; whose
     tokens come first is for the callers to say; in a process that was forked from the one that loaded the model they
-    get UnavailableError. dtype: float32 if it is not given, of a compiled model its own.
+    get UnavailableError. dtype: float32 if it is not given, of a compiled model its own. config, weights: as of `LLM`.
     """
 
     def __init__(self, model: str | Path | RandomModel | None = None, dtype: str | None = None, *,
-                 revision: str | None = None, **options: Any) -> None:
+                 revision: str | None = None, config: Any = None, weights: Mapping[str, Tensor] | None = None,
+                 **options: Any) -> None:
         compiled = isinstance(model, str | Path) and kind_of(model)
-        config = engine_config({"dtype": dtype or ("auto" if compiled else "float32"), **options}, ["revision"])
-        if isinstance(config.speculation, Draft):
+        chosen = engine_config({"dtype": dtype or ("auto" if compiled else "float32"), **options},
+                               ["revision", "config", "weights"])
+        if isinstance(chosen.speculation, Draft):
             raise ConfigError("speculate=draft is of no use here: give what another Session drafts to verify",
                               "speculate")
-        if config.batch_invariant:
+        if chosen.batch_invariant:
             raise ConfigError("batch_invariant is of no use here: a session computes what it is given at once, or "
                               "token by token if you step", "batch_invariant")
-        self.runtime = load_any(model, config, revision, None, True)
+        self.runtime = load_any(model, chosen, revision, None, True, Given(config, weights))
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert lease is not None and scratch is not None
@@ -260,6 +266,72 @@ class Session:
         """Forget all tokens; snapshots stay."""
         self.restore(None)
 
+    @contextmanager
+    def hook(self, function: LayerHook) -> Iterator[None]:
+        """Within a `with` block: have the function called with the index of each layer and its output [n, hidden_size]
+        for the tokens that are processed, -1 for the embeddings; a tensor that it returns takes the output's place.
+
+        Layers are computed one by one meanwhile, which takes longer. Prompts longer than `token_budget` come in parts.
+        What the function raises ends the call, which leaves the session where it was.
+        """
+        if not callable(function):
+            raise RequestError(f"hook takes a function of (layer, output), not {show(function)}", "function")
+        runtime = self._layered()
+        checked = _checked_hook(function)
+        with self._lock:
+            runtime.hooks.append(checked)
+            try:
+                yield
+            finally:
+                runtime.hooks.remove(checked)
+
+    @_alone
+    def hidden_states(self, tokens: Sequence[int] | Prompt) -> Tensor:
+        """Append tokens; returns what each layer makes of them, float32 [layers + 1, n, hidden_size], as transformers'
+        `output_hidden_states` has it: the embeddings first, and the last one after the final norm."""
+        runtime, found = self._layered(), dict[int, list[Tensor]]()
+        with self.hook(lambda layer, output: found.setdefault(layer, []).append(output.clone())):
+            self._feed(tokens, False)
+        layers = [torch.cat(parts) for _, parts in sorted(found.items())]
+        with torch.inference_mode():
+            layers[-1] = runtime.decoder.final_norm(layers[-1])
+        return torch.stack([layer.float() for layer in layers])
+
+    @_alone
+    def recurrent_states(self) -> dict[int, Tensor]:
+        """Copies of the states of the recurrent layers at the present position by the index of the layer, float32
+        [value heads, key dim, value dim]; zeros at the start."""
+        runtime, lease = self._layered(), self._lease
+        if lease.behind:
+            self._verified = None
+            runtime.cache.settle(lease)
+        runtime.cache.flush()
+        runtime.pools.wait()
+        states = runtime.pools.recurrent[:, lease.slot].float() if lease.done else torch.zeros_like(
+            runtime.pools.recurrent[:, lease.slot], dtype=torch.float32)
+        linear = self.config.linear
+        if runtime.pools.tiled and linear is not None:  # the order of heads in GGUF files
+            states = states.unflatten(1, (-1, linear.num_key_heads)).transpose(1, 2).flatten(1, 2)
+        return dict(zip(self.config.linear_layers, states.clone(), strict=True))
+
+    @_alone
+    def batch_logits(self, rows: Sequence[Sequence[int]], all_logits: bool = False) -> list[Tensor]:
+        """The logits of prompts of any length, each read from its start, together as far as there is room: of each the
+        last token's [V], or all [n, V]. The session stays where it is."""
+        if isinstance(rows, str) or not isinstance(rows, Sequence | Tensor):
+            raise RequestError(f"rows must be a list of lists of token ids, not {show(rows)}", "rows")
+        return batch_logits(self.runtime, [self._checked(row, 0) for row in rows], all_logits, _check_health)
+
+    def _layered(self) -> Runtime:
+        """The model, if its layers can be looked at one by one."""
+        runtime = self.runtime
+        if not isinstance(runtime, Runtime):
+            raise RequestError("a compiled model has no layers to look at: load the model itself", "model")
+        if runtime.experts is not None and runtime.device.type != "cpu":
+            raise RequestError("layers cannot be looked at while experts lie beside a GPU: leave out `expert_memory`",
+                               "expert_memory")
+        return runtime
+
     def _feed(self, given: Sequence[int] | Prompt, all_logits: bool, rows: dict[str, Tensor] | None = None) -> Tensor:
         """Process tokens in chunks. The state moves from the lease's slot into the scratch slot and on in there;
         only when all is well do slots and cursor change (L3). rows: those that stand for pictures; None: make them."""
@@ -270,7 +342,7 @@ class Session:
         cache, lease, scratch, start = self.runtime.cache, self._lease, self._scratch, self.position
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        if len(tokens) > 1 and lease.behind and self.runtime.verifies:
+        if (len(tokens) > 1 or self.runtime.hooks) and lease.behind and self.runtime.verifies:
             cache.settle(lease)  # which kernels for prompts take for granted
         parts, size = [], self.runtime.options.token_budget
         row = Row((), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
@@ -330,7 +402,9 @@ class Session:
         if not self.runtime.cache.owns(snapshot):
             raise RequestError("this snapshot was dropped, or belongs to another session", "snapshot")
 
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
+    def _checked(self, tokens: Sequence[int], position: int | None = None) -> list[int]:
+        """The tokens as integers, that are to come after so many others."""
+        position = self.position if position is None else position
         try:
             tokens = [index(token) for token in tokens]
         except TypeError as error:
@@ -341,10 +415,23 @@ class Session:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"token id {token} is outside of the vocabulary (0 .. {self.vocab_size - 1})",
                                    "tokens")
-        if self.position + len(tokens) > self.max_context:
-            raise RequestError(f"{self.position} + {len(tokens)} tokens exceed the context of {self.max_context}: "
+        if position + len(tokens) > self.max_context:
+            raise RequestError(f"{position} + {len(tokens)} tokens exceed the context of {self.max_context}: "
                                "reset, or raise max_context", "tokens")
         return tokens
+
+
+def _checked_hook(function: LayerHook) -> LayerHook:
+    """The same, with what it returns looked at."""
+    def called(layer: int, output: Tensor) -> Tensor | None:
+        changed = function(layer, output)
+        if changed is None:
+            return None
+        if not isinstance(changed, Tensor) or changed.shape != output.shape:
+            raise RequestError(f"the hook must return None or a tensor {[*output.shape]} at layer {layer}, not "
+                               f"{_kind(changed)}", "function")
+        return changed.to(output)
+    return called
 
 
 def _seen(prompt: Prompt | None, start: int, end: int) -> tuple[Seen, ...]:

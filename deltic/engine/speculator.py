@@ -220,7 +220,8 @@ class Speculator:
 
 def _room(sequence: Sequence) -> int:
     """How many drafts a sequence can use: the token after them is not drafted."""
-    return sequence.limit - len(sequence.tokens) - 1 if sequence.request.speculate else 0
+    drafts = sequence.request.speculate and not sequence.request.logits_processors
+    return sequence.limit - len(sequence.tokens) - 1 if drafts else 0
 
 
 def _fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,8 +30,9 @@ from deltic.ops.records import (
 )
 
 _GGUF_NAMES = {dtype: name for dtype, (name, _) in PLAIN_TYPES.items()}
-Observer = Callable[[int, Tensor], None]
-"""Called with (layer index, residual stream [T, H]) after each layer; for diagnosis."""
+Observer = Callable[[int, Tensor], Tensor | None]
+"""Called with (layer index, residual stream [T, H]): after the embedding, as layer -1, and after each layer. What it
+returns, unless that is None, takes the place of the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,15 @@ class Decoder:
         residual, delta = ops.embed(batch.ids, weights.embedding, self.dtype), None
         if batch.given is not None:
             residual = residual.index_copy(0, batch.given.tokens, batch.given.rows.to(residual.dtype))
+        if observe is not None and (changed := observe(-1, residual)) is not None:
+            residual = changed
         for index, layer in enumerate(weights.layers):
             residual, x = ops.add_norm(residual, delta, layer.input_norm, weights.eps)
             delta = self._mix(x, layer, batch, views, rope)
             residual, x = ops.add_norm(residual, delta, layer.post_norm, weights.eps)
             delta = feed_forward(ops, x, layer)
-            if observe is not None:
-                observe(index, residual + delta)
+            if observe is not None and (changed := observe(index, residual + delta)) is not None:
+                residual, delta = changed, None
         if not batch.layout.hidden:
             wanted = batch.logit_tokens
             residual, delta = residual[wanted], None if delta is None else delta[wanted]
@@ -70,6 +73,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [L, H] -> logits [L, V] float32."""
         return self.ops.head(hidden, self.weights.head)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The last layer's output [T, H] -> hidden states, as `forward` gives them."""
+        return self.ops.add_norm(hidden, None, self.weights.norm, self.weights.eps)[1]
 
     def _mix(self, x: Tensor, layer: Layer, batch: Batch, views: CacheViews, rope: Rope) -> Tensor:
         if isinstance(layer.mixer, GdnWeights):

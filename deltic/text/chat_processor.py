@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from deltic.config import Limits
 from deltic.config.vision import Vision
-from deltic.errors import ConfigError, RequestError, TemplateError, context_bound, show
+from deltic.errors import ConfigError, RequestError, TemplateError, context_bound, show, valid_text
 from deltic.text.billing import without_billing_headers
 from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
@@ -31,7 +31,7 @@ from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import PARSERS, CallForm, call_form
-from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
+from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Prompt, Request, SamplingParams
 from deltic.vision.fetch import Fetcher
 from deltic.vision.patches import Film, Pixels
 from deltic.vision.prompts import with_pictures
@@ -44,6 +44,11 @@ _THINKING = frozenset(("enable_thinking", "reasoning_effort"))
 _PRESERVES = "preserve_thinking"
 """Template variable for the thinking of earlier turns."""
 _LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens of KiB
+
+MEDIA = "<__media__>"
+"""Stands for a picture in raw prompts."""
+_AROUND = ("<|vision_start|>", "<|vision_end|>")
+"""What stands around the tokens of a picture."""
 
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
 """Takes the tokens of a finished choice, the one that ended it too, why it ended, what it says, and whether its text
@@ -251,16 +256,52 @@ class ChatProcessor:
         prompt = spell(self.tokenizer, conversation.render(conversation.messages))
         return prompt.ids[:opening(conversation, prompt)]
 
-    def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
+    def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+        """A raw prompt with pictures, each in the place of a marker: MEDIA, or the model's own token for one. images:
+        what messages may have as `image`. RequestError if there are more or fewer than markers."""
+        if not isinstance(images, list | tuple):
+            raise RequestError(f"images must be a list, one for each marker, not {show(images)}", "images")
+        text = valid_text(text, "prompt")
+        ids = self.tokenizer.encode(self._marked(text), add_special=True, bound=self._bound)
+        if self._vision is None:
+            if images or MEDIA in text:
+                raise RequestError("this model reads text only: leave out `images`", "images")
+            return Prompt(tuple(ids))
+        reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens)
+        for place, image in enumerate(images):
+            reading.see({"image": image}, "image", f"images[{place}]")
+        seen = self._seen(reading, None) if reading.parts else []
+        tower = self._vision.tower
+        markers = sum(token in (tower.image_token_id, tower.video_token_id) for token in ids)
+        if markers != len(seen):
+            raise RequestError(f"the prompt has {markers} markers ({MEDIA}) for {len(seen)} images: write one "
+                               "where each image belongs", "images")
+        found, _ = with_pictures(ids, seen, tower)
+        self._bound.check(len(found))
+        return found if seen else Prompt(tuple(ids))
+
+    def _marked(self, text: str) -> str:
+        """The text with the tokens that the model knows in the place of markers."""
+        if self._vision is None:
+            return text
+        token = self.tokenizer.decode([self._vision.tower.image_token_id], skip_special=False)
+        around = [mark if self.tokenizer.token_to_id(mark) is not None else "" for mark in _AROUND]
+        return text.replace(MEDIA, f"{around[0]}{token}{around[1]}")
+
+    def complete(self, prompt: str | Sequence[int] | Prompt, sampling: SamplingParams = SamplingParams(),
                  output_format: OutputFormat | None = None, add_special: bool = True) -> Job:
-        """Continue a text (special tokens in it are recognised) or token ids as they stand. output_format: what the
-        continuation has to look like. add_special: put around a text what its tokenizer wants there, such as a bos
-        token."""
+        """Continue a text (special tokens in it are recognised), or token ids or a Prompt as they stand.
+
+        output_format: what the continuation has to look like. add_special: put around a text what its tokenizer wants
+        there, such as a bos token.
+        """
         if not isinstance(prompt, str):
             self._bound.check(len(prompt))
         ids = (self.tokenizer.encode(prompt, add_special=add_special, bound=self._bound) if isinstance(prompt, str)
-               else prompt)
+               else prompt.ids if isinstance(prompt, Prompt) else prompt)
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
+        if isinstance(prompt, Prompt):
+            job = replace(job, request=replace(job.request, prompt=prompt))
         if output_format is None:
             return job
         return _constrained(job, self.grammars.of(output_format))

@@ -13,6 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltic.config import Limits
 from deltic.config.vision import Vision
 from deltic.errors import RequestError, show
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """What is decoded: formats whose decoders are Pillow's own or its wheels'."""
-IN_PYTHON = "in Python a pathlib.Path, the bytes of a file or a picture of Pillow's"
+IN_PYTHON = "in Python a pathlib.Path, the bytes of a file, a picture of Pillow's or an array of uint8 pixels"
 """What a picture may be besides a data URL; messages that clients of a server see say so, too."""
 _DEEP = {"I;16": 1 / 257, "I;16L": 1 / 257, "I;16B": 1 / 257, "I": 1 / 257, "F": 1.0}
 _EXACT = 1 << 24
@@ -105,16 +108,18 @@ def decode(job: DecodeJob) -> tuple[dict[str, Any], bytes]:
     return {"size": (image.height, image.width), "left": job.budget.request}, image.tobytes()
 
 
-def read_image(source: bytes | Path | Image, name: str = "image", budget: PixelBudget | None = None,
+def read_image(source: bytes | Path | Image | NDArray[np.uint8], name: str = "image", budget: PixelBudget | None = None,
                target: Callable[[int, int], Size] | None = None) -> Image:
-    """A picture in mode RGB. source: a file's bytes, its path, or a picture of Pillow's. Of an animated one the first
-    frame counts. budget: what it may have; None: as `Limits` has it. target: gives the size that one of a given height
-    and width is scaled to; None: none is scaled.
+    """A picture in mode RGB. source: a file's bytes, its path, a picture of Pillow's, or uint8 pixels [height, width,
+    3], or with 4 channels or none. Of an animated one the first frame counts. budget: what it may have; None: as
+    `Limits` has it. target: gives the size that one of a given height and width is scaled to; None: none is scaled.
 
     name: what messages call it. Raises RequestError with it as the parameter, saying why the picture cannot be had.
     """
     from PIL import Image, UnidentifiedImageError
 
+    if isinstance(source, np.ndarray):
+        source = _from_pixels(source, name)
     if not isinstance(source, bytes | str | Path | Image.Image):
         raise RequestError(f"{name} must be a data URL, or {IN_PYTHON}, not {show(source)}", name)
     said = f"{name} ({show(str(source))})" if isinstance(source, str | Path) else name
@@ -141,6 +146,17 @@ def read_image(source: bytes | Path | Image, name: str = "image", budget: PixelB
         why = (f": {error.strerror}" if isinstance(error, OSError) and error.strerror else
                f", it seems damaged: {str(error)[:200] or type(error).__name__}")
         raise RequestError(f"{said} cannot be read{why}", name) from error
+
+
+def _from_pixels(pixels: NDArray[np.uint8], name: str) -> Image:
+    from PIL import Image
+
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
+        raise RequestError(f"{name} must be an array of uint8 [height, width, 3], or with 4 channels or none, not of "
+                           f"{pixels.dtype} {[*pixels.shape]}", name)
+    if not pixels.size:
+        raise RequestError(f"{name} has no pixels", name)
+    return Image.fromarray(pixels)
 
 
 def data_of(url: str, field: str) -> bytes:

@@ -4,6 +4,7 @@ is believed unchecked."""
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -11,9 +12,12 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+
+import torch
+from torch import Tensor
 
 from deltic.errors import ModelError
 from deltic.weights.fp8 import GROUP
@@ -44,10 +48,32 @@ SCALES: Final = "_scale_inv"
 """Behind a tensor's name: its scales."""
 
 
+class _TensorReader(io.RawIOBase):
+    """Reads a tensor's bytes as if they lay in a file."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._bytes, self._place = numbers.numpy().data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._place = offset
+        return offset
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._bytes[self._place:self._place + len(buffer)]
+        buffer[:len(piece)] = piece
+        self._place += len(piece)
+        return len(piece)
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`. scales: of
-    FLOAT8, what each block of GROUP rows and columns is to be multiplied with."""
+    FLOAT8, what each block of GROUP rows and columns is to be multiplied with. data: the tensor itself, if it is in
+    memory instead."""
 
     path: Path
     dtype: str
@@ -55,6 +81,11 @@ class Stored:
     offset: int
     nbytes: int
     scales: Stored | None = None
+    data: Tensor | None = field(default=None, compare=False)
+
+    def open(self) -> BinaryIO | _TensorReader:
+        """Its file, or something like it."""
+        return self.path.open("rb", buffering=0) if self.data is None else _TensorReader(self.data)
 
     @property
     def parts(self) -> tuple[Stored, ...]:
@@ -87,6 +118,16 @@ class Stack:
 
 
 Source = Stored | Stack
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Tensors that a caller has handed over, by the names of a checkpoint; in the place of a directory."""
+
+    tensors: Mapping[str, Stored]
+
+    def __str__(self) -> str:
+        return "`weights`"
 
 
 def scales_of(source: Source) -> Source | None:
@@ -232,13 +273,15 @@ def _check_tiling(path: Path, tensors: Mapping[str, Stored], start: int, size: i
         raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {_AGAIN}")
 
 
-def find_tensors(directory: Path) -> dict[str, Stored]:
-    """All tensors of a model directory by the names they are stored under.
+def find_tensors(directory: Path | InMemory) -> dict[str, Stored]:
+    """All tensors of a model directory, or of those in memory, by the names they are stored under.
 
     Reads `model.safetensors`, else the shards of its index, else an only other safetensors file that is no draft head,
     else `pytorch_model.bin`, else the shards of its index.
     Raises ModelError for an absent, foreign or corrupt file, and for a tensor stored twice.
     """
+    if isinstance(directory, InMemory):
+        return {**directory.tensors}
     index = _index(directory)
     if index is None:
         return with_scales(_union(_without_index(directory)))

@@ -23,15 +23,17 @@ from deltic.ops.records import Block, Weight
 from deltic.ops.stored import StoredExpert
 from deltic.weights.catalog import REPOSITORY, repository_of, similar
 from deltic.weights.checksums import check_files
-from deltic.weights.files import Source, find_tensors, read_json
+from deltic.weights.config_files import MAX_CONFIG, of_file, preprocessors, read_shape
+from deltic.weights.files import InMemory, Source, find_tensors, read_json
 from deltic.weights.fp8 import Float8
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file, report_aside
 from deltic.weights.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_from_gguf
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
+from deltic.weights.in_memory import PLACE, in_memory
 from deltic.weights.layout import has_weights, is_gguf, refuse, refuse_pointer
-from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
+from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, head_in_memory, load_stored_head
 from deltic.weights.repository import Selection, is_model, select
 from deltic.weights.safetensors import Progress, read_directory, read_directory_float8
 from deltic.weights.stored import experts_in_directory, experts_in_gguf
@@ -42,7 +44,6 @@ EMBEDDED: Final = "tiny"
 ACCEPTED: Final = ("a GGUF file, a directory with config.json and safetensors files, a Hugging Face name such as "
                    f"Qwen/Qwen3.5-0.8B (short: qwen3.5:0.8b), or {EMBEDDED!r}, the embedded demo model")
 
-_MAX_CONFIG: Final = 4 << 20
 _FILES: Final = (".gguf", ".pte")
 """Models that are one file: weights, and programs, which `artifacts` opens."""
 _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
@@ -56,6 +57,7 @@ class ModelFiles:
 
     gguf: the open file, where it is one.
     vision: what it sees with, if it does. mmproj: the file that this lies in, where `gguf` is one.
+    weights: the tensors, where they are in memory instead.
     """
 
     path: Path
@@ -64,6 +66,16 @@ class ModelFiles:
     gguf: GgufFile | None = None
     vision: Vision | None = None
     mmproj: GgufFile | None = None
+    weights: InMemory | None = None
+
+    @property
+    def place(self) -> Path | None:
+        """Its directory or file, if it has one."""
+        return None if self.path == PLACE else self.path
+
+    @property
+    def _stored(self) -> Path | InMemory:
+        return self.weights or self.path
 
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """The weights under our names, as `load_directory` gives them."""
@@ -74,14 +86,14 @@ class ModelFiles:
         """What `load` gives, one after another in the files' order. experts: theirs too."""
         if self.gguf is not None:
             return read_file(self.gguf, self.config, dtype, device, progress)
-        return read_directory(self.path, self.config, dtype, device, progress, experts)
+        return read_directory(self._stored, self.config, dtype, device, progress, experts)
 
     def float8_tensors(self, dtype: DType, device: str, progress: Progress | None, experts: bool = True
                        ) -> Iterator[tuple[str, Tensor | Float8]]:
         """As `tensors`, where weights that are stored in float8 stay so."""
         if self.gguf is not None:
             return read_file(self.gguf, self.config, dtype, device, progress)
-        return read_directory_float8(self.path, self.config, dtype, device, progress, experts)
+        return read_directory_float8(self._stored, self.config, dtype, device, progress, experts)
 
     def load_packed(self, progress: Progress | None, form: Form | None = None, experts: bool = True
                     ) -> dict[str, Weight]:
@@ -117,14 +129,14 @@ class ModelFiles:
         kept: DType = self.config.dtype if dtype == "auto" else dtype
         if self.mmproj is not None:
             return load_mmproj(self.mmproj, self.vision.tower, kept, device, form)
-        return {**load_tower(plan_tower(self.path, self.vision.tower), kept, device)}
+        return {**load_tower(plan_tower(self._stored, self.vision.tower), kept, device)}
 
     def read_tower(self, name: str) -> Tensor:
         """One tensor of the vision tower, which there must be, by our name, in float32."""
         assert self.vision is not None
         if self.mmproj is not None:
             return read_mmproj(self.mmproj, self.vision.tower, name)
-        return load_tower({name: plan_tower(self.path, self.vision.tower)[name]}, "float32", "cpu")[name]
+        return load_tower({name: plan_tower(self._stored, self.vision.tower)[name]}, "float32", "cpu")[name]
 
     def gguf_head(self) -> list[GgufSource]:
         """Sources of the head's tensors in a GGUF file; empty if there are none."""
@@ -132,6 +144,8 @@ class ModelFiles:
 
     def stored_head(self) -> dict[str, Source]:
         """The head's tensors in the directory's safetensors files, for a GGUF file in those beside it."""
+        if self.weights is not None:
+            return head_in_memory(self.weights, self.config)
         directory = self.path if self.gguf is None else self.path.parent
         return find_head(directory_checkpoint(directory), self.config)
 
@@ -156,22 +170,30 @@ class ModelFiles:
         """The tokenizer, where it is no file of the directory. ModelError if it cannot be used."""
         if self.gguf is None:
             return None
-        with _of_file(self.path):
+        with of_file(self.path):
             return tokenizer_from_gguf(self.gguf.metadata)
 
 
 def open_model(
     model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True,
-    mmproj: str | None = None,
+    mmproj: str | None = None, config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> ModelFiles:
     """Find a model (see `resolve`) and read its config.json and generation_config.json, or its GGUF file's metadata.
 
     mmproj: the GGUF file of its vision tower; None: that beside its own, if there is one.
+    config: what stands in for config.json: another such file, what one holds, or a shape.
+    weights: stand in for the tensors of the files, all of them. A model of no name then has no files at all.
     Raises ModelError naming the file and key that cannot be used.
     """
-    directory = resolve(model, revision, token, progress)
-    single = directory if directory.is_file() else only_gguf(directory)
+    given = None if weights is None else in_memory(weights)
+    directory = PLACE if given and model is None else resolve(model, revision, token, progress)
+    single = directory if directory.is_file() else None if given else only_gguf(directory)
     if single is not None:
+        if config is not None or given:
+            name = "config" if given is None else "weights"
+            raise ConfigError(f"{name} is for models of safetensors files: {single} is a GGUF file, which says itself "
+                              f"what it is; leave out {name}", name)
         gguf = GgufFile.open(single)
         config = config_from_gguf(gguf)
         seen = _gguf_vision(gguf, config, mmproj)
@@ -180,15 +202,14 @@ def open_model(
     if mmproj is not None:
         raise ModelError(f"{mmproj} cannot be used: {directory} is no GGUF file, and has its vision tower itself if it "
                          "sees")
-    path = directory / "config.json"
-    if not path.exists() or not has_weights(directory):
+    tensors = given or directory
+    if not given and not has_weights(directory):
         refuse(directory)
-    mapping = read_json(path, _MAX_CONFIG)
-    with _of_file(path):
-        config = ModelConfig.from_hf(mapping)
-    if not config.tie_word_embeddings and _head_is_implied(directory, mapping):
-        config = replace(config, tie_word_embeddings=True)
-    return ModelFiles(directory, config, _generation(directory, config), None, _vision(directory, mapping, config))
+    shape, mapping = read_shape(directory, config)
+    if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and _head_is_implied(tensors, mapping):
+        shape = replace(shape, tie_word_embeddings=True)
+    vision = _vision(directory, tensors, mapping, shape)
+    return ModelFiles(directory, shape, _generation(directory, shape), None, vision, None, given)
 
 
 def only_gguf(directory: Path) -> Path | None:
@@ -202,48 +223,28 @@ def only_gguf(directory: Path) -> Path | None:
     return models[0] if models else None
 
 
-def _head_is_implied(directory: Path, mapping: Mapping[str, Any]) -> bool:
+def _head_is_implied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
     """A checkpoint without a head is tied, unless its config denies it."""
     if "tie_word_embeddings" in {**mapping, **mapping.get("text_config", {})}:
         return False
-    return not any(name.endswith("lm_head.weight") for name in find_tensors(directory))
+    return not any(name.endswith("lm_head.weight") for name in find_tensors(tensors))
 
 
-def _vision(directory: Path, mapping: Mapping[str, Any], config: ModelConfig) -> Vision | None:
+def _vision(directory: Path, tensors: Path | InMemory, mapping: Mapping[str, Any], config: ModelConfig
+            ) -> Vision | None:
     """The tower that the config announces, if its tensors are there."""
     try:
-        with _of_file(directory / "config.json"):
+        with of_file(directory / "config.json"):
             tower = VisionConfig.from_hf(mapping, config.hidden_size)
-        if tower is None or not plan_tower(directory, tower):
+        if tower is None or not plan_tower(tensors, tower):
             return None
-        said = _preprocessors(directory)
+        said = preprocessors(directory)
         both = directory / "processor_config.json"
-        with _of_file(both if both.is_file() else directory / "preprocessor_config.json"):
+        with of_file(both if both.is_file() else directory / "preprocessor_config.json"):
             return Vision(tower, PictureConfig.from_hf(*said))
     except ModelError as error:
         logger.warning("the vision tower cannot be used, so that pictures are refused: %s", error)
         return None
-
-
-def _preprocessors(directory: Path) -> list[Mapping[str, Any]]:
-    """What is said of pictures, and of films: in one file, as transformers writes it from version 5 on, or in one for
-    each. Empty where there is nothing."""
-    both, *each = (read_json(path, _MAX_CONFIG) if path.is_file() else {} for path in (
-        directory / "processor_config.json", directory / "preprocessor_config.json",
-        directory / "video_preprocessor_config.json"))
-    found = [both.get(part, alone) for part, alone in zip(("image_processor", "video_processor"), each, strict=True)]
-    if not all(isinstance(said, Mapping) for said in found):
-        raise ModelError("processor_config.json: image_processor and video_processor must be objects")
-    return found
-
-
-@contextmanager
-def _of_file(path: Path) -> Iterator[None]:
-    """Errors about a key name the file that has it."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
 
 
 def _gguf_vision(gguf: GgufFile, config: ModelConfig, mmproj: str | None
@@ -264,8 +265,8 @@ def _gguf_vision(gguf: GgufFile, config: ModelConfig, mmproj: str | None
 
 def _generation(directory: Path, config: ModelConfig) -> GenerationDefaults:
     path = directory / "generation_config.json"
-    mapping = read_json(path, _MAX_CONFIG) if path.exists() else {}
-    with _of_file(path):
+    mapping = read_json(path, MAX_CONFIG) if path.exists() else {}
+    with of_file(path):
         return GenerationDefaults.from_hf(mapping, config.eos_token_ids)
 
 

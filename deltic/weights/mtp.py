@@ -22,6 +22,7 @@ from deltic.weights.files import (
     INDEX,
     SCALES,
     SINGLE,
+    InMemory,
     Source,
     Stored,
     check_weight_map,
@@ -116,9 +117,19 @@ def find_head(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Source]:
     if not stored:
         named = [name for name in _PLACES if name in others][:1]
         stored = _heads(checkpoint, named) if named else _only_head(checkpoint, others)
+    return _checked_head(checkpoint.place, stored, config)
+
+
+def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
+    """As `find_head`, of tensors that are in memory."""
+    named = ((canonical_head(name), stored) for name, stored in weights.tensors.items())
+    return _checked_head(weights, {name: stored for name, stored in named if name is not None}, config)
+
+
+def _checked_head(place: Path | InMemory, stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Source]:
     expected = {**expected_head(config), **optional_head(config)}
     found = stacked(stored, lambda name: expected.get(name, (0,))[0])
-    _check_head(checkpoint.place, found, config)
+    _check_head(place, found, config)
     return found
 
 
@@ -165,7 +176,7 @@ def _heads(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
     return {name: whole[stored_name] for name, stored_name in theirs.items() if stored_name in whole}
 
 
-def _check_head(place: Path, stored: Mapping[str, Source], config: ModelConfig) -> None:
+def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> None:
     expected = expected_head(config)
     shapes = {**expected, **optional_head(config)}
     served = [part for name in stored for part in packed_parts(name) or (name,)]

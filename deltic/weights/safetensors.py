@@ -6,13 +6,13 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.files import FLOAT8, Source, Stack, Stored, find_tensors, scales_of, stacked
+from deltic.weights.files import FLOAT8, InMemory, Source, Stack, Stored, find_tensors, scales_of, stacked
 from deltic.weights.fp8 import GROUP, Float8
 from deltic.weights.names import (
     EMBEDDING,
@@ -37,7 +37,7 @@ _FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
 
 
 def load_directory(
-    path: str | Path,
+    path: str | Path | InMemory,
     config: ModelConfig,
     dtype: DType | Literal["auto"] = "auto",
     device: str | torch.device = "cpu",
@@ -56,7 +56,7 @@ def load_directory(
 
 
 def read_directory(
-    path: str | Path,
+    path: str | Path | InMemory,
     config: ModelConfig,
     dtype: DType | Literal["auto"] = "auto",
     device: str | torch.device = "cpu",
@@ -64,19 +64,20 @@ def read_directory(
     experts: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of `load_directory`, one after another as they lie in the files. experts: with theirs."""
-    found = _read_all(Path(path), config, dtype, device, progress, experts, False)
+    found = _read_all(Path(path) if isinstance(path, str) else path, config, dtype, device, progress, experts, False)
     return cast(Iterator[tuple[str, torch.Tensor]], found)
 
 
-def read_directory_float8(path: Path, config: ModelConfig, dtype: DType, device: str | torch.device,
+def read_directory_float8(path: Path | InMemory, config: ModelConfig, dtype: DType, device: str | torch.device,
                           progress: Progress | None = None, experts: bool = True
                           ) -> Iterator[tuple[str, torch.Tensor | Float8]]:
     """As `read_directory`, but what is stored in float8 stays so, if it is one of the model's matrices, or a stack."""
     return _read_all(path, config, dtype, device, progress, experts, True)
 
 
-def _read_all(path: Path, config: ModelConfig, dtype: DType | Literal["auto"], device: str | torch.device,
-              progress: Progress | None, experts: bool, float8: bool) -> Iterator[tuple[str, torch.Tensor | Float8]]:
+def _read_all(path: Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"],
+              device: str | torch.device, progress: Progress | None, experts: bool, float8: bool
+              ) -> Iterator[tuple[str, torch.Tensor | Float8]]:
     planned = plan_directory(path, config)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
     kept: DType = config.dtype if dtype == "auto" else dtype
@@ -112,7 +113,7 @@ def _float8_parts(name: str, weight: Float8) -> dict[str, torch.Tensor | Float8]
     return {**dict(zip(names, weight.halves(), strict=True))} if names else {name: weight}
 
 
-def plan_directory(directory: Path, config: ModelConfig) -> dict[str, Source]:
+def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str, Source]:
     """Source of each tensor by canonical (or packed) name, in file order, all but the data checked."""
     expected = expected_tensors(config)
     shapes = {**expected, HEAD: expected[EMBEDDING]}
@@ -154,7 +155,7 @@ def check_stored(name: str, stored: Source, shape: Shape) -> None:
                          "so use the unquantized checkpoint")
 
 
-def _check_complete(directory: Path, expected: dict[str, Shape], served: dict[str, str]) -> None:
+def _check_complete(directory: Path | InMemory, expected: dict[str, Shape], served: dict[str, str]) -> None:
     missing = [name for name in expected if name not in served]
     if missing == [HEAD]:
         raise ModelError(f"tensor {HEAD!r} is missing in {directory}; if the head is the embedding, "
@@ -181,7 +182,7 @@ def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
     source_dtype = torch.uint8 if stored.dtype == "U8" else _STORED_DTYPES[stored.dtype]
     direct = source_dtype == result.dtype and result.device.type == "cpu"
     staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
-    with stored.path.open("rb", buffering=0) as file:
+    with stored.open() as file:
         file.seek(stored.offset)
         for piece in torch.split(result, _CHUNK):
             raw = piece if direct else staging[:piece.numel()]
@@ -196,7 +197,7 @@ def _read_numbers(name: str, stored: Stored, scales: Stored, result: torch.Tenso
     (rows, columns), factors = stored.shape[-2:], torch.empty(scales.shape)
     _read_part(name, scales, factors.view(-1))
     step = max(1, _CHUNK // (GROUP * columns)) * GROUP
-    with stored.path.open("rb", buffering=0) as file:
+    with stored.open() as file:
         file.seek(stored.offset)
         for matrix, own in zip(result.view(-1, rows, columns), factors.view(-1, *factors.shape[-2:]), strict=True):
             for first in range(0, rows, step):
@@ -218,12 +219,12 @@ def read_float8(name: str, stored: Source, device: torch.device) -> Float8:
                   read_stored(name, scales, torch.float32, device))
 
 
-def _fill(file: BinaryIO, tensor: torch.Tensor, stored: Stored) -> None:
+def _fill(file: Any, tensor: torch.Tensor, stored: Stored) -> None:
     size = tensor.numel() * tensor.element_size()
     target = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
     done = 0
     while done < size:
-        count = file.readinto(target[done:])  # type: ignore[attr-defined]
+        count = file.readinto(target[done:])
         if not count:
             raise ModelError(f"{stored.path} ended while it was read; is it still being downloaded?")
         done += count
@@ -241,7 +242,7 @@ def check_tied(sources: Mapping[str, Source]) -> None:
     """Some exporters write a tied head too; it is redundant only where it equals the embedding."""
     (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
     same = head.dtype == embedding.dtype != FLOAT8
-    with head.path.open("rb") as left, embedding.path.open("rb") as right:
+    with head.open() as left, embedding.open() as right:
         left.seek(head.offset)
         right.seek(embedding.offset)
         for start in range(0, head.nbytes, _CHUNK):

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltic.config import DType
 from deltic.config.vision import VisionConfig
 from deltic.errors import ModelError
-from deltic.weights.files import Stored, find_tensors
+from deltic.weights.files import InMemory, Stored, find_tensors
 from deltic.weights.names import Shape
 from deltic.weights.safetensors import TORCH_DTYPES, check_stored, read_stored
 
@@ -46,7 +46,7 @@ def expected_tower(config: VisionConfig) -> dict[str, Shape]:
             **affine("visual.merger.linear_fc2", config.out_hidden_size, merged)}
 
 
-def plan_tower(directory: Path, config: VisionConfig) -> dict[str, Stored]:
+def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, Stored]:
     """Where each tensor of the tower is stored, by canonical name, all but the data checked; empty if there is none.
 
     Raises ModelError naming a tensor that is missing, unknown, doubled, or of another shape or an unsupported dtype.
