@@ -473,3 +473,27 @@ def test_a_program_in_cpp_answers_without_python(embedded: dict[str, Path], tmp_
     done = subprocess.run([tmp_path / "runner", broken, QUESTION], capture_output=True, text=True, timeout=60,
                           check=False)
     assert done.returncode == 2 and "runner: error" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["dynamic", "static", "8da4w", "deltic"])
+def test_executorchs_own_runner_writes_the_same_text(embedded: dict[str, Path], form: str) -> None:
+    """Its C++ TextLLMRunner, which apps use, with the tokenizer of the directory beside the program. In an own process,
+    because the runner logs to stderr."""
+    prompt = LLM(speculate="off", threads=1).chat_processor.render([{"role": "user", "content": QUESTION}])
+    code = ("import ctypes, importlib, sys, torch\n"
+            "path, tokenizer, prompt, *libraries = sys.argv[1:]\n"
+            "importlib.import_module('executorch.extension.pybindings._C')\n"
+            "for library in libraries: torch.ops.load_library(library)\n"
+            "from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner\n"
+            "runner, written = TextLLMRunner(path, tokenizer), []\n"
+            "for _ in range(2):\n"
+            "    runner.generate(prompt, GenerationConfig(echo=False, max_new_tokens=40, temperature=0.0),\n"
+            "                    written.append)\n"
+            "    runner.reset()\n"
+            "print('<answers>' + ''.join(written))\n")
+    libraries = [library.built()] if form == "deltic" else runtime.llama_operators()
+    done = subprocess.run([sys.executable, "-c", code, embedded[form], sidecar_of(embedded[form]) / "tokenizer.json",
+                           prompt, *libraries], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rpartition("<answers>")[2].strip() == f"{ANSWER}<|im_end|>" * 2

@@ -20,7 +20,7 @@ class ProgramInfo:
 
     config: the model's shape.
     generation: what is taken where a request leaves something open.
-    sidecar: the directory with the config and the tokenizer's files.
+    sidecar: the directory with the config and the tokenizer's files; None if there is no tokenizer.
     max_context: tokens that one sequence may have.
     slot_bytes: of one state, with K/V if each slot has its own.
     token_bytes: of a token's K/V, where sequences share it by pages; else 0.
@@ -29,7 +29,7 @@ class ProgramInfo:
 
     config: ModelConfig
     generation: GenerationDefaults
-    sidecar: Path
+    sidecar: Path | None
     max_context: int
     slot_bytes: int
     token_bytes: int = 0

@@ -19,7 +19,7 @@ from deltic.artifacts.tvm.library import runtime
 from deltic.artifacts.tvm.metadata import DESCRIPTORS, Metadata, check_machine, read_config
 from deltic.artifacts.tvm.parameters import ALIGNMENT
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
-from deltic.errors import ModelError
+from deltic.errors import ConfigError, ModelError
 from deltic.types import PAGE
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ _BIG: Final = 1
 
 def open_program(path: Path, options: EngineConfig) -> TvmProgram:
     """The program in a directory that `kind_of` has found."""
+    if options.params is not None:
+        raise ConfigError("params is for a program (.pte) of ExecuTorch's own exporter: leave it out", "params")
     return TvmProgram(path, options)
 
 
