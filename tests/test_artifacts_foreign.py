@@ -93,7 +93,7 @@ def test_a_foreign_program_answers_with_the_files_that_options_name(
         (foreign / "model" / name).write_bytes((TINY / name).read_bytes())
     words = {"tokenizer": tmp_path / "my-tokenizer.json", "tokenizer_config": tmp_path / "my-tokenizer_config.json"}
     flags = [text for name, path in words.items() for text in (f"--{name.replace('_', '-')}", str(path))]
-    common = ["Hi", "--max-tokens", "12", "--temperature", "0", "--no-thinking", "--threads", "1"]
+    common = ["Hi", "--max-tokens", "12", "--temperature", "0", "--no-think", "--threads", "1"]
     assert main(["run", str(foreign / "foreign.pte"), *common, "--params", str(foreign / "params.json"), *flags]) == 0
     answer = capfd.readouterr().out
     assert main(["run", str(foreign / "model"), *common, "--dtype", "float32"]) == 0
