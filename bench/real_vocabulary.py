@@ -18,9 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from deltic.config.splitters import SPLITTERS
 from deltic.text.files import read_tokenizer_files
 from deltic.text.tokenizer import byte_letters
-from deltic.weights.gguf.tokenizer import SPLITTERS, TokenizerTexts
+from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import resolve
 
 _ORDINARY: Final = ("tool_call", "tool_response", "think", "<|fim_", "<|repo_name", "<|file_sep")

@@ -61,7 +61,9 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         variables = {"add_generation_prompt": True} if add_generation_prompt else {"continue_final_message": True}
         job = self.llm.chat_processor.chat(chat_history, variables=variables)
-        return self._words.decode(job.request.prompt, skip_special=False)
+        prompt = job.request.prompt
+        assert isinstance(prompt, tuple)
+        return self._words.decode(prompt, skip_special=False)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         special = self._add_special if add_special_tokens is None else add_special_tokens
@@ -100,7 +102,7 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
                  for asked, context, continuation in requests]
         found = list[tuple[float, bool]]()
         outputs = self.llm.generate([ids for _, ids, _ in pairs], _SCORE) if pairs else []
-        for (asked, _, length), output in zip(pairs, outputs, strict=True):
+        for (asked, _ids, length), output in zip(pairs, outputs, strict=True):
             scores = output.sound().choices[0].prompt_logprobs or ()
             last = scores[-length:] if length else ()
             found.append((sum(score.token for score in last), all(score.rank == 1 for score in last)))

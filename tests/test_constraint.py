@@ -3,6 +3,8 @@ a draw is as ever."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -12,11 +14,23 @@ import pytest
 import torch
 from reuse_cases import runtime_of, usage_of
 from speculation_cases import PARAMS, PATTERNS, Dictate, Scripted, expected
-from support import Reference, drain, drawn, greedy, numbers, odd_runtime, same_tokens, session_over, small_runtime
+from support import (
+    Answers,
+    Reference,
+    drain,
+    drawn,
+    greedy,
+    numbers,
+    odd_runtime,
+    same_tokens,
+    session_over,
+    small_runtime,
+    take,
+)
 
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
-from deltic.engine.masks import forbids, offsets
+from deltic.engine.masks import SLOW, forbids, offsets
 from deltic.types import Request, SamplingParams
 
 PROMPT, ANSWER, VOCABULARY = 83, 40, 509
@@ -174,6 +188,57 @@ def test_an_end_that_is_held_back_comes_where_nothing_else_may(more: dict[str, A
     answer = drain(engine)["a", 0]
     length = {"min_tokens": min(more.get("min_tokens", 0), 8), "ignore_eos": 8}.get(next(iter(more), ""), 4)
     assert answer.last.finish == "stop" and answer.tokens.index(13) == length == len(answer.tokens) - 1
+
+
+@dataclass
+class Slow(Quarter):
+    """Takes its time for every mask, and for the third one waits until it may go on."""
+
+    free: threading.Event = field(default_factory=threading.Event)
+
+    def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
+        assert not drafts or not self.asked, "what is slow has no drafts"
+        until = time.thread_time() + 2 * SLOW
+        while time.thread_time() < until:
+            pass
+        if len(self.asked) == 2:
+            assert self.free.wait(60)
+        return Quarter.allowed(self, drafts)
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_nobody_waits_for_a_slow_mask(depth: int) -> None:
+    """Its sequence sits out steps; the answers of both are as ever."""
+    answer, slow = constrained("greedy"), Slow()
+    drafter = Scripted({("a", 0): answer.tokens}, PATTERNS["right"], depth)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
+    engine.add(Request("a", answer.prompt, PARAMS["greedy"], constraint=lambda: slow))
+    engine.add(Request("other", answer.prompt, PARAMS["greedy"]))
+    answers: Answers = {}
+    for _ in range(20_000):
+        take(answers, engine.step())
+        if ("other", 0) in answers and answers["other", 0].last.finish:
+            break
+    assert answers["other", 0].last.finish and len(slow.tokens) == 2
+    slow.free.set()
+    assert drain(engine, answers)["a", 0].tokens == list(answer.tokens)
+    same_tokens(expected("odd", "greedy"), answers["other", 0].tokens)
+
+
+def test_an_answer_may_be_aborted_while_its_mask_is_made() -> None:
+    answer, slow = constrained("greedy"), Slow()
+    engine = Engine(runtime_of(odd_runtime()))
+    engine.add(Request("a", answer.prompt, PARAMS["greedy"], constraint=lambda: slow))
+    for _ in range(20_000):
+        engine.step()
+        if len(slow.tokens) == 2:
+            break
+    assert len(slow.tokens) == 2
+    engine.pause("a")
+    engine.resume("a")
+    engine.abort("a")
+    slow.free.set()
+    assert drain(engine)["a", 0].last.finish == "abort"
 
 
 def test_bias_that_leaves_nothing_ends_with_an_error() -> None:

@@ -156,6 +156,13 @@ def test_a_reranker_says_yes_or_no(saved: tuple[Path, Any, Tokenizer], instructi
         assert score == pytest.approx(logits[[3, 2]].softmax(0)[1].item(), abs=1e-5)
 
 
+def test_a_request_s_instruction_comes_in_place_of_the_encoder_s(saved: tuple[Path, Any, Tokenizer]) -> None:
+    with Encoder(saved[0], task="rerank", instruction="w7", **OPTIONS) as encoder, Encoder(
+            saved[0], task="rerank", instruction="w90 w91", **OPTIONS) as other:
+        asked = encoder.pair_items("w5 w6", ["w1", "w2"], True, "w90 w91")
+        assert asked == other.pair_items("w5 w6", ["w1", "w2"]) != encoder.pair_items("w5 w6", ["w1", "w2"])
+
+
 def test_a_decoders_texts_are_lower_case_where_its_files_say_so(saved: tuple[Path, Any, Tokenizer], tmp_path: Path
                                                                 ) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

@@ -56,6 +56,7 @@ CHANGED = {
 MADE = {
     "deltic/artifacts/tvm/parameters.py Lock": "TVM has one cache of parameters for the process",
     "deltic/cache/prefix.py OpenDoor": "it has no fields",
+    "deltic/text/template.py Watchdog": "deadlines of what threads render, and a thread that waits for them",
     "deltic/cache/tiers.py Fetch": "a look that is over: nothing changes it",
 }
 """Objects of classes that are not frozen, made where a module is defined."""
@@ -66,6 +67,8 @@ SETTINGS = {
     "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step or batch sets its model's",
     "deltic/server/connections.py setrlimit": "a server is a process of its own",
     "deltic/server/listen.py setswitchinterval": "a server is a process of its own, and takes it back",
+    "deltic/vision/decoder_process.py nice": "in the child, a process of its own",
+    "deltic/vision/decoder_process.py setrlimit": "in the child, a process of its own",
     "deltic/weights/fingerprint.py setpriority": "of the calling thread alone",
     "deltic/weights/random.py manual_seed": "of a generator of its own",
 }

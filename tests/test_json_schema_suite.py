@@ -100,7 +100,9 @@ def tried(suite: dict[str, Any], strict: bool) -> dict[str, Keyword]:
         for group in groups:
             try:
                 wanted = JsonSchema(group["schema"], strict)
-                grammar = grammars().of(wanted)  # type: ignore
+                pending = grammars().of(wanted)
+                pending.compile()
+                grammar = pending.grammar
             except RequestError:
                 keyword.refused += 1
                 continue

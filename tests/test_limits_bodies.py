@@ -19,7 +19,8 @@ from test_server_harness import USER, Scripted, Served, read_all, serving, tiny,
 from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.server import body
-from deltic.server.body import _LARGE, parse
+from deltic.server.body import parse
+from deltic.server.executors import LARGE
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.text.chat_processor import ChatProcessor
 
@@ -30,7 +31,8 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "descripti
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     few = {"max_choices": 4, "max_messages": 3, "max_tools": 2, "max_schema_kib": 1, "max_stops": 2,
-           "max_logit_bias": 2, "max_prompt_tokens": 50, "max_answer_tokens": 20, "max_body_values": 5000}
+           "max_stop_characters": 9, "max_logit_bias": 2,
+           "max_prompt_tokens": 50, "max_answer_tokens": 20, "max_body_values": 5000}
     with serving(Scripted().model(**few)) as running:
         yield running
 
@@ -41,11 +43,13 @@ def served() -> Iterator[Served]:
     ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"enum": list(range(300))}}}]}, "tools",
      "max_schema_kib"),
     ({"stop": ["a", "b", "c"]}, "stop", "max_stops"), ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids", "max_stops"),
+    ({"stop": ["abcde", "abcde"]}, "stop", "max_stop_characters"),
+    ({"stop": "abcdeabcde"}, "stop", "max_stop_characters"),
     ({"logit_bias": {"1": 1, "2": 1, "3": 1}}, "logit_bias", "max_logit_bias"), ({"n": 5}, "n", "max_choices"),
     ({"max_tokens": 21}, "max_tokens", "max_answer_tokens"),
     ({"max_completion_tokens": 21}, "max_completion_tokens", "max_answer_tokens"),
     ({"messages": [{"role": "user", "content": "a b " * 50}]}, "messages", "max_prompt_tokens"),
-    ({"metadata": {"a": [0] * 22_000, "b": "x" * _LARGE}}, None, "max_body_values"),
+    ({"metadata": {"a": [0] * 22_000, "b": "x" * LARGE}}, None, "max_body_values"),
 ])
 def test_what_is_too_much_is_named(served: Served, fields: dict[str, Any], param: str | None, limit: str) -> None:
     response = served.post("/v1/chat/completions", **{"messages": USER} | fields)
@@ -200,7 +204,7 @@ def test_hostile_conversations_hold_nobody_up(talk: str) -> None:
 
 def test_bodies_are_read_as_they_are() -> None:
     values: Any = {"a": [1, -2.5, 1e3, "é\U0001f642\n", None, True, {}, [], {"b": [{"c": ""}]}], "d": 10 ** 300}
-    for pad in (0, _LARGE):
+    for pad in (0, LARGE):
         read = parse(json.dumps({"messages": [values], "user": "x" * pad}).encode(), ChatRequest, Limits())
         assert read.messages == [values]
         for wrong, said in ((b'{"temperature":NaN', "NaN"), (b'{"seed":1e999', "too large"), (b'{"a"', "delimiter"),

@@ -140,6 +140,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "reranker": ("embeddings", {"input": "w1", "model": "judge"}, 400, "gives no vectors"),
     "kind": ("embeddings", {"input": "w1", "input_type": "song"}, 400, "input_type must be query or passage"),
     "field": ("embeddings", {"input": "w1", "dimension": 3}, 400, "do you mean 'dimensions'"),
+    "messages": ("embeddings", {"messages": [{"role": "user", "content": "w1"}]}, 400, "do you mean 'input'?"),
+    "cut to nothing": ("embeddings", {"input": "w1", "truncate_prompt_tokens": 2}, 400, "leave no room"),
+    "cut to less": ("embeddings", {"input": "w1", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens must be"),
+    "not normal": ("embeddings", {"input": "w1", "normalize": False}, 400, "normalize cannot be false"),
+    "task": ("embeddings", {"input": "w1", "task": "separation"}, 400, "task must be query or passage"),
+    "bytes": ("embeddings", {"input": "w1", "output_dtype": "int8"}, 400, "output_dtype is not supported"),
+    "instruction": ("rerank", {"query": "w1", "documents": ["w1"], "instruction": "x"}, 400, "takes no instruction"),
+    "no documents": ("rerank", {"query": "w1"}, 400, "documents is missing"),
+    "wrong text": ("rerank", {"query": "w1", "texts": ["w1", 5]}, 400, "texts[1] must be text"),
+    "raw scores": ("rerank", {"query": "w1", "texts": ["w1"], "raw_scores": True}, 400, "raw_scores is not supported"),
+    "long text of texts": ("rerank", {"query": "w1", "texts": [LONG], "truncate": False}, 400, "texts[0] has"),
     "many": ("embeddings", {"input": ["w1"] * 20_001}, 400, "max_texts"),
     "documents": ("rerank", {"query": "w1", "documents": []}, 400, "documents is empty"),
     "document": ("rerank", {"query": "w1", "documents": ["w1", 3]}, 400, "documents[1] must be text"),
@@ -168,6 +179,49 @@ def test_long_texts_are_cut_where_that_is_asked_for(http: httpx.Client, encoders
     ids = http.post("/v1/embeddings", json={"input": [2] * 100, "truncate": True}).json()
     assert ids["usage"]["prompt_tokens"] == 61
     assert http.post("/v1/rerank", json={"query": "w1", "documents": [LONG], "model": "judge"}).status_code == 200
+
+
+@pytest.mark.parametrize(("fields", "same"), [
+    ({"truncate_prompt_tokens": -1, "input": LONG}, {"truncate": True, "input": LONG}),
+    ({"truncate_prompt_tokens": 5, "input": "w1 w2 w3 w4 w5 w6 w7"}, {"input": "w1 w2 w3"}),
+    ({"truncate_prompt_tokens": 500, "input": LONG}, {"truncate": True, "input": LONG}),
+    ({"truncate_prompt_tokens": 3, "input": [2, 7, 8, 3]}, {"input": [2, 7, 8]}),
+    ({"normalize": True, "input": "w1"}, {"input": "w1"}), ({"output_dimension": 16, "input": "w1"},
+                                                           {"dimensions": 16, "input": "w1"}),
+    ({"task": "retrieval.query", "input": "w1"}, {"input_type": "query", "input": "w1"}),
+    ({"truncation": True, "input": LONG}, {"truncate": True, "input": LONG}),
+    ({"output_dtype": "float", "late_chunking": False, "input": "w1"}, {"input": "w1"}),
+    ({"embedding_type": "float", "embedding_types": ["float"], "input": "w1"}, {"input": "w1"}),
+])
+def test_fields_of_other_servers(http: httpx.Client, fields: dict[str, Any], same: dict[str, Any]) -> None:
+    answers = [http.post("/v1/embeddings", json=body) for body in (fields, same)]
+    assert answers[0].json() == answers[1].json() and answers[0].status_code == 200, answers[0].text
+    assert "x-deltic-ignored" not in answers[0].headers
+
+
+def test_vectors_are_made_length_one_where_that_is_asked_for(tmp_path: Path) -> None:
+    save_encoder(tmp_path / "bert", "bert")
+    save_recipe(tmp_path / "bert", "mean_tokens", normalize=False)
+    with Encoder(tmp_path / "bert") as encoder, running([EmbeddingService("v", encoder)], LIMITS) as http:
+        def vector(**fields: Any) -> Any:
+            answer = http.post("/v1/embeddings", json={"input": "w1 w2", **fields}).json()
+            return np.array(answer["data"][0]["embedding"])
+
+        plain, unit = vector(), vector(normalize=True)
+        np.testing.assert_allclose(unit, plain / np.linalg.norm(plain), rtol=1e-5)
+        assert abs(np.linalg.norm(plain) - 1) > 0.1 and (vector(normalize=False) == plain).all()
+        np.testing.assert_allclose(http.post("/embed", json={"inputs": "w1 w2"}).json()[0], unit, rtol=1e-6)
+
+
+def test_text_embeddings_inference(http: httpx.Client, encoders: SimpleNamespace) -> None:
+    vectors = http.post("/embed", json={"inputs": TEXTS, "truncate": False}).json()
+    np.testing.assert_array_equal(np.float32(vectors), encoders.vectors.encode(TEXTS))
+    assert len(http.post("/embed", json={"inputs": "w1", "dimensions": 4}).json()[0]) == 4
+    ranked = encoders.judge.rank("w9", TEXTS)
+    body = {"model": "judge", "query": "w9", "texts": TEXTS, "raw_scores": False, "truncation_direction": "Right"}
+    assert http.post("/rerank", json={**body, "return_text": True}).json() == [
+        {"index": each.index, "score": each.score, "text": TEXTS[each.index]} for each in ranked]
+    assert http.post("/rerank", json=body).json()[0].keys() == {"index", "score"}
 
 
 def test_ten_thousand_texts_hold_up_nobody(http: httpx.Client) -> None:

@@ -215,7 +215,7 @@ def test_thoughts_are_counted() -> None:
 @pytest.mark.parametrize(("field", "value"), [
     ("use_beam_search", True), ("lora_path", "x"), ("allowed_token_ids", [1]),
     ("bad_words", ["x"]), ("chat_template", "{{ 1 }}"), ("include_stop_str_in_output", True),
-    ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]), ("watermark", True), ("mirostat", 2),
+    ("logits_processors", ["x"]), ("watermark", True), ("mirostat", 2),
     ("mirostat_mode", 1), ("dry_multiplier", 0.8), ("xtc_probability", 0.5), ("dynatemp_range", 0.5),
     ("typical_p", 0.9), ("top_a", 0.2), ("tfs_z", 0.95), ("top_n_sigma", 1.5), ("no_repeat_ngram_size", 3),
     ("min_keep", 5), ("mirostat", "off"), ("typical_p", []),
@@ -445,7 +445,7 @@ def test_tokens_and_back() -> None:
     ("/tokenize", {"prompt": "x", "foo": 1}, "foo"), ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": ["x"]}, "tokens[0]"), ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": [1 << 40]}, "tokens"), ("/detokenize", {"tokens": [1], "foo": 1}, "foo"),
-    (CHAT, {"messages": USER, "documents": 5}, "documents"), (CHAT, {"messages": USER, "think": 5}, "enable_thinking"),
+    (CHAT, {"messages": USER, "documents": 5}, "documents"), (CHAT, {"messages": USER, "think": 5}, "think"),
     (CHAT, {"messages": USER, "reasoning": {"effort": 5}}, "reasoning_effort"),
     (CHAT, {"messages": USER, "documents": [1] * 5000}, "documents"),
 ])

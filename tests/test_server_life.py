@@ -23,7 +23,7 @@ from deltic.errors import ConfigError, DelticError, UnavailableError
 from deltic.server.app import serve
 from deltic.server.bridge import Bridge
 from deltic.server.listen import listen
-from deltic.server.request_handle import RequestHandle
+from deltic.server.request_handle import RequestHandle, Unread
 from deltic.types import Request, SamplingParams, TokenOut
 
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
@@ -225,7 +225,8 @@ def test_signals_end_the_server_and_not_the_process() -> None:
 def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> None:
     """Whoever reads is cancelled so many turns of the loop after an event: it ends, or was done before."""
     async def read() -> bool:
-        handle = RequestHandle([Request("r", (1,), SamplingParams())], 0, 64, lambda _: None, lambda *_: None)
+        unread = Unread(64, 60, lambda: None)
+        handle = RequestHandle([Request("r", (1,), SamplingParams())], 0, unread, lambda _: None, lambda *_: None)
         reader = asyncio.ensure_future(anext(handle))
         for _ in range(3):
             await asyncio.sleep(0)

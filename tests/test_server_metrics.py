@@ -25,7 +25,7 @@ from deltic.ops.stored import ExpertStatistics
 from deltic.server.body import Intake
 from deltic.server.embeddings.app import create_encoder_app
 from deltic.server.embeddings.service import EmbeddingService, Services
-from deltic.server.metrics import exposition
+from deltic.server.metrics import ended_early, exposition
 from deltic.server.request_log import RequestLog
 
 SAMPLE = re.compile(r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)')
@@ -154,8 +154,9 @@ def test_the_page_of_the_server_names_all_metrics_and_no_others() -> None:
     tiers = (*now.tiers, Tier("disk", 0, 0, 0, 0, 0, 0))
     encoder = SimpleNamespace(batcher=SimpleNamespace(texts=0, tokens=0, batches=0, waiting=0))
     services = Services((EmbeddingService("m", encoder),), Intake(Limits()))  # type: ignore[arg-type]
-    text = exposition({"m": replace(now, experts=experts, tiers=tiers)}, {200: 1})
-    kinds = parse(text).kinds | parse(services.metrics()).kinds
+    pages = (exposition({"m": replace(now, experts=experts, tiers=tiers)}, {200: 1}), services.metrics(),
+             ended_early({"m": SimpleNamespace(displaced=0, unread=0)}))
+    kinds = {name: kind for each in pages for name, kind in parse(each).kinds.items()}
     page = (Path(__file__).parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
     section = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]
     named = re.findall(r"`(deltic_[a-z0-9_]+)`", section)
@@ -210,6 +211,7 @@ def test_latencies_and_ends_are_counted(served: Served) -> None:
             "prompt": [7], "max_tokens": 1900, "ignore_eos": True, "stream": True}) as stream:
         next(stream.iter_bytes())
     served.wait_idle()
+    tiny().worker.call(lambda engine: engine.check())  # the engine hears of the end after the server
     after = scrape(served)
     rose = gained(before, after)
 

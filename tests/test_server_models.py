@@ -73,6 +73,22 @@ def said(served: Served, model: str | None) -> str:
     return text
 
 
+CODEX = ("slug display_name description supported_reasoning_levels shell_type visibility supported_in_api priority "
+         "upgrade base_instructions supports_reasoning_summaries support_verbosity default_verbosity "
+         "apply_patch_tool_type truncation_policy supports_parallel_tool_calls context_window "
+         "experimental_supported_tools")
+"""Fields that Codex has to find."""
+
+
+def test_codex_finds_its_catalogue(served: Served) -> None:
+    plain = served.http.get("/v1/models").json()
+    listed = served.http.get("/v1/models?client_version=0.99.0").json()
+    model, = listed.pop("models")
+    assert listed == plain and "models" not in plain
+    assert not set(CODEX.split()) - model.keys() and model["slug"] == "tiny" and model["context_window"] == 2048
+    assert model["input_modalities"] == ["text", "image"] and len(model["base_instructions"]) > 200
+
+
 def test_requests_choose(shelf: Shelf) -> None:
     with serving(shelf.set("one", "two")) as served:
         assert not shelf.loads

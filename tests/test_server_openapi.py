@@ -66,10 +66,12 @@ def test_the_documents_schemas_take_what_the_server_takes(encoders: list[Embeddi
               "/v1/responses": {"input": "x"}, "/v1/responses/input_tokens": {"input": "x"},
               "/v1/messages": {"messages": USER, "max_tokens": 5},
               "/v1/messages/count_tokens": {"messages": USER}, "/tokenize": {"prompt": "x"},
-              "/detokenize": {"tokens": [5]}, "/v1/embeddings": {"input": ["w1"]}}
+              "/detokenize": {"tokens": [5]}, "/v1/embeddings": {"input": ["w1"]}, "/embed": {"inputs": "w1"}}
     ranked = {"model": "judge", "query": "w1", "documents": ["w2", {"text": "w3"}]}
     scored = {"model": "judge", "text_1": "w1", "text_2": ["w2", "w3"]}
     bodies |= {"/v1/rerank": ranked, "/v2/rerank": ranked, "/rerank": ranked, "/v1/score": scored, "/score": scored}
+    bodies |= {"/api/chat": {"messages": USER}, "/api/generate": {"prompt": "x"}, "/api/embed": {"input": "w1"},
+               "/api/embeddings": {"prompt": "w1"}, "/api/show": {"model": "tiny"}, "/api/pull": {"name": "tiny"}}
     assert bodies.keys() == BODIES.keys()
     with serving(Scripted("x").model(), encoders=encoders) as served:
         document = served.http.get("/openapi.json").json()

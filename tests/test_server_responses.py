@@ -357,7 +357,7 @@ def user(content: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"input": None}, "input"), ({"input": []}, "input"), ({"input": 5}, "input"), ({"input": [5]}, "input[0]"),
+    ({"input": None}, "input"), ({"input": 5}, "input"), ({"input": [5]}, "input[0]"),
     ({"input": [{"role": "alien", "content": "x"}]}, "input[0].role"), (user(5), "input[0].content"),
     (user([IMAGE]), "input[0].content[0]"), (user([{"type": "input_text"}]), "input[0].content[0].text"),
     (user([5]), "input[0].content[0].type"), ({"input": "\ud800"}, "input[0].content"),
@@ -367,6 +367,8 @@ def user(content: Any) -> dict[str, Any]:
     ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),
     ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
     ({"input": [{"type": "reasoning", "encrypted_content": "deltic:?"}]}, "input[0].encrypted_content"),
+    ({"input": [{"type": "mesage", "role": "user", "content": "x"}]}, "input[0].type"),
+    (user([{"type": "input_txt", "text": "x"}]), "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": "x"}] * 5000}, "input"), ({"instructions": 5}, "instructions"),
     ({"background": True}, "background"), ({"conversation": "x"}, "conversation"), ({"prompt": {"id": "x"}}, "prompt"),
     ({"max_output_tokens": -2}, "max_output_tokens"), ({"temperature": -1}, "temperature"), ({"top_p": 2}, "top_p"),
@@ -387,7 +389,7 @@ def user(content: Any) -> dict[str, Any]:
                 {"type": "function_call_output", "call_id": "1", "output": "\ud800"}]}, "input[2].output"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 5}}}, "text.format.schema"),
     ({"tools": [{"type": "alien", "name": "x"}]}, "tools[0]"), ({"previous_response_id": 5}, "previous_response_id"),
-    ({"previous_response_id": "resp_x"}, "previous_response_id"), ({"service_tier": "flex"}, "service_tier"),
+    ({"previous_response_id": "resp_x"}, "previous_response_id"),
     ({"foo": 1}, "foo"), ({"max_tokens": 5}, "max_tokens"), ({"history": "all"}, "history"),
 ])
 @pytest.mark.parametrize("stream", [False, True])

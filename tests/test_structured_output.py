@@ -24,9 +24,10 @@ from test_server_harness import USER, Served, serving, tiny
 
 from deltic import LLM, SamplingParams
 from deltic.cli import main
-from deltic.errors import BusyError, RequestError
+from deltic.errors import RequestError
+from deltic.text import grammar as grammar_module
 from deltic.text.grammar import GrammarConstraint, Grammars
-from deltic.text.output_format import Choice, JsonSchema, Regex
+from deltic.text.output_format import Choice, JsonSchema, OutputFormat, Regex
 from deltic.text.tools import PARSERS
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -37,6 +38,13 @@ QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 def closed(**properties: Any) -> dict[str, Any]:
     """An object with these properties and no others."""
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def compiled(grammars: Grammars, wanted: OutputFormat) -> Any:
+    """The grammar of a format."""
+    pending = grammars.of(wanted)
+    pending.compile()
+    return pending.grammar
 
 
 SHORT = {"type": "string", "maxLength": 12}
@@ -187,7 +195,7 @@ def test_what_was_only_drafted_leaves_no_trace(taken: list[str]) -> None:
     """Two strings, in a list and in an object: what may end them differs."""
     tokenizer = model().chat_processor.tokenizer
     (drafted,), (token,) = map(tokenizer.encode, taken)
-    grammar = Grammars(tokenizer).of(JsonSchema({"type": "object"}))
+    grammar = compiled(Grammars(tokenizer), JsonSchema({"type": "object"}))
     text: Any = SimpleNamespace(region="answer")
     one, other = (GrammarConstraint(grammar, text) for _ in range(2))
     for constraint in (one, other):
@@ -346,49 +354,75 @@ def test_a_schema_that_cannot_be_enforced_is_refused(name: str) -> None:
     assert name != "recursive alone" or "refers to itself" in str(refusal.value)
 
 
-def test_what_takes_too_long_is_refused_by_the_limit() -> None:
+def test_what_takes_too_long_is_refused_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(model().chat_processor.tokenizer, 0.001)
-
-    wanted = JsonSchema(HEAVY["enumeration"], True)
     with pytest.raises(RequestError, match="schema_seconds"):
-        grammars.of(wanted)
+        compiled(grammars, JsonSchema(HEAVY["enumeration"], True))
+    monkeypatch.setattr(grammar_module, "_compile", lambda *_: pytest.fail("it is compiled again"))
+    with pytest.raises(RequestError, match="schema_seconds"):
+        compiled(grammars, JsonSchema(HEAVY["enumeration"], True))
 
 
-def test_who_waits_behind_too_many_grammars_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltic.text import grammar as module
+def test_only_a_grammars_own_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the clock on the wall: behind others, or on a busy machine, it would refuse honest ones."""
+    compile = grammar_module._compile
 
-    grammars, free = Grammars(model().chat_processor.tokenizer), threading.Event()
-    compile = module._compile
-    monkeypatch.setattr(module, "_compile", lambda *given: free.wait(60) and compile(*given))
-    monkeypatch.setattr(module, "_MOST_KEPT", 3)
-    answers: list[Any] = []
+    def late(*given: Any) -> Any:
+        time.sleep(0.3)
+        return compile(*given)
+    monkeypatch.setattr(grammar_module, "_compile", late)
+    grammars = Grammars(model().chat_processor.tokenizer, 0.2)
+    assert compiled(grammars, Choice(("yes", "no"))).vocabulary
 
-    def ask(text: str) -> None:
-        try:
-            answers.append(grammars.of(Choice((text,))))
-        except BusyError as error:
-            answers.append(error)
-    threads = [threading.Thread(target=ask, args=(f"text {index}",)) for index in range(6)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 30
-    while len(answers) < 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    free.set()
-    for thread in threads:
-        thread.join(60)
-    refused = [answer for answer in answers if isinstance(answer, BusyError)]
-    assert len(answers) == 6 and 1 <= len(refused) <= 3 and "try again" in str(refused[0])
+
+def test_a_grammar_that_several_want_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, begun, free = Grammars(model().chat_processor.tokenizer), threading.Semaphore(0), threading.Event()
+    compile, calls = grammar_module._compile, list[int]()
+
+    def slow(*given: Any) -> Any:
+        calls.append(1)
+        begun.release()
+        free.wait(60)
+        return compile(*given)
+    monkeypatch.setattr(grammar_module, "_compile", slow)
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(compiled, grammars, Choice(("yes", "no"))) for _ in range(4)]
+        assert begun.acquire(timeout=60)
+        free.set()
+        assert len({id(each.result(60).prototype) for each in found}) == 1 and len(calls) == 1
+
+
+def test_an_engine_never_gets_a_grammar_that_is_not_compiled() -> None:
+    job = model().chat_processor.complete("x", sampling(0.0), Choice(("yes", "no")))
+    assert job.request.constraint
+    with pytest.raises(RuntimeError, match="has not been compiled"):
+        job.request.constraint()
+    job.compiled()
+    assert job.request.constraint()
+
+
+def test_taking_a_token_leaves_the_matcher_to_other_threads() -> None:
+    """`push` is called in the engine's thread, which all clients share."""
+    tokenizer = model().chat_processor.tokenizer
+    text: Any = SimpleNamespace(region="answer")
+    constraint = GrammarConstraint(compiled(Grammars(tokenizer), Regex("[a-c]+")), text)
+    matcher, told = constraint._matcher, list[int]()
+    constraint._matcher = SimpleNamespace(  # type: ignore[assignment]
+        consume_token=lambda token: (told.append(token), matcher.consume_token(token)),
+        deep_copy=matcher.deep_copy, is_error=matcher.is_error)
+    tokens = tokenizer.encode("abc")
+    for token in tokens:
+        constraint.push(token)
+    assert not told and constraint.allowed(()) and told == tokens
 
 
 def test_compiled_grammars_are_kept_and_bounded() -> None:
-
     grammars = Grammars(model().chat_processor.tokenizer)
-    first = grammars.of(Regex("a+"))
-    assert grammars.of(Regex("a+", "y")).prototype is first.prototype
+    first = compiled(grammars, Regex("a+"))
+    assert compiled(grammars, Regex("a+")).prototype is first.prototype
     for index in range(70):
-        grammars.of(Choice((f"text {index}",)))  # type: ignore[misc]
-    assert grammars.of(Regex("a+")).prototype is not first.prototype
+        compiled(grammars, Choice((f"text {index}",)))
+    assert compiled(grammars, Regex("a+")).prototype is not first.prototype
 
 
 @pytest.mark.parametrize(("seconds", "fails"), [
@@ -399,7 +433,7 @@ def test_slow_tokens_are_borne_unless_they_are_many(seconds: list[float], fails:
     """seconds: that each token's mask takes."""
     from deltic.text import grammar as module
 
-    grammar, clock = Grammars(model().chat_processor.tokenizer).of(Regex("a+", "x")), [0.0]
+    grammar, clock = compiled(Grammars(model().chat_processor.tokenizer), Regex("a+", field="x")), [0.0]
     constraint = GrammarConstraint(grammar, SimpleNamespace(region="answer"))  # type: ignore[arg-type]
     took = iter(seconds)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_text_support import EOS, Vocabulary, splits
 
 from deltic.text.deltas import Region, join
-from deltic.text.stops import open_suffix
+from deltic.text.stops import StopAutomaton, StopScanner, open_suffix
 from deltic.text.stream import AnswerText, AnswerTexts, chat_router, text_router
 
 CASES = [
@@ -65,6 +65,75 @@ def test_random_texts_against_the_reference(text: str, stops: list[str], cuts: l
     router = text_router(vocabulary, stops)
     out = [delta for token in vocabulary.encode(text, cuts) for delta in router.feed(token)]
     assert join(out + router.finish()).content == reference(text, tuple(stops))[0]
+
+
+@given(
+    st.lists(st.text("ab", max_size=6), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=8),
+    st.integers(0, 12),
+)
+@settings(deadline=None, max_examples=500)
+def test_a_scanner_holds_back_exactly_what_may_become_a_stop(
+    pieces: list[str], stops: list[str], flushed: int
+) -> None:
+    scanner, seen, passed = StopScanner.of(stops), "", ""
+    for place, piece in enumerate(pieces):
+        if place == flushed:
+            passed += scanner.flush()
+            seen, passed = "", ""
+        seen += piece
+        passed += scanner.push(piece)
+        kept, end = reference(seen, tuple(stops))
+        if end is not None:
+            assert scanner.stopped and passed == kept and seen[len(kept) : end] == scanner.found
+            return
+        open_ends = [length for stop in stops for length in range(1, len(stop)) if seen.endswith(stop[:length])]
+        assert scanner.held == seen[len(seen) - max(open_ends, default=0) :]
+        assert passed + scanner.held == seen and not scanner.stopped
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ["a" * 127 + chr(0x4E00 + number) for number in range(64)],
+        [letter + "a" * 126 + "z" for letter in "abcdefghijklmnopqrstuvwxyz"],
+        ["ab" * 60 + "a" * number + "z" for number in range(1, 60)],
+        ["a" * 8191 + "b"],
+    ],
+    ids=["one beginning", "many beginnings", "periods", "one long"],
+)
+def test_near_misses_cost_a_few_lookups_a_character(stops: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    scanner, lookups = StopScanner.of(stops), 0
+    child = StopAutomaton.child
+
+    def counted(self: StopAutomaton, node: int, char: str) -> int:
+        nonlocal lookups
+        lookups += 1
+        return child(self, node, char)
+
+    monkeypatch.setattr(StopAutomaton, "child", counted)
+    text = ("a" * 500 + "ab" * 250 + "c") * 10
+    passed = "".join(scanner.push(text[at : at + 3]) for at in range(0, len(text), 3))
+    assert passed + scanner.held == text and lookups <= 3 * len(text)
+
+
+def test_reading_stop_strings_is_linear_in_their_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups, child = 0, StopAutomaton.child
+
+    def counted(self: StopAutomaton, node: int, char: str) -> int:
+        nonlocal lookups
+        lookups += 1
+        return child(self, node, char)
+
+    monkeypatch.setattr(StopAutomaton, "child", counted)
+    stops = [("ab" * number + "a" * 128)[:128] for number in range(64)]
+    StopAutomaton(stops)
+    assert lookups <= 4 * sum(map(len, stops))
+
+
+def test_the_choices_of_a_request_share_an_automaton() -> None:
+    router = text_router(Vocabulary(), ["STOP"])
+    assert router.copy().stops.automaton is router.stops.automaton
 
 
 def test_special_tokens_contribute_nothing() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from test_vision_tower import encode
+from vision_models import picture
 
 import deltic
 from deltic import LLM, SamplingParams
@@ -20,7 +21,8 @@ from deltic.config.vision import PictureConfig, VisionConfig
 from deltic.model.vision import build_tower
 from deltic.ops import backends
 from deltic.types import Prompt
-from deltic.vision.patches import patches_of, picture, target_size
+from deltic.vision.patches import patches_of
+from deltic.vision.sizes import target_size
 from deltic.weights.files import read_json
 from deltic.weights.vision import load_tower, plan_tower
 

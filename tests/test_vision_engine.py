@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from support import drain, transformers_vision_model
+from vision_models import picture
 
 from deltic.config import EngineConfig
 from deltic.config.vision import PictureConfig, VisionConfig
@@ -23,7 +24,7 @@ from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
 from deltic.errors import RequestError
 from deltic.types import Prompt, Request, SamplingParams
-from deltic.vision.patches import Film, Pixels, patches_of, picture
+from deltic.vision.patches import Film, Pixels, patches_of
 from deltic.vision.prompts import with_pictures
 from deltic.weights.hub import open_model
 

@@ -14,12 +14,13 @@ from test_vision_chat import llm
 from vision_models import GREEDY, directory, drawing
 
 from deltic import LLM
+from deltic.config import Limits
 from deltic.config.vision import FilmConfig
 from deltic.errors import ModelError, RequestError
 from deltic.types import Prompt
 from deltic.vision.films import frame_numbers, read_film
 from deltic.vision.patches import Film
-from deltic.vision.reader import PictureReader
+from deltic.vision.reader import Reading
 
 av = pytest.importorskip("av")
 __all__ = ["directory", "llm"]
@@ -131,7 +132,7 @@ def test_how_fast_a_message_wants_a_film_goes_first(llm: LLM, tmp_path: Path) ->
     for films, part, count in ((FilmConfig(count=6), {}, 3), (FilmConfig(count=6), {"fps": 2}, 4),
                                (FilmConfig(sampled=False), {"fps": 2}, 10)):
         seeing = replace(vision, pictures=replace(vision.pictures, films=films))
-        reader = PictureReader(seeing, lambda text: [1], 99, 10 ** 6)
-        reader({"video": path, **part}, "video", "it")
-        found, = reader.found
+        reading = Reading(seeing, lambda text: [1], Limits(max_pictures=99), 10 ** 6)
+        reading.see({"video": path, **part}, "video", "it")
+        found, = reading.read(None).values()
         assert isinstance(found, Film) and len(found.parts) == count

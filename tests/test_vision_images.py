@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from deltic.config import Limits
 from deltic.errors import RequestError
-from deltic.vision.images import MAX_PIXELS, read_image
+from deltic.vision.images import PixelBudget, read_image
 
 
 def photo(width: int = 30, height: int = 20) -> Image.Image:
@@ -84,7 +85,7 @@ def test_bombs(side: int) -> None:
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     bomb = (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1 << 20)))
             + chunk(b"IEND", b""))
-    assert side ** 2 > MAX_PIXELS
+    assert side ** 2 > PixelBudget.of(Limits()).picture
     began = time.perf_counter()
     with pytest.raises(RequestError, match=r"pixels.*: scale it down"):
         read_image(bomb)

@@ -15,15 +15,18 @@ import pytest
 import torch
 from PIL import Image
 from support import transformers_vision_model
+from vision_models import picture
 
+from deltic.config import Limits
 from deltic.config.vision import FilmConfig, PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, RequestError
 from deltic.model.vision import Tower, build_tower
 from deltic.ops import backends
 from deltic.ops.qtensor import QTensor
-from deltic.vision.patches import Film, patches_of, picture, target_size
+from deltic.vision.patches import Film, patches_of
 from deltic.vision.positions import rotary_positions
-from deltic.vision.reader import PictureReader
+from deltic.vision.reader import Reading
+from deltic.vision.sizes import target_size
 from deltic.weights.files import read_json
 from deltic.weights.hub import open_model
 from deltic.weights.quant import quantize_tower
@@ -173,9 +176,9 @@ def test_frames_of_films_have_the_size_that_transformers_gives_them(said: dict[s
     config, processor = PictureConfig(films=FilmConfig.from_hf(said)), Qwen3VLVideoProcessor(patch_size=2, **said)
     for count in [*range(2, 12)] * 6:
         width, height = random.randint(4, 60), random.randint(4, 60)
-        reader = PictureReader(Vision(vision, config), lambda text: [1], 99, 10 ** 6)
-        reader({"video": [Image.new("RGB", (width, height))] * count}, "video", "it")
-        found, = reader.found
+        reading = Reading(Vision(vision, config), lambda text: [1], Limits(max_pictures=99), 10 ** 6)
+        reading.see({"video": [Image.new("RGB", (width, height))] * count}, "video", "it")
+        found, = reading.read(None).values()
         assert isinstance(found, Film) and len(found.parts) == (count + 1) // 2
         patches = processor.get_num_of_video_patches(count, height, width)
         assert sum(math.prod(part.grid) for part in found.parts) == patches, (count, width, height)

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from support import transformers_vision_model
 from test_text_support import QWEN_LIKE
 
 import deltic
+from deltic.config.vision import PictureConfig, VisionConfig
 from deltic.types import SamplingParams
+from deltic.vision.patches import Pixels, pixels
+from deltic.vision.sizes import target_size
 
 TINY = Path(deltic.__file__).parent / "models" / "tiny"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -45,6 +49,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drawing(seed: int, width: int = 40, height: int = 24) -> Image.Image:
     random = np.random.default_rng(seed)
     return Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def picture(images: Sequence[Image.Image], config: PictureConfig, vision: VisionConfig,
+            size: tuple[int, int] | None = None) -> Pixels:
+    """As transformers scales it, in the plainest way. size: height and width; None: those of the first alone."""
+    height, width = size or target_size(images[0].height, images[0].width, config, vision)
+    return pixels([np.asarray(image.resize((width, height), Image.Resampling.BICUBIC)) for image in images], vision)
 
 
 def png(image: Image.Image) -> bytes:

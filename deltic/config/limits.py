@@ -46,16 +46,28 @@ class Limits:
     max_choices: int = _limit(128, "answers that one request may ask for: its prompts times its n")
     max_messages: int = _limit(4096, "messages of a conversation")
     max_pictures: int = _limit(256, "pictures of a conversation", 0)
+    max_picture_megapixels: int = _limit(64, "megapixels of a picture, as its file has them")
+    max_request_megapixels: int = _limit(512, "megapixels of all pictures of a request")
+    max_pictures_mib: int = _limit(1024, "MiB of the decoded pictures of all requests that run or wait, of which a "
+                                         "client may hold as much as stays free; then requests are refused with "
+                                         "status 503 and Retry-After")
+    picture_seconds: float = _limit(20.0, "seconds of processor time that the pictures of a request may take to decode",
+                                    0.01)
+    max_document_pages: int = _limit(1000, "pages of a PDF document")
+    max_document_characters: int = _limit(4_000_000, "characters of a PDF document's text")
+    document_seconds: float = _limit(10.0, "seconds of processor time that a PDF document may take to read", 0.01)
     max_texts: int = _limit(10_000, "texts of a request for vectors or scores")
     max_tools: int = _limit(512, "tools of a request")
     max_schema_kib: int = _limit(1024, "KiB of JSON that the tools and schemas of a request may take")
-    schema_seconds: float = _limit(5.0, "seconds that a schema or grammar may take to compile", 0.01)
+    schema_seconds: float = _limit(5.0, "seconds of a processor that a schema or grammar may take to compile", 0.01)
     template_seconds: float = _limit(5.0, "seconds that the chat template may take to render a conversation", 0.01)
     max_prompt_tokens: int | None = _limit(None, "tokens of a prompt (default: what the context holds)")
+    max_counted_tokens: int = _limit(1_000_000, "tokens of a prompt that is only counted, or cut before it is read")
     max_answer_tokens: int | None = _limit(None, "tokens of an answer (default: what the context holds)")
     max_answer_values: int = _limit(500_000, "tokens, and probabilities of tokens (logprobs), of an answer that is not "
                                              "streamed")
     max_stops: int = _limit(64, "stop strings of a request, and stop token ids", 0)
+    max_stop_characters: int = _limit(8192, "characters of all stop strings of a request together", 0)
     max_logit_bias: int = _limit(300, "tokens that a request may give a bias", 0)
     max_stored_responses: int = _limit(1000, "responses that are kept for previous_response_id; those used last stay",
                                        0)
@@ -64,7 +76,8 @@ class Limits:
                                          "then they pause and give their places to others")
     max_unsent_mib: int = _limit(256, "MiB of large answers that their clients have not read; then the connection is "
                                       "closed whose answer has waited for longest")
-    unread_seconds: int = _limit(60, "seconds without reading after which a client's connection is closed")
+    unread_seconds: int = _limit(60, "seconds without reading after which a client's connection is closed, and "
+                                     "its answers end")
 
     def __post_init__(self) -> None:
         for limit in fields(self):

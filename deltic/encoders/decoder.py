@@ -105,11 +105,13 @@ def decoder_texts(decoder: Decoder, max_length: int) -> Texts:
     return Texts(backend_of(stored.tokenizer, path), max_length, decoder.recipe.lower)
 
 
-def reranker_pairs(texts: Texts, instruction: str | None) -> Callable[[str, Sequence[str], bool], list[Item]]:
-    """Makes what a Qwen3-Reranker reads of a query and documents. Long documents are cut at their ends."""
-    def pairs(query: str, documents: Sequence[str], truncate: bool) -> list[Item]:
+def reranker_pairs(texts: Texts, instruction: str | None
+                   ) -> Callable[[str, Sequence[str], bool, str | None], list[Item]]:
+    """Makes what a Qwen3-Reranker reads of a query and documents. Long documents are cut at their ends. instruction:
+    where a request has none."""
+    def pairs(query: str, documents: Sequence[str], truncate: bool, asked: str | None) -> list[Item]:
         before, after = texts.raw([_BEFORE, _AFTER])
-        head = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        head = f"<Instruct>: {asked or instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
         return texts.framed(before, head, documents, after, truncate)
     return pairs
 

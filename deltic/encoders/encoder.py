@@ -126,12 +126,16 @@ class Encoder:
         job = self.submit(self.pair_items(query, documents, truncate))
         return self.scores_of(sound(job.future.result()))
 
-    def pair_items(self, query: str, documents: Sequence[str], truncate: bool = True) -> list[Item]:
-        """What has to be run to score the documents: pairs, or the query and the documents one by one."""
+    def pair_items(self, query: str, documents: Sequence[str], truncate: bool = True, instruction: str | None = None
+                   ) -> list[Item]:
+        """What has to be run to score the documents: pairs, or the query and the documents one by one. instruction:
+        instead of the encoder's own."""
         query, documents = valid_text(query, "query"), as_texts(documents, "documents")
         check_flag(truncate, "truncate")
         if self.scores:
-            return self._pairs(query, documents, truncate)
+            return self._pairs(query, documents, truncate, instruction)
+        if instruction is not None:
+            raise RequestError(f"{self.name} takes no instruction: only rerankers that are decoders do", "instruction")
         asked = self.texts.items([query], self.model.recipe.prompt("query"), truncate, "query", None)
         return [*asked, *self.texts.items(documents, self.model.recipe.prompt("passage"), truncate, "documents")]
 
@@ -144,12 +148,13 @@ class Encoder:
                 for document in documents]
 
     def text_items(self, texts: Sequence[str], kind: str | None = None, prompt: str | None = None,
-                   truncate: bool = True, field: str = "input", start: int | None = 0) -> list[Item]:
+                   truncate: bool = True, field: str = "input", start: int | None = 0, most: int | None = None
+                   ) -> list[Item]:
         """What has to be run for these texts; arguments as in `encode`, and as in `Texts.items`."""
         before = self.model.recipe.prompt(kind)
         if prompt is not None:
             before = valid_text(prompt, "prompt")
-        return self.texts.items(texts, before, truncate, field, start)
+        return self.texts.items(texts, before, truncate, field, start, most)
 
     def submit(self, items: Sequence[Item], outputs: frozenset[Output] | None = None,
                on_item: Callable[[int], None] | None = None) -> Job:

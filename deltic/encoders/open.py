@@ -16,19 +16,19 @@ from deltic.encoders.items import Item, TextModel
 from deltic.encoders.stored import StoredEncoder, read_directory
 from deltic.encoders.texts import Texts
 from deltic.engine.options import settled
-from deltic.errors import ConfigError, ModelError, show
+from deltic.errors import ConfigError, ModelError, RequestError, show
 from deltic.weights.files import read_json
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.hub import ACCEPTED, only_gguf, resolve
 from deltic.weights.safetensors import Progress
 
 Task = Literal["auto", "embed", "rerank"]
-Pairs = Callable[[str, Sequence[str], bool], list[Item]]
+Pairs = Callable[[str, Sequence[str], bool, str | None], list[Item]]
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """pairs: makes the items of a query and documents, the last argument being whether to cut long ones."""
+    """pairs: makes the items of a query and documents; then come whether to cut long ones, and an instruction."""
 
     model: TextModel
     texts: Texts
@@ -97,7 +97,12 @@ def _encoder(name: str, stored: StoredEncoder, task: Task, options: EngineConfig
     if "score" in loaded.outputs and loaded.config.family == "bert" and texts.kinds > loaded.config.kinds:
         raise ModelError(f"{stored.place}: the tokenizer has {texts.kinds} token types, the model only "
                          f"{loaded.config.kinds}; take the files of one revision")
-    return Opened(loaded, texts, texts.pairs)
+    def pairs(query: str, documents: Sequence[str], truncate: bool, instruction: str | None) -> list[Item]:
+        if instruction is not None:
+            raise RequestError(f"{name} takes no instruction: only rerankers that are decoders do", "instruction")
+        return texts.pairs(query, documents, truncate)
+
+    return Opened(loaded, texts, pairs)
 
 
 def _not_instructed(model: str | Path) -> ConfigError:

@@ -72,14 +72,18 @@ class Texts:
         return self._backend.id_to_token(id) or ""
 
     def items(self, texts: Sequence[str], prompt: str = "", truncate: bool = True, field: str = "input",
-              start: int | None = 0) -> list[Item]:
+              start: int | None = 0, most: int | None = None) -> list[Item]:
         """An item for each text behind the prompt. What is too long is cut at its end, or LongPromptError says so;
         RequestError names a text that is no valid Unicode, or has no tokens. field: where the texts stand in a request,
-        from the place `start` on; None: it is the only one."""
+        from the place `start` on; None: it is the only one. most: tokens of an item, if fewer than the model reads."""
         names = [field if start is None else f"{field}[{start + index}]" for index in range(len(texts))]
         for name, text in zip(names, texts, strict=True):
             valid_text(text, name)
-        room = self.max_length - self._backend.num_special_tokens_to_add(is_pair=False)
+        special = self._backend.num_special_tokens_to_add(is_pair=False)
+        room = min(self.max_length, most or self.max_length) - special
+        if room < 1:
+            raise RequestError(f"{most} tokens leave no room for a text beside the model's {special} special tokens",
+                               field)
         encoded = self._encode([prompt + text for text in texts], room)
         read = self._prompt_tokens(prompt) if prompt else 0
         found = []

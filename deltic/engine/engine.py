@@ -213,6 +213,7 @@ class Engine:
     def _launch(self) -> InFlight | None:
         """Draft, admit, plan, run and draw; None if there is nothing to do."""
         self._failures.mend()
+        self.launcher.masks.begin(self.scheduler.running)
         drafting = self.speculator.draft()
         self._failures.mend()
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):

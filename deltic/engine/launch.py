@@ -162,7 +162,7 @@ class Launcher:
 
     def __init__(self, runtime: Model, pictures: Pictures | None = None) -> None:
         self._runtime, self._pictures, self.seconds = runtime, pictures, 0.0
-        self._memory, self._params, self._masks = BatchMemory(runtime.numbers), SamplingTable(lands=True), Masks()
+        self._memory, self._params, self.masks = BatchMemory(runtime.numbers), SamplingTable(lands=True), Masks()
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None, promise: Promise | None = None) -> InFlight:
@@ -203,7 +203,7 @@ class Launcher:
         if flight.plan.operations:
             runtime.cache.carry_out(flight.plan.operations)
         drawing = [share for share in flight.shares if share.row is None or share.row.logits > share.row.scored]
-        asked = self._masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
+        asked = self.masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
         if flight.plan.rows:
             self._run(flight, logits, before)
         for sequence in known:

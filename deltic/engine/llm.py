@@ -427,7 +427,7 @@ class LLM:
                                                 answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
                                                 variables=as_variables(variables, thinking),
                                                 thinking_budget=thinking_budget)
-        return _salted(job, salt)
+        return _salted(job.compiled(), salt)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, **form: Any) -> list[Job]:
         check_callback(on_token)
@@ -446,7 +446,7 @@ class LLM:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             bound = prompt_bound(self.engine.max_context, self.runtime.options.limits)
             return _salted(bare_job(prompt, sampling, bound), salt)
-        return _salted(self.chat_processor.complete(prompt, sampling, wanted), salt)
+        return _salted(self.chat_processor.complete(prompt, sampling, wanted).compiled(), salt)
 
 
 def _salted(job: Job, salt: str) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,9 @@ from deltic.engine.sequence import Sequence
 
 _THREADS = 2
 """Masks are made without the interpreter's lock, each within a fraction of a millisecond as a rule."""
+SLOW = 0.002
+"""Seconds of a processor per mask from which on the masks of a sequence count as slow. Its next one is made before it
+may run again, so that the others of a step do not wait for it."""
 
 Asked = Mapping[Sequence, "Future[list[bytes | None]]"]
 """By sequence: for the next token, and for those after each draft, which tokens may come; None: all."""
@@ -24,14 +28,34 @@ class Masks:
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
+        self._slow_threads: ThreadPoolExecutor | None = None
+
+    def begin(self, running: List[Sequence]) -> None:
+        """Have the next mask made of each sequence whose last ones were slow, in a thread of their own. They have no
+        drafts."""
+        for sequence in running:
+            if slow(sequence) and sequence.mask is None and sequence.answering:
+                self._slow_threads = self._slow_threads or ThreadPoolExecutor(1, "deltic-slow-masks")
+                sequence.mask = self._slow_threads.submit(_masks, sequence, ())
 
     def ask(self, sequences: List[tuple[Sequence, tuple[int, ...]]]) -> Asked:
         """Have masks made for those of the sequences that are constrained, each with its drafts."""
         wanted = [(sequence, drafts) for sequence, drafts in sequences if sequence.constraint]
         if wanted and self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, "deltic-masks")
-        return {sequence: self._threads.submit(_masks, sequence, drafts) for sequence, drafts in wanted
-                if self._threads}
+        return {sequence: _begun(sequence) or self._threads.submit(_masks, sequence, drafts)
+                for sequence, drafts in wanted if self._threads}
+
+
+def slow(sequence: Sequence) -> bool:
+    """Whether the last masks of a sequence were slow."""
+    return sequence.mask_seconds >= SLOW
+
+
+def _begun(sequence: Sequence) -> Future[list[bytes | None]] | None:
+    """The mask that was begun before the step."""
+    mask, sequence.mask = sequence.mask, None
+    return mask
 
 
 def offsets(mask: bytes, vocabulary: int, device: torch.device) -> Tensor:
@@ -47,7 +71,9 @@ def forbids(mask: bytes, token: int) -> bool:
 
 def _masks(sequence: Sequence, drafts: tuple[int, ...]) -> list[bytes | None]:
     assert sequence.constraint
+    began = time.thread_time()
     masks = sequence.constraint.allowed(drafts)
+    sequence.mask_seconds = (time.thread_time() - began) / len(masks)
     return [mask and _held_back(sequence, mask, sequence.generated + place) for place, mask in enumerate(masks)]
 
 

@@ -93,7 +93,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.pending > 1 or sequence.reading:
                 prompts.append(sequence)
-            elif sequence.pending and sequence.lease and (
+            elif sequence.pending and not sequence.awaits_mask and sequence.lease and (
                     granted := self._grant(sequence, 1 + len(sequence.draft_tokens), shares)):
                 shares.append((sequence, granted))
         for sequence, count in self._read(prompts, awaited, sum(count for _, count in shares)):

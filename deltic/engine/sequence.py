@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +68,8 @@ class Sequence:
     arrived, admitted, last_token: when it came, when it first got a lease, and when it drew its last token, in seconds
         of time.perf_counter.
     logits [V]: those of the prompt's end, if known.
+    mask: the tokens that may come next, where that is worked out before the step; mask_seconds: of a processor that
+    each of the last ones took.
     draft_tokens: what may come next, to be verified in the next step.
     drafted, accepted: drafts so far, and those of them that were right.
     acceptance: what is known of them.
@@ -94,6 +97,8 @@ class Sequence:
     fetch: Fetch | None = None
     known: tuple[int, int] = (0, -1)
     logits: Any = None
+    mask: Future[list[bytes | None]] | None = None
+    mask_seconds: float = 0.0
     cached: int = 0
     turn: int = 0
     rest: Rest | None = None
@@ -196,6 +201,11 @@ class Sequence:
     def answering(self) -> bool:
         """Whether the next step would do nothing but choose the next token, so that drafts of more are welcome."""
         return self.lease is not None and self.generated > 0 and self.pending == 1 and self.logits is None
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether it sits out steps until its mask is there."""
+        return self.mask is not None and not self.mask.done()
 
     @property
     def splits(self) -> bool:

@@ -15,6 +15,7 @@ from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth, Growth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import Drafter, DraftsAhead, MtpDrafter, NgramDrafter
 from deltic.engine.launch import InFlight
+from deltic.engine.masks import slow
 from deltic.engine.model import Model
 from deltic.engine.penalties import wanted
 from deltic.engine.plan import UNKNOWN, Plan
@@ -70,9 +71,10 @@ class Speculator:
     def draft(self) -> list[Sequence]:
         """Give the sequences that are about to answer their drafts for the next step; returns these sequences, none
         where nobody drafts."""
-        ready = [sequence for sequence in self._scheduler.running if sequence.answering]
+        answering = [sequence for sequence in self._scheduler.running if sequence.answering]
+        ready = [sequence for sequence in answering if not slow(sequence)]
         self.promise = None
-        for sequence in ready:
+        for sequence in answering:
             sequence.draft_tokens = ()
         if self.drafter is None:
             return []

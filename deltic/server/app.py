@@ -6,7 +6,6 @@ import asyncio
 import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ssl import SSLContext
@@ -30,14 +29,17 @@ from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
 from deltic.server.embeddings import routes as embeddings
 from deltic.server.embeddings.service import EmbeddingService, Services
+from deltic.server.executors import Executors
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.fields import IGNORED_HEADER
 from deltic.server.gate import Gate, refusal
 from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
 from deltic.server.keys import Keys
 from deltic.server.listen import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of
-from deltic.server.metrics import CONTENT_TYPE, exposition
+from deltic.server.metrics import CONTENT_TYPE, ended_early, exposition
 from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, only
 from deltic.server.models import routes as model_routes
+from deltic.server.ollama import routes as ollama
 from deltic.server.openai import routes as openai
 from deltic.server.openai.shapes import error_response
 from deltic.server.records import ID_HEADERS, Recorder, Records
@@ -98,9 +100,9 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
 
     def served(llm: LLM, name: str) -> ServedModel:
         room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens,
-                    limits.max_wait_seconds)
+                    limits.unread_seconds, limits.max_wait_seconds)
         return ServedModel(llm, Bridge(llm.worker, room, told["stuck_after"]), name,
-                           ThreadPoolExecutor(1, "deltic-memory"), records)
+                           FairExecutor(1, "deltic-memory"), records)
 
     intake = Intake(limits, told["lenient"])
     registry = ModelRegistry(models, served, intake, records)
@@ -113,11 +115,12 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
               *anthropic.routes(registry, check), *model_routes(registry, services, check),
               *requests.routes(records, check), *embeddings.routes(services, check),
+              *ollama.routes(registry, services, intake, check),
               Route("/metrics", answering(_metrics(registry, services, records, request_log), check, error_response)),
               Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
     routes.append(openapi.route(routes, check))
     app = application(routes, records, told["cors_origins"], told["allowed_hosts"],
-                      _lifespan(registry, store, request_log))
+                      _lifespan(registry, store, records.executors, request_log))
     for name, value in app_state.items():
         setattr(app.state, name, value)
     return app
@@ -201,7 +204,7 @@ class _Work:
         await asyncio.gather(*(part.stop() for part in self.parts))
 
 
-def _lifespan(models: ModelRegistry, store: ResponseStore,
+def _lifespan(models: ModelRegistry, store: ResponseStore, executors: Executors,
               request_log: RequestLog | None) -> Callable[[Starlette], Any]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -214,6 +217,7 @@ def _lifespan(models: ModelRegistry, store: ResponseStore,
             yield
         finally:
             await models.stop()
+            await asyncio.to_thread(executors.shutdown)
             await asyncio.to_thread(store.close)
             if request_log:
                 await asyncio.to_thread(request_log.close)
@@ -243,7 +247,9 @@ def _metrics(models: ModelRegistry, encoders: Services, records: Records, reques
     async def metrics(_: Request) -> Response:
         found = {served.name: snapshot(served.llm.engine) for served in models.loaded}
         lost = request_log.lost if request_log else 0
-        return Response(exposition(found, records.responses, lost) + encoders.metrics(), media_type=CONTENT_TYPE)
+        ended = ended_early({served.name: served.bridge for served in models.loaded})
+        return Response(exposition(found, records.responses, lost) + ended + encoders.metrics(),
+                        media_type=CONTENT_TYPE)
     return metrics
 
 

@@ -12,12 +12,14 @@ import difflib
 import json
 import logging
 import math
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from functools import partial
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
@@ -25,15 +27,14 @@ from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show, valid_text
-from deltic.server.fields import Refused, known
-from deltic.server.http import Problem, ProblemError
+from deltic.server.executors import LARGE
+from deltic.server.fields import Refused, asks_nothing, known
+from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.records import record_of
-from deltic.vision.fetch import Unfetched
+from deltic.vision.reader import Unread
 
 log = logging.getLogger("deltic")
 
-_LARGE = 1 << 15  # bytes: native code reads fewer in a few milliseconds
-_LARGE_AT_ONCE = 2
 _FORM = "application/x-www-form-urlencoded"
 _PIECE = 1 << 16  # bytes whose values are counted in one go
 _BOM = b"\xef\xbb\xbf"  # with which PowerShell and .NET begin a body
@@ -46,6 +47,8 @@ _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools",
 
 _SCHEMAS = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
              "guided_choice", "guided_grammar", "text", "output_config")
+_OF_FILES = (b"file", b"document", b"\\u")
+"""One of these stands in every body that has a part with a file: its type, or a letter that is escaped."""
 _MOST_TOLD = 1000
 _MISSPELT, _RELATED = 0.85, 0.6
 """How near to a field's name (difflib) another one has to be to be meant as it, and one that has a word of it."""
@@ -58,13 +61,27 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     counted: ClassVar[Mapping[str, str]] = {}
     """Names of limits of this schema's own, by the fields whose entries they bound."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What fields of other wires are called here, for who mixes them up."""
     _ignored: list[str] = PrivateAttr(default_factory=list)
     _lenient: bool = PrivateAttr(False)
+    _sent: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _may_have_files: bool = PrivateAttr(False)
 
     @property
     def ignored(self) -> list[str]:
         """Names of what the client sent and what had no effect."""
         return self._ignored
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        """Names under which the client sent fields, where it used another server's."""
+        return self._sent
+
+    @property
+    def may_have_files(self) -> bool:
+        """Whether it is worth looking for documents in messages."""
+        return self._may_have_files
 
     @property
     def lenient(self) -> bool:
@@ -90,8 +107,15 @@ class SaltedFields(Fields):
 Body = TypeVar("Body", bound=Fields)
 Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
-Result = TypeVar("Result")
-Fetched = Callable[[Chosen, Unfetched], AbstractAsyncContextManager[Chosen]]
+Seeing = Callable[[Chosen, Unread], Awaitable[Chosen]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """What is found while fields are read. ignored: those without effect. sent: as in `Fields`."""
+
+    ignored: list[str] = attribute(default_factory=list)
+    sent: dict[str, str] = attribute(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -113,41 +137,38 @@ class Intake:
         self._limits, self._lenient, self._held = limits, lenient, 0
         self._told: set[str] = set()
         self._coming: dict[_Upload, None] = {}  # in the order in which they became large
-        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request: Request, schema: type[Body], choose: Callable[[Body], Awaitable[Chosen]],
-                   prepare: Callable[[Chosen, Body], Prepared], fetched: Fetched[Chosen] | None = None
+                   prepare: Callable[[Chosen, Body], Prepared], seeing: Seeing[Chosen] | None = None
                    ) -> tuple[Chosen, Body, Prepared]:
         """What is chosen by the body, the body, and what `prepare` makes of both, in a thread: big prompts take a while
-        to parse and encode.
+        to parse and encode. Work that has not begun is dropped when the client goes away.
 
-        fetched: gives what was chosen with the pictures that `prepare` has missed, for another try; while it waits
-        for these it has no thread that others need.
+        seeing: gives what was chosen with the pictures that `prepare` has missed, for another try; while it waits for
+        these it has no thread that others need.
         RequestError names what is wrong with it, and ProblemError has status 413 if it is too large; BusyError if there
         are too many at the same time. What had no effect is noted with the request, see `answering`.
         """
         record = record_of(request)
+
+        async def work(raw: bytes) -> tuple[Chosen, Body, Prepared]:
+            body = await record.work(partial(parse, raw, schema, self._limits, self._lenient), len(raw))
+            chosen = await choose(body)
+            with renamed(body.sent):
+                try:
+                    return chosen, body, await record.work(partial(prepare, chosen, body), len(raw))
+                except Unread as missing:
+                    if seeing is None:
+                        raise
+                    seen = await seeing(chosen, missing)
+                    return chosen, body, await record.work(partial(prepare, seen, body), len(raw))
+
         async with self._received(request) as raw:
             _check_form(request)
-            body = await self._done(len(raw), partial(parse, raw, schema, self._limits, self._lenient))
-            chosen = await choose(body)
-            try:
-                prepared = await self._done(len(raw), partial(prepare, chosen, body))
-            except Unfetched as missing:
-                if fetched is None:
-                    raise
-                async with fetched(chosen, missing) as seeing:
-                    prepared = await self._done(len(raw), partial(prepare, seeing, body))
+            chosen, body, prepared = await while_connected(request.receive, work(raw))
             record.ignored = _named(body.ignored)
             self._tell(record.ignored)
             return chosen, body, prepared
-
-    async def _done(self, size: int, work: Callable[[], Result]) -> Result:
-        """What some work with a body of this size gives, in a thread."""
-        if size <= _LARGE:
-            return await asyncio.to_thread(work)
-        async with self._large:
-            return await asyncio.to_thread(work)
 
     @asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:
@@ -182,7 +203,7 @@ class Intake:
     def _hold(self, upload: _Upload, size: int) -> None:
         """Count in a body that has grown to this size. If all together are too much, the one that has been on its way
         for longest is given up: honest ones take a moment. Small ones are as many as there are connections, at most."""
-        if size <= _LARGE:
+        if size <= LARGE:
             return
         self._coming[upload] = None
         while self._held + size - upload.held > self._limits.max_bodies_mib << 20:
@@ -216,17 +237,26 @@ def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False)
     data = _read_json(raw, limits.max_body_values)
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
-    ignored: list[str] = []
-    data = _known(data, schema, ignored, lenient)
-    _check_counts(data, limits, {**_COUNTED, **schema.counted})
-    if len(raw) > limits.max_schema_kib << 10:
-        _check_schemas(data, limits.max_schema_kib)
-    try:
-        body = schema.model_validate(data)
-    except ValidationError as error:
-        raise _explain(error) from None
-    body._lenient = lenient
-    body.ignored.extend(ignored)
+    body = read_fields(data, schema, limits, lenient, len(raw))
+    body._may_have_files = any(word in raw for word in _OF_FILES)
+    return body
+
+
+def read_fields(data: Mapping[str, Any], schema: type[Body], limits: Limits, lenient: bool = False,
+                size: int = sys.maxsize) -> Body:
+    """The same of what was read already. size: of it as JSON, if that is known."""
+    notes = _Notes()
+    data = _known(data, schema, notes, lenient)
+    with renamed(notes.sent):
+        _check_counts(data, limits, {**_COUNTED, **schema.counted})
+        if size > limits.max_schema_kib << 10:
+            _check_schemas(data, limits.max_schema_kib)
+        try:
+            body = schema.model_validate(data)
+        except ValidationError as error:
+            raise _explain(error) from None
+    body._lenient, body._sent = lenient, notes.sent
+    body.ignored.extend(notes.ignored)
     return body
 
 
@@ -291,29 +321,29 @@ def _check_schemas(data: Mapping[str, Any], most_kib: int) -> None:
                 raise RequestError(f"{field} takes more than {most_kib} KiB (max_schema_kib)", field)
 
 
-def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str], lenient: bool,
-           path: str = "") -> dict[str, Any]:
+def _known(data: Mapping[str, Any], schema: type[Fields], notes: _Notes, lenient: bool, path: str = ""
+           ) -> dict[str, Any]:
     """The fields that the schema has; those of other servers as ours, if they can be."""
     fields, strange = schema.model_fields, dict[str, Mapping[str, Any] | Refused]()
     for name, value in data.items():
         if name not in fields:
             meant = known(name, value) if not path else None
             if meant is None and not lenient:
-                raise unknown_field(path, name, schema.model_fields)
+                raise unknown_field(path, name, schema.model_fields, schema.elsewhere)
             strange[name] = {} if meant is None else meant
     own = {name: data[name] for name in fields if name in data}
     for name, meant in strange.items():
-        _take_over(name, data[name], meant, own, schema, ignored, lenient)
+        _take_over(name, data[name], meant, own, schema, notes, lenient)
     for name, field in fields.items():
         for kind in get_args(field.annotation):
-            if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(own.get(name), dict):
-                own[name] = _known(own[name], kind, ignored, lenient, f"{name}.")
+            if isinstance(kind, type) and issubclass(kind, Fields) and isinstance(own.get(name), dict):
+                own[name] = _known(own[name], kind, notes, lenient, f"{name}.")
     return own
 
 
 def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: dict[str, Any],
-               schema: type[BaseModel], ignored: list[str], lenient: bool) -> None:
-    if value is None:
+               schema: type[Fields], notes: _Notes, lenient: bool) -> None:
+    if asks_nothing(name, value):
         return
     if isinstance(meant, Refused):
         if value in meant.neutral:
@@ -325,8 +355,9 @@ def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: d
     asked = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
     taken = {ours: wanted for ours, wanted in asked.items() if own.get(ours) in (None, wanted)}
     own.update(taken)
+    notes.sent.update({ours: name for ours, wanted in taken.items() if wanted is value})
     if not asked or len(taken) < len(asked):  # what our own field says otherwise counts
-        ignored.append(name)
+        notes.ignored.append(name)
 
 
 def _read_json(raw: bytes, most_values: int) -> Any:
@@ -382,10 +413,12 @@ def _explain(error: ValidationError) -> RequestError:
     return RequestError(f"{field} must be {expected}, not {show(first['input'])}", field)
 
 
-def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
-    """There is no field of this name, and perhaps one of those that are known is meant. path: what stands before it."""
+def unknown_field(path: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+                  ) -> RequestError:
+    """There is no field of this name, and perhaps one of those that are known is meant. path: what stands before it.
+    elsewhere: what fields of other wires are called here."""
     shown = path + (name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
-    meant = _meant(name[:_LONGEST_NAME], known)
+    meant = elsewhere.get(name) or _meant(name[:_LONGEST_NAME], known)
     return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + meant!r}?" if meant else ""), shown)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from deltic.engine.metrics import Progress
 from deltic.engine.worker import Worker
 from deltic.errors import BusyError, UnavailableError
-from deltic.server.request_handle import RequestHandle
+from deltic.server.request_handle import RequestHandle, Unread
+from deltic.server.shares import to_give_up
 from deltic.types import Event, Request
 
 log = logging.getLogger("deltic")
@@ -29,6 +30,7 @@ STUCK_AFTER = 60.0
 
 _PACES = 32
 """Answers that waited by which it is judged how long others will: seconds for each that was before them."""
+_SHARED = ("max_waiting", "max_live_tokens")
 _REST = 8  # so many times as long as writing has taken, none is written
 _LONGEST_REST = 0.02  # seconds
 
@@ -46,12 +48,14 @@ class Health:
 @dataclass(frozen=True, slots=True)
 class Room:
     """answers: how many run at once. waiting: how many more may wait. tokens: of the prompts of both. unread: events of
-    a handle that may wait for its reader. wait: seconds for which one may have to wait."""
+    a handle that may wait for its reader, and unread_seconds: for how long it may pause then. wait: seconds for which
+    one may have to wait."""
 
     answers: int
     waiting: int
     tokens: int
     unread: int
+    unread_seconds: float
     wait: float | None = None
 
 
@@ -108,6 +112,8 @@ class Bridge:
         self._draining, self._empty, self._round = False, asyncio.Event(), _Rounds()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._paces: deque[float] = deque(maxlen=_PACES)
+        self._unread = Unread(room.unread, room.unread_seconds, self._count_unread)
+        self.displaced = self.unread = 0  # requests that ended for other clients, and as they were not read
 
     def start(self) -> None:
         """Take requests."""
@@ -116,12 +122,17 @@ class Bridge:
 
     async def submit(self, requests: Sequence[Request]) -> RequestHandle:
         """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
-        if too many answers wait already, or these would for too long."""
-        answers = sum(request.choices for request in requests)
-        self.check_room(answers, sum(len(request.prompt) for request in requests))
-        self._check_wait(before := self._before(answers, requests[0].client))
+        if too many answers wait already, or these would for too long. Where the room is full, the client that holds
+        most of it gives up a request for another client's."""
+        answers, client = sum(request.choices for request in requests), requests[0].client
+        going = self._check_room(client, answers, sum(len(request.prompt) for request in requests))
+        self._check_wait(before := self._before(answers, client))
+        self.displaced += len(going)
+        for other in going:
+            other.fail(BusyError("the server is full, and this client has most of the requests in it: this one has "
+                                 f"given its place to another client's ({' or '.join(_SHARED)}): try again later"))
         requests = [replace(request, group=requests[0].id) for request in requests]
-        handle = RequestHandle(requests, before, self._room.unread, self._withdraw, self._hold)
+        handle = RequestHandle(requests, before, self._unread, self._withdraw, self._hold)
         self._handles |= dict.fromkeys(handle.requests, handle)
         self._worker.submit(requests, self, partial(self._post, handle.admit))
         try:
@@ -131,22 +142,31 @@ class Bridge:
             raise
         return handle
 
-    def check_room(self, answers: int = 1, prompt_tokens: int = 1) -> None:
-        """BusyError if there is no room for so much more, UnavailableError if there is for nothing. A request for more
-        than there may be at all is taken if nothing else is there."""
+    def check_room(self, client: str) -> None:
+        """BusyError if there is no room for one more answer of a client, UnavailableError if there is for nothing."""
+        self._check_room(client, 1, 1)
+
+    def _check_room(self, client: str, answers: int, prompt_tokens: int) -> list[RequestHandle]:
+        """The requests of clients with more that have to end so that there is room for so much more; BusyError if there
+        is not even then. A request for more than there may be at all is taken if nothing else is there."""
         if self._closed:
             raise UnavailableError(self._closed)
         if self._draining:
             raise BusyError("the server is shutting down: try again later, or elsewhere")
-        handles = set(self._handles.values())
-        live = sum(handle.answers for handle in handles)
-        if live and live + answers > self._room.answers + self._room.waiting:
+        handles = list(dict.fromkeys(self._handles.values()))
+        places = self._room.answers + self._room.waiting
+        going = to_give_up([(handle, handle.answers) for handle in handles], client, answers, places)
+        if going is None:
+            live = sum(handle.answers for handle in handles)
             raise BusyError(f"{live} answers run or wait, and at most {self._room.waiting} may wait (max_waiting): try "
                             "again later")
-        tokens = sum(handle.prompt_tokens for handle in handles)
-        if tokens and tokens + prompt_tokens > self._room.tokens:
+        left = [(handle, handle.prompt_tokens) for handle in handles if handle not in going]
+        more = to_give_up(left, client, prompt_tokens, self._room.tokens)
+        if more is None:
+            tokens = sum(handle.prompt_tokens for handle in handles)
             raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
                             "together (max_live_tokens): try again later")
+        return [*going, *more]
 
     def _before(self, answers: int, client: str) -> int:
         """Behind how many, once all places are taken, so many more answers of the client would wait: one of each other
@@ -201,6 +221,9 @@ class Bridge:
             await asyncio.wait_for(dropped.wait(), patience)
         except TimeoutError:
             log.error("the engine is stuck and is left behind")
+
+    def _count_unread(self) -> None:
+        self.unread += 1
 
     def _withdraw(self, handle: RequestHandle) -> None:
         """A reader wants no more."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from deltic.errors import GenerationError, RequestError
 from deltic.server.body import renamed
 from deltic.server.bridge import Bridge
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.request_handle import RequestHandle
 from deltic.text.answers import Answers, Piece, Score
 from deltic.text.chat_processor import Job
@@ -25,19 +25,31 @@ class Run:
     what the client calls the fields of its request, see `renamed`. Close it when it is not wanted any more.
     """
 
-    def __init__(self, bridge: Bridge, handle: RequestHandle, jobs: Sequence[Job], memory: Executor,
+    def __init__(self, bridge: Bridge, handle: RequestHandle, jobs: Sequence[Job], memory: FairExecutor,
                  whole: bool) -> None:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
         self.names: Mapping[str, str] = {}
         self._bridge, self._handle, self._answers, self._memory = bridge, handle, Answers(jobs, whole), memory
-        self.usage, self.size = Usage(0, 0, 0), 0
+        self.usage, self.size, self._came = Usage(0, 0, 0), 0, 0
         self._finishes: list[str] = []
         self._tokens: dict[tuple[str, int], list[int]] | None = None
 
     @classmethod
-    async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: Executor, whole: bool) -> Run:
+    async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: FairExecutor, whole: bool) -> Run:
         """Hand the jobs to the engine; RequestError if it refuses one, BusyError if there is no room for them."""
         return cls(bridge, await bridge.submit([job.request for job in jobs]), jobs, memory, whole)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of the prompts, and those of the answers that have come."""
+        return self._handle.prompt_tokens, self._came
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Until the first token came, and since then."""
+        now, began = time.perf_counter(), self._handle.began
+        first = self._handle.first_token or now
+        return first - began, now - first
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What comes, at most one piece per choice at a time. The last piece of a choice comes when the choice is
@@ -51,7 +63,7 @@ class Run:
             pieces = self._answers.take(events)
             for piece in pieces:
                 if piece.remember:
-                    await asyncio.get_running_loop().run_in_executor(self._memory, piece.remember)
+                    await self._memory.run(self._handle.client, piece.remember)
                 if piece.done:
                     self._add_usage(piece.done.usage, first=piece.done.index == 0)
                     self._finishes.append(piece.done.finish)
@@ -115,7 +127,7 @@ class Run:
         self._handle.close()
         with suppress(RuntimeError):  # the server is about to end
             for remember in self._answers.close():
-                self._memory.submit(remember)
+                self._memory.submit(self._handle.client, remember)
 
     def _count(self, event: Event) -> None:
         if event.refused:
@@ -125,6 +137,7 @@ class Run:
             raise GenerationError(event.error or "the request was aborted")
         if self._tokens is not None and event.token is not None:
             self._tokens.setdefault((event.request, event.choice), []).append(event.token)
+        self._came += event.token is not None
         self.size += 1 + (len(event.logprobs.top) if event.logprobs else 0)
         self.size += sum(1 + len(score.top) for score in event.prompt or ())
 

@@ -85,10 +85,26 @@ _HONOURED: Mapping[str, Honour] = {
     "reasoning": _reasoning, "thinking": _thinking, "usage": _usage, "stop_sequences": _as("stop"),
     "grammar": _grammar, "grammar_string": _grammar, "ebnf": _as("guided_grammar"), "regex": _as("guided_regex"),
     "regex_pattern": _as("guided_regex"), "json_schema": _schema, "format": _format,
-    "output_format": _output_format, "do_sample": _do_sample,
+    "output_format": _output_format, "do_sample": _do_sample, "thinking_token_budget": _as("thinking_budget"),
+    "thinking_budget_tokens": _as("thinking_budget"), "reasoning_budget": _as("thinking_budget"), "n_cmpl": _as("n"),
+    "output_dimension": _as("dimensions"), "truncation": _as("truncate"), "return_text": _as("return_documents"),
+    "instruct": _as("instruction"), "embedding_type": _as("encoding_format"),
 }
 
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("grammar", "grammar_string", "ebnf", "regex", "regex_pattern", "format"), ("",)),
+    "json_schema": ("", {}), "stop_sequences": ([],),
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"), (-1,)),
+    "backend_sampling": (False,), "grammar_lazy": (False,), "return_routed_experts": (False,),
+    "reasoning_control": (False,), "embedding_type": ("float",), "n_cmpl": (1,), "speculative.n_max": (-1,)}
+"""Values of such fields, and of ignored ones, that ask for nothing."""
+
 _REFUSED: Mapping[str, Refused] = {
+    "best_of": Refused((1,)), "echo": Refused((False,)), "stop_regex": Refused(("", [])),
+    "custom_params": Refused(({},)), "suffix": Refused(("",)), "adaptive_target": Refused((-1, 0)),
+    "repetition_detection": Refused(), "output_dtype": Refused(("float",)), "embedding_types": Refused((["float"],)),
+    "late_chunking": Refused((False,)), "raw_scores": Refused((False,)), "truncation_direction": Refused(("Right",)),
     "use_beam_search": Refused((False,)), "logits_processors": Refused(([],)),
     "custom_logit_processor": Refused(("",)), "lora_path": Refused(("",)), "lora": Refused(([],)),
     "allowed_token_ids": Refused(([],)), "bad_words": Refused(([],)), "input_embeds": Refused(([],)),
@@ -114,12 +130,15 @@ _IGNORED: Mapping[str, str] = {
         "return_token_ids length_penalty early_stopping priority request_id mm_processor_kwargs "
         "kv_transfer_params vllm_xargs guided_decoding_backend guided_whitespace_pattern "
         "separate_reasoning stream_reasoning rid bootstrap_host bootstrap_port "
-        "bootstrap_room data_parallel_rank return_cached_tokens_details return_prompt_text",
+        "bootstrap_room data_parallel_rank return_cached_tokens_details return_prompt_text media_io_kwargs extra_key "
+        "return_routed_experts images_config use_audio_in_video max_dynamic_patch min_dynamic_patch",
     "llama.cpp":
         "cache_prompt id_slot slot_id n_keep n_discard samplers sampler_seq penalize_nl penalty_prompt repeat_last_n "
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau "
         "mirostat_eta xtc_threshold n_probs timings_per_token return_progress return_tokens post_sampling_probs "
-        "response_fields reasoning_format parse_tool_calls thinking_forced_open",
+        "response_fields reasoning_format parse_tool_calls thinking_forced_open backend_sampling grammar_lazy "
+        "grammar_triggers preserved_tokens chat_format generation_prompt reasoning_in_content reasoning_control "
+        "n_cache_reuse adaptive_decay sse_ping_interval speculative.n_max speculative.n_min speculative.p_min",
     "Text generation web UI, KoboldCpp, Aphrodite":
         "dynatemp_low dynatemp_high dynatemp_min dynatemp_max smoothing_curve temperature_last sampler_priority "
         "sampler_order repetition_penalty_range rep_pen_range",
@@ -137,6 +156,11 @@ _IGNORED: Mapping[str, str] = {
         "billing_policy fallbacks fallback_credit_token",
 }
 _NAMES = frozenset(name for names in _IGNORED.values() for name in names.split())
+
+
+def asks_nothing(name: str, value: Any) -> bool:
+    """Whether a value of another server's field is the one that switches it off."""
+    return value is None or any(value == each and type(value) is type(each) for each in _NEUTRAL.get(name, ()))
 
 
 def known(name: str, value: Any) -> Mapping[str, Any] | Refused | None:

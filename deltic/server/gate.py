@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deltic.errors import show
 from deltic.server.anthropic import shapes as anthropic
 from deltic.server.http import Problem
+from deltic.server.ollama import shapes as ollama
 from deltic.server.openai import shapes as openai
 
 LOCAL_NAMES = ("localhost", "*.localhost", "*.docker.internal", "*.containers.internal", "*.lima.internal")
@@ -70,6 +71,11 @@ def refusal(scope: Scope, problem: Problem, headers: dict[str, str] | None = Non
     """A problem in the form of the clients that use this path. The log has it, too."""
     record = scope["state"]["record"]
     record.problem = {"param": problem.param, "code": problem.code}
+    response: Response
+    if scope["path"].startswith(ollama.PATH):
+        response = ollama.error_response(problem)
+        response.headers.update(headers or {})
+        return response
     if scope["path"].startswith(anthropic.PATH):
         response = anthropic.error_response(replace(problem, request_id=record.id))
         response.headers.update(headers or {})

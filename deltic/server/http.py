@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -26,7 +28,7 @@ from deltic.errors import (
     UnavailableError,
 )
 from deltic.server.fields import IGNORED_HEADER
-from deltic.server.records import record_of
+from deltic.server.records import RequestRecord, record_of
 
 log = logging.getLogger("deltic")
 
@@ -34,6 +36,8 @@ _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 KEEP_ALIVE = 15.0
 """Seconds of silence after which a stream shows its client that it lives."""
+_AT_ONCE = 64  # items of an iterator that are written between two turns of other threads
+_PLAIN = frozenset((int, str, float, bool, type(None)))
 _SMALL = 2000  # tokens, and probabilities of tokens, of an answer that is written at once
 
 Result = TypeVar("Result")
@@ -132,9 +136,13 @@ def dump_patiently(data: Any) -> bytes:
 def _written(data: Any) -> Iterator[bytes]:
     if isinstance(data, Iterator):
         yield b"["
-        for index, item in enumerate(data):
-            yield b"," * bool(index)
-            yield from _written(item)
+        first = True
+        while items := list(islice(data, _AT_ONCE)):
+            plain = all(type(item) in _PLAIN for item in items)
+            for piece in (dump(items)[1:-1],) if plain else map(dump_patiently, items):
+                yield b"" if first else b","
+                yield piece
+                first = False
         yield b"]"
     elif isinstance(data, dict) and any(isinstance(value, dict | Iterator) for value in data.values()):
         for index, (key, value) in enumerate(data.items()):
@@ -149,15 +157,15 @@ def json_response(data: Any, status: int = 200) -> Response:
     return Response(dump(data), status, media_type="application/json")
 
 
-async def written(data: Any, size: int) -> Response:
+async def written(request: Request, data: Any, size: int) -> Response:
     """A response of JSON, written in a thread if it is large. size: of its tokens, and probabilities of tokens."""
-    text = dump(data) if size <= _SMALL else await asyncio.to_thread(dump_patiently, data)
+    text = dump(data) if size <= _SMALL else await record_of(request).work(partial(dump_patiently, data), size)
     return Response(text, media_type="application/json")
 
 
-async def dumped(work: Callable[[], bytes], size: int) -> bytes:
-    """What some work gives, done in a thread if there is much of it."""
-    return work() if size <= _SMALL else await asyncio.to_thread(work)
+async def dumped(record: RequestRecord, work: Callable[[], bytes], size: int) -> bytes:
+    """What some work for a request gives, done in a thread if there is much of it."""
+    return work() if size <= _SMALL else await record.work(work, size)
 
 
 def spliced(head: bytes, data: Mapping[str, Any]) -> bytes:

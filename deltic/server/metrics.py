@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,22 @@ def samples(figures: Mapping[str, tuple[str, str, Iterable[tuple[str, Number]]]]
     return "".join(line + "\n" for name, (kind, help, values) in figures.items() for line in (
         f"# HELP deltic_{name} {help}", f"# TYPE deltic_{name} {kind}",
         *(f'deltic_{name}{{model="{_escape(model)}"}} {value}' for model, value in values)))
+
+
+class Ended(Protocol):
+    """Counts requests that the server has ended."""
+
+    displaced: int
+    unread: int
+
+
+def ended_early(models: Mapping[str, Ended]) -> str:
+    """A page of the requests that a server has ended before their answers were complete, by model."""
+    lines = {"displaced": "Requests that gave their places to those of clients with fewer.",
+             "unread": "Requests that ended as their client did not read."}
+    return samples({f"requests_{name}_total": ("counter", line, [
+        (model, getattr(counts, name)) for model, counts in models.items()]) for name, line in lines.items()}
+    ) if models else ""
 
 
 def _server(responses: Mapping[int, int], lost_lines: int) -> Iterator[_Family]:

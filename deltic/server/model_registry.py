@@ -12,9 +12,9 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,20 +24,23 @@ from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM
-from deltic.errors import BusyError, ConfigError, DelticError, UnavailableError, show
+from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.server.body import Body, Intake, Prepared
 from deltic.server.bridge import Health
+from deltic.server.content import documents_in
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import Problem, ProblemError
+from deltic.server.pictures import PictureDecoder
 from deltic.server.records import Records, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
-from deltic.vision.fetch import Unfetched, fetch_all
+from deltic.vision.reader import Shown, Unread
 
 log = logging.getLogger("deltic")
 
 _FORGIVEN = 30.0
 """Seconds after which a model that could not be loaded is tried again."""
-_FETCH_AT_ONCE = 8
-"""Requests whose pictures are fetched and held in memory at the same time."""
+_READ_AT_ONCE = 2
+"""Requests whose documents are read at the same time, of one client one."""
 _LOOKS = 4
 """So many times in the time that a model may be idle it is looked at."""
 
@@ -121,8 +124,9 @@ class ModelRegistry:
         self.models, self._serve, self._intake, self._records = models, serve, intake, records
         self._entries = {source.name: _Entry(source) for source in models.sources}
         self._thread = ThreadPoolExecutor(1, "deltic-models")
-        self._fetchers = ThreadPoolExecutor(_FETCH_AT_ONCE, "deltic-fetch")
-        self._fetching = asyncio.Semaphore(_FETCH_AT_ONCE)
+        self.pictures = PictureDecoder(models.limits)
+        # its threads wait for the processes that read documents
+        self._readers = FairExecutor(_READ_AT_ONCE, "deltic-documents", processor=time.monotonic)
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._draining = self._kept = False
@@ -159,37 +163,52 @@ class ModelRegistry:
         """The body, the model that it asks for, and what `prepare` makes of both, in a thread. BusyError at once if no
         answer may wait any more; otherwise as `Intake.read`. The model is there until the request is over.
 
-        answers: whether there will be some; who counts tokens takes nobody's place, and waits for none.
+        answers: whether there will be some; who counts tokens takes nobody's place, waits for none, and may have
+        prompts of any length.
         """
         record = record_of(request)
         if answers:
             self._records.take(record, 1)
             if len(self._entries) == 1:
                 for served in self.loaded:
-                    served.bridge.check_room()
-        return await self._intake.read(request, schema, partial(self._chosen, record), prepare, self._fetched)
+                    served.bridge.check_room(record.client_id)
+        return await self._intake.read(request, schema, partial(self._chosen, record, answers), prepare,
+                                       partial(self._seeing, record))
 
     async def served(self, request: Request, model: str | None) -> ServedModel:
         """The model of this name, for a request without a body. It is there until the request is over."""
-        return await self._chosen(record_of(request), SimpleNamespace(model=model))
+        return await self._chosen(record_of(request), False, SimpleNamespace(model=model))
 
-    @asynccontextmanager
-    async def _fetched(self, served: ServedModel, missing: Unfetched) -> AsyncIterator[ServedModel]:
-        """The model with what is behind the URLs of a request, as long as that is being read. Requests with URLs wait
-        for each other at most."""
-        async with self._fetching:
-            fetch = partial(fetch_all, missing.urls)
-            yield replace(served, pictures=await asyncio.get_running_loop().run_in_executor(self._fetchers, fetch))
+    async def _seeing(self, record: RequestRecord, served: ServedModel, missing: Unread) -> ServedModel:
+        """The model with the pictures of a request."""
+        try:
+            found: Shown | RequestError = await self.pictures.read(record.client_id, missing.reading)
+        except RequestError as error:
+            found = error  # raised where it can be named as the client's wire names it
+        return replace(served, pictures=found)
 
-    async def _chosen(self, record: RequestRecord, body: object) -> ServedModel:
+    async def _chosen(self, record: RequestRecord, answers: bool, body: object) -> ServedModel:
         entry = self._named(getattr(body, "model", None))
         record.model, record.stream = entry.source.name, bool(getattr(body, "stream", False))
         entry.users += 1
         record.release = partial(self._release, entry)
         served = entry.served or await self._load(entry)
         if record.answers and len(self._entries) > 1:
-            served.bridge.check_room()
-        return replace(served, owner=record.owner)
+            served.bridge.check_room(record.client_id)
+        known = partial(served.documents.known, record.owner)
+        served = replace(served, owner=record.owner, bounded=answers, text_of=known)
+        return await self._with_documents(record, served, body) if getattr(body, "may_have_files", False) else served
+
+    async def _with_documents(self, record: RequestRecord, served: ServedModel, body: object) -> ServedModel:
+        """The model with the texts of the documents of a request. They are read in threads of their own, in turns by
+        client: a request with documents waits for others with documents at most."""
+        contents = [getattr(body, name, None) for name in ("messages", "input")]
+        found = await record.work(lambda: list(documents_in(contents)))
+        if not found:
+            return served
+        read = partial(served.documents.read, record.owner, found, served.limits)
+        texts = await self._readers.run(record.client_id, read)
+        return replace(served, text_of=lambda name: texts.get(name) or served.text_of(name))
 
     def start(self) -> None:
         """Take requests."""
@@ -224,13 +243,16 @@ class ModelRegistry:
             elif entry.served:
                 self._unload(entry)
         await asyncio.gather(*self._closing)
+        await asyncio.to_thread(self.pictures.close)
+        self._readers.shutdown(False)
         self._thread.shutdown()
 
     def _named(self, model: str | None) -> _Entry:
         entries = [*self._entries.values()]
-        for entry in entries:
-            if model == entry.source.name or model in entry.source.aliases:
-                return entry
+        for name in (model, (model or "").removesuffix(":latest")):  # as Ollama's clients write it
+            for entry in entries:
+                if name == entry.source.name or name in entry.source.aliases:
+                    return entry
         if model in (None, "default"):
             return entries[0]
         names = ", ".join(map(repr, self._entries))

@@ -14,6 +14,7 @@ from deltic import __version__
 from deltic.errors import RequestError
 from deltic.server.anthropic import shapes as anthropic
 from deltic.server.body import Fields
+from deltic.server.codex import catalogue
 from deltic.server.embeddings.service import Services
 from deltic.server.http import Check, Endpoint, answering, json_response, written
 from deltic.server.model_registry import ModelEntry, ModelRegistry
@@ -78,7 +79,10 @@ class _Endpoints:
         if _is_anthropic(request):
             return json_response({"data": found, "has_more": False, "first_id": found[0]["id"],
                                   "last_id": found[-1]["id"]})
-        return json_response({"object": "list", "data": [*found, *(each.fields() for each in self.encoders)]})
+        listed = {"object": "list", "data": [*found, *(each.fields() for each in self.encoders)]}
+        if "client_version" in request.query_params:
+            listed["models"] = catalogue(self.registry.entries())
+        return json_response(listed)
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
@@ -88,12 +92,12 @@ class _Endpoints:
     async def tokenize(self, request: Request) -> Response:
         served, body, ids = await self.registry.read(request, TokenizeRequest, _tokens, answers=False)
         shown = (served.token_bytes(id).decode("utf-8", "replace") for id in ids)
-        return await written({"count": len(ids), "max_model_len": served.llm.engine.max_context,
+        return await written(request, {"count": len(ids), "max_model_len": served.llm.engine.max_context,
                               "tokens": iter(ids), "token_strs": shown if body.return_token_strs else None}, len(ids))
 
     async def detokenize(self, request: Request) -> Response:
         _, _, text = await self.registry.read(request, DetokenizeRequest, _text, answers=False)
-        return await written({"prompt": text}, len(text))
+        return await written(request, {"prompt": text}, len(text))
 
     async def tokenizer_info(self, request: Request) -> Response:
         served = await self.registry.served(request, request.query_params.get("model"))

@@ -13,9 +13,16 @@ from starlette.routing import BaseRoute, Route
 from deltic import __version__
 from deltic.server.anthropic.schema import CountRequest, MessagesRequest
 from deltic.server.body import Fields
-from deltic.server.embeddings.schema import EmbeddingsRequest, RerankRequest, ScoreRequest
+from deltic.server.embeddings.schema import EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest
 from deltic.server.http import Check, answering, dump
 from deltic.server.models import DetokenizeRequest, TokenizeRequest
+from deltic.server.ollama.schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+)
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.server.openai.shapes import error_response
 from deltic.server.responses.schema import ResponsesRequest
@@ -26,8 +33,11 @@ BODIES: Final[Mapping[str, type[Fields]]] = {
     "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": ResponsesRequest, "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-    "/v1/embeddings": EmbeddingsRequest, **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
-    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest)}
+    "/v1/embeddings": EmbeddingsRequest, "/embed": EmbedRequest,
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
+    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest), "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest, "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingsRequest, "/api/show": OllamaModelRequest, "/api/pull": OllamaModelRequest}
 """What a POST to a path has as its body."""
 _OPEN: Final = frozenset(("/", "/health", "/ready"))
 """Paths for which no key is asked."""
@@ -45,11 +55,15 @@ _TURNS: Final[Json] = {"type": "array", "minItems": 1, "items": {
     "type": "object", "required": ["role", "content"],
     "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT}}}
 _SHAPES: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
-    ChatRequest: {"messages": _MESSAGES | {"minItems": 1}}, TokenizeRequest: {"messages": _MESSAGES},
+    ChatRequest: {"messages": _MESSAGES | {"minItems": 1}}, OllamaChatRequest: {"messages": _MESSAGES},
+    OllamaEmbedRequest: {"input": {"type": ["string", "array"], "items": {"type": "string"}}},
+    TokenizeRequest: {"messages": _MESSAGES},
     CompletionRequest: {"prompt": {"type": ["string", "array"], "items": {"type": ["string", "integer"]}}},
     MessagesRequest: {"messages": _TURNS}, CountRequest: {"messages": _TURNS},
     EmbeddingsRequest: {"input": {"type": ["string", "array"]}},
-    RerankRequest: {"documents": {"type": "array", "items": {"type": ["string", "object"]}}},
+    EmbedRequest: {"inputs": {"type": ["string", "array"]}},
+    RerankRequest: {name: {"type": "array", "items": {"type": ["string", "object"]}} for name in (
+        "documents", "texts")},
     ScoreRequest: {name: {"type": ["string", "array"], "items": {"type": "string"}} for name in ("text_1", "text_2")},
     ResponsesRequest: {"input": {"type": ["string", "array"], "items": {"type": "object"}}}}
 """What fields look like that endpoints read themselves."""

@@ -7,7 +7,7 @@ not refused, but named, and what has no value is not even that. A name that seem
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ _REFUSED: Mapping[str, str] = {
 _MISSPELT, _LONGEST_NAME, _MOST_NAMES = 0.88, 64, 1000
 """How near to a name that is known (difflib) another one is that must be meant as it, characters of such a one, and
 names of a request that are looked at."""
+_MISSPELT_TYPE = 0.85
+"""The same of a tool's type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Known:
 
     names: frozenset[str]
     within: Mapping[str, Known] = field(default_factory=dict)
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str | None, ...] = ()
 
     @classmethod
     def of(cls, names: str, **within: Known) -> Known:
@@ -38,30 +40,49 @@ class Known:
 
 
 _FUNCTION = Known.of("name arguments")
-_PART = Known.of("type text refusal image video video_url url source fps", image_url=Known.of("url"))
+_PART = replace(Known.of("type text refusal image video video_url url source fps", image_url=Known.of("url")),
+                kinds=(None, "text", "refusal", "image", "image_url", "video", "video_url"))
 CHAT: Mapping[str, Known] = {
     "messages": Known.of("role contents name tool_call_id reasoning_content reasoning thinking", content=_PART,
-                         tool_calls=Known.of("id type index name arguments", function=_FUNCTION),
+                         tool_calls=Known.of("id type index name arguments custom", function=_FUNCTION),
                          function_call=_FUNCTION)}
 
-_TEXT = Known.of("type text refusal image_url")
+_TEXT = replace(Known.of("type text refusal image_url"), kinds=(None, "input_text", "output_text", "input_image"))
 RESPONSES: Mapping[str, Known] = {
-    "input": Known.of("type id role status name namespace arguments call_id input summary encrypted_content",
-                      content=_TEXT, output=_TEXT),
+    "input": replace(Known.of("type id role status name namespace arguments call_id input summary encrypted_content",
+                              content=_TEXT, output=_TEXT), kinds=(
+        None, "message", "reasoning", "item_reference", "function_call", "function_call_output", "custom_tool_call",
+        "custom_tool_call_output")),
     "reasoning": Known.of("effort summary generate_summary"), "text": Known.of("format verbosity"),
     "stream_options": Known.of("include_obfuscation"),
     "tools": replace(Known.of("type name description parameters strict"), kinds=("function", "custom"))}
 
 _PIECE = Known.of("type text cache_control")
-_SOURCE = Known.of("type media_type data url", content=_PIECE)
-_RESULT = Known.of("type text title context cache_control", source=_SOURCE, content=_PIECE)
+_SOURCE = Known.of("type media_type data url file_id", content=_PIECE)
+_RESULT = replace(Known.of("type text title context cache_control", source=_SOURCE, content=_PIECE),
+                  kinds=(None, "text", "image", "document", "search_result"))
 _BLOCK = Known.of("type text id name input tool_use_id is_error thinking signature data title context cache_control",
                   source=_SOURCE, content=_RESULT)
+_BLOCK = replace(_BLOCK, kinds=(None, "text", "image", "document", "search_result", "tool_use", "tool_result",
+                                "thinking", "redacted_thinking"))
 ANTHROPIC: Mapping[str, Known] = {
     "messages": Known.of("role", content=_BLOCK), "system": _BLOCK,
     "tools": Known.of("type name description input_schema strict cache_control"),
     "tool_choice": Known.of("type name disable_parallel_tool_use"),
     "thinking": Known.of("type budget_tokens display"), "output_config": Known.of("effort format")}
+
+
+def usable_tools(tools: Sequence[Any], kinds: Sequence[str | None], ignored: list[str]) -> list[tuple[int, Any]]:
+    """The tools of these types, or of none that can be read, with their places. Others are left out and noted, if that
+    leaves any: they are another server's own. All are given where it does not, or where one of them is misspelt."""
+    unknown = {index: tool["type"] for index, tool in enumerate(tools)
+               if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] not in kinds}
+    if len(unknown) == len(tools) or any(
+            difflib.get_close_matches(kind[:_LONGEST_NAME], filter(None, kinds), 1, _MISSPELT_TYPE)
+            for kind in {*unknown.values()}):
+        return [*enumerate(tools)]
+    ignored.extend(f"tools.{kind}" for kind in unknown.values())
+    return [(index, tool) for index, tool in enumerate(tools) if index not in unknown]
 
 
 def check_within(body: Fields, table: Mapping[str, Known], also: Callable[[str], bool] = lambda name: False) -> None:

@@ -9,13 +9,15 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from ipaddress import IPv6Address, ip_address, ip_network
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltic.config import Limits
 from deltic.errors import QuotaError, RequestError
+from deltic.server.executors import Executors
 from deltic.server.sending import Outbox
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ _IDS = re.compile(r"[!-~]{1,128}")
 _LONGEST_PATH = 200
 _GONE = 499  # the status where a client left before it was answered
 
+Result = TypeVar("Result")
+
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
@@ -36,6 +40,7 @@ class RequestRecord:
 
     id: the client's own, or else ours.
     client: its address.
+    executors: the server's threads.
     key: name of the API key in the log.
     owner: identity of the key's owner for stored responses, answer records and quotas.
     prefix_owner: the same for cached prefixes; None if owners share them.
@@ -55,6 +60,7 @@ class RequestRecord:
     client: str
     method: str
     path: str
+    executors: Executors
     arrived: float = field(default_factory=time.time)
     began: float = field(default_factory=time.perf_counter)
     key: str | None = None
@@ -71,6 +77,15 @@ class RequestRecord:
     cancelled: bool = False
     release: Callable[[], None] | None = None
     spell: Callable[[Sequence[int]], str] | None = None
+
+    @property
+    def client_id(self) -> str:
+        """The client whose share of places and processor time it takes: the owner of its key, else its network."""
+        return self.owner or network_of(self.client)
+
+    async def work(self, work: Callable[[], Result], size: int = 0) -> Result:
+        """The result of some work for it, done in a thread in its client's turn. size: bytes that the work is about."""
+        return await self.executors.sized(size).run(self.client_id, work)
 
     def age(self) -> float:
         """Seconds since it came."""
@@ -93,6 +108,7 @@ class Records:
     def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
                  texts: bool = False) -> None:
         self.texts, self._limits, self._log = texts, limits, log
+        self.executors = Executors()
         self.responses: Counter[int] = Counter()
         self.outbox = Outbox(limits.max_unsent_mib)
         self._live: dict[RequestRecord, None] = {}
@@ -105,7 +121,8 @@ class Records:
         headers, sender = dict(reversed(scope["headers"])), scope.get("client")
         given = headers.get(ID_HEADERS[0].encode(), b"").decode("latin-1")
         record = RequestRecord(given if _IDS.fullmatch(given) else "req_" + uuid.uuid4().hex,
-                               sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH])
+                               sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH],
+                               self.executors)
         scope.setdefault("state", {})["record"] = record
         self._live[record] = None
         return record
@@ -177,6 +194,15 @@ def _without_slashes(scope: Scope) -> Scope:
 def salt_of(owner: str | None, salt: str) -> str:
     """Combines an owner and a `SaltedFields.salt` into one salt; "" if there is neither."""
     return "" if owner is None and not salt else f"{salt} {'' if owner is None else 'of ' + owner}"
+
+
+def network_of(host: str) -> str:
+    """The part of an address that tells clients apart: a /64 network of IPv6 has one owner."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else host
 
 
 def record_of(request: Request) -> RequestRecord:

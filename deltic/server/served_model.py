@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
+from types import MappingProxyType
 
 from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM
 from deltic.errors import RequestError
+from deltic.server.body import renamed, sent_name
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
+from deltic.server.documents import DocumentTexts, TextOf
+from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import while_connected
-from deltic.server.records import Records, record_of, salt_of
+from deltic.server.records import Records, RequestRecord, record_of, salt_of
 from deltic.text.answers import Piece
-from deltic.text.chat_processor import Job, bare_job, prompt_bound
+from deltic.text.chat_processor import ChatProcessor, Job, bare_job, counting_bound, prompt_bound
 from deltic.text.output_format import OutputFormat
-from deltic.text.tokenizer import Tokenizer
+from deltic.text.tokenizer import Bound, Tokenizer
 from deltic.types import SamplingParams
+from deltic.vision.reader import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +33,24 @@ class ServedModel:
     """One model behind HTTP.
 
     name: what clients see and ask for.
-    memory: one thread, in which answers are remembered in their order.
+    memory: one thread, in which each client's answers are remembered in their order.
     records: all requests of the server, also for other models.
-    pictures: what was fetched for a request, by URL, or why it could not be.
+    pictures: what the parts of a request show, by their fields, or why that cannot be had.
+    documents: texts of those that requests had lately.
+    text_of: gives those of a request.
+    bounded: whether prompts have to fit the context; those that are only counted, or cut, do not.
     owner: of the request's API key.
     """
 
     llm: LLM
     bridge: Bridge
     name: str
-    memory: Executor
+    memory: FairExecutor
     records: Records
-    pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
+    pictures: Shown | RequestError = field(default_factory=dict)
+    documents: DocumentTexts = field(default_factory=DocumentTexts)
+    text_of: TextOf = lambda _: None
+    bounded: bool = True
     owner: str | None = None
 
     @property
@@ -49,21 +58,37 @@ class ServedModel:
         """What one client may ask for."""
         return self.llm.runtime.options.limits
 
+    @property
+    def processor(self) -> ChatProcessor:
+        """What makes jobs of messages and texts."""
+        processor = self.llm.chat_processor
+        return processor if self.bounded else processor.within(self._bound)
+
+    @property
+    def _bound(self) -> Bound:
+        """Of prompts."""
+        return (prompt_bound if self.bounded else counting_bound)(self.llm.engine.max_context, self.limits)
+
     async def stop(self) -> None:
         """End what runs, and wait until all answers are remembered."""
         await self.bridge.stop()
         await asyncio.to_thread(self.memory.shutdown)
 
-    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool) -> Run:
+    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool,
+                    names: Mapping[str, str] = MappingProxyType({})) -> Run:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
-        whole: the answers are wanted whole."""
+        whole: the answers are wanted whole. names: what the client calls the fields of its request, see `renamed`."""
         record = record_of(request)
         self.records.take(record, sum(job.request.choices for job in jobs))
-        client = record.owner or _client_of(request)
-        jobs = [replace(job, request=replace(job.request, client=client, cache_salt=salt_of(
+        jobs = [replace(job, request=replace(job.request, client=record.client_id, cache_salt=salt_of(
             record.prefix_owner, job.request.cache_salt))) for job in jobs]
         try:
+            with renamed(names):
+                await while_connected(request.receive, self._compile(record, jobs))
+            ignored = (sent_name(name, names) for job in jobs for name in job.ignored)
+            record.ignored = tuple(dict.fromkeys((*record.ignored, *ignored)))
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            run.names = names
             if self.records.texts:
                 run.keep_tokens()
                 record.spell = self.text
@@ -74,6 +99,11 @@ class ServedModel:
             if error.field == "prompt":
                 raise RequestError(str(error), prompt_field) from error
             raise
+
+    async def _compile(self, record: RequestRecord, jobs: Sequence[Job]) -> None:
+        """Have the jobs' grammars compiled, in the client's turn."""
+        if any(job.grammar for job in jobs):
+            await record.executors.grammars.run(record.client_id, lambda: [job.compiled() for job in jobs])
 
     async def wholes(self, request: Request, run: Run) -> list[Piece]:
         """All choices of a run, when they are done, unless the client goes away meanwhile."""
@@ -86,8 +116,8 @@ class ServedModel:
                  output_format: OutputFormat | None = None, add_special: bool | None = None) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str) or output_format:
-            return self.llm.chat_processor.complete(prompt, sampling, output_format, add_special is not False)
-        return bare_job(prompt, sampling, prompt_bound(self.llm.engine.max_context, self.limits))
+            return self.processor.complete(prompt, sampling, output_format, add_special is not False)
+        return bare_job(prompt, sampling, self._bound)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -107,16 +137,6 @@ class ServedModel:
     @property
     def _has_words(self) -> bool:
         return self.llm.runtime.path is not None
-
-
-def _client_of(request: Request) -> str:
-    """What of the address of a request's sender tells clients apart: a network of IPv6 has one owner."""
-    host = request.client.host if request.client else ""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else host
 
 
 def public_name(llm: LLM) -> str:

@@ -5,39 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, MappingView, Sequence
 from functools import reduce
 from itertools import chain
-from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_CHARACTERS = 1 << 26
 MAX_RANGE = 1_000_000
 ENTRY = 8  # characters that an entry of a list counts for
 _MOST_NESTED = 1 << 24  # characters of a list or mapping that is written out
-_LARGE, _TICKS = 1 << 16, 64  # the clock is asked after so many characters or steps
 
 
 class Budget:
-    """What one rendering may spend: seconds, characters made on the way, and steps over `range`.
-
-    OverflowError and TimeoutError say what is spent.
+    """What one rendering may spend: characters made on the way, and steps over `range`. OverflowError says what is
+    spent. So no step is long in itself, and a `Watchdog` can bound the time of all of them.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._deadline = seconds, monotonic() + seconds
-        self._ticks, self._characters, self._range = _TICKS, MAX_CHARACTERS, MAX_RANGE
+    def __init__(self) -> None:
+        self._characters, self._range = MAX_CHARACTERS, MAX_RANGE
         self._weights: dict[int, tuple[int, object]] = {}  # by identity; the object is kept, so that it stays its own
 
     def tick(self, characters: int = 0) -> None:
         """One step more, which shows so much of the template's own text."""
         self._characters -= characters
-        self._ticks -= 1
-        if self._ticks < 0 or self._characters < 0:
-            self._check()
+        if self._characters < 0:
+            self._refuse()
 
     def charge(self, characters: int) -> None:
         """So much is made."""
         self._characters -= max(characters, 0)
-        if self._characters < 0 or characters > _LARGE:
-            self._check()
+        if self._characters < 0:
+            self._refuse()
 
     def range(self, *args: int) -> range:
         """As Python's."""
@@ -48,12 +43,10 @@ class Budget:
         return numbers
 
     def shown(self, text: str) -> str:
-        """A text that is made: one step."""
-        size = len(text)
-        self._characters -= size
-        self._ticks -= 1
-        if self._ticks < 0 or self._characters < 0 or size > _LARGE:
-            self._check()
+        """A text that is made."""
+        self._characters -= len(text)
+        if self._characters < 0:
+            self._refuse()
         return text
 
     def joined(self, join: Callable[[Sequence[Any]], str], items: tuple[Any, ...]) -> str:
@@ -124,12 +117,8 @@ class Budget:
         self._weights[id(value)] = weight, value
         return value
 
-    def _check(self) -> None:
-        self._ticks = _TICKS
-        if self._characters < 0:
-            raise OverflowError(f"more than {MAX_CHARACTERS} characters")
-        if monotonic() > self._deadline:
-            raise TimeoutError(f"more than {self._seconds:g} seconds (template_seconds)")
+    def _refuse(self) -> NoReturn:
+        raise OverflowError(f"more than {MAX_CHARACTERS} characters")
 
 
 def check_size(size: int) -> None:

@@ -21,10 +21,9 @@ from deltic.text.billing import without_billing_headers
 from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
 from deltic.text.deltas import Answer
-from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
+from deltic.text.grammar import GrammarConstraint, Grammars, PendingGrammar
 from deltic.text.history import MODES, History, Turn
 from deltic.text.markers import THINK, closes_thinking
-from deltic.text.messages import parts_shown
 from deltic.text.notes import NoteStore
 from deltic.text.output_format import OutputFormat
 from deltic.text.stream import AnswerText, AnswerTexts, Router, TokenRouter, chat_router, text_router
@@ -33,9 +32,10 @@ from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import PARSERS, CallForm, call_form
 from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
-from deltic.vision.fetch import Fetcher, Unfetched
+from deltic.vision.fetch import Fetcher
+from deltic.vision.patches import Film, Pixels
 from deltic.vision.prompts import with_pictures
-from deltic.vision.reader import PictureReader, urls_of
+from deltic.vision.reader import Reading, Shown, Unread
 
 log = logging.getLogger("deltic")
 
@@ -60,13 +60,25 @@ class Job:
     """A request, and the texts of its choices.
 
     remember: to be called once for each choice that finishes, so that following prompts can build on it.
-    ignored: what of the request the answer is not kept to.
+    grammar: that the answer keeps to. It has to be compiled before the engine gets the request.
     """
 
     request: Request
     texts: AnswerTexts
     remember: Remember | None = None
-    ignored: tuple[str, ...] = ()
+    grammar: PendingGrammar | None = None
+
+    def compiled(self) -> Job:
+        """The job, ready for the engine. RequestError if its grammar cannot be compiled."""
+        if self.grammar:
+            self.grammar.compile()
+        return self
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Parts of the request's schemas that the answer is not kept to, once its grammar is compiled."""
+        grammar = self.grammar and self.grammar.grammar
+        return tuple(f"{grammar.field}.{name}" for name in grammar.ignored) if grammar else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +128,7 @@ class ChatProcessor:
         self._seconds = limits.template_seconds
         self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
                           else None)
-        self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
+        self._bound, self._vision, self._limits = prompt_bound(longest, limits), vision, limits
         self._fetches = image_urls
         self._history, self._owner = History(tokenizer, notes, replace(self._bound, field="messages")), ""
         self._warned = Event()
@@ -136,7 +148,7 @@ class ChatProcessor:
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
              thinking_budget: int | None = None,
-             pictures: Mapping[str, bytes | RequestError] | None = None) -> Job:
+             pictures: Shown | RequestError | None = None) -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model, whose calls become tool deltas. answer: which of them it may call, or must, and
@@ -147,18 +159,20 @@ class ChatProcessor:
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think.
-        pictures: what is behind http(s) URLs, by URL, or why it cannot be had; then nothing is fetched here, and
-        Unfetched raised where one is missing.
+        pictures: what parts show, by their fields, or why that cannot be had; then nothing is fetched or decoded here,
+        and Unread raised where one is missing.
         RequestError names what is wrong.
         """
         mode = self._mode(history, variables or {})
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(self._with_thinking(variables))
-        reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens,
-                                self._fetch(messages, pictures)) if self._vision else None)
+        reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens,
+                          self._fetches) if self._vision else None
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
-                                         see=reader, parse_special=self._config.parse_special)
+                                         see=reading.see if reading else None,
+                                         parse_special=self._config.parse_special)
+        seen = self._seen(reading, pictures) if reading and reading.parts else []
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         grammar = self._grammar(conversation, answer, form)
@@ -169,14 +183,14 @@ class ChatProcessor:
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         job = _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
-        if reader and self._vision and reader.found:
-            prompt, places = with_pictures(turn.ids, reader.found, self._vision.tower, turn.boundaries)
+        if seen and self._vision:
+            prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.boundaries)
             self._bound.check(len(prompt))
             job = replace(job, request=replace(job.request, prompt=prompt, boundaries=places))
         if grammar is None:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
-        return _constrained(job, grammar, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+        return _constrained(job, grammar, closing.rest_ids, thinks)
 
     def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
         """The request's mode, or this processor's. `preserve_thinking: false` in a request selects template."""
@@ -184,21 +198,39 @@ class ChatProcessor:
             return "template"
         return self._config.history if history is None else history
 
-    def _fetch(self, messages: Any, pictures: Mapping[str, bytes | RequestError] | None
-               ) -> Callable[[str, str], bytes] | None:
-        """What gets what is behind a URL."""
-        if not self._fetches or pictures is None:
-            return Fetcher() if self._fetches else None
+    def _seen(self, reading: Reading, pictures: Shown | RequestError | None) -> list[Pixels | Film]:
+        """What a conversation shows, in order."""
+        if isinstance(pictures, RequestError):
+            raise pictures
+        if pictures is None:
+            pictures = reading.read(Fetcher() if self._fetches else None)
+        if any(part.field not in pictures for part in reading.parts):
+            raise Unread(reading)
+        return reading.show(pictures)
 
-        def given(url: str, field: str) -> bytes:
-            found = pictures.get(url)
-            if found is None:
-                raise Unfetched(urls_of(parts_shown(messages)))
-            if isinstance(found, RequestError):
-                raise found
-            return found
+    def within(self, bound: Bound) -> ChatProcessor:
+        """The same for prompts of another length, such as those that are only counted."""
+        found = copy(self)
+        found._bound, found._history = bound, self._history.within(replace(bound, field="messages"))
+        return found
 
-        return given
+    @property
+    def sees(self) -> bool:
+        """Whether messages may have pictures."""
+        return self._vision is not None
+
+    @property
+    def fetches(self) -> bool:
+        """Whether these may be behind http(s) URLs."""
+        return self._fetches
+
+    @property
+    def source(self) -> str:
+        """The chat template; empty where there is none."""
+        try:
+            return self._template(None).source
+        except TemplateError:
+            return ""
 
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""
@@ -231,10 +263,9 @@ class ChatProcessor:
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
         if output_format is None:
             return job
-        grammar = self.grammars.of(output_format)
-        return _constrained(job, grammar, partial(GrammarConstraint, grammar))
+        return _constrained(job, self.grammars.of(output_format))
 
-    def _grammar(self, conversation: Conversation, answer: AnswerForm, form: CallForm) -> Grammar | None:
+    def _grammar(self, conversation: Conversation, answer: AnswerForm, form: CallForm) -> PendingGrammar | None:
         """What the answer has to keep to, if anything."""
         choice, wanted = answer.calls, answer.output
         functions = choice.functions(conversation.tools or ())
@@ -302,13 +333,15 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _constrained(job: Job, grammar: Grammar, constraint: Callable[[AnswerText], Constraint]) -> Job:
+def _constrained(job: Job, grammar: PendingGrammar, gap: Sequence[int] = (), opens: bool = False) -> Job:
     """The job with answers that are kept within a grammar, each with its text."""
+    def constraint(text: AnswerText) -> Constraint:
+        return GrammarConstraint(grammar.grammar, text, gap, opens)
+
     constraints = map(constraint, map(job.texts.of, count()))
     matcher = job.request.matcher or job.texts.followers()
-    ignored = tuple(f"{grammar.field}.{name}" for name in grammar.ignored)
     request = replace(job.request, matcher=matcher, constraint=partial(next, constraints))
-    return replace(job, request=request, ignored=ignored)
+    return replace(job, request=request, grammar=grammar)
 
 
 def prompt_bound(longest: int | None, limits: Limits) -> Bound:
@@ -319,6 +352,11 @@ def prompt_bound(longest: int | None, limits: Limits) -> Bound:
     if longest is None:
         return UNBOUNDED
     return Bound(longest - 1, context_bound(longest))
+
+
+def counting_bound(longest: int, limits: Limits) -> Bound:
+    """Of prompts that are only counted, or cut before they are read."""
+    return Bound(max(longest, limits.max_counted_tokens), "and no more are counted (max_counted_tokens): send less")
 
 
 def _check(mode: object, budget: object, error: type[ConfigError] | type[RequestError]) -> None:

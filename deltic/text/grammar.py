@@ -11,15 +11,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as TookTooLong
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from deltic.errors import BusyError, RequestError
+from deltic.errors import RequestError
 from deltic.text.json_schema import Bounds, fitted, keywords_of, loosened
 from deltic.text.markers import THINK, THINK_END
 from deltic.text.output_format import Choice, GrammarText, JsonSchema, OutputFormat, Regex
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 64
 _MOST_TEXT = 1 << 20
-_COMPILING = 2  # threads: one that is busy with a hostile grammar shall not keep others waiting
 _TOKEN_SECONDS = 0.01
 """Of a processor, that a token may take: honest grammars need half a millisecond on average, the worst of their
 tokens some six."""
@@ -155,16 +153,34 @@ class _Tokens:
         return self._encode(text if isinstance(text, str) else text.decode(), parse_special=False)
 
 
+@dataclass(slots=True, eq=False)
+class PendingGrammar:
+    """A grammar that a request needs, before it is compiled. That takes its time: a server has it done in a thread, in
+    the client's turn, before the engine gets the request."""
+
+    _compile: Callable[[], Grammar]
+    _compiled: Grammar | None = None
+
+    def compile(self) -> None:
+        """RequestError if it cannot be compiled, or not within the limit."""
+        self._compiled = self._compile()
+
+    @property
+    def grammar(self) -> Grammar:
+        if self._compiled is None:
+            raise RuntimeError("the grammar of this request has not been compiled")
+        return self._compiled
+
+
 class Grammars:
-    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: that one may take. bounds: for JSON
-    whose schema has none, if there are such."""
+    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: of a processor that one may take; what
+    waits for other work does not count. bounds: for JSON whose schema has none, if there are such."""
 
     def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0) -> None:
         self._tokenizer, self._seconds = tokenizer, seconds
         self.bounds: Bounds | None = None
         self._known: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -175,15 +191,14 @@ class Grammars:
         with self._lock:
             _ = self.vocabulary.compiled
 
-    def of(self, wanted: OutputFormat) -> Grammar:
+    def of(self, wanted: OutputFormat) -> PendingGrammar:
         """That of a format; RequestError names its field."""
         return self.grammar(lambda _, schemas: [part_of(wanted, schemas)], wanted.field)
 
-    def grammar(self, source: Source, field: str) -> Grammar:
-        """The grammar with this source; RequestError with this field if there is none. It is made in a thread, which
-        may take so long; what it has begun is bounded as well."""
+    def grammar(self, source: Source, field: str) -> PendingGrammar:
+        """The grammar with this source, to be compiled. RequestError with this field if there can be none."""
         try:
-            self.warm()
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise RequestError(f"{field} needs the package llguidance, which cannot be loaded ({error}): pip install "
                                "llguidance", field) from error
@@ -191,15 +206,16 @@ class Grammars:
         text = json.dumps({"grammars": source(self.vocabulary, schemas)})
         if len(text) > _MOST_TEXT:
             raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
-        key = blake2b(text.encode(), digest_size=16).digest()
+        return PendingGrammar(partial(self._of_field, text, partial(self._compile, source, schemas, text), field))
+
+    def _of_field(self, text: str, compile: Callable[[], Grammar], field: str) -> Grammar:
+        """The compiled grammar; errors name the field."""
+        self.warm()
         try:
-            return replace(self._future(key, partial(self._compile, source, schemas, text)).result(self._seconds),
-                           field=field)
-        except TookTooLong:
-            raise RequestError(f"{field} takes longer than {self._seconds:g} seconds to compile (schema_seconds): "
-                               "simplify it", field) from None
-        except CancelledError:
-            raise BusyError("too many forms of answers are being compiled; try again later") from None
+            return replace(self._compiled(text, compile), field=field)
+        except _SlowGrammar as error:
+            raise RequestError(f"{field} takes {error.seconds:.3g} seconds of a processor to compile, and may take "
+                               f"{self._seconds:g} (schema_seconds): simplify it", field) from None
         except _BadGrammar as error:
             field = error.field or field
             raise RequestError(f"{field} cannot be enforced: {error}", field) from None
@@ -220,15 +236,32 @@ class Grammars:
         wrong = ((said, field) for field, part in schemas.used if (said := objection(part)))
         raise _BadGrammar(*next(wrong, (refusal, "")))
 
-    def _future(self, key: bytes, compile: Callable[[], Grammar]) -> Future[Grammar]:
+    def _compiled(self, text: str, compile: Callable[[], Grammar]) -> Grammar:
+        """Compiles a grammar, or waits for a thread that does; what is refused is remembered as well."""
+        key = blake2b(text.encode(), digest_size=16).digest()
         with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_COMPILING, "deltic-grammars")
-            known = self._known.pop(key, None) or self._threads.submit(compile)
-            self._known[key] = known
+            known = self._known.pop(key, None)
+            future = self._known[key] = known or Future()
             while len(self._known) > _MOST_KEPT:
-                self._known.popitem(last=False)[1].cancel()
-            return known
+                self._known.popitem(last=False)
+        if known is None:
+            began = time.thread_time()
+            try:
+                grammar = compile()
+                if (seconds := time.thread_time() - began) > self._seconds:
+                    raise _SlowGrammar(seconds)
+                future.set_result(grammar)
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+
+class _SlowGrammar(Exception):
+    """seconds: of a processor that it has taken."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 class _BadGrammar(ValueError):
@@ -314,6 +347,7 @@ class GrammarConstraint:
         self._field = grammar.field
         self._thinking, self._gap, self._rest = text.region == "reasoning", tuple(gap), tuple[int, ...]()
         self._opens = self._vocabulary.think if opens and not self._thinking else None
+        self._taken: list[int] = []  # tokens that the matcher has not been told yet
         self._owed = 0.0  # seconds of a processor, beyond what its tokens may take
 
     def fitting(self, drafts: Sequence[int], /) -> int:
@@ -325,6 +359,7 @@ class GrammarConstraint:
                 return 0  # spelled in letters, it may be in any of the drafts
             return _before(drafts, {*self._vocabulary.not_thinking, self._vocabulary.think_end})
         with self._timed():
+            self._follow()
             return _before(drafts[:self._matcher.validate_tokens([*drafts])], self._vocabulary.ends)
 
     def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
@@ -335,6 +370,7 @@ class GrammarConstraint:
             return [with_token(b"", self._rest[0])]
         masks: list[bytes | None] = []
         with self._timed():
+            self._follow()
             # drafts are tried on a copy: after rollback() llguidance 1.9 may have masks of what was taken back
             tried = self._matcher.deep_copy()
             masks.append(self._mask(tried))
@@ -356,8 +392,14 @@ class GrammarConstraint:
         elif self._rest:
             self._rest = self._rest[1:] if token == self._rest[0] else ()
         elif token not in self._vocabulary.ends:
-            with self._timed():
-                self._matcher.consume_token(token)
+            self._taken.append(token)
+
+    def _follow(self) -> None:
+        """Tell the matcher of the tokens that have come. That takes its time, and `push` is called in the engine's
+        thread."""
+        taken, self._taken = self._taken, []
+        for token in taken:
+            self._matcher.consume_token(token)
             self._check(self._matcher)
 
     @contextmanager

@@ -25,6 +25,7 @@ import unicodedata
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -97,6 +98,12 @@ class History:
         self._preserved_bound = replace(bound, tokens=bound.tokens - bound.tokens // _ANSWER_SHARE)
         self._notes = Notebook(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
+
+    def within(self, bound: Bound) -> History:
+        """The same answers, for prompts of another length."""
+        found = copy(self)
+        found._bound = bound
+        return found
 
     def turn(self, conversation: Conversation, mode: str, owner: str = "") -> Turn:
         """The prompt of the conversation's next answer. mode: one of MODES. owner: of the answers that it may use, and

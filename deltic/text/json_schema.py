@@ -83,7 +83,7 @@ def _definitions(part: Any, root: Any) -> dict[str, Any] | None:
             if name not in known:
                 known[name] = resolve(inner["$ref"], root)
                 left.append(known[name])
-    return found  # type: ignore[return-value]
+    return found
 
 
 def _moved(part: dict[str, Any]) -> dict[str, Any]:

@@ -28,24 +28,12 @@ def normalise_messages(messages: Any, *, see: See | None = None) -> list[dict[st
     parts if one of them is an image or a video. Missing content is empty text. Reasoning is under
     all of its names, whichever the client used. Call arguments become mappings; text that
     is not a JSON object is repaired: what there is of one that was cut, else {"arguments": TEXT}, so that one bad call
-    of the past does not fail every later request. A role `function` and a `function_call` are a tool's.
-    Keys without a value are dropped, unknown keys kept.
+    of the past does not fail every later request. A role `function` and a `function_call` are a tool's. Keys without a
+    value are dropped, unknown keys kept.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError("messages must be a list of messages", "messages")
     return [_message(message, f"messages[{index}]", see) for index, message in enumerate(messages)]
-
-
-def parts_shown(messages: Any) -> list[tuple[Mapping[str, Any], str]]:
-    """The parts of messages that are images or videos, with the field of each."""
-    found = list[tuple[Mapping[str, Any], str]]()
-
-    def note(part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
-        found.append((part, field))
-        return {"type": kind}
-
-    normalise_messages(messages, see=note)
-    return found
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -75,7 +75,7 @@ class Router:
         self._texts = self._markers.texts
         self._calls = calls
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.stops = StopScanner(tuple(stop))
+        self.stops = StopScanner.of(stop)
         self._region: Region = start
         self._partial = ""  # perhaps the beginning of a marker
         self._spaces = ""  # whitespace that a following marker would swallow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -18,7 +18,10 @@ from deltic.config import Limits
 from deltic.errors import RequestError, TemplateError
 from deltic.text.budget import Budget
 from deltic.text.sandbox import SafeNamespace, Sandbox, guarded
+from deltic.text.watchdog import Watchdog
 
+_WATCHDOG = Watchdog()
+_COMPILE_SECONDS = 30.0
 _MAX_SPACES, _MAX_FORMAT, _MAX_ERROR = 16, 100, 1000
 
 
@@ -49,7 +52,11 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._seconds = seconds
-        self._template = _compile(source)
+        try:
+            self._template = _WATCHDOG.run(partial(_compile, source), _COMPILE_SECONDS)
+        except TimeoutError as error:
+            raise TemplateError(f"the chat template takes more than {_COMPILE_SECONDS:g} seconds to compile: give a "
+                                "file with another (`chat_template`)") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, /, **variables: Any) -> str:
@@ -57,7 +64,7 @@ class ChatTemplate:
 
         RequestError carries what the template has against these messages.
         """
-        budget = Budget(self._seconds)
+        budget = Budget()
         values: dict[str, Any] = {**self._special_tokens, "documents": None}
         values |= {name: value for name, value in variables.items() if value is not None}
         values |= {"messages": list(messages), "tools": list(tools) if tools else None,
@@ -65,7 +72,8 @@ class ChatTemplate:
         context = self._template.new_context(values)
         context.budget = budget  # type: ignore[attr-defined]
         try:
-            return "".join(map(budget.shown, self._template.root_render_func(context)))
+            return _WATCHDOG.run(lambda: "".join(map(budget.shown, self._template.root_render_func(context))),
+                                 self._seconds)
         except _Raised as error:
             raise RequestError(_with_remedy(_short(error), messages), "messages") from error
         except SecurityError as error:
@@ -73,6 +81,9 @@ class ChatTemplate:
                                 "give a file with another (`chat_template`)") from error
         except RequestError:
             raise
+        except TimeoutError as error:
+            raise RequestError("the chat template cannot render these messages: it takes more than "
+                               f"{self._seconds:g} seconds (template_seconds)", "messages") from error
         except Exception as error:  # templates can fail in any way that Python can
             raise RequestError(f"the chat template cannot render these messages: {_short(error)}",
                                "messages") from error
@@ -85,7 +96,7 @@ def _compile(source: str) -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"the chat template is not valid jinja, line {error.lineno}: "
                             f"{error.message}") from error
-    except RecursionError as error:
+    except (RecursionError, SyntaxError, MemoryError) as error:  # of jinja's compiler, and of Python's behind it
         raise TemplateError("the chat template is not valid jinja: it is nested too deeply") from error
 
 

@@ -80,29 +80,16 @@ class Fetcher:
         return found
 
 
-class Unfetched(Exception):
-    """A conversation shows pictures that nobody has fetched. urls: of all of them, with the field of each."""
-
-    def __init__(self, urls: Mapping[str, str]) -> None:
-        super().__init__("pictures behind URLs have to be fetched first")
-        self.urls = urls
-
-
-def fetch_all(urls: Mapping[str, str]) -> dict[str, bytes | RequestError]:
-    """What is behind each URL, or why it cannot be had. urls: with the field of each. Waits for what it fetches."""
+def fetch_all(urls: Mapping[str, str]) -> dict[str, bytes]:
+    """What is behind each URL; waits for it. urls: with the field of each. RequestError says why one cannot be had."""
     fetch, room = Fetcher(), MOST_BYTES_TOGETHER
-    found = dict[str, bytes | RequestError]()
+    found = dict[str, bytes]()
     for url, field in urls.items():
-        try:
-            data = fetch(url, field)
-            room -= len(data)
-            if room < 0:
-                raise RequestError(f"{field} and the pictures before it have more than {MOST_BYTES_TOGETHER >> 20} "
-                                   "MiB: scale them down", field)
-            found[url] = data
-        except RequestError as error:
-            found[url] = error
-            break  # the request is refused for this one
+        found[url] = fetch(url, field)
+        room -= len(found[url])
+        if room < 0:
+            raise RequestError(f"{field} and the pictures before it have more than {MOST_BYTES_TOGETHER >> 20} MiB: "
+                               "scale them down", field)
     return found
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deltic.config import Limits
 from deltic.config.vision import FilmConfig
 from deltic.errors import RequestError
-from deltic.vision.images import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,12 +20,12 @@ _OPTIONS = {"protocol_whitelist": "file"}
 """A list of films may name others, but none elsewhere."""
 
 
-def read_film(path: Path, films: FilmConfig, room: int, scaled: Callable[[Image, int], Image], field: str
-              ) -> tuple[list[Image], list[float]]:
+def read_film(path: Path, films: FilmConfig, room: int, scaled: Callable[[Image, int], Image], field: str,
+              pixels: int = Limits().max_picture_megapixels * 1_000_000) -> tuple[list[Image], list[float]]:
     """Frames of a film, and the second at which each is shown.
 
     films: how many there shall be. room: most. scaled: makes a frame as small as it shall be, told how many there are;
-    it is called for one after another, so that few are here in full.
+    it is called for one after another, so that few are here in full. pixels: most of a frame.
     RequestError if the file cannot be read, has more frames than there is room for, or PyAV is not there.
     """
     try:
@@ -41,7 +41,7 @@ def read_film(path: Path, films: FilmConfig, room: int, scaled: Callable[[Image,
             count = film.streams.video[0].frames or _count(film)
         wanted = frame_numbers(count, rate, films, room, field)
         with av.open(str(path), metadata_errors="ignore", options=_OPTIONS) as film:
-            found = _frames(film, wanted, scaled, field)
+            found = _frames(film, wanted, scaled, field, pixels)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise RequestError(f"{field} cannot be read as a film: {str(error)[:200]}", field) from error
     if not found:
@@ -72,13 +72,16 @@ def frame_numbers(count: int, rate: float, films: FilmConfig, room: int, field: 
     return [int(index) for index in np.linspace(0, count - 1, min(films.count or wanted, room)).round()]
 
 
-def _frames(film: Any, wanted: list[int], scaled: Callable[[Image, int], Image], field: str) -> list[Image]:
+def _frames(film: Any, wanted: list[int], scaled: Callable[[Image, int], Image], field: str, pixels: int
+            ) -> list[Image]:
     found, stream = list["Image"](), film.streams.video[0]
+    width, height = stream.codec_context.width, stream.codec_context.height
+    if width * height > pixels:
+        raise RequestError(f"{field} has frames of {width:,} x {height:,} pixels, and at most {pixels:,} are read "
+                           "(max_picture_megapixels): scale it down", field)
+    stream.codec_context.options = {"max_pixels": str(pixels)}  # frames may say otherwise than their file
     stream.thread_type = "AUTO"
     for number, frame in enumerate(film.decode(stream)):
-        if frame.width * frame.height > MAX_PIXELS:
-            raise RequestError(f"{field} has frames of {frame.width:,} x {frame.height:,} pixels, and at most "
-                               f"{MAX_PIXELS:,} are read", field)
         while len(found) < len(wanted) and wanted[len(found)] == number:
             image = frame.to_image()
             if frame.rotation:

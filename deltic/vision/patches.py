@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltic.config.vision import PictureConfig, VisionConfig
-from deltic.errors import RequestError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-MAX_ASPECT = 200
-"""How many times as long as wide a picture may be."""
 
 
 @dataclass(frozen=True)
@@ -52,68 +43,10 @@ class Film:
     stamps: tuple[tuple[int, ...], ...]
 
 
-def film_size(count: int, height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
-    """Height and width that the frames of a film are scaled to (`smart_resize` of transformers' Qwen3VLVideoProcessor):
-    as `target_size`, with the pixels of all frames counted. count: of frames that there are, not of those added."""
-    unit, together = vision.patch_size * vision.merge_size, vision.temporal_patch_size
-    count = max(count, together)  # transformers takes no fewer
-    if height < unit or width < unit:
-        scale = max(unit / height, unit / width)
-        height, width = int(height * scale), int(width * scale)
-    _check_aspect(height, width)
-    tall, wide = round(height / unit) * unit, round(width / unit) * unit
-    pixels, (least, most) = round(count / together) * together * tall * wide, config.films.pixels
-    if config.films.frame_tokens:
-        most = count * max(min(config.films.frame_tokens * unit ** 2, most // count), int(least * 1.05))
-    if pixels > most:
-        scale = math.sqrt(count * height * width / most)
-        tall = max(unit, math.floor(height / scale / unit) * unit)
-        wide = max(unit, math.floor(width / scale / unit) * unit)
-    elif pixels < least:
-        scale = math.sqrt(least / (count * height * width))
-        tall, wide = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
-    return tall, wide
-
-
-def picture(images: Sequence[Image], config: PictureConfig, vision: VisionConfig,
-            size: tuple[int, int] | None = None) -> Pixels:
-    """One picture, or the frames of a film that share their patches, in mode RGB, scaled to what the model sees.
-
-    size: height and width that they are scaled to; None: as `target_size` says of the first one.
-    Raises RequestError where it is too long for its width.
-    """
-    from PIL.Image import Resampling
-
-    first = images[0]
-    height, width = size or target_size(first.height, first.width, config, vision)
-    scaled = [image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
-              for image in images]
-    side = vision.patch_size
-    frames = np.stack([np.asarray(image, dtype=np.uint8) for image in scaled])
-    grid = (height // side, width // side)
-    return Pixels(frames, grid, grid[0] * grid[1] // vision.merge_size ** 2)
-
-
-def target_size(height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
-    """Height and width that a picture is scaled to: multiples of a token's side, as many pixels as the config allows,
-    and the proportions kept as far as that goes (`smart_resize` of transformers)."""
-    _check_aspect(height, width)
-    unit = vision.patch_size * vision.merge_size
-    tall, wide = round(height / unit) * unit, round(width / unit) * unit
-    if tall * wide > config.max_pixels:
-        scale = math.sqrt(height * width / config.max_pixels)
-        tall = max(unit, math.floor(height / scale / unit) * unit)
-        wide = max(unit, math.floor(width / scale / unit) * unit)
-    elif tall * wide < config.min_pixels:
-        scale = math.sqrt(config.min_pixels / (height * width))
-        tall, wide = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
-    return tall, wide
-
-
-def _check_aspect(height: int, width: int) -> None:
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise RequestError(f"a picture of {width} x {height} pixels is more than {MAX_ASPECT} times as long as wide: "
-                           "cut it", "image")
+def pixels(frames: Sequence[NDArray[np.uint8]], vision: VisionConfig) -> Pixels:
+    """One picture, or the frames of a film that share their patches: uint8 [height, width, 3], of their final size."""
+    grid = (frames[0].shape[0] // vision.patch_size, frames[0].shape[1] // vision.patch_size)
+    return Pixels(np.stack(frames), grid, grid[0] * grid[1] // vision.merge_size ** 2)
 
 
 def patches_of(given: Pixels, config: PictureConfig, vision: VisionConfig) -> NDArray[np.float32]:

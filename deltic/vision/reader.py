@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+from numpy.typing import NDArray
+
+from deltic.config import Limits
 from deltic.config.vision import FilmConfig, Vision
 from deltic.errors import RequestError, show
 from deltic.vision.films import read_film
-from deltic.vision.images import IN_PYTHON, read_image
-from deltic.vision.patches import Film, Pixels, film_size, picture
+from deltic.vision.images import IN_PYTHON, DecodeJob, PixelBudget, Size, named
+from deltic.vision.patches import Film, Pixels, pixels
+from deltic.vision.sizes import film_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,56 +25,120 @@ _UNSAID = 24
 """Frames a second, where neither a message nor the model's files say how fast a list of them goes (transformers)."""
 _KEYS = ("image_url", "image", "url", "source")
 
+Frame = NDArray[np.uint8]
+"""[height, width, 3]"""
+Fetch = Callable[[str, str], bytes]
+"""Gets what is behind an http(s) URL, with the field that has it."""
+Shown = Mapping[str, Pixels | Film]
+"""What parts show, by their fields."""
+Steps = Generator[DecodeJob, Frame, Shown]
 
-def urls_of(parts: Iterable[tuple[Mapping[str, Any], str]]) -> dict[str, str]:
-    """The http(s) URLs that parts show pictures by, with the field of each."""
-    found = dict[str, str]()
-    for part, field in parts:
-        frames = part.get("video")
-        shown = [({"image": frame}, f"{field}.video[{index}]") for index, frame in enumerate(frames)] if isinstance(
-            frames, list | tuple) else [(part, field)]
-        for each, place in shown:
-            source = None if isinstance(frames, Path) else _source(each, place)
-            if _is_url(source):
-                found.setdefault(source, place)
-    return found
+
+@dataclass(frozen=True, slots=True)
+class ShownPart:
+    """A part of a message that shows a picture or a film (`kind`). rendered: the part as chat templates know it, whose
+    digest is set when the picture is there."""
+
+    part: Mapping[str, Any]
+    kind: str
+    field: str
+    rendered: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Reads the pictures of one conversation.
+
+    encode: gives the ids of a text. tokens: those that all pictures together may become. fetches: whether http(s) URLs
+    are fetched.
+    """
+
+    vision: Vision
+    encode: Callable[[str], Sequence[int]]
+    limits: Limits
+    tokens: int
+    fetches: bool = False
+    parts: list[ShownPart] = field(default_factory=list)
+
+    def see(self, part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
+        """Notes a part to be read. Returns it as chat templates know it; `show` completes it."""
+        rendered = {"type": kind}
+        self.parts.append(ShownPart(part, kind, field, rendered))
+        return rendered
+
+    def show(self, found: Shown) -> list[Pixels | Film]:
+        """Completes the parts with what they show, which is returned in their order."""
+        for each in self.parts:
+            seen = found[each.field]
+            each.rendered["digest"] = seen.digest if isinstance(seen, Pixels) else [part.digest for part in seen.parts]
+        return [found[each.field] for each in self.parts]
+
+    def urls(self) -> dict[str, str]:
+        """The http(s) URLs to fetch, with the field of each."""
+        found = dict[str, str]()
+        for each in self.parts if self.fetches else ():
+            for source, place in _sources(each):
+                if _is_url(source):
+                    found.setdefault(source, place)
+        return found
+
+    def read(self, fetch: Fetch | None) -> Shown:
+        """What the parts show, decoded in this thread. RequestError names what is wrong."""
+        steps, frame = self.steps(fetch), None
+        try:
+            while True:
+                frame = np.asarray(steps.send(frame).run())  # type: ignore[arg-type]
+        except StopIteration as done:
+            found: Shown = done.value
+            return found
+
+    def steps(self, fetch: Fetch | None) -> Steps:
+        """As `read`, by a caller that decodes: yields a job for each file, and takes what it gives."""
+        reader = _Reader(self, fetch)
+        found = dict[str, Pixels | Film]()
+        for each in self.parts:
+            read = reader.film if each.kind == "video" else reader.picture
+            found[each.field] = yield from read(each.part, each.field)
+        return found
+
+
+class Unread(Exception):
+    """A conversation shows pictures that nobody has read."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__("pictures have to be read first")
+        self.reading = reading
+
+
+def _sources(shown: ShownPart) -> Iterator[tuple[Any, str]]:
+    """What pictures of a part are given as, with the field of each."""
+    frames = shown.part.get("video")
+    if isinstance(frames, list | tuple):
+        for index, frame in enumerate(frames):
+            yield _source({"image": frame}, place := f"{shown.field}.video[{index}]"), place
+    elif not isinstance(frames, Path):
+        yield _source(shown.part, shown.field), shown.field
 
 
 def _is_url(source: Any) -> TypeGuard[str]:
     return isinstance(source, str) and source.startswith(("http://", "https://"))
 
 
-class PictureReader:
-    """Reads the parts of messages that are pictures or films, in order; `found` are those so far.
+class _Reader:
+    """What is left of the budgets of a reading."""
 
-    encode: gives the ids of a text. most: pictures that a conversation may have, frames among them. tokens: those that
-    all of them together may become. fetch: gets what is behind an http(s) URL; None: nobody does.
-    """
-
-    def __init__(self, vision: Vision, encode: Callable[[str], Sequence[int]], most: int, tokens: int,
-                 fetch: Callable[[str, str], bytes] | None = None) -> None:
-        self._vision, self._encode, self._most, self._tokens = vision, encode, most, tokens
+    def __init__(self, reading: Reading, fetch: Fetch | None) -> None:
+        self._vision, self._encode, self._tokens = reading.vision, reading.encode, reading.tokens
+        self._most, self._budget = reading.limits.max_pictures, PixelBudget.of(reading.limits)
         self._fetch = fetch
-        self.found: list[Pixels | Film] = []
 
-    def __call__(self, part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
-        """The part as chat templates know it. RequestError names what is wrong with it."""
-        try:
-            return self._taken(part, kind, field)
-        except RequestError as error:
-            if error.field != "image":
-                raise
-            raise RequestError(str(error), field) from error  # who scales it knows no field
+    def picture(self, part: Mapping[str, Any], field: str) -> Generator[DecodeJob, Frame, Pixels]:
+        """A picture alone."""
+        frame = yield self._job(part, field)
+        return self._counted([frame], field)
 
-    def _taken(self, part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
-        if kind == "video":
-            return {"type": kind, "digest": self._film(part, field)}
-        pixels = self._scaled([self._read(part, field)], field, None)
-        self.found.append(pixels)
-        return {"type": kind, "digest": pixels.digest}
-
-    def _film(self, part: Mapping[str, Any], field: str) -> list[str]:
-        """Reads a list of frames, or a file; gives the digests of its parts."""
+    def film(self, part: Mapping[str, Any], field: str) -> Generator[DecodeJob, Frame, Film]:
+        """A list of frames, or a file."""
         films = self._vision.pictures.films
         given, fps = part.get("video"), part.get("fps", films.rate or _UNSAID)
         if not isinstance(given, Path) and (not isinstance(given, list | tuple) or not given):
@@ -79,60 +147,61 @@ class PictureReader:
                                field)
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0.001 <= fps <= 1000:
             raise RequestError(f"{field}.fps must be a number from 0.001 to 1000, not {show(fps)}", f"{field}.fps")
-        wanted = replace(films, rate=fps, count=0) if "fps" in part else films
-        frames, times = self._file(given, wanted, field) if isinstance(given, Path) else (
-            [self._read({"image": frame}, f"{field}.video[{index}]") for index, frame in enumerate(given)],
-            [index / fps for index in range(len(given))])
+        if isinstance(given, Path):
+            frames, times = self._file(given, replace(films, rate=fps, count=0) if "fps" in part else films, field)
+        else:
+            frames, times = list[Frame](), [index / fps for index in range(len(given))]
+            for index, each in enumerate(given):
+                size: Size | None = frames[0].shape[:2] if frames else None
+                frames.append((yield self._job({"image": each}, f"{field}.video[{index}]", len(given), size)))
+        return self._film(frames, times, field)
+
+    def _film(self, frames: list[Frame], times: list[float], field: str) -> Film:
         together = self._vision.tower.temporal_patch_size
-        size = self._film_size(frames[0], len(frames))
         frames += [frames[-1]] * (-len(frames) % together)
         parts, stamps = list[Pixels](), list[tuple[int, ...]]()
         for start in range(0, len(frames), together):
-            parts.append(self._scaled(frames[start:start + together], field, size))
+            parts.append(self._counted(frames[start:start + together], field))
             # an added frame is shown when the last one is
             ends = (times[min(index, len(times) - 1)] for index in (start, start + together - 1))
             stamps.append(tuple(self._encode(f"<{sum(ends) / 2:.1f} seconds>")))
-        self.found.append(Film(tuple(parts), tuple(stamps)))
-        return [part.digest for part in parts]
+        return Film(tuple(parts), tuple(stamps))
 
-    def _file(self, path: Path, films: FilmConfig, field: str) -> tuple[list[Image], list[float]]:
+    def _file(self, path: Path, films: FilmConfig, field: str) -> tuple[list[Frame], list[float]]:
         from PIL.Image import Resampling
 
-        size: tuple[int, int] | None = None
+        size: Size | None = None
 
         def scaled(frame: Image, count: int) -> Image:
             nonlocal size
-            size = size or self._film_size(frame, count)
+            size = size or film_size(count, frame.height, frame.width, self._vision.pictures, self._vision.tower)
             return frame.resize(size[::-1], Resampling.BICUBIC)
 
-        frames, times = read_film(path, films, self._most, scaled, field)
-        self._most -= len(frames)
-        return frames, times
+        with named(field):
+            images, times = read_film(path, films, self._most, scaled, field, self._budget.picture)
+        self._most -= len(images)
+        return [np.asarray(image) for image in images], times
 
-    def _film_size(self, first: Image, count: int) -> tuple[int, int]:
-        return film_size(count, first.height, first.width, self._vision.pictures, self._vision.tower)
-
-    def _read(self, part: Mapping[str, Any], field: str) -> Image:
+    def _job(self, part: Mapping[str, Any], field: str, frames: int = 0, size: Size | None = None) -> DecodeJob:
         self._most -= 1
         if self._most < 0:
             raise RequestError("messages have more pictures than max_pictures allows: send fewer", "messages")
         source = _source(part, field)
-        if isinstance(source, str):
-            fetch = self._fetch if _is_url(source) else None
-            source = fetch(source, field) if fetch else data_of(source, field)
-        return read_image(source, field)
+        if _is_url(source) and self._fetch:
+            source = self._fetch(source, field)
+        return DecodeJob(source, field, self._vision, self._budget, frames, size)
 
-    def _scaled(self, images: list[Image], field: str, size: tuple[int, int] | None) -> Pixels:
-        pixels = picture(images, self._vision.pictures, self._vision.tower, size)
-        self._tokens -= pixels.tokens
+    def _counted(self, frames: list[Frame], field: str) -> Pixels:
+        found = pixels(frames, self._vision.tower)
+        self._tokens -= found.tokens
         if self._tokens < 0:
-            raise RequestError(f"{field} would be {pixels.tokens:,} tokens, more than there is room for beside the "
+            raise RequestError(f"{field} would be {found.tokens:,} tokens, more than there is room for beside the "
                                "pictures before it: send fewer, or smaller ones", field)
-        return pixels
+        return found
 
 
 def _source(part: Mapping[str, Any], field: str) -> Any:
-    """What `read_image` takes, or a URL. JSON has URLs alone; only Python can give anything else."""
+    """What a `DecodeJob` takes, or a URL. JSON has URLs alone; only Python can give anything else."""
     given = next((part[key] for key in _KEYS if part.get(key) is not None), None)
     if isinstance(given, Mapping):
         given = given.get("url")
@@ -140,18 +209,3 @@ def _source(part: Mapping[str, Any], field: str) -> Any:
         raise RequestError(f'{field} has no picture: give {{"type": "image_url", "image_url": {{"url": "data:..."}}}}, '
                            f'or {{"type": "image", "image": ...}} with a data URL, or {IN_PYTHON}', field)
     return given
-
-
-def data_of(url: str, field: str) -> bytes:
-    """The bytes of a data URL (RFC 2397) in base64. RequestError names the field."""
-    head, comma, text = url.partition(",")
-    if not head.startswith("data:") or not comma:
-        hint = ": URLs are fetched with `allow_image_urls` alone" if url.startswith(("http://", "https://")) else ""
-        raise RequestError(f"{field} must have its picture as a data URL (data:image/png;base64,...), or {IN_PYTHON}, "
-                           f"not as {url[:40]!r}{hint}", field)
-    if not head.endswith(";base64"):
-        raise RequestError(f"{field} has a data URL that is not in base64", field)
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as error:  # also of text that is not ASCII
-        raise RequestError(f"{field} has a data URL that is no valid base64: {error}", field) from error

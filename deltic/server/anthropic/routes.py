@@ -45,8 +45,7 @@ class _Endpoints:
 
     async def create(self, request: Request) -> Response:
         served, body, (job, names) = await self.models.read(request, MessagesRequest, _job)
-        run = await served.start(request, [job], "messages", not body.stream)
-        run.names = names
+        run = await served.start(request, [job], "messages", not body.stream, names)
         if body.stream:
             started = message(served.name, Usage(len(job.request.ids), 0, 0), (), UNSTOPPED)
             events = _stream(run, started, Blocks(body.shows_thinking), served.llm.engine.max_context)
@@ -55,7 +54,7 @@ class _Endpoints:
         assert done.done
         content = blocks(done.done.said, body.shows_thinking)
         stopped = stop_fields(done.done, served.llm.engine.max_context)
-        return await written(message(served.name, run.usage, content, stopped), run.size)
+        return await written(request, message(served.name, run.usage, content, stopped), run.size)
 
     async def count(self, request: Request) -> Response:
         _, _, (job, _) = await self.models.read(request, CountRequest, _job, answers=False)
@@ -65,7 +64,7 @@ class _Endpoints:
 def _job(served: ServedModel, body: CountRequest) -> tuple[Job, Names]:
     chat, names = body.chat()
     with renamed(names):
-        job = chat_job(served, chat)
+        job = chat_job(served, chat, translated=True)
     body.ignored.extend(sent_name(name, names) for name in chat.ignored)
     return job, names
 

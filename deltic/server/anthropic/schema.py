@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from deltic.errors import RequestError, show
 from deltic.server.body import SaltedFields
 from deltic.server.http import Problem, ProblemError
 from deltic.server.openai.schema import ChatRequest, SamplingFields
-from deltic.server.parts import ANTHROPIC, check_within
+from deltic.server.parts import ANTHROPIC, check_within, usable_tools
 
 NO_THREADS = "thread_unsupported_request"
 """What tells Anthropic's clients to go on without a thread."""
 
 _KINDS = ("enabled", "adaptive", "between_tools", "disabled")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SEPARATOR = "\n\n"
-_HEADS = {"document": ("title", "context"), "search_result": ("title", "source")}
-"""Fields that say what a text is, and stand before it."""
+_BLANK = {"type": "text", "text": "\n\n"}
 
 Message = dict[str, Any]
 Names = dict[str, str]
@@ -43,11 +41,12 @@ class CountRequest(SaltedFields):
         messages, names = _chat_messages(self.system, self.messages)
         fields: dict[str, Any] = {"model": self.model, "messages": messages, "history": self.history,
                                   "chat_template_kwargs": self.chat_template_kwargs, "cache_salt": self.cache_salt}
-        fields |= _tools(self.tools, self.tool_choice) | self._thinking() | self._format() | self._more()
+        tools = usable_tools(self.tools or (), (None, "custom"), self.ignored)
+        fields |= _tools(tools, self.tool_choice) | self._thinking() | self._format() | self._more()
         fields["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
-        names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools or ()))}
-        names |= {f"tools[{index}].function.parameters": f"tools[{index}].input_schema"
-                  for index in range(len(self.tools or ()))}
+        for own, (index, _) in enumerate(tools):
+            names |= {f"tools[{own}].function": f"tools[{index}]",
+                      f"tools[{own}].function.parameters": f"tools[{index}].input_schema"}
         names |= {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config",
                   "response_format.json_schema": "output_config.format",
                   "reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens",
@@ -93,6 +92,10 @@ class CountRequest(SaltedFields):
 class MessagesRequest(CountRequest, SamplingFields):
     """The body of /v1/messages."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "input": "messages", "response_format": "output_config.format", "max_completion_tokens": "max_tokens",
+        "reasoning_effort": "output_config.effort", "instructions": "system"}
+
     max_tokens: int
     stream: bool | None = None
     stop_sequences: list[Any] | None = None
@@ -113,8 +116,8 @@ class MessagesRequest(CountRequest, SamplingFields):
         return self.choosing() | {name: getattr(self, name) for name in same} | {"stop": self.stop_sequences}
 
 
-def _tools(tools: list[Any] | None, choice: Mapping[str, Any] | None) -> dict[str, Any]:
-    functions = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+def _tools(tools: list[tuple[int, Any]], choice: Mapping[str, Any] | None) -> dict[str, Any]:
+    functions = [_tool(tool, f"tools[{index}]") for index, tool in tools]
     if not choice:
         return {"tools": functions}
     kind, wanted = choice.get("type"), None
@@ -158,27 +161,30 @@ def _chat_messages(system: Any, messages: list[Any]) -> tuple[list[Message], Nam
         for turned, places in _turned(message, path):
             own = f"messages[{len(chat)}]"
             names[own] = path
-            for part, place in enumerate(places):
-                if turned["role"] == "assistant":
-                    call = f"{own}.tool_calls[{part}]"
-                    names |= {call: place, f"{call}.function": place, f"{call}.function.arguments": f"{place}.input"}
-                else:
-                    names[f"{own}.content[{part}]"] = place
+            names |= {f"{own}.content[{part}]": place for part, place in enumerate(places)}
+            for part, place in enumerate(_calls(message, path) if turned["role"] == "assistant" else ()):
+                call = f"{own}.tool_calls[{part}]"
+                names |= {call: place, f"{call}.function": place, f"{call}.function.arguments": f"{place}.input"}
             chat.append(turned)
     return chat, names
 
 
+def _calls(message: Message, path: str) -> list[str]:
+    """Where an assistant's message has calls."""
+    content = message.get("content")
+    return [f"{path}.content[{index}]" for index, block in enumerate(content if isinstance(content, list) else ())
+            if block["type"] == "tool_use"]
+
+
 def _turned(message: Any, path: str) -> Iterator[tuple[Message, list[str]]]:
-    """One message as those of a chat, and where each part of their contents, or call, comes from: a tool's results have
-    messages of their own."""
+    """One message as those of a chat, and where each part of their contents comes from: a tool's results have messages
+    of their own."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{path}.role must be one of user, assistant, not {show(role)}", f"{path}.role")
     content, place = message.get("content"), f"{path}.content"
     if role == "assistant":
-        blocks = _blocks(content, place)
-        calls = [f"{place}[{index}]" for index, block in enumerate(blocks) if block["type"] == "tool_use"]
-        yield _assistant(blocks, place), calls
+        yield _assistant(_blocks(content, place), place)
     elif role == "system" or isinstance(content, str):
         separated, places = _separate(content, place)
         yield {"role": role, "content": separated}, places
@@ -191,10 +197,10 @@ def _user(blocks: list[Any], path: str) -> Iterator[tuple[Message, list[str]]]:
     for index, block in enumerate(blocks):
         place = f"{path}[{index}]"
         if block["type"] != "tool_result":
-            parts[place] = _part(block, place)
+            parts[place] = block
             continue
         if parts:
-            yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
+            yield _of_user(parts)
             parts = {}
         result, places = _separate(block.get("content") or "", f"{place}.content")
         wrong, id = block.get("is_error"), block.get("tool_use_id")
@@ -205,11 +211,20 @@ def _user(blocks: list[Any], path: str) -> Iterator[tuple[Message, list[str]]]:
         failed = "error" if wrong and not result else result
         yield {"role": "tool", "tool_call_id": id, "content": failed}, places
     if parts or not blocks:
-        yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
+        yield _of_user(parts)
 
 
-def _assistant(blocks: list[Any], path: str) -> Message:
-    texts: list[str] = []
+def _of_user(parts: Mapping[str, Any]) -> tuple[Message, list[str]]:
+    """A message with these blocks, by their places; where there are pictures among them, as they stand."""
+    if any(block["type"] == "image" for block in parts.values()):
+        return {"role": "user", "content": [*parts.values()]}, [*parts]
+    content, places = _spaced(parts)
+    return {"role": "user", "content": content}, places
+
+
+def _assistant(blocks: list[Any], path: str) -> tuple[Message, list[str]]:
+    """The message, and where the parts of its content come from."""
+    parts, places = list[Any](), list[str]()
     thoughts: list[str] = []
     calls: list[Any] = []
     for index, block in enumerate(blocks):
@@ -222,35 +237,28 @@ def _assistant(blocks: list[Any], path: str) -> Message:
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind != "redacted_thinking":  # of another server: nobody can read it
-            texts.append(_text(block, place))
-    message: Message = {"role": "assistant", "content": "".join(texts), "tool_calls": calls or None}
-    return message | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {})
+        else:
+            parts.append(block)
+            places.append(place)
+    message: Message = {"role": "assistant", "content": parts, "tool_calls": calls or None}
+    return message | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {}), places
 
 
 def _separate(content: Any, path: str) -> tuple[Any, list[str]]:
-    """A text, or its blocks as a list of parts, a header being one of its own; and where each part comes from."""
+    """A text, or its blocks with blank lines between them, a header being one of its own; and where each of them comes
+    from."""
     if isinstance(content, str):
         return content, []
-    parts = {f"{path}[{index}]": _part(block, f"{path}[{index}]") for index, block in enumerate(_blocks(content, path))}
-    return [part if part["type"] != "text" or not index else {**part, "text": _SEPARATOR + part["text"]}
-            for index, part in enumerate(parts.values())], [*parts]
+    return _spaced({f"{path}[{index}]": block for index, block in enumerate(_blocks(content, path))})
 
 
-def _joined(parts: list[Any]) -> Any:
-    """The text, where all parts are."""
-    if all(part["type"] == "text" for part in parts):
-        return _SEPARATOR.join(part["text"] for part in parts)
-    return parts
-
-
-def _part(block: Mapping[str, Any], path: str) -> Any:
-    """A block as a part of a chat."""
-    source = block.get("source")
-    if block["type"] != "image" or not isinstance(source, dict):
-        return {"type": "text", "text": _text(block, path)}
-    given = f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return {"type": "image_url", "image_url": {"url": given if source.get("type") == "base64" else source.get("url")}}
+def _spaced(blocks: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
+    """Blocks by their places, with blank lines before those that follow and are no pictures; and the place of each."""
+    spaced = list[tuple[Any, str]]()
+    for place, block in blocks.items():
+        spaced += [(_BLANK, place)] if spaced and block["type"] != "image" else []
+        spaced.append((block, place))
+    return [piece for piece, _ in spaced], [place for _, place in spaced]
 
 
 def _blocks(content: Any, path: str) -> list[Any]:
@@ -262,36 +270,3 @@ def _blocks(content: Any, path: str) -> list[Any]:
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise RequestError(f"{path}[{index}] must be an object with a type, not {show(block)}", f"{path}[{index}]")
     return content
-
-
-def _text(block: Mapping[str, Any], path: str) -> str:
-    """What a block says: a text, or with its heads a document or a search result that is one."""
-    kind, source = block["type"], block.get("source")
-    form = source.get("type") if kind == "document" and isinstance(source, dict) else None
-    if form == "text":
-        said = _is_text(source.get("data"), f"{path}.source.data")  # type: ignore[union-attr]
-    elif form == "content":
-        said = _said(source.get("content"), f"{path}.source.content")  # type: ignore[union-attr]
-    elif kind == "search_result":
-        said = _said(block.get("content"), f"{path}.content")
-    else:
-        return _plain(block, path)
-    heads = (_is_text(block[name], f"{path}.{name}") for name in _HEADS[kind] if block.get(name) is not None)
-    return "\n".join((*heads, said))
-
-
-def _said(content: Any, path: str) -> str:
-    """A text, or blocks that are texts."""
-    return _SEPARATOR.join(_plain(block, f"{path}[{index}]") for index, block in enumerate(_blocks(content, path)))
-
-
-def _plain(block: Mapping[str, Any], path: str) -> str:
-    if block["type"] != "text":
-        raise RequestError(f"{path} is of type {show(block['type'])}, but this server reads text only", f"{path}.type")
-    return _is_text(block.get("text"), f"{path}.text")
-
-
-def _is_text(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{path} must be text, not {show(value)}", path)
-    return value

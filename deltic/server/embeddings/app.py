@@ -24,6 +24,7 @@ from deltic.server.embeddings.service import ENDING, EmbeddingService, Services
 from deltic.server.http import Check, answering, json_response
 from deltic.server.listen import Server, hosts_of, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
+from deltic.server.ollama import routes as ollama
 from deltic.server.openai.shapes import error_response
 from deltic.server.records import Records
 from deltic.server.request_log import RequestLog
@@ -47,12 +48,14 @@ def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **o
     served = Services(tuple(services), Intake(limits, options.get("lenient", False)))
     records = Records(limits, log.write if log else None)
     check = check_of(options.get("api_keys", {}), options.get("share_prefix_cache", False))
-    paths = [*routes(served, check), *requests.routes(records, check), *_about(served, records, log, check)]
+    paths = [*routes(served, check), *requests.routes(records, check), *_about(served, records, log, check),
+             *ollama.routes(None, served, served.intake, check)]
     paths.append(openapi.route(paths, check))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
+        await asyncio.to_thread(records.executors.shutdown)
         if log:
             await asyncio.to_thread(log.close)
 

@@ -12,14 +12,15 @@ from deltic.server.body import SaltedFields
 
 _KINDS: Mapping[str | None, str | None] = {
     None: None, "query": "query", "search_query": "query", "passage": "passage", "document": "passage",
-    "search_document": "passage"}
+    "search_document": "passage", "retrieval.query": "query", "retrieval.passage": "passage"}
 
 
 class EmbeddingsRequest(SaltedFields):
-    """OpenAI's fields; input_type, as others write it, for models that have prompts; truncate: cut what is too long,
-    rather than refusing it."""
+    """OpenAI's fields; input_type, or task, as others write it, for models that have prompts; truncate: cut what is too
+    long, rather than refusing it; truncate_prompt_tokens: to so many tokens, -1: to what the model reads."""
 
     counted: ClassVar[Mapping[str, str]] = {"input": "max_texts"}
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(("messages", "inputs", "texts", "prompt"), "input")
 
     model: str | None = None
     input: Any
@@ -27,14 +28,32 @@ class EmbeddingsRequest(SaltedFields):
     dimensions: int | None = None
     user: str | None = None
     input_type: str | None = None
+    task: str | None = None
     truncate: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    normalize: bool | None = None
 
     @property
     def kind(self) -> str | None:
         """`query`, `passage` or None."""
-        if self.input_type not in _KINDS:
-            raise RequestError(f"input_type must be query or passage, not {show(self.input_type)}", "input_type")
-        return _KINDS[self.input_type]
+        for name, value in (("input_type", self.input_type), ("task", self.task)):
+            if value not in _KINDS:
+                raise RequestError(f"{name} must be query or passage, not {show(value)}", name)
+        return _KINDS[self.input_type if self.task is None else self.task]
+
+    @property
+    def most(self) -> int | None:
+        """Tokens that are read of an input, if fewer are wanted than the model reads."""
+        most = self.truncate_prompt_tokens
+        if most is not None and most < 1 and most != -1:
+            raise RequestError(f"truncate_prompt_tokens must be at least 1, or -1 for what the model reads, not {most}",
+                               "truncate_prompt_tokens")
+        return None if most == -1 else most
+
+    @property
+    def cuts(self) -> bool:
+        """Whether what is too long is cut."""
+        return bool(self.truncate) or self.truncate_prompt_tokens is not None
 
     @property
     def single(self) -> bool:
@@ -63,29 +82,51 @@ class EmbeddingsRequest(SaltedFields):
 
 class RerankRequest(SaltedFields):
     """Cohere's and Jina's fields. Documents are texts, or objects with a `text`. truncate: cut long ones (default),
-    rather than refusing them; where they are cut, the model's own length decides, not max_tokens_per_doc."""
+    rather than refusing them; where they are cut, the model's own length decides, not max_tokens_per_doc. texts: the
+    documents as text-embeddings-inference calls them, whose clients get another answer. instruction: what a reranker
+    that is a decoder is to look for."""
 
-    counted: ClassVar[Mapping[str, str]] = {"documents": "max_texts"}
+    counted: ClassVar[Mapping[str, str]] = {"documents": "max_texts", "texts": "max_texts"}
 
     model: str | None = None
     query: str
-    documents: list[Any]
+    documents: list[Any] | None = None
+    texts: list[Any] | None = None
+    instruction: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
     truncate: bool | None = None
     max_tokens_per_doc: int | None = None
 
-    def texts(self) -> list[str]:
-        """The documents' texts."""
-        found: list[Any] = [document.get("text") if isinstance(document, dict) else document
-                            for document in self.documents]
+    def read(self) -> list[str]:
+        """The documents' texts, of which there must be one."""
+        name, given = ("documents", self.documents) if self.texts is None else ("texts", self.texts)
+        if given is None:
+            raise RequestError("documents is missing", "documents")
+        if not given:
+            raise RequestError(f"{name} is empty: give at least one", name)
+        found: list[Any] = [document.get("text") if isinstance(document, dict) else document for document in given]
         wrong = next((index for index, text in enumerate(found) if not isinstance(text, str)), None)
         if wrong is not None:
-            raise RequestError(f"documents[{wrong}] must be text, or an object with one as `text`, not "
-                               f"{show(self.documents[wrong])}", f"documents[{wrong}]")
+            raise RequestError(f"{name}[{wrong}] must be text, or an object with one as `text`, not "
+                               f"{show(given[wrong])}", f"{name}[{wrong}]")
         if self.top_n is not None and self.top_n < 1:
             raise RequestError(f"top_n must be at least 1, not {self.top_n}", "top_n")
         return found
+
+
+class EmbedRequest(SaltedFields):
+    """text-embeddings-inference's /embed. prompt_name: the kind of text, as its prompt is called in the model's files.
+    """
+
+    counted: ClassVar[Mapping[str, str]] = {"inputs": "max_texts"}
+
+    model: str | None = None
+    inputs: Any
+    normalize: bool | None = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
 
 
 class ScoreRequest(SaltedFields):
@@ -97,6 +138,7 @@ class ScoreRequest(SaltedFields):
     text_1: Any
     text_2: Any
     truncate: bool | None = None
+    instruction: str | None = None
 
     def pairs(self) -> list[tuple[str, list[str]]]:
         """Queries, each with its documents."""

@@ -60,7 +60,9 @@ class Services:
 
     def named(self, model: str | None) -> EmbeddingService | None:
         """The one of this name."""
-        return next((service for service in self.services if model in (service.name, service.encoder.name)), None)
+        names = (model, (model or "").removesuffix(":latest"))  # as Ollama's clients write it
+        return next((service for name in names for service in self.services
+                     if name in (service.name, service.encoder.name)), None)
 
     async def run(self, service: EmbeddingService, request: Request, items: Sequence[Item], salt: str
                   ) -> list[Vectors]:
@@ -70,8 +72,9 @@ class Services:
             raise BusyError(f"{ENDING}: try again later, or elsewhere")
         job, self._running = None, self._running + 1
         try:
-            salt = salt_of(record_of(request).prefix_owner, salt)
-            job = await asyncio.to_thread(lambda: service.encoder.submit(
+            record = record_of(request)
+            salt = salt_of(record.prefix_owner, salt)
+            job = await record.work(lambda: service.encoder.submit(
                 [replace(item, cache_salt=salt) for item in items] if salt else items))
             self._jobs.add(job)
             return sound(await while_connected(request.receive, _done(asyncio.wrap_future(job.future))))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,11 +19,14 @@ from deltic.server.openai.shapes import (
     ChatShape,
     CompletionShape,
     Envelope,
+    Json,
     error_event,
     error_response,
     prompt_scores,
+    total_tokens,
     usage_fields,
 )
+from deltic.server.records import record_of
 from deltic.server.served_model import ServedModel
 from deltic.text.answers import Piece
 
@@ -62,17 +65,17 @@ async def _answer(request: Request, served: ServedModel, run: Run, shape: Shape,
                   body: ChatRequest | CompletionRequest, ids: Sequence[int] = ()) -> Response:
     """ids: the prompt's, where a chat says them."""
     if body.stream:
-        events = _stream(run, shape, Envelope(shape.piece_kind, served.name, shape.prefix), body.wants_usage)
+        events = _stream(run, shape, Envelope(shape.piece_kind, served.name, shape.prefix), body)
         return EventStream(events, error_event, run.close)
     done = await served.wholes(request, run)
     if isinstance(body, CompletionRequest) and body.best_of:
-        done = await asyncio.to_thread(_best, done, body.best_of, body.n or 1)
+        done = await record_of(request).work(partial(_best, done, body.best_of, body.n or 1), run.size)
     found = done[0].done.prompt_logprobs if ids and done[0].done else None
     more = {} if found is None else {"prompt_logprobs": prompt_scores(ids, found, served.token_bytes)}
     choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
     answer = Envelope(shape.whole_kind, served.name, shape.prefix).wrap(
         choices, usage=usage_fields(run.usage), **more)
-    return await written(answer, run.size)
+    return await written(request, answer, run.size)
 
 
 def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:
@@ -85,11 +88,16 @@ def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:
     return [replace(piece, number=number) for number, piece in enumerate(found)]
 
 
-async def _stream(run: Run, shape: Shape, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
-    written = envelope.events(usage=None) if wants_usage else envelope.events()
+async def _stream(run: Run, shape: Shape, envelope: Envelope, body: ChatRequest | CompletionRequest
+                  ) -> AsyncIterator[bytes]:
+    def with_usage(choice: Json) -> bytes:
+        return event(envelope.wrap([choice], usage=total_tokens(*run.tokens)))
+
+    written = with_usage if body.wants_usage_always else envelope.events(
+        **({"usage": None} if body.wants_usage else {}))
     async for pieces in run.pieces():
         if chunks := [written(choice) for piece in pieces for choice in shape.pieces(piece)]:
             yield b"".join(chunks)
-    if wants_usage:
+    if body.wants_usage:
         yield event(envelope.wrap([], usage=usage_fields(run.usage)))
     yield _DONE

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from deltic.config import Limits
 from deltic.errors import RequestError, show, valid_text
 from deltic.server.body import Fields, SaltedFields, renamed
+from deltic.server.parts import usable_tools
 from deltic.text.output_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.types import SamplingParams
 
@@ -23,23 +24,23 @@ _COMPLETION_TOKENS = 16
 # Values that ask for nothing. null always does.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
     "moderation": (),
-    "suffix": ("",),
 }
+_TIERS = ("auto", "default", "standard", "standard_only")
+"""Classes of service that are what there is."""
+
 _INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
 
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(SaltedFields):
@@ -91,17 +92,31 @@ class _Common(SamplingFields, FormatFields):
     top_p: float | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: Any = None
-    service_tier: Any = None
+    store: bool | None = None
+    service_tier: str | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def refuse_unsupported(self) -> None:
-        """RequestError for a field whose meaning cannot be served."""
+        """RequestError for a field whose meaning cannot be served. Notes those that have none here."""
+        if self.store:
+            self.ignored.append("store")
+        if self.service_tier not in (None, *_TIERS):
+            self.ignored.append("service_tier")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1 and (
+                self.truncate_prompt_tokens != -1):
+            raise RequestError("truncate_prompt_tokens must be at least 1, or -1 for what the context holds, not "
+                               f"{show(self.truncate_prompt_tokens)}", "truncate_prompt_tokens")
         for field, neutral in _NEUTRAL.items():
             value = getattr(self, field, None)
             if value is not None and value not in neutral:
@@ -112,7 +127,9 @@ class _Common(SamplingFields, FormatFields):
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed: leave out stream", "prompt_logprobs")
         given = {name: getattr(self, name) for name in _SAMPLING}
-        given |= {"stop": _stops(self.stop), "logit_bias": _biases(self.logit_bias or {})} | more
+        given["stop"] = _stops(self.stop, limits.max_stop_characters)
+        given["logit_bias"] = _biases(self.logit_bias or {})
+        given |= more
         # in other servers -1 is: as many as the context holds, all tokens
         given |= {name: None if name == "max_tokens" else 0 for name in ("max_tokens", "top_k") if given[name] == -1}
         params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -130,6 +147,10 @@ class _Common(SamplingFields, FormatFields):
 class ChatRequest(_Common):
     """The body of /v1/chat/completions."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "input": "messages", "prompt": "messages", "text": "response_format", "max_output_tokens": "max_tokens",
+        "system": "messages", "instructions": "messages"}
+
     messages: list[Any]
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -145,7 +166,7 @@ class ChatRequest(_Common):
     function_call: Any = None
     web_search_options: Any = None
     moderation: Any = None
-    verbosity: Any = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -170,16 +191,18 @@ class ChatRequest(_Common):
 
     def shown_tools(self) -> list[Any] | None:
         """The tools that the model may call: none if tool_choice says so."""
-        for index, tool in enumerate(self.tools or ()):
+        tools = usable_tools(self.tools or (), ("function",), self.ignored)
+        for index, tool in tools:
             kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
             if kind != "function":
                 raise RequestError(f"tools[{index}] has the type {show(kind)}: only functions are supported",
                                    f"tools[{index}].type")
-        return None if self.tool_choice == "none" else self.tools
+        return None if self.tool_choice == "none" else [tool for _, tool in tools]
 
     def variables(self) -> dict[str, Any]:
         """What the chat template is told."""
         given = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort,
+                 "verbosity": self.verbosity,
                  "documents": self.documents, "add_generation_prompt": self.add_generation_prompt,
                  "continue_final_message": self.continue_final_message}
         return (self.chat_template_kwargs or {}) | {key: value for key, value in given.items() if value is not None}
@@ -208,10 +231,12 @@ class ChatRequest(_Common):
 class CompletionRequest(_Common):
     """The body of /v1/completions."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {"messages": "prompt", "input": "prompt"}
+
     prompt: Any
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: Any = None
+    suffix: str | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
 
@@ -225,6 +250,9 @@ class CompletionRequest(_Common):
             raise RequestError("best_of has to wait for all answers, and cannot be streamed", "best_of")
         if self.stream and self.echoes_scores:
             raise RequestError("echo together with logprobs cannot be streamed: leave out stream", "echo")
+        for name, value in (("echo", self.echo), ("truncate_prompt_tokens", self.truncate_prompt_tokens)):
+            if self.suffix and value:
+                raise RequestError(f"{name} is not supported together with suffix", name)
         default = min(_COMPLETION_TOKENS, limits.max_answer_tokens or _COMPLETION_TOKENS)
         tokens = default if self.max_tokens is None else self.max_tokens
         scored = 0 if self.logprobs is None and made > wanted else self.logprobs
@@ -260,10 +288,14 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def _stops(stop: Any) -> tuple[Any, ...] | None:
+def _stops(stop: Any, most: int) -> tuple[Any, ...] | None:
     if stop is None:
         return None
     stops = tuple(stop) if isinstance(stop, list) else (stop,)
+    characters = sum(len(text) for text in stops if isinstance(text, str))
+    if characters > most:
+        raise RequestError(f"the strings of stop have {characters} characters together, and may have at most {most} "
+                           "(max_stop_characters)", "stop")
     return tuple(valid_text(text, "stop") if isinstance(text, str) else text for text in stops)
 
 

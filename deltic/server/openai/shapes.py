@@ -50,10 +50,14 @@ def error_fields(problem: Problem) -> Json:
     return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
+def total_tokens(prompt: int, completion: int) -> Json:
+    """The `usage` of an answer that goes on."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
 def usage_fields(usage: Usage) -> Json:
     """The `usage` of an answer; drafts are what OpenAI calls predictions."""
-    return {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    return {**total_tokens(usage.prompt_tokens, usage.completion_tokens),
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             "completion_tokens_details": {
                 "reasoning_tokens": usage.reasoning_tokens,

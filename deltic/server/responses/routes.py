@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -34,7 +33,7 @@ from deltic.server.http import (
 from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.jobs import chat_job
 from deltic.server.openai.shapes import error_fields, error_response
-from deltic.server.records import record_of
+from deltic.server.records import RequestRecord, record_of
 from deltic.server.responses.output import Json, Output, usage_fields
 from deltic.server.responses.schema import Names, ResponsesRequest, new_response
 from deltic.server.responses.store import Record, ResponseStore
@@ -58,11 +57,11 @@ def routes(models: ModelRegistry, store: ResponseStore, check: Check) -> list[Ro
 
 @dataclass(slots=True)
 class _Making:
-    """A response that is being made. owner: of the key that it was asked for with. head: what stays of it as JSON,
-    input: its items; both may be large and are written once."""
+    """A response that is being made. asked: the request for it. head: what stays of it as JSON, input: its items; both
+    may be large and are written once."""
 
     id: str
-    owner: str | None
+    asked: RequestRecord
     output: Output
     head: bytes
     input: bytes
@@ -102,10 +101,10 @@ class _Endpoints:
     making: dict[str, _Making] = field(default_factory=dict)
 
     async def create(self, request: Request) -> Response:
-        prepared = partial(self._prepared, record_of(request).owner)
+        prepared = partial(self._prepared, record_of(request))
         served, body, (job, names, making) = await self.models.read(request, ResponsesRequest, prepared)
-        run = await served.start(request, [job], "input", not body.stream)
-        making.run, run.names = run, names
+        run = await served.start(request, [job], "input", not body.stream, names)
+        making.run = run
         self.making[making.id] = making
         if body.stream:
             return EventStream(self._stream(making, run), partial(self._failure, making), partial(self._end, making))
@@ -121,7 +120,7 @@ class _Endpoints:
         return _json(await self._finished(making, done.done))
 
     async def count(self, request: Request) -> Response:
-        prepared = partial(self._prepared, record_of(request).owner)
+        prepared = partial(self._prepared, record_of(request))
         _, _, (job, _, _) = await self.models.read(request, ResponsesRequest, prepared, answers=False)
         return json_response({"object": "response.input_tokens", "input_tokens": len(job.request.ids)})
 
@@ -129,19 +128,20 @@ class _Endpoints:
         if request.query_params.get("stream") == "true":
             raise RequestError("stream is not supported here: responses are streamed when they are made", "stream")
         if making := self._being_made(request):
-            return _json(await dumped(partial(spliced, making.head, making.now()), len(making.head)))
-        return _json(await asyncio.to_thread(lambda: dump(self._found(request)["response"])))
+            return _json(await dumped(record_of(request), partial(spliced, making.head, making.now()),
+                                      len(making.head)))
+        return _json(await record_of(request).work(lambda: dump(self._found(request)["response"])))
 
     async def delete(self, request: Request) -> Response:
-        id = request.path_params["id"]
-        if not await asyncio.to_thread(self.store.delete, id, record_of(request).owner):
+        id, record = request.path_params["id"], record_of(request)
+        if not await record.work(partial(self.store.delete, id, record.owner)):
             raise _missing(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         making = self._being_made(request)
         if making is None or making.run is None:
-            record = await asyncio.to_thread(self._found, request)
+            record = await record_of(request).work(partial(self._found, request))
             said = record["response"]
             raise RequestError(f"the response {said['id']} is {said['status']}: only one that is being made can be "
                                "cancelled", "response_id")
@@ -164,11 +164,11 @@ class _Endpoints:
             shown = items[start:start + int(limit)]
             return dump({"object": "list", "data": shown, "has_more": len(items) > start + len(shown),
                          "first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""})
-        return _json(await asyncio.to_thread(listed))
+        return _json(await record_of(request).work(listed))
 
-    def _prepared(self, owner: str | None, served: ServedModel, body: ResponsesRequest
+    def _prepared(self, asked: RequestRecord, served: ServedModel, body: ResponsesRequest
                   ) -> tuple[Job, Names, _Making]:
-        id, most = new_response(), served.limits.max_messages
+        id, owner, most = new_response(), asked.owner, served.limits.max_messages
         items = body.items(id, self.store.finder(owner))
         before = self.store.items(body.previous_response_id, most, owner)
         if before is None:
@@ -182,24 +182,25 @@ class _Endpoints:
             raise RequestError(f"there are {len(chat.tools or ())} tools, and may be at most {served.limits.max_tools} "
                                "(max_tools)", "tools")
         with renamed(names):
-            job = chat_job(served, chat)
+            job = chat_job(served, chat, translated=True)
         body.ignored.extend(sent_name(name, names) for name in chat.ignored)
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(id, body.own_tools(), body.seals)
-        return job, names, _Making(id, owner, output, dump(head | body.echo()), dump(items), body.store is not False)
+        return job, names, _Making(id, asked, output, dump(head | body.echo()), dump(items), body.store is not False)
 
     async def _stream(self, making: _Making, run: Run) -> AsyncIterator[bytes]:
-        begun = await dumped(partial(spliced, making.head, making.now()), len(making.head))
+        begun = await dumped(making.asked, partial(spliced, making.head, making.now()), len(making.head))
         yield making.envelope("response.created", begun) + making.envelope("response.in_progress", begun)
         choice = None
         async for pieces in run.pieces():
             for piece in pieces:
                 choice = piece.done
                 work = partial(making.encoded, making.output.take(piece.deltas))
-                if text := await dumped(work, run.size if _closes(making, piece.deltas) else 0):
+                if text := await dumped(making.asked, work, run.size if _closes(making, piece.deltas) else 0):
                     yield text
         assert choice
-        yield await dumped(partial(making.encoded, making.output.close(choice.finish == "length")), run.size)
+        closing = partial(making.encoded, making.output.close(choice.finish == "length"))
+        yield await dumped(making.asked, closing, run.size)
         whole = await self._finished(making, choice)
         yield making.envelope("response.incomplete" if choice.finish == "length" else "response.completed", whole)
 
@@ -212,9 +213,9 @@ class _Endpoints:
             response = spliced(making.head, making.now(choice, error))
             if making.keeps:
                 kept = b'{"response":%b,"input":%b,"owner":%b}'
-                self.store.put(making.id, kept % (response, making.input, json.dumps(making.owner).encode()))
+                self.store.put(making.id, kept % (response, making.input, json.dumps(making.asked.owner).encode()))
             return response
-        return await asyncio.to_thread(work)
+        return await making.asked.work(work)
 
     def _failure(self, making: _Making, error: Exception) -> bytes:
         problem = problem_of(error)
@@ -231,7 +232,7 @@ class _Endpoints:
 
     def _being_made(self, request: Request) -> _Making | None:
         making = self.making.get(request.path_params["id"])
-        return making if making and making.owner == record_of(request).owner else None
+        return making if making and making.asked.owner == record_of(request).owner else None
 
     def _found(self, request: Request) -> Record:
         id = request.path_params["id"]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import binascii
+import difflib
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from deltic.errors import RequestError, show, valid_text
+from deltic.server.content import text_of, thought_of
 from deltic.server.openai.schema import ChatRequest, SamplingFields
-from deltic.server.parts import RESPONSES, check_within
+from deltic.server.parts import RESPONSES, check_within, usable_tools
 
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -20,6 +22,10 @@ _HOSTED = frozenset((
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search", "mcp",
     "code_interpreter", "image_generation", "local_shell", "shell", "computer", "computer_use_preview", "apply_patch",
     "tool_search", "programmatic_tool_calling"))
+_KINDS = ("message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
+          "custom_tool_call_output", "item_reference")
+_MISSPELT = 0.85
+"""How near to one of these types (difflib) another one has to be to be meant as it."""
 _SEALED = "deltic:"  # begins what we give out as encrypted content
 _ENCRYPTED = "reasoning.encrypted_content"
 _RESPONSE = "resp_"
@@ -55,6 +61,11 @@ class OwnTool:
 
 class ResponsesRequest(SamplingFields):
     """The body of /v1/responses."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity", "system": "instructions"}
 
     model: str | None = None
     input: Any = None
@@ -103,14 +114,14 @@ class ResponsesRequest(SamplingFields):
         """What is asked, as items that have ids. response: the id of what answers it. find: the item of this id, of a
         response that is kept."""
         given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        if not isinstance(given, list) or not given:
-            raise RequestError("input must be text or a list with at least one item", "input")
+        if not isinstance(given, list):
+            raise RequestError("input must be text or a list of items", "input")
         items: list[Json] = []
         named = set[str]()
         for index, item in enumerate(given):
             path = f"input[{index}]"
             if not _is_reference(item):
-                items.append(_identified(item, path, response))
+                items.append(_identified(item, path, response, index == len(given) - 1))
                 continue
             id = valid_text(item.get("id"), f"{path}.id")
             found = None if id in named else find(id)  # a short request must not become a long conversation
@@ -133,14 +144,14 @@ class ResponsesRequest(SamplingFields):
                 "chat_template_kwargs", "history", "parallel_tool_calls", "service_tier")
         tools, choice = self._tools(names)
         check_within(self, RESPONSES)
+        messages = messages or [{"role": "user", "content": ""}]  # clients try with no input whether somebody is there
         return ChatRequest(messages=[*first, *messages], tools=tools, tool_choice=choice,
                            max_tokens=self.max_output_tokens, **self._format(), **self._effort(),
                            **self.choosing(), **{name: getattr(self, name) for name in same}), names
 
     def own_tools(self) -> dict[str, OwnTool]:
         """The client's tools, by what the model calls them. RequestError for what is no tool."""
-        return {own.shown: own for index, tool in enumerate(self.tools or ())
-                for own in _own_tools(tool, f"tools[{index}]")}
+        return {own.shown: own for own in _own_tools(self.tools or (), "tools", self.ignored)}
 
     def echo(self) -> Json:
         """What a response repeats of its request."""
@@ -171,7 +182,6 @@ class ResponsesRequest(SamplingFields):
 
     def _tools(self, names: Names) -> tuple[list[Json] | None, Any]:
         known, choice = self.own_tools(), self.tool_choice
-        self.ignored.extend(f"tools.{tool['type']}" for tool in self.tools or () if tool["type"] in _HOSTED)
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             given = choice.get("tools")
             if not isinstance(given, list):
@@ -190,14 +200,15 @@ class ResponsesRequest(SamplingFields):
     def _format(self) -> Json:
         text = self.text or {}
         form = text.get("format") or {"type": "text"}
-        if text.get("verbosity") not in (None, "medium"):
-            self.ignored.append("text.verbosity")
+        verbosity = text.get("verbosity")
+        if verbosity not in (None, "low", "medium", "high"):
+            raise RequestError(f"text.verbosity must be low, medium or high, not {show(verbosity)}", "text.verbosity")
         if not isinstance(form, dict):
             raise RequestError(f"text.format must be an object, not {show(form)}", "text.format")
         if form.get("type") != "json_schema":
-            return {"response_format": form}
+            return {"response_format": form, "verbosity": verbosity}
         named = {name: value for name, value in form.items() if name != "type"}
-        return {"response_format": {"type": "json_schema", "json_schema": named}}
+        return {"response_format": {"type": "json_schema", "json_schema": named}, "verbosity": verbosity}
 
     def _effort(self) -> Json:
         given = self.reasoning or {}
@@ -229,18 +240,20 @@ def response_of(item: str) -> str | None:
     return _RESPONSE + found[1] if found else None
 
 
-def _own_tools(tool: Any, place: str, namespace: str | None = None) -> Iterator[OwnTool]:
-    """A tool, or those of a namespace; none of those that OpenAI runs."""
-    kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
-    if isinstance(kind, str) and kind in _HOSTED:
-        return
-    if kind == "namespace" and isinstance(name, str) and isinstance(tool.get("tools"), list) and namespace is None:
-        for index, inner in enumerate(tool["tools"]):
-            yield from _own_tools(inner, f"{place}.tools[{index}]", name)
-    elif kind in ("function", "custom") and isinstance(name, str):
-        yield OwnTool(name, namespace, kind == "custom", place, tool)
-    else:
-        raise RequestError(f'{place} must be of the form {{"type": "function", "name": ...}}', place)
+def _own_tools(tools: Sequence[Any], place: str, ignored: list[str], namespace: str | None = None
+               ) -> Iterator[OwnTool]:
+    """The client's own tools, those of namespaces too; those that OpenAI runs are noted."""
+    for index, tool in usable_tools(tools, ("function", "custom", "namespace", *_HOSTED), ignored):
+        path = f"{place}[{index}]"
+        kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
+        if isinstance(kind, str) and kind in _HOSTED:
+            ignored.append(f"tools.{kind}")
+        elif kind == "namespace" and isinstance(name, str) and isinstance(tool.get("tools"), list) and not namespace:
+            yield from _own_tools(tool["tools"], f"{path}.tools", ignored, name)
+        elif kind in ("function", "custom") and isinstance(name, str):
+            yield OwnTool(name, namespace, kind == "custom", path, tool)
+        else:
+            raise RequestError(f'{path} must be of the form {{"type": "function", "name": ...}}', path)
 
 
 def _shown(name: str, namespace: Any) -> str:
@@ -261,12 +274,17 @@ def _is_reference(item: Any) -> bool:
     return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
 
 
-def _identified(item: Any, path: str, response: str) -> Json:
-    """An item with type and id; its contents are looked at, so that the error names them."""
+def _identified(item: Any, path: str, response: str, last: bool) -> Json:
+    """An item with type and id; its contents are looked at, so that the error names them. last: it is the newest, and a
+    type that seems to be misspelt is told."""
     if not isinstance(item, dict):
         raise RequestError(f"{path} must be an object, not {show(item)}", path)
     kind = item.get("type") or "message"
-    checked: Json = {**item, "type": kind, "id": item.get("id") or new_id(str(kind), response)}
+    if not isinstance(kind, str):
+        raise RequestError(f"{path}.type must be text, not {show(kind)}", f"{path}.type")
+    if last and kind not in _KINDS and (meant := difflib.get_close_matches(kind[:64], _KINDS, 1, _MISSPELT)):
+        raise RequestError(f"{path} has the unknown type {show(kind)}: do you mean {meant[0]!r}?", f"{path}.type")
+    checked: Json = {**item, "type": kind, "id": item.get("id") or new_id(kind, response)}
     _message(checked, path)
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
@@ -285,7 +303,7 @@ def _messages(items: Sequence[Json], places: Sequence[str], start: int, names: N
         calls = message.get("tool_calls") or []
         if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
             last = messages[-1]
-            last["content"] += message["content"]
+            last["content"] = _joined(last["content"], message["content"])
             last["tool_calls"] = (last.get("tool_calls") or []) + calls or None
             if "reasoning_content" in message:
                 last["reasoning_content"] = last.get("reasoning_content", "") + message["reasoning_content"]
@@ -311,8 +329,7 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
         if role not in ("user", "assistant", "system", "developer"):
             raise RequestError(f"{path}.role must be one of user, assistant, system, developer, not {show(role)}",
                                f"{path}.role")
-        content = item.get("content")
-        return {"role": role, "content": (_text if role == "assistant" else _parts)(content, f"{path}.content")}
+        return {"role": role, "content": _content(item.get("content"), f"{path}.content")}
     if kind == "reasoning":
         thoughts = _thoughts(item, path)
         return {"role": "assistant", "content": ""} | ({"reasoning_content": thoughts} if thoughts else {})
@@ -329,15 +346,37 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
             {"id": item.get("call_id"), "type": "function", "function": function}]}
     if kind in ("function_call_output", "custom_tool_call_output"):
         return {"role": "tool", "tool_call_id": item.get("call_id"),
-                "content": _parts(item.get("output"), f"{path}.output")}
-    raise RequestError(f"{path} is of type {show(kind)}: items are messages, reasoning, function calls and their "
-                       "outputs", f"{path}.type")
+                "content": _content(item.get("output"), f"{path}.output")}
+    return _foreign(item, kind, item.get("call_id"))
+
+
+def _foreign(item: Mapping[str, Any], kind: str, call: Any) -> Json:
+    """An item of another server's: a call of one of its tools, what came of it, or something that was said."""
+    if kind.endswith("_output") and isinstance(call, str):
+        return {"role": "tool", "tool_call_id": call, "content": _output(item)}
+    if kind.endswith("_call") and isinstance(call, str):
+        given: Any = next((item[name] for name in ("arguments", "action", "operation", "input") if item.get(name)), {})
+        function = {"name": kind.removesuffix("_call"), "arguments": given if isinstance(given, dict | str) else {}}
+        return {"role": "assistant", "content": "", "tool_calls": [
+            {"id": call, "type": "function", "function": function}]}
+    return {"role": "assistant", "content": [item]}
+
+
+def _output(item: Mapping[str, Any]) -> str | list[Any]:
+    """What came of another server's call: a text, parts, a screenshot, or something else to read."""
+    output = item.get("output")
+    if isinstance(output, dict) and isinstance(output.get("image_url"), str):
+        return [{"type": "input_image", "image_url": output["image_url"]}]
+    parts = isinstance(output, list) and all(isinstance(part, dict) and isinstance(part.get("type"), str)
+                                             for part in output)
+    return output if isinstance(output, str) or (parts and output) else [item]
 
 
 def _thoughts(item: Mapping[str, Any], path: str) -> str:
     sealed = item.get("encrypted_content")
     if item.get("content"):
-        return _text(item["content"], f"{path}.content")
+        content = _content(item["content"], f"{path}.content")
+        return content if isinstance(content, str) else "".join(text_of(part) or thought_of(part) for part in content)
     if isinstance(sealed, str) and sealed.startswith(_SEALED):
         try:
             return base64.b64decode(sealed.removeprefix(_SEALED), validate=True).decode()
@@ -346,31 +385,25 @@ def _thoughts(item: Mapping[str, Any], path: str) -> str:
     return ""  # a summary is not what was thought
 
 
-def _parts(content: Any, path: str) -> str | list[Json]:
-    """As parts of a chat where there are pictures among them, else the text."""
-    if not isinstance(content, list) or all(not _is_image(part) for part in content):
-        return _text(content, path)
-    return [{"type": "image_url", "image_url": {"url": part.get("image_url")}} if _is_image(part)
-            else {"type": "text", "text": _text([part], path)} for part in content]
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "input_image"
-
-
-def _text(content: Any, path: str) -> str:
+def _content(content: Any, path: str) -> str | list[Json]:
+    """The text, where all parts are."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{path} must be text or a list of parts, not {show(content)}", path)
-    texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "text", "reasoning_text", "refusal"):
-            raise RequestError(f"{path}[{index}] is of type {show(kind)}, but this server reads text only",
+        if not isinstance(kind, str):
+            raise RequestError(f"{path}[{index}] must be an object with a type, not {show(part)}",
                                f"{path}[{index}].type")
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise RequestError(f"{path}[{index}].text must be text, not {show(text)}", f"{path}[{index}].text")
-        texts.append(text)
-    return "".join(texts)
+    texts = [text_of(part) for part in content]
+    found = [text for text in texts if text is not None]
+    return "".join(found) if len(found) == len(content) else content
+
+
+def _joined(first: str | list[Json], second: str | list[Json]) -> str | list[Json]:
+    """What was said in a row."""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second))
+    return [part for each in parts for part in each]

@@ -162,7 +162,8 @@ def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelC
 def _around(tokenizer: Mapping[str, Any], texts: TokenizerTexts) -> dict[str, bool]:
     """Whether the tokenizer puts a bos token before a raw prompt, and an eos token behind it."""
     processor = tokenizer.get("post_processor") or {}
-    steps = next((part["single"] for part in (processor, *processor.get("processors", ())) if part.get("single")), [{}])
+    parts: list[Mapping[str, Any]] = [processor, *processor.get("processors", ())]
+    steps: list[Mapping[str, Any]] = next((part["single"] for part in parts if part.get("single")), [{}])
     put = {kind: step.get("SpecialToken", {}).get("id") for kind, step in (("bos", steps[0]), ("eos", steps[-1]))}
     found = {kind: id is not None and id == texts.special_tokens.get(f"{kind}_token") for kind, id in put.items()}
     return {"tokenizer.ggml.add_bos_token": found["bos"],

@@ -1,0 +1,280 @@
+"""Contents of messages as agents keep them in their histories.
+
+Clients send back what other servers gave them: blocks, parts and items that no chat template knows. What such a piece
+says is read as text. A piece that says nothing readable becomes a short placeholder, and is named to the client, so
+that a session never ends because of what its history holds. What the user has just sent is not replaced: a picture that
+the model cannot see, a file that cannot be read and a misspelt type are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from deltic.errors import RequestError, show
+from deltic.server.documents import TextOf, digest
+
+Part = Mapping[str, Any]
+
+_TEXTS: Final[Mapping[str, str]] = {
+    "text": "text", "input_text": "text", "output_text": "text", "summary_text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and the field that holds it."""
+_THOUGHTS: Final = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
+_PICTURES: Final = ("image", "image_url", "input_image", "video", "video_url")
+_SOUNDS: Final = ("audio", "audio_url", "input_audio")
+_FILES: Final[Mapping[str, str]] = {"document": "source", "file": "file", "input_file": ""}
+"""Types of parts that are files, and the field that holds one."""
+_KNOWN: Final = (*_TEXTS, *_THOUGHTS, *_PICTURES, *_SOUNDS, *_FILES, "search_result")
+_HEADS: Final = ("title", "context", "source", "filename")
+"""Fields that say what a file or a search result is; they stand before its text."""
+_READABLE: Final = frozenset((
+    "title", "name", "tool_name", "description", "url", "query", "queries", "command", "commands", "code", "pattern",
+    "path", "file", "file_path", "filename", "text", "content", "output", "outputs", "stdout", "stderr", "results",
+    "summary", "message", "error", "error_code", "logs", "tool", "tools"))
+"""Fields of unknown pieces that say something to a reader."""
+_SPOKEN: Final = frozenset(("action", "arguments", "input", "operation"))
+"""Fields all of whose own fields do."""
+_DEEPEST: Final = 16
+_MISSPELT, _LONGEST, _MOST_TYPES = 0.85, 64, 100
+"""How near to a known type (difflib) an unknown one has to be to be meant as it; characters of it, and different types,
+that are looked at."""
+
+
+class ContentReader:
+    """Reads the contents of a request's messages. sees, fetches: whether the model sees, and pictures may be behind
+    URLs. text_of: gives the texts of documents, see `documents_in`. `ignored` names what was replaced."""
+
+    def __init__(self, sees: bool, fetches: bool, text_of: TextOf) -> None:
+        self.ignored: list[str] = []
+        self._sees, self._fetches, self._text_of_document = sees, fetches, text_of
+        self._meant: dict[str, str | None] = {}
+
+    def messages(self, messages: Sequence[Any]) -> list[Any]:
+        """The messages, made of texts and pictures only. What is no list of parts stays as it is. RequestError names
+        what the user's newest message has that cannot be read."""
+        last = len(messages) - 1
+        return [self._message(message, f"messages[{index}]", index == last) if isinstance(message, dict) else message
+                for index, message in enumerate(messages)]
+
+    def _message(self, message: dict[str, Any], path: str, last: bool) -> dict[str, Any]:
+        name = "content" if message.get("content") is not None else "contents"
+        content, role = message.get(name), message.get("role")
+        if isinstance(message.get("tool_calls"), list):
+            message = {**message, "tool_calls": [*map(_call, message["tool_calls"])]}
+        if not isinstance(content, list):
+            return message
+        parts = [self._part(part, f"{path}.{name}[{index}]", last and role == "user")
+                 if isinstance(part, dict) and isinstance(part.get("type"), str) else part
+                 for index, part in enumerate(content)]
+        thoughts = "".join(thought_of(part) for part in content if role == "assistant" and isinstance(part, dict))
+        told = {"reasoning_content": thoughts} if thoughts and not message.get("reasoning_content") else {}
+        return {**message, name: parts, **told}
+
+    def _part(self, part: Part, path: str, new: bool) -> Part:
+        kind: str = part["type"]
+        if kind in _TEXTS:
+            return part if kind in ("text", "refusal") else {"type": "text", "text": part.get(_TEXTS[kind])}
+        if kind in _THOUGHTS:
+            return _text("")
+        if kind in _KNOWN:
+            try:
+                found = self._read(part, kind, path)
+                if new or self._fetches or not _is_behind_url(found):
+                    return found
+            except RequestError:
+                if new:
+                    raise
+        elif new and (meant := self._meaning(kind)):
+            raise RequestError(f"{path} has the unknown type {show(kind)}: do you mean {meant!r}?", f"{path}.type")
+        said = "\n".join(text for text in _said(part) if text.strip())
+        shown = kind[:_LONGEST]
+        if kind in _KNOWN or not said:
+            self.ignored.append(f"content.{shown}")
+            return _text(f"[{shown}: not shown] {said}".rstrip())
+        return _text(f"[{shown}] {said}")
+
+    def _meaning(self, kind: str) -> str | None:
+        """The known type that this one is a misspelling of. Of so many types only that are looked at."""
+        if kind not in self._meant and len(self._meant) < _MOST_TYPES:
+            found = difflib.get_close_matches(kind[:_LONGEST], _KNOWN, 1, _MISSPELT)
+            self._meant[kind] = found[0] if found else None
+        return self._meant.get(kind)
+
+    def _read(self, part: Part, kind: str, path: str) -> Part:
+        if kind in _PICTURES:
+            return self._picture(part, kind, path)
+        if kind in _FILES:
+            return self._file(part, kind, path)
+        if kind == "search_result":
+            return _text(_headed(part, self._said_by(part.get("content"), f"{path}.content"), path))
+        raise RequestError(f"{path} is of type {show(kind)}: sounds are not read here", path)
+
+    def _picture(self, part: Part, kind: str, path: str) -> Part:
+        """In the form that chat requests have."""
+        source = part.get("source")
+        if not self._sees:
+            raise RequestError(f"{path} is of type {show(kind)}, but this model reads text only", path)
+        if part.get("file_id") or (isinstance(source, dict) and source.get("type") == "file"):
+            raise RequestError(f"{path} names a file by its id, and no files are kept here: send it as a data URL",
+                                   path)
+        if isinstance(source, dict) and source.get("type") == "base64":
+            given = f"data:{source.get('media_type')};base64,{source.get('data')}"
+            return {"type": "image_url", "image_url": {"url": given}}
+        if kind == "image" and isinstance(source, dict):
+            return {"type": "image_url", "image_url": {"url": source.get("url")}}
+        if kind == "input_image":
+            return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+        return part
+
+    def _file(self, part: Part, kind: str, path: str) -> Part:
+        """A document or file: its text behind what it is called; of an image file the picture."""
+        place, at = _FILES[kind], path
+        source = part.get(place) if place else part
+        path = f"{path}.{place}" if place else path
+        if not isinstance(source, dict):
+            raise RequestError(f"{path} must be an object, not {show(source)}", path)
+        heads = {**source, **part}
+        form = source.get("type")
+        if form == "text":
+            return _text(_headed(heads, _is_text(source.get("data"), f"{path}.data"), at))
+        if form == "content":
+            return _text(_headed(heads, self._said_by(source.get("content"), f"{path}.content"), at))
+        media, data = _data_of(source, path)
+        if media.startswith("image/"):
+            url = f"data:{media};base64,{base64.b64encode(data).decode()}"
+            return self._picture({"type": "image_url", "image_url": {"url": url}}, "image_url", path)
+        return _text(_headed(heads, self._text_of(data, path), at))
+
+    def _text_of(self, data: bytes, path: str) -> str:
+        if not _is_pdf(data):
+            try:
+                text = data.decode("utf-8-sig")
+            except UnicodeDecodeError:
+                text = "\0"
+            if "\0" in text or not text:
+                raise RequestError(f"{path} is neither a PDF document nor text in UTF-8", path)
+            return text
+        found = self._text_of_document(digest(data))
+        if found is None:
+            raise RequestError(f"{path} and the documents before it take too long to read (document_seconds): send "
+                               "fewer", path)
+        if isinstance(found, RequestError):
+            raise RequestError(f"{path} {found}", path)
+        return found
+
+    def _said_by(self, content: Any, path: str) -> str:
+        """A text, or parts that are texts."""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise RequestError(f"{path} must be text or a list of blocks, not {show(content)}", path)
+        return "\n\n".join(self._block(block, f"{path}[{index}]") for index, block in enumerate(content))
+
+    def _block(self, block: Any, path: str) -> str:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError(f"{path} must be an object with a type, not {show(block)}", path)
+        if kind in _TEXTS:
+            return _is_text(block.get(_TEXTS[kind]), f"{path}.{_TEXTS[kind]}")
+        raise RequestError(f"{path} is of type {show(kind)}: within a document only texts are read", path)
+
+
+def _call(call: Any) -> Any:
+    """A call as templates know it: one of a tool that takes a text has that as its `input`."""
+    custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
+    if not isinstance(custom, dict):
+        return call
+    rest = {name: value for name, value in call.items() if name not in ("type", "custom")}
+    return {**rest, "type": "function", "function": {
+        "name": custom.get("name"), "arguments": {"input": custom.get("input")}}}
+
+
+def text_of(part: Part) -> str | None:
+    """The text of a part that is nothing else."""
+    text = part.get(_TEXTS.get(part.get("type", ""), ""))
+    return text if isinstance(text, str) else None
+
+
+def thought_of(part: Part) -> str:
+    """What a part of an answer says that is thinking. A summary is not what was thought."""
+    fields = ("thinking", "reasoning", "text", "content") if part.get("type") in _THOUGHTS else ()
+    return "".join(text for name in fields for text in _said(part.get(name)))
+
+
+def _is_behind_url(part: Part) -> bool:
+    """Whether a picture has to be fetched."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    return isinstance(url, str) and url.startswith(("http://", "https://"))
+
+
+def documents_in(value: Any, depth: int = 0) -> Iterator[bytes]:
+    """The PDF documents among the parts of messages or items, wherever these are."""
+    if isinstance(value, list) and depth < _DEEPEST:
+        for item in value:
+            yield from documents_in(item, depth + 1)
+    elif isinstance(value, dict) and depth < _DEEPEST:
+        kind = value.get("type")
+        if isinstance(kind, str) and kind in _FILES:
+            source = value.get(_FILES[kind]) if _FILES[kind] else value
+            with suppress(RequestError):
+                data = _data_of(source, "")[1] if isinstance(source, dict) else b""
+                if _is_pdf(data):
+                    yield data
+        for inner in value.values():
+            if isinstance(inner, dict | list):
+                yield from documents_in(inner, depth + 1)
+
+
+def _is_pdf(data: bytes) -> bool:
+    return b"%PDF-" in data[:1024]
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _is_text(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{path} must be text, not {show(value)}", path)
+    return value
+
+
+def _headed(part: Part, text: str, path: str) -> str:
+    names = (name for name in _HEADS if part.get(name) is not None and not isinstance(part[name], dict))
+    return "\n".join((*(_is_text(part[name], f"{path}.{name}") for name in names), text))
+
+
+def _data_of(source: Part, path: str) -> tuple[str, bytes]:
+    """What is in a file, and of which type the client says that it is."""
+    given = source.get("data", source.get("file_data"))
+    if not isinstance(given, str):
+        raise RequestError(f"{path} has no data: files are read that are sent whole, in base64", path)
+    head, text = given.split(",", 1) if given.startswith("data:") and "," in given else ("", given)
+    media = head.removeprefix("data:").partition(";")[0] or source.get("media_type")
+    try:
+        return media if isinstance(media, str) else "", base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{path} has data that is no valid base64: {error}", path) from error
+
+
+def _said(value: Any, all_fields: bool = False, depth: int = 0) -> Iterator[str]:
+    """The texts in a piece that say something to a reader, in their order."""
+    if isinstance(value, str):
+        if not value.startswith("data:"):
+            yield value
+    elif isinstance(value, bool | int | float):
+        yield str(value)
+    elif isinstance(value, list) and depth < _DEEPEST:
+        for item in value:
+            yield from _said(item, all_fields, depth + 1)
+    elif isinstance(value, dict) and depth < _DEEPEST:
+        for name, inner in value.items():
+            if all_fields:
+                yield from (f"{name}: {text}" for text in _said(inner, True, depth + 1))
+            elif name in _SPOKEN or name in _READABLE:
+                yield from _said(inner, name in _SPOKEN, depth + 1)

@@ -1,0 +1,199 @@
+"""Pictures of requests: fetched and decoded beside everything else, with turns by client, in child processes.
+
+Decoders hold the interpreter's lock and cannot be interrupted, see `deltic.vision.decoder_process`. A client takes a
+turn for each picture, so that one with many large ones keeps another's waiting for one of them at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from functools import partial
+from types import TracebackType
+from typing import Final
+
+import numpy as np
+
+from deltic.config import Limits
+from deltic.errors import BusyError, RequestError, UnavailableError
+from deltic.server.fair_executor import FairExecutor
+from deltic.vision.decoder_process import DecoderProcess
+from deltic.vision.fetch import fetch_all
+from deltic.vision.images import DecodeJob, decode
+from deltic.vision.patches import Film
+from deltic.vision.reader import Frame, Reading, Shown, Steps
+
+DECODERS: Final = 2
+"""Pictures that are decoded at a time: one client decodes one, and another client's finds a place."""
+DECODER_MIB: Final = 1024
+"""Address space of a process that decodes pictures."""
+_FETCHERS: Final = 8
+"""Requests whose pictures are fetched at a time."""
+
+
+class PictureDecoder:
+    """Reads the pictures of all requests of a server within `limits`. Close it at the end."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self.held = limits, HeldBytes(limits.max_pictures_mib << 20)
+        # a thread that waits for its child or the network uses no processor time itself
+        self._decoding = FairExecutor(DECODERS, "deltic-pictures", processor=time.monotonic)
+        self._fetching = FairExecutor(_FETCHERS, "deltic-fetch", processor=time.monotonic)
+        self._idle, self._all, self._closed = list[DecoderProcess](), list[DecoderProcess](), False
+
+    async def read(self, client: str, reading: Reading) -> Shown:
+        """What the parts of a conversation show. RequestError names what is wrong with them, BusyError says that all
+        requests have too many now. The work ends if the caller is cancelled."""
+        with Share(self.held, client) as share:
+            urls = reading.urls()
+            fetched = await self._fetching.run(client, partial(fetch_all, urls)) if urls else {}
+            share.take(sum(map(len, fetched.values())))
+            steps = reading.steps((lambda url, field: fetched[url]) if urls else None)
+            run = _Run(steps, share, self._limits.picture_seconds)
+            try:
+                while (found := await self._decoding.run(client, partial(run.step, self))) is None:
+                    pass
+            except asyncio.CancelledError:
+                run.cancel()
+                raise
+            share.keep(found)
+            return found
+
+    def close(self) -> None:
+        """Ends what runs, and waits for that."""
+        self._closed = True
+        for process in self._all:
+            process.stop()
+        self._decoding.shutdown()
+        self._fetching.shutdown()
+        for process in self._all:
+            process.close()
+
+    def borrow(self) -> DecoderProcess:
+        """A process that nobody else has until it comes back to `give_back`."""
+        if self._closed:
+            raise UnavailableError("the server is shutting down")
+        if self._idle:
+            return self._idle.pop()
+        self._all.append(DecoderProcess(DECODER_MIB))
+        return self._all[-1]
+
+    def give_back(self, process: DecoderProcess) -> None:
+        self._idle.append(process)
+
+
+class _Run:
+    """Reads one conversation's pictures, a file at each step. seconds: processor time that is left for them."""
+
+    def __init__(self, steps: Steps, share: Share, seconds: float) -> None:
+        self._steps, self._share, self._seconds = steps, share, seconds
+        self._lock, self._cancelled = threading.Lock(), False
+        self._process: DecoderProcess | None = None
+        self._frame: Frame | None = None
+
+    def step(self, decoder: PictureDecoder) -> Shown | None:
+        """Decodes the next file; returns what all parts show when there is none."""
+        try:
+            job = self._steps.send(self._frame)  # type: ignore[arg-type]
+        except StopIteration as done:
+            found: Shown = done.value
+            return found
+        process = decoder.borrow()
+        try:
+            self._frame = self._decoded(process, job)
+        finally:
+            decoder.give_back(process)
+        self._share.take(self._frame.nbytes)
+        return None
+
+    def cancel(self) -> None:
+        """Ends the step that runs, from any thread."""
+        with self._lock:
+            self._cancelled = True
+            if self._process:
+                self._process.kill()
+
+    def _decoded(self, process: DecoderProcess, job: DecodeJob) -> Frame:
+        with self._lock:
+            if self._cancelled:
+                raise RequestError("the client is gone")
+            self._process = process
+        try:
+            about, data = process.call(decode, job, seconds=max(self._seconds, 0.01), limit="picture_seconds")
+        except RequestError as error:
+            raise RequestError(f"{job.field}: {error}", job.field) if error.field is None else error from error
+        finally:
+            with self._lock:
+                self._process = None
+        self._seconds -= about["seconds"]
+        job.budget.request = about["left"]
+        return np.frombuffer(data, np.uint8).reshape(*about["size"], 3)
+
+
+class HeldBytes:
+    """Bytes of pictures that requests hold. A client may hold as much as stays free besides, so that there is always
+    room for another one's."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self._by_client, self._lock = most, Counter[str](), threading.Lock()
+        self._freed = deque[tuple[str, int]]()  # finalizers may run within `take`, in its thread
+
+    def take(self, client: str, size: int) -> bool:
+        """Counts so many bytes in, if there is room for them."""
+        with self._lock:
+            if self._total() + self._by_client[client] + 2 * size > self.most:
+                return False
+            self._by_client[client] += size
+            return True
+
+    def free(self, client: str, size: int) -> None:
+        """Counts so many bytes out, from any thread and any finalizer."""
+        self._freed.append((client, size))
+
+    def total(self) -> int:
+        """Bytes that all clients hold."""
+        with self._lock:
+            return self._total()
+
+    def _total(self) -> int:
+        while self._freed:
+            client, size = self._freed.popleft()
+            self._by_client[client] -= size
+        self._by_client = +self._by_client  # without clients that hold nothing
+        return self._by_client.total()
+
+
+class Share:
+    """What one request holds while its pictures are read."""
+
+    def __init__(self, held: HeldBytes, client: str) -> None:
+        self._held, self._client, self._size = held, client, 0
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:
+        self._held.free(self._client, self._size)
+
+    def take(self, size: int) -> None:
+        """Counts so many bytes in. RequestError if no request may have as many, BusyError if there is no room now."""
+        if self._held.take(self._client, size):
+            self._size += size
+            return
+        most = f"{self._held.most >> 20} MiB (max_pictures_mib)"
+        if 2 * (self._size + size) > self._held.most:
+            raise RequestError(f"the pictures of this request take more than half of {most}: send fewer, or smaller "
+                               "ones", "messages")
+        raise BusyError(f"the pictures of all requests take more than {most}, or yours most of that: try again later")
+
+    def keep(self, found: Shown) -> None:
+        """Holds what the parts show until nothing refers to it any more."""
+        for each in found.values():
+            for pixels in each.parts if isinstance(each, Film) else (each,):
+                size = min(pixels.frames.nbytes, self._size)  # frames that a film repeats were taken once
+                self._size -= size
+                weakref.finalize(pixels, self._held.free, self._client, size).atexit = False

@@ -1,0 +1,58 @@
+"""The text of PDF documents, by pypdf."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from deltic.errors import RequestError
+from deltic.vision.decoder_process import Decoded, DecoderProcess
+
+if TYPE_CHECKING:
+    from deltic.config import Limits
+
+NO_TEXT = "[a PDF document without text, such as a scan: its pages cannot be read]"
+"""Returned in place of the text of a document that has none."""
+_MEMORY_MIB = 512
+"""Of the process that reads one document."""
+
+
+def pdf_text(data: bytes, limits: Limits, field: str = "document") -> str:
+    """The text of a PDF file, its pages separated by empty lines; `NO_TEXT` if no page has any.
+
+    The file is read in a process of its own, which takes a moment: call it in a thread. field: names the document in
+    errors. Raises RequestError if the file is damaged, encrypted, or beyond `max_document_pages`,
+    `max_document_characters` or `document_seconds`.
+    """
+    try:
+        with DecoderProcess(_MEMORY_MIB) as process:
+            _, text = process.call(read_pages, data, limits.max_document_pages, limits.max_document_characters,
+                                   seconds=limits.document_seconds, limit="document_seconds")
+    except RequestError as error:
+        raise RequestError(f"{field} is no PDF document that can be read: {error}", field) from error
+    return text.decode() or NO_TEXT
+
+
+def read_pages(data: bytes, most_pages: int, most_characters: int) -> Decoded:
+    """The text of all pages in UTF-8; runs in the child process. RequestError says what is wrong."""
+    from pypdf import PdfReader
+    from pypdf.errors import DependencyError, FileNotDecryptedError
+
+    if b"%PDF-" not in data[:1024]:
+        raise RequestError("it does not begin as one")
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        count = len(reader.pages)
+        if count > most_pages:
+            raise RequestError(f"it has {count:,} pages, and at most {most_pages:,} are read (max_document_pages)")
+        texts, size = list[str](), 0
+        for page in reader.pages:
+            texts.append(page.extract_text().encode(errors="replace").decode().strip())
+            size += len(texts[-1])
+            if size > most_characters:
+                raise RequestError(f"it has more than {most_characters:,} characters (max_document_characters)")
+    except (FileNotDecryptedError, DependencyError) as error:
+        raise RequestError("it is encrypted: send it without a password") from error
+    except RecursionError as error:
+        raise RequestError("it is nested too deeply") from error
+    return {}, "\n\n".join(filter(None, texts)).encode()

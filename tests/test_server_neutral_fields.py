@@ -1,0 +1,162 @@
+"""Fields that clients of other servers always send, by the values that ask for nothing, and what each one means."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_server_harness import USER, Scripted, limited, scripted, serving, tiny
+
+from deltic.server.fields import IGNORED_HEADER
+from deltic.text.chat_processor import ChatProcessor
+from deltic.text.infill import Infill
+
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+pytestmark = pytest.mark.usefixtures("script_server")
+
+
+@pytest.mark.parametrize("fields", [
+    {"grammar": ""}, {"ebnf": ""}, {"json_schema": {}}, {"best_of": 1}, {"echo": False}, {"stop_regex": None},
+    {"custom_params": None}, {"backend_sampling": False}, {"reasoning_budget": -1}, {"thinking_token_budget": None},
+    {"thinking_token_budget": -1}, {"verbosity": "medium"}, {"service_tier": "auto"}, {"store": False}, {"suffix": ""},
+    {"truncate_prompt_tokens": None}, {"n_cmpl": 1}, {"stream_options": {"continuous_usage_stats": False}},
+])
+def test_values_that_ask_for_nothing_are_taken_in_silence(fields: dict[str, Any]) -> None:
+    with scripted("x") as (served, _):
+        response = served.post(CHAT, messages=USER, **fields)
+    assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
+
+
+@pytest.mark.parametrize(("fields", "ignored"), [
+    ({"store": True}, "store"), ({"service_tier": "flex"}, "service_tier"), ({"verbosity": "low"}, "verbosity"),
+    ({"backend_sampling": True}, "backend_sampling"), ({"media_io_kwargs": {"video": {}}}, "media_io_kwargs")])
+def test_what_changes_no_token_is_named(fields: dict[str, Any], ignored: str) -> None:
+    with scripted("x") as (served, _):
+        response = served.post(CHAT, messages=USER, **fields)
+    assert (response.status_code, response.headers[IGNORED_HEADER]) == (200, ignored)
+
+
+def test_a_template_is_told_the_verbosity_that_it_knows() -> None:
+    model, tokenizer = limited(tiny()), tiny().chat_processor.tokenizer
+    template = "{{ verbosity }}:{% for message in messages %}{{ message.content }}{% endfor %}"
+    model.chat_processor = ChatProcessor(tokenizer, template)
+    with serving(model) as served:
+        for path, fields in ((CHAT, {"messages": USER, "verbosity": "low"}),
+                             (RESPONSES, {"input": "Hi", "text": {"verbosity": "low"}})):
+            counted = served.post(path, **fields, **{"max_tokens" if path == CHAT else "max_output_tokens": 1})
+            assert counted.status_code == 200 and IGNORED_HEADER not in counted.headers
+        ids = served.post("/tokenize", messages=USER, verbosity="low").json()["tokens"]
+    assert tokenizer.decode(ids) == "low:Hi"
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    (CHAT, {"grammar": "root ::= ("}, "grammar"), (CHAT, {"regex": "("}, "regex"),
+    (CHAT, {"n_predict": -2}, "n_predict"),
+    (CHAT, {"think": 5}, "think"), (CHAT, {"repeat_penalty": 0}, "repeat_penalty"), (CHAT, {"best_of": 2}, "best_of"),
+    (CHAT, {"thinking_token_budget": -5}, "thinking_token_budget"), (CHAT, {"verbosity": "often"}, "verbosity"),
+    (CHAT, {"stop_sequences": ["x"] * 100}, "stop_sequences"), (CHAT, {"store": "yes"}, "store"),
+    (TEXT, {"suffix": "end"}, "suffix"), (TEXT, {"suffix": "end", "echo": True}, "echo"),
+    (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    (RESPONSES, {"text": {"verbosity": "often"}}, "text.verbosity"),
+])
+def test_a_refusal_names_the_field_that_was_sent(path: str, fields: dict[str, Any], param: str) -> None:
+    asked = {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, RESPONSES: {"input": "x"}}[path]
+    with scripted("x") as (served, _):
+        response = served.post(path, **asked, **fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param) and param in error["message"], error
+
+
+@pytest.mark.parametrize(("path", "field", "meant"), [
+    (RESPONSES, "response_format", "text.format"), (RESPONSES, "messages", "input"), (CHAT, "input", "messages"),
+    (MESSAGES, "response_format", "output_config.format"), (TEXT, "messages", "prompt")])
+def test_fields_of_other_wires_are_told_their_names_here(path: str, field: str, meant: str) -> None:
+    asked = {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, RESPONSES: {"input": "x"},
+             MESSAGES: {"messages": USER, "max_tokens": 5}}[path]
+    with scripted("x") as (served, _):
+        message = served.post(path, **asked, **{field: {"type": "json_object"}}).json()["error"]["message"]
+    assert f"do you mean '{meant}'?" in message
+
+
+@pytest.mark.parametrize("name", ["thinking_budget", "thinking_token_budget", "thinking_budget_tokens",
+                                  "reasoning_budget"])
+def test_the_budget_of_thinking_has_many_names(name: str) -> None:
+    with scripted("x") as (served, engine):
+        response = served.post(CHAT, messages=USER, enable_thinking=True, **{name: 0})
+    assert response.status_code == 200 and IGNORED_HEADER not in response.headers
+    assert engine.seen[-1].guide is not None
+
+
+@pytest.mark.parametrize(("path", "asked"), [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x", "max_tokens": 20})])
+def test_every_event_may_have_the_usage_so_far(path: str, asked: dict[str, Any]) -> None:
+    def chunks(**options: Any) -> list[dict[str, Any]]:
+        text = served.post(path, **asked, stream=True, stream_options=options).text
+        return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
+
+    with scripted("one two three four five", pause=0.01) as (served, _):
+        always, end = chunks(include_usage=True, continuous_usage_stats=True), chunks(include_usage=True)
+        never = chunks(continuous_usage_stats=True)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in always]
+    assert counts == sorted(counts) and len(set(counts)) > 3
+    assert always[-1]["usage"] == end[-1]["usage"] and counts[-1] == always[-2]["usage"]["completion_tokens"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in always} == {end[-1]["usage"]["prompt_tokens"]}
+    assert all(chunk["usage"] is None for chunk in end[:-1]) and not any("usage" in chunk for chunk in never)
+
+
+LONG = "word " * 6000
+
+
+@pytest.mark.parametrize(("path", "asked", "field"), [
+    ("/tokenize", {"prompt": LONG}, "count"), ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "count"),
+    ("/v1/responses/input_tokens", {"input": LONG}, "input_tokens"),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}, "input_tokens"),
+])
+def test_what_is_beyond_the_context_is_counted(path: str, asked: dict[str, Any], field: str) -> None:
+    with scripted("x") as (served, _):
+        counted = served.post(path, **asked)
+        assert counted.status_code == 200 and counted.json()[field] > 6000, counted.text
+        refused = served.post(CHAT, messages=[{"role": "user", "content": LONG}])
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_counting_has_a_limit() -> None:
+    with serving(Scripted("x").model(max_counted_tokens=5000)) as served:
+        for path, asked in (("/tokenize", {"prompt": LONG}), (TEXT, {"prompt": LONG, "truncate_prompt_tokens": 5}),
+                            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]})):
+            refused = served.post(path, **asked)
+            assert refused.status_code == 400 and "max_counted_tokens" in refused.text
+        assert served.post("/tokenize", prompt="word " * 4000).json()["count"] > 4000
+
+
+def test_prompts_are_cut_to_their_last_tokens() -> None:
+    with scripted("x") as (served, engine):
+        for wanted, length in ((5, 5), (-1, 2048 - 40), (100_000, 2047)):
+            for path, asked in ((TEXT, {"prompt": LONG}), (CHAT, {"messages": [{"role": "user", "content": LONG}]})):
+                response = served.post(path, **asked, truncate_prompt_tokens=wanted, max_tokens=40)
+                assert response.status_code == 200 and len(engine.seen[-1].prompt) == length
+        whole = served.post("/tokenize", messages=[{"role": "user", "content": LONG}]).json()["tokens"]
+        assert engine.seen[-1].prompt == tuple(whole[-2047:])
+        echo = served.post(TEXT, prompt="one two three four", truncate_prompt_tokens=2, echo=True).json()
+        assert "three four".endswith(echo["choices"][0]["text"].removesuffix("x").strip())
+        served.post(TEXT, prompt="one", truncate_prompt_tokens=50)
+        assert len(engine.seen[-1].prompt) < 5
+
+
+def test_an_answer_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny().chat_processor.tokenizer
+    form = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")  # stand in for tokens that the vocabulary lacks
+    monkeypatch.setattr("deltic.text.infill._FORMS", (form,))
+    with scripted("x") as (served, engine):
+        assert served.post(TEXT, prompt="def f(", suffix="return 1").status_code == 200
+    request, (start, end, pad) = engine.seen[-1], (tokenizer.added[token] for token in form)
+    assert request.prompt == (start, *tokenizer.encode("def f("), end, *tokenizer.encode("return 1"), pad)
+    assert {start, end, pad} <= set(request.output.stop_token_ids)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("form", [("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+                                  ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>",
+                                   "<\uff5cfim\u2581end\uff5c>")])
+def test_vocabularies_that_fill_in_the_middle(form: tuple[str, str, str]) -> None:
+    infill = Infill.of({token: id for id, token in enumerate(("<x>", *form, "<|file_sep|>"))})
+    assert infill.ids([7], [8, 9]) == [1, 7, 2, 8, 9, 3] and infill.ends == (1, 2, 3, 4)

@@ -1,0 +1,214 @@
+"""No client takes another's share: of threads, of places that wait, of tokens that are live."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from test_server_harness import USER, Scripted, Served, serving, tiny, wait_until
+
+from deltic.errors import GenerationError
+from deltic.server.request_handle import RequestHandle, Unread
+from deltic.text import grammar as grammar_module
+from deltic.types import Request, SamplingParams, TokenOut
+
+KEYS = {"key-a": "flood", "key-b": "other"}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def as_client(served: Served, key: str) -> httpx.Client:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.Client(base_url=served.url, timeout=60, headers={"authorization": f"Bearer {key}"}, limits=limits)
+
+
+class Block:
+    """Calls with the word SLOW in an argument wait until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self.begun, self.free, original = threading.Event(), threading.Event(), getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if any("SLOW" in str(arg) for arg in args):
+                self.begun.set()
+                self.free.wait(60)
+            return original(*args, **options)
+        monkeypatch.setattr(owner, name, call)
+
+
+@contextmanager
+def flooding(served: Served, block: Block, path: str, **body: Any) -> Iterator[list[Future[httpx.Response]]]:
+    """Many requests of one client, which wait until the end of the block."""
+    with as_client(served, "key-a") as client, ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(client.post, path, json=body) for _ in range(24)]
+        try:
+            assert block.begun.wait(30)
+            yield asked
+        finally:
+            block.free.set()
+
+
+@pytest.mark.parametrize("pad", [0, 1 << 16], ids=["small bodies", "large bodies"])
+def test_prompts_of_one_client_do_not_hold_up_others(pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(monkeypatch, type(tiny().chat_processor.tokenizer), "encode")
+    with serving(Scripted("one").model(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
+            flooding(served, block, TEXT, prompt="SLOW", user="x" * pad) as flood:
+        for body in ({"prompt": "quick"}, {"prompt": "quick", "user": "x" * pad}):
+            assert other.post(TEXT, json=body).status_code == 200
+        assert other.post("/tokenize", json={"prompt": "quick"}).status_code == 200
+        assert not any(request.done() for request in flood)
+
+
+def test_grammars_of_one_client_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(monkeypatch, grammar_module, "_compile")
+    with serving(tiny(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
+            flooding(served, block, CHAT, messages=USER, max_tokens=1, guided_choice=["SLOW"]):
+        plain = {"messages": USER, "max_tokens": 2}
+        assert other.post(CHAT, json=plain).status_code == 200
+        formed = other.post(CHAT, json={**plain, "guided_choice": ["yes", "no"]})
+        assert formed.status_code == 200, formed.text
+
+
+def test_work_of_a_client_that_has_left_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(monkeypatch, type(tiny().chat_processor.tokenizer), "encode")
+    with serving(Scripted("one").model()) as served:
+        executors = served.app.state.records.executors
+        left = [served.send(TEXT, prompt="SLOW") for _ in range(20)]
+        wait_until(lambda: executors.small.waiting() >= 10)
+        for connection in left:
+            connection.close()
+        try:
+            wait_until(lambda: executors.small.waiting() == 0)
+        finally:
+            block.free.set()
+
+
+def test_counting_tokens_compiles_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "_compile", lambda *_: pytest.fail("compiled"))
+    with serving(Scripted("one").model()) as served:
+        assert served.post("/tokenize", messages=USER, guided_choice=["yes", "no"]).status_code == 200
+
+
+def test_a_clients_own_use_is_charged() -> None:
+    with serving(Scripted("one").model(), api_keys=KEYS) as served, as_client(served, "key-a") as client:
+        executors = served.app.state.records.executors
+        client.post("/tokenize", json={"prompt": "word " * 4000})
+        client.post("/tokenize", json={"prompt": "word " * 20_000})
+        wait_until(lambda: executors.small.used("flood") > 0 and executors.large.used("flood") > 0)
+        assert executors.small.used("other") == executors.large.used("other") == 0
+
+
+class Crowded(Scripted):
+    """It runs only so many answers of the flood; all others at once."""
+
+    places = 0
+
+    def step(self) -> list[TokenOut]:
+        self.left = self.places
+        return super().step()
+
+    def _advance(self, request: Request, choice: list[Any]) -> list[TokenOut]:
+        if request.client == "flood":
+            self.left -= 1
+            if self.left < 0:
+                return []
+        return super()._advance(request, choice)
+
+
+@contextmanager
+def full(engine: Crowded, requests: list[dict[str, Any]], **limits: Any
+         ) -> Iterator[tuple[Served, list[Future[httpx.Response]], httpx.Client, httpx.Client]]:
+    """A server with these requests of the flood in it, and its two clients."""
+    with serving(engine.model(**limits), api_keys=KEYS) as served, as_client(served, "key-a") as flood, \
+            as_client(served, "key-b") as other, ThreadPoolExecutor(len(requests)) as pool:
+        asked = list[Future[httpx.Response]]()
+        for number, body in enumerate(requests, 1):  # one after another, so that their order is known
+            asked.append(pool.submit(flood.post, TEXT, json={"max_tokens": 30_000, **body}))
+            wait_until(lambda number=number: len(engine.seen) == number)  # type: ignore[misc]
+        try:
+            yield served, asked, flood, other
+        finally:
+            for record in served.app.state.records:
+                if record.run:
+                    served.loop.call_soon_threadsafe(record.run.cancel, "the test is over")
+        for request in asked:
+            request.result(30)
+
+
+def test_a_newcomer_gets_a_place_in_a_full_room() -> None:
+    """Four requests for 128 answers each, and one for as many as run: they fill the batch and the room."""
+    engine, short = Crowded(), {"prompt": "x", "max_tokens": 2}
+    engine.places = batch = tiny().runtime.memory.max_batch
+    with full(engine, [{"prompt": "x", "n": n} for n in (batch, 128, 128, 128, 128)]) as (served, asked, flood, other):
+        assert flood.post(TEXT, json=short).status_code == 503, "its own share is full"
+        for _ in range(2):
+            assert other.post(TEXT, json=short).status_code == 200
+        assert [request.done() for request in asked] == [False] * 4 + [True]
+        response = asked[-1].result()
+        assert response.status_code == 503 and int(response.headers["retry-after"])
+        assert "another client" in response.text and "max_waiting" in response.text
+        served.bridge.check_room("flood")  # alone it may have all again
+
+
+def test_a_stream_that_waits_is_told_that_its_place_is_gone() -> None:
+    engine, short = Crowded(), {"prompt": "x", "max_tokens": 2}
+    batch = tiny().runtime.memory.max_batch
+    streams = [{"prompt": "x", "stream": True, "n": n} for n in (1, 1, batch)]
+    with full(engine, streams, max_waiting=2) as (served, asked, _, other):
+        assert engine.places == 0 and other.post(TEXT, json=short).status_code == 200
+        events = asked[-1].result(30).text
+        assert "another client" in events and "error" in events and "[DONE]" not in events
+        assert not any(request.done() for request in asked[:-1])
+        assert served.bridge.displaced == 1
+
+
+def test_a_newcomer_gets_room_for_its_prompt() -> None:
+    body = {"prompt": [5] * 250}
+    with full(Crowded(), [body] * 4, max_live_tokens=1000) as (_, asked, flood, other):
+        assert "max_live_tokens" in flood.post(TEXT, json={"prompt": [5], "max_tokens": 1}).text
+        assert other.post(TEXT, json={"prompt": [5] * 100, "max_tokens": 1}).status_code == 200
+        assert other.post(TEXT, json={"prompt": [5] * 900, "max_tokens": 1}).status_code == 503, "it would have more"
+        assert [request.done() for request in asked] == [False] * 3 + [True]
+        assert "max_live_tokens" in asked[-1].result().text
+
+
+def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
+    async def work() -> None:
+        ended, withdrawn, held = list[int](), list[RequestHandle](), list[bool]()
+        handle = RequestHandle([Request("r", (1,), SamplingParams())], 0, Unread(4, 0.02, partial(ended.append, 1)),
+                               withdrawn.append, lambda _, hold: held.append(hold))
+        handle.admit(None)
+        handle.take(TokenOut("r", 0, 5))
+        assert len(await anext(handle)) == 1 and (handle.begun, handle.waiting) == (1, 0)
+        for _ in range(5):
+            handle.take(TokenOut("r", 0, 5))
+        assert held == [True] and (handle.begun, handle.waiting) == (0, 1), "who pauses holds a place as who waits"
+        while not ended:
+            await asyncio.sleep(0.01)
+        assert withdrawn == [handle] and not handle.open
+        with pytest.raises(GenerationError, match="unread_seconds"):
+            await anext(handle)
+
+    asyncio.run(work())
+
+
+def test_a_reader_that_comes_back_in_time_loses_nothing() -> None:
+    async def work() -> None:
+        ended = list[int]()
+        handle = RequestHandle([Request("r", (1,), SamplingParams())], 0, Unread(4, 0.05, partial(ended.append, 1)),
+                               lambda _: None, lambda *_: None)
+        handle.take(TokenOut("r", 0, 5))
+        await anext(handle)
+        for _ in range(5):
+            handle.take(TokenOut("r", 0, 5))
+        assert handle.held and len(await anext(handle)) == 5 and not handle.held
+        await asyncio.sleep(0.15)
+        assert handle.open and not ended
+
+    asyncio.run(work())
