@@ -121,8 +121,8 @@ def facts(config: ModelConfig, generation: GenerationDefaults, form: Form) -> di
 
 
 def quantize(network: Network) -> None:
-    """Int4 weights in the products, int8 rows in the embedding table and in experts, in place. Products whose inputs are
-    no multiple of the group stay as they are."""
+    """Int4 weights in the products, int8 rows in the embedding table and in experts, in place. Products whose inputs
+    are no multiple of the group stay as they are."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 
