@@ -99,6 +99,6 @@ class _Mixture(nn.Module):
         gate, up = torch.matmul(self.gate_up(chosen[0]), x[0]).chunk(2, dim=-1)
         each = torch.bmm(self.down(chosen[0]), (functional.silu(gate) * up)[..., None])[..., 0]
         after: Tensor = share @ each
-        if self.shared is None:
-            return after
-        return after + torch.sigmoid(routes[:, self.count:]) * self.shared(x)
+        if self.shared is not None:
+            after = after + torch.sigmoid(routes[:, self.count:]) * self.shared(x)
+        return after
