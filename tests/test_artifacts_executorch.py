@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from artifact_cases import ATTENTION, checkpoint, exported, says_the_same, session
 from support import TAU, numbers, odd_shape
 
@@ -27,6 +28,7 @@ from deltic.artifacts.program import generation_config, hf_config
 from deltic.artifacts.sidecar import write_json
 from deltic.cli import main
 from deltic.config import EngineConfig, GenerationDefaults
+from deltic.config.model import ExpertsConfig
 from deltic.errors import DelticError, ModelError
 from deltic.ops.cpu import missing
 from deltic.weights.hub import resolve
@@ -37,9 +39,10 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 from deltic.artifacts.executorch import export as export_module
 from deltic.artifacts.executorch import library, runtime
 from deltic.artifacts.executorch.calls import Bound, Calls, Native
-from deltic.artifacts.executorch.export import Form, check, export
+from deltic.artifacts.executorch.export import Form, Kind, check, export
 from deltic.artifacts.executorch.mixers import Operators
 from deltic.artifacts.executorch.names import sidecar_of
+from deltic.artifacts.executorch.parts import Experts, QuantizedExperts
 
 ROOT = Path(__file__).parents[1]
 SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), max_position_embeddings=96)
@@ -258,6 +261,28 @@ def test_attention_alone(operators: Operators, tmp_path: Path) -> None:
     says_the_same(session(source), session(made), count=40)
 
 
+MIXTURE = replace(SHAPE, architecture="qwen3_5_moe", intermediate_size=0, experts=ExpertsConfig(6, 2, 20, 28))
+
+
+@pytest.mark.parametrize(("kind", "operators"), [("fp32", "executorch"), pytest.param("fp32", "deltic", marks=[
+    pytest.mark.slow])])
+def test_a_mixture_of_experts(kind: Kind, operators: Operators, tmp_path: Path) -> None:
+    """One token a call, with the expert that every token passes."""
+    model = RandomModel(shape=MIXTURE, initializer_range=0.1)
+    made = program_of(tmp_path / "made.pte", model, Form(kind, 96, 1, operators))
+    says_the_same(Session(model, threads=1, memory="8MiB"), session(made), count=30)
+    with pytest.raises(ModelError, match="give --static"):
+        check(MIXTURE, Form())
+
+
+def test_quantized_experts_are_what_they_were(tmp_path: Path) -> None:
+    """Matrices of int8, a scale for each row: within half a step."""
+    matrices = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1))
+    chosen = torch.tensor([2, 0])
+    error = (QuantizedExperts(matrices)(chosen) - Experts(matrices)(chosen)).abs()
+    assert (error <= matrices[chosen].abs().amax(-1, keepdim=True) / 127 / 2 + 1e-6).all() and error.max() > 0
+
+
 # Refusals
 
 
@@ -473,3 +498,29 @@ def test_a_program_in_cpp_answers_without_python(embedded: dict[str, Path], tmp_
     done = subprocess.run([tmp_path / "runner", broken, QUESTION], capture_output=True, text=True, timeout=60,
                           check=False)
     assert done.returncode == 2 and "runner: error" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["dynamic", "static", "8da4w", "deltic"])
+def test_executorchs_own_runner_writes_the_same_text(embedded: dict[str, Path], form: str) -> None:
+    """Its C++ TextLLMRunner, which apps use, with the tokenizer of the directory beside the program. In an own process,
+    because the runner logs to stderr."""
+    processor = LLM(speculate="off", threads=1).chat_processor
+    prompt = processor.tokenizer.decode(processor.chat([{"role": "user", "content": QUESTION}]).request.prompt,
+                                        skip_special=False)
+    code = ("import ctypes, importlib, sys, torch\n"
+            "path, tokenizer, prompt, *libraries = sys.argv[1:]\n"
+            "importlib.import_module('executorch.extension.pybindings._C')\n"
+            "for library in libraries: torch.ops.load_library(library)\n"
+            "from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner\n"
+            "runner, written = TextLLMRunner(path, tokenizer), []\n"
+            "for _ in range(2):\n"
+            "    runner.generate(prompt, GenerationConfig(echo=False, max_new_tokens=40, temperature=0.0),\n"
+            "                    written.append)\n"
+            "    runner.reset()\n"
+            "print('<answers>' + ''.join(written))\n")
+    libraries = [library.built()] if form == "deltic" else runtime.llama_operators()
+    done = subprocess.run([sys.executable, "-c", code, embedded[form], sidecar_of(embedded[form]) / "tokenizer.json",
+                           prompt, *libraries], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rpartition("<answers>")[2].strip() == f"{ANSWER}<|im_end|>" * 2

@@ -413,7 +413,7 @@ def test_what_is_said_as_it_is_anyway_needs_nothing():
 
 
 def test_options_that_name_files_may_be_paths():
-    for name in ("cache_dir", "aot_dir", "mmproj", "expert_profile"):
+    for name in ("cache_dir", "aot_dir", "mmproj", "expert_profile", "params"):
         options = {name: Path("/some/where"), "expert_memory": "1GiB", "quant": "q8_0"}
         assert getattr(EngineConfig(**options), name) == "/some/where"
 

@@ -71,12 +71,12 @@ class ProgramPools:
 class ProgramModel:
     """A `Model` whose steps run in a program, one sequence after another.
 
-    path: the directory with the tokenizer's files. threads: those that compute for it. tokenizer, notes: as of a
-    `Runtime`. What else that has, a program has not.
+    path: the directory with the tokenizer's files, None if there are none. threads: those that compute for it.
+    tokenizer, notes: as of a `Runtime`. What else that has, a program has not.
     """
 
     name: str
-    path: Path
+    path: Path | None
     config: ModelConfig
     options: EngineConfig
     generation: GenerationDefaults

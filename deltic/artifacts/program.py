@@ -20,7 +20,7 @@ class ProgramInfo:
 
     config: the model's shape.
     generation: what is taken where a request leaves something open.
-    sidecar: the directory with the config and the tokenizer's files.
+    sidecar: the directory with the config and the tokenizer's files; None if there is no tokenizer.
     max_context: tokens that one sequence may have.
     slot_bytes: of one state, with K/V if each slot has its own.
     token_bytes: of a token's K/V, where sequences share it by pages; else 0.
@@ -29,7 +29,7 @@ class ProgramInfo:
 
     config: ModelConfig
     generation: GenerationDefaults
-    sidecar: Path
+    sidecar: Path | None
     max_context: int
     slot_bytes: int
     token_bytes: int = 0
@@ -79,12 +79,16 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "linear_num_key_heads": linear.num_key_heads, "linear_num_value_heads": linear.num_value_heads,
         "linear_key_head_dim": linear.key_head_dim, "linear_value_head_dim": linear.value_head_dim,
         "linear_conv_kernel_dim": linear.conv_kernel}
+    experts = config.experts
+    mixture = {} if experts is None else {
+        "num_experts": experts.count, "num_experts_per_tok": experts.per_token, "moe_intermediate_size": experts.size,
+        "shared_expert_intermediate_size": experts.shared_size, "norm_topk_prob": experts.normalised}
     return {
         "model_type": config.architecture, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_hidden_layers,
         "layer_types": [*config.layer_types], "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
-        "attn_output_gate": config.attention_output_gate, "rope_parameters": rope, **kinds,
+        "attn_output_gate": config.attention_output_gate, "rope_parameters": rope, **kinds, **mixture,
         "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings, "dtype": config.dtype,
         "eos_token_id": [*config.eos_token_ids], "bos_token_id": config.bos_token_id,

@@ -37,7 +37,7 @@ _CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES: Final = ("auto", "fp8")
 _STATE_DTYPES: Final = ("float32", "bfloat16")
-_PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile")
+_PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile", "params", "tokenizer", "tokenizer_config")
 """Options that callers from Python may give as a `Path`, too."""
 _DIRECTORIES: Final = ("cache_dir", "aot_dir")
 _COMPUTES: Final = ("auto", "card", "host")
@@ -91,6 +91,11 @@ class EngineConfig:
     allow_image_urls: bool = _option(False, "fetch pictures that requests name by http(s) URLs, from public addresses")
     mmproj: str | None = _option(None, "the vision tower of a model that is a GGUF file: another GGUF file (default: "
                                        "the one beside it whose name has mmproj in it)")
+    params: str | None = _option(None, "of a program (.pte) that ExecuTorch's own exporter wrote: its params.json, or "
+                                       "the model's config.json")
+    tokenizer: str | None = _option(None, "of such a program: the tokenizer.json")
+    tokenizer_config: str | None = _option(None, "of such a program: the tokenizer_config.json, which has the chat "
+                                                 "template (default: the one beside --tokenizer)")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, to about 4.8 as in "
@@ -155,6 +160,13 @@ class EngineConfig:
         parse_speculation(self.speculate)
         if self.mmproj is not None and not self.vision:
             raise ConfigError("mmproj is the file of a vision tower: leave out `vision=False`", "mmproj")
+        if self.params is None and (self.tokenizer or self.tokenizer_config):
+            name = "tokenizer" if self.tokenizer else "tokenizer_config"
+            raise ConfigError(f"{name} is for a program (.pte) of ExecuTorch's own exporter: give `params` too, or "
+                              "leave it out", name)
+        if self.tokenizer_config is not None and self.tokenizer is None:
+            raise ConfigError("tokenizer_config goes with the file of a tokenizer: give `tokenizer` too",
+                              "tokenizer_config")
         self._check_tiers()
         self._check_experts()
         self._check_ops()

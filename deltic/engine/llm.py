@@ -477,7 +477,9 @@ def _chat_processor(runtime: Runtime | ProgramModel, template: str | Path | None
         return None
     texts = runtime.tokenizer
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
-    tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
+    given = [Path(name) if name else None for name in (runtime.options.tokenizer, runtime.options.tokenizer_config)]
+    tokenizer = (Tokenizer.from_files(files, runtime.path) if files
+                 else Tokenizer.from_directory(runtime.path, *given))
     processor = ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
                               longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
                               image_urls=runtime.options.allow_image_urls, **options)

@@ -171,6 +171,8 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
     rings even if nobody drafts. vectors: as of `plan_memory`."""
     options = settled(options)
+    if options.params is not None:
+        raise ConfigError("params is for a program (.pte) of ExecuTorch's own exporter: leave it out", "params")
     if vectors and options.batch_invariant:
         raise ConfigError("batch_invariant is for answers: leave it out with a model of vectors", "batch_invariant")
     speculation, draft = options.speculation, None

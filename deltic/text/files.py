@@ -30,13 +30,18 @@ class TokenizerFiles:
     added: tuple[str, ...] = ()
 
 
-def read_tokenizer_files(directory: Path) -> TokenizerFiles:
+def read_tokenizer_files(directory: Path, tokenizer: Path | None = None, config_file: Path | None = None
+                         ) -> TokenizerFiles:
     """Read tokenizer.json, or what it is made of (`vocabulary.tokenizer_json`), and, where present,
-    tokenizer_config.json and the chat template files.
+    tokenizer_config.json and the chat template files. tokenizer, config_file: files that stand for those two.
 
     Raises ModelError that names a missing or unreadable file.
     """
-    path, config = directory / "tokenizer.json", _read_json(directory / "tokenizer_config.json")
+    path = tokenizer or directory / "tokenizer.json"
+    for given in (tokenizer, config_file):
+        if given is not None and not given.is_file():
+            raise ModelError(f"there is no file {given}: name the tokenizer's file")
+    config = _read_json(config_file or directory / "tokenizer_config.json")
     whole = _read_text(path) if path.is_file() else tokenizer_json(directory, config, _read_json, _read_text)
     if whole is None:
         raise ModelError(f"{directory} has no tokenizer.json: copy it from the model's repository, "

@@ -101,10 +101,12 @@ class Tokenizer:
         self._turn = threading.Lock()
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer:
+    def from_directory(cls, path: str | Path, tokenizer: Path | None = None, config: Path | None = None) -> Tokenizer:
         """Load tokenizer.json and its neighbours; ModelError names the file that is missing or corrupt. Logs a warning
-        where they do not go together."""
-        files, source = read_tokenizer_files(Path(path)), Path(path) / "tokenizer.json"
+        where they do not go together. tokenizer, config: files that stand for tokenizer.json and
+        tokenizer_config.json."""
+        source = tokenizer or Path(path) / "tokenizer.json"
+        files = read_tokenizer_files(Path(path), tokenizer, config)
         found = cls.from_files(files, source)
         missing = [text for text in files.added if found.token_to_id(text) is None]
         if missing:

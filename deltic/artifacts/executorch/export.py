@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deltic.artifacts.executorch.mixers import Operators
 from deltic.artifacts.executorch.names import sidecar_of
 from deltic.artifacts.executorch.network import Build, Network
-from deltic.artifacts.executorch.parts import Embedding
+from deltic.artifacts.executorch.parts import Embedding, Experts, QuantizedExperts
 from deltic.artifacts.sidecar import sidecar_files, write_sidecar
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
@@ -95,8 +95,9 @@ def export_files(files: ModelFiles, path: Path, form: Form, tell: Callable[[Stag
 
 def check(config: ModelConfig, form: Form) -> None:
     """ModelError naming what a program cannot have."""
-    if config.experts is not None:
-        raise ModelError(f"{config.architecture} is a mixture of experts, which is not exported; take a dense model")
+    if config.experts is not None and not form.static:
+        raise ModelError(f"{config.architecture} is a mixture of experts, whose programs take one token a call: give "
+                         "--static")
     if form.max_context > config.max_position_embeddings:
         raise ModelError(f"the model reads {config.max_position_embeddings} tokens at most: a context of "
                          f"{form.max_context} cannot be exported")
@@ -120,14 +121,18 @@ def facts(config: ModelConfig, generation: GenerationDefaults, form: Form) -> di
 
 
 def quantize(network: Network) -> None:
-    """Int4 weights in the products and int8 rows in the embedding table, in place. Products whose inputs are no
-    multiple of the group stay as they are."""
+    """Int4 weights in the products, int8 rows in the embedding table and in experts, in place. Products whose inputs
+    are no multiple of the group stay as they are."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 
     wanted = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4,  # type: ignore[attr-defined]
                                                   weight_granularity=PerGroup(GROUP))
     quantize_(network, wanted, lambda module, _: isinstance(module, nn.Linear) and module.in_features % GROUP == 0)
+    for module in [*network.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, Experts):
+                setattr(module, name, QuantizedExperts(child.matrices))
     assert isinstance(network.embedding, Embedding)
     network.embedding = QuantizedEmbedding(network.embedding.table)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deltic.artifacts.executorch.mixers import KITS, Kit, Operators
-from deltic.artifacts.executorch.parts import Embedding, Norm, Product, plain
-from deltic.ops.records import DecoderWeights, GdnWeights, Layer, MlpWeights
+from deltic.artifacts.executorch.parts import Embedding, Experts, Norm, Product, plain
+from deltic.ops.records import DecoderWeights, GdnWeights, Layer, MlpWeights, MoeWeights
 from deltic.ops.ref import rope
 
 
@@ -60,7 +60,8 @@ class _Layer(nn.Module):
         self.input_norm, self.post_norm = Norm(layer.input_norm, eps), Norm(layer.post_norm, eps)
         self.mixer = (build.kit.recurrent(layer.mixer, build.dtype) if isinstance(layer.mixer, GdnWeights)
                       else build.kit.attention(layer.mixer, build.max_context, build.dtype))
-        self.mlp = _Mlp(layer.dense, build.dtype)
+        self.mlp = (_Mixture(layer.mlp, build.dtype) if isinstance(layer.mlp, MoeWeights)
+                    else _Mlp(layer.dense, build.dtype))
 
     def forward(self, x: Tensor, place: Any) -> Tensor:
         x = x + self.mixer(self.input_norm(x), place)
@@ -76,4 +77,28 @@ class _Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         after: Tensor = self.down(functional.silu(gate) * up)
+        return after
+
+
+class _Mixture(nn.Module):
+    """A mixture of experts, for a single token: x [1, H] -> [1, H]. The chosen experts' matrices are copied out."""
+
+    def __init__(self, weights: MoeWeights, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert isinstance(weights.experts, tuple), "all experts are in memory"
+        self.router = Product(weights.router, torch.float32)
+        self.gate_up: nn.Module = Experts(torch.stack([plain(one.gate_up).to(dtype) for one in weights.experts]))
+        self.down: nn.Module = Experts(torch.stack([plain(one.down).to(dtype) for one in weights.experts]))
+        self.shared = None if weights.shared is None else _Mlp(weights.shared, dtype)
+        self.count, self.per_token, self.normalised = len(weights.experts), weights.per_token, weights.normalised
+
+    def forward(self, x: Tensor) -> Tensor:
+        routes = self.router(x)
+        share, chosen = torch.topk(torch.softmax(routes[:, :self.count], -1), self.per_token)
+        share = share / share.sum(-1, keepdim=True) if self.normalised else share
+        gate, up = torch.matmul(self.gate_up(chosen[0]), x[0]).chunk(2, dim=-1)
+        each = torch.bmm(self.down(chosen[0]), (functional.silu(gate) * up)[..., None])[..., 0]
+        after: Tensor = share @ each
+        if self.shared is not None:
+            after = after + torch.sigmoid(routes[:, self.count:]) * self.shared(x)
         return after

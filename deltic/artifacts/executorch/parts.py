@@ -37,6 +37,35 @@ class Product(nn.Module):
         return product.to(torch.float32)
 
 
+class Experts(nn.Module):
+    """Matrices of E experts [E, out, in]. Those of chosen [k] int64 -> [k, out, in] float32."""
+
+    matrices: Tensor
+
+    def __init__(self, matrices: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("matrices", matrices)
+
+    def forward(self, chosen: Tensor) -> Tensor:
+        return self.matrices.index_select(0, chosen).to(torch.float32)
+
+
+class QuantizedExperts(nn.Module):
+    """As `Experts`, of matrices that are kept as int8 with a scale for each row."""
+
+    matrices: Tensor
+    scale: Tensor
+
+    def __init__(self, matrices: Tensor) -> None:
+        super().__init__()
+        scale = matrices.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+        self.register_buffer("matrices", (matrices / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, chosen: Tensor) -> Tensor:
+        return self.matrices.index_select(0, chosen).to(torch.float32) * self.scale.index_select(0, chosen)
+
+
 class Norm(nn.Module):
     """x [..., D] -> scale * x / sqrt(mean(x²) + eps)."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from deltic.artifacts.executorch import library
 from deltic.artifacts.executorch.calls import Bound, Calls, Native
-from deltic.artifacts.executorch.names import buffer_names, sidecar_of
+from deltic.artifacts.executorch.names import Buffer, buffer_names, sidecar_of
 from deltic.artifacts.extras import need
 from deltic.artifacts.program import ProgramInfo
 from deltic.artifacts.sidecar import read_sidecar
@@ -29,15 +29,19 @@ log = logging.getLogger("deltic")
 _HEADER: Final = struct.Struct("<4x4s4sIQQQ")
 """The beginning of a program: its kind, that of its header, the header's size, the bytes of the program itself, where
 its weights begin, and their bytes."""
+CALL: Final = 128
+"""Most tokens that a program of another exporter is given at once: more would keep other sequences waiting."""
 _OPERATORS: Final = "executorch.extension.llm.custom_ops"
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A sequence beside the program: `position` tokens, and the buffers' content by name, K/V below the position."""
+    """A sequence beside the program: `position` tokens, and the buffers' content by name, K/V below the position.
+    tokens: of a program whose buffers have no names."""
 
     position: int = 0
     content: dict[str, NDArray[Any]] | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class ExecutorchProgram:
@@ -47,12 +51,12 @@ class ExecutorchProgram:
     it says, is given one at a time.
     """
 
-    def __init__(self, path: Path, info: ProgramInfo, calls: Calls, chunk: int) -> None:
+    def __init__(self, path: Path, info: ProgramInfo, calls: Calls, chunk: int,
+                 names: Sequence[tuple[str, Buffer]]) -> None:
         self._path, self._info, self._calls = path, info, calls
         self._chunk, self._proven = chunk, chunk == 1
-        self._buffers: dict[str, NDArray[Any]] = {
-            name: self._attribute(name) for name, _ in buffer_names(info.config)}
-        self._growing = {name for name, kind in buffer_names(info.config) if kind in ("keys", "values")}
+        self._buffers: dict[str, NDArray[Any]] = {name: self._attribute(name) for name, _ in names}
+        self._growing = {name for name, kind in names if kind in ("keys", "values")}
         self._saved: dict[int, Saved] = {}
         self._live: int | None = None
         self._position = 0
@@ -158,18 +162,36 @@ def open_program(path: Path, options: EngineConfig) -> ExecutorchProgram:
     or if the runtime has not what it needs."""
     need("executorch", "executorch")
     sidecar = sidecar_of(path)
+    if options.params is not None:
+        return _open_foreign(path, Path(options.params), options)
     if not sidecar.is_dir():
         raise ModelError(f"{path.name} comes with a directory {sidecar.name} (config and tokenizer), which is not "
-                         "beside it: copy it too, or export the model again")
+                         "beside it: copy it too, or export the model again. For a program of another exporter give "
+                         "its shape (--params params.json) and tokenizer (--tokenizer tokenizer.json)")
     config, generation = read_sidecar(sidecar)
     _check_whole(path)
     program, said = _load(path, options.threads_for(config.parameter_count))
-    _check_facts(path, sidecar, said, config)
+    _check_facts(path, f"{sidecar.name}/config.json", said, config)
     info = ProgramInfo(config, generation, sidecar, said["get_max_context_len"],
                        _slot_bytes(config, said["get_max_context_len"]))
     calls = _calls(path, program, said)
     chunk = said["get_max_seq_len"] if said.get("enable_dynamic_shape", True) else 1
-    return ExecutorchProgram(path, info, calls, chunk)
+    return ExecutorchProgram(path, info, calls, chunk, buffer_names(config))
+
+
+def _open_foreign(path: Path, params: Path, options: EngineConfig) -> ExecutorchProgram:
+    from deltic.artifacts.executorch.foreign import ForeignProgram, call_size, read_params
+
+    _check_whole(path)
+    program, said = _load(path, options.threads_for(path.stat().st_size // 4))
+    config, generation = read_params(params, said)
+    _check_facts(path, params.name, said, config)
+    if not said.get("use_kv_cache", True):
+        raise ModelError(f"{path} was exported without a K/V cache: export it again with model.use_kv_cache=True")
+    words = None if options.tokenizer is None else Path(options.tokenizer).parent
+    context = said["get_max_context_len"]
+    info = ProgramInfo(config, generation, words, context, _slot_bytes(config, context))
+    return ForeignProgram(path, info, _calls(path, program, said), call_size(said))
 
 
 def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
@@ -191,13 +213,18 @@ def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
     return program, facts
 
 
-def _load_llama_operators() -> None:
-    """Have the runtime know the operators of the library that lies in executorch's package."""
-    import torch
-
+def llama_operators() -> list[Path]:
+    """The operator libraries in executorch's package; none if it has not got any."""
     place = find_spec(_OPERATORS)
     folders = [] if place is None else [Path(folder) for folder in place.submodule_search_locations or ()]
-    found = [file for folder in folders for file in sorted(folder.glob("*custom_ops_aot_lib.*"))]
+    return [file for folder in folders for file in sorted(folder.glob("*custom_ops_aot_lib.*"))]
+
+
+def _load_llama_operators() -> None:
+    """Register the operators of ExecuTorch's llama library in this process."""
+    import torch
+
+    found = llama_operators()
     if not found:
         raise ModelError(f"the operator library of {_OPERATORS} is not there, which programs need for the delta rule "
                          "and for attention: install executorch from its wheel (pip install 'deltic[executorch]')")
@@ -239,14 +266,15 @@ def _check_whole(path: Path) -> None:
         raise ModelError(f"{path} has {size} bytes, but should have {wanted}: it is cut off; copy or export it again")
 
 
-def _check_facts(path: Path, sidecar: Path, said: dict[str, Any], config: ModelConfig) -> None:
+def _check_facts(path: Path, source: str, said: dict[str, Any], config: ModelConfig) -> None:
     for name, own in (("get_vocab_size", config.vocab_size), ("get_n_layers", config.num_hidden_layers)):
         if said.get(name, own) != own:
-            raise ModelError(f"{path} says {name} {said[name]}, but {sidecar.name}/config.json {own}: they are of "
-                             "different models; take the directory that was written with the program")
+            raise ModelError(f"{path} says {name} {said[name]}, but {source} {own}: they are of "
+                             "different models; take the one that was written with the program")
     for name in ("get_max_seq_len", "get_vocab_size"):
         if not isinstance(said.get(name), int):
-            raise ModelError(f"{path} does not say {name}: it was not exported by deltic; export it again")
+            raise ModelError(f"{path} does not say {name}: it is no language model of ExecuTorch's exporters; "
+                             "export it again")
     said.setdefault("get_max_context_len", said["get_max_seq_len"])
 
 

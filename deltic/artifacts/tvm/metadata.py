@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from deltic.config.reading import integer
 from deltic.errors import ModelError, show
 
 Generation = Literal["v1", "v2"]
+Convention = Literal["deltic", "mlc"]
+_GROUPED: Final = re.compile(r"q[348](f16|bf16|f32)_[012]")
+"""What mlc-llm calls weights of 3, 4 or 8 bits that share a scale by groups; its libraries unpack them themselves."""
 CONFIG: Final = "mlc-chat-config.json"
 VERSION: Final = "0.1.0"
 """Of the layout of `CONFIG`."""
@@ -34,6 +38,7 @@ class Metadata:
     context_window_size, prefill_chunk_size: in tokens.
     vocabulary: ids that the model knows; logits may be longer.
     machine, needs: for which processors the code is, and what they must have.
+    convention: by which the library's functions are called: as deltic compiles them, or as mlc-llm does.
     """
 
     generation: Generation
@@ -45,6 +50,7 @@ class Metadata:
     vocabulary: int
     machine: str
     needs: tuple[str, ...] = ()
+    convention: Convention = "deltic"
 
     def to_json(self) -> str:
         """As the library's function `_metadata` gives it."""
@@ -59,8 +65,9 @@ class Metadata:
                 "vocab_size": self.vocabulary, "machine": self.machine, "needs": [*self.needs]}
 
     @classmethod
-    def of(cls, mapping: Mapping[str, Any], parameters: bool) -> Metadata:
-        """Read what `to_json` (with parameters) or `plain` has written, or mlc's own; ModelError naming the key."""
+    def of(cls, mapping: Mapping[str, Any], parameters: bool, config: Metadata | None = None) -> Metadata:
+        """Read what `to_json` (with parameters) or `plain` has written, or mlc's own; ModelError naming the key.
+        config: what the config says, for what a library of mlc's leaves to it: the vocabulary."""
         from deltic.config.model import architecture
 
         if not isinstance(mapping.get("model_type"), str):
@@ -72,23 +79,31 @@ class Metadata:
         found = architecture(mapping["model_type"])
         generation = canonical(GENERATIONS, str(mapping.get("generation", _generation_of(found))), "generation")
         size = integer(mapping, "context_window_size", 1, 1 << 31)
+        known = {} if config is None or "generation" in mapping else {"vocab_size": config.vocabulary}
+        vocabulary = integer({**known, **mapping}, "vocab_size", 2, 1 << 24)
         return cls(
             generation="v1" if generation == "v1" else "v2", architecture=found,
-            quantization=canonical(FORMATS, str(mapping.get("quantization", "q0f32")), "quantization"),
-            parameters=tuple(map(_parameter, mapping.get("params", ()))) if parameters else (),
+            quantization=_quantization(str(mapping.get("quantization", "q0f32"))),
+            parameters=tuple(_parameter(each, vocabulary) for each in mapping.get("params", ())) if parameters else (),
             context_window_size=size,
             prefill_chunk_size=integer({"prefill_chunk_size": size, **mapping}, "prefill_chunk_size", 1, 1 << 31),
-            vocabulary=integer(mapping, "vocab_size", 2, 1 << 24),
-            machine=str(mapping.get("machine", platform.machine())), needs=tuple(map(str, mapping.get("needs", ()))))
+            vocabulary=vocabulary, machine=str(mapping.get("machine", platform.machine())),
+            needs=tuple(map(str, mapping.get("needs", ()))),
+            convention="deltic" if "generation" in mapping else "mlc")
 
 
 def _generation_of(architecture: str) -> Generation:
     return "v2" if architecture in ("qwen3_5", "qwen3_5_moe") else "v1"
 
 
-def _parameter(mapping: Any) -> tuple[str, tuple[int, ...], str]:
+def _quantization(name: str) -> str:
+    return name if _GROUPED.fullmatch(name) else canonical(FORMATS, name, "quantization")
+
+
+def _parameter(mapping: Any, vocabulary: int) -> tuple[str, tuple[int, ...], str]:
     try:
-        name, shape, dtype = mapping["name"], mapping["shape"], mapping["dtype"]
+        name, dtype = mapping["name"], mapping["dtype"]
+        shape = [vocabulary if size == "vocab_size" else size for size in mapping["shape"]]
         return str(name), tuple(map(int, shape)), str(dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"params has an entry without name, shape and dtype: {show(mapping)}") from error

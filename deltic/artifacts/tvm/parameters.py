@@ -38,13 +38,15 @@ _WORDS: Final = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Where one lies: dtype and shape, and its bytes from `start` on in the shard's content [bytes] uint8."""
+    """Where one lies: dtype and shape, and its bytes from `start` on in the shard's content [bytes] uint8. form: raw,
+    or f32-to-bf16 for float32 numbers whose upper halves alone are stored."""
 
     content: NDArray[np.uint8]
     shape: tuple[int, ...]
     dtype: str
     start: int
     nbytes: int
+    form: str = "raw"
 
 
 def generation_of(folder: Path) -> Generation:
@@ -66,7 +68,7 @@ def load(folder: Path, generation: Generation, metadata: Metadata, tvm_ffi: Any)
         raise ModelError(f"{path}: {error}") from error
     found = [(name, _mapped(path, name, stored, shape, dtype)) for name, shape, dtype in metadata.parameters]
     tensors = [(name, tvm_ffi.from_dlpack(array)) for name, array in found]
-    if generation == "v1":
+    if generation == "v1" and metadata.convention == "deltic":
         return tvm_ffi.convert([tensor for _, tensor in tensors])
     return _through_cache(tensors, tvm_ffi)
 
@@ -94,7 +96,7 @@ def read_descriptor(folder: Path, mapping: Mapping[str, Any]) -> dict[str, Param
         contents = [*pool.map(lambda record: _checked(folder, record), records)]
     try:
         return {str(item["name"]): Parameter(content, tuple(item["shape"]), str(item["dtype"]), int(item["byteOffset"]),
-                                             int(item["nbytes"]))
+                                             int(item["nbytes"]), str(item.get("format", "raw")))
                 for content, record in zip(contents, records, strict=True) for item in record["records"]}
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"a record of a parameter must have name, shape, dtype, byteOffset and nbytes: "
@@ -151,13 +153,30 @@ def _mapped(path: Path, name: str, stored: Mapping[str, Parameter], shape: tuple
     found = stored.get(name)
     if found is None:
         raise ModelError(f"{path} has no parameter {name}, which the library takes: they are not of one model")
+    if dtype == "bfloat16":
+        raise ModelError(f"{path}: parameter {name} is bfloat16, which is not read: convert the model with q4f16_1, "
+                         "q4f32_1, q0f16 or q0f32")
     if (found.shape, found.dtype) != (shape, dtype):
         raise ModelError(f"{path}: parameter {name} is {found.dtype} {list(found.shape)}, but the library takes "
                          f"{dtype} {list(shape)}: they are not of one model")
-    end, size = found.start + found.nbytes, int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if found.start % ALIGNMENT or found.start < 0 or end > len(found.content) or found.nbytes != size:
+    halved = found.form == "f32-to-bf16" and dtype == "float32"  # the upper halves of float32 numbers
+    end, size = found.start + found.nbytes, int(np.prod(shape)) * (2 if halved else np.dtype(dtype).itemsize)
+    if found.start < 0 or end > len(found.content) or found.nbytes != size:
         raise ModelError(f"{path}: parameter {name} does not lie where it is said to")
-    return found.content[found.start:end].view(dtype).reshape(shape)
+    content = found.content[found.start:end]
+    if halved:
+        return (aligned(content).view(np.uint16).astype(np.uint32) << 16).view(dtype).reshape(shape)
+    return aligned(content).view(dtype).reshape(shape)
+
+
+def aligned(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """These bytes at an address that kernels take for granted: where they are, or else a copy."""
+    if content.ctypes.data % ALIGNMENT == 0:
+        return content
+    room = np.empty(len(content) + ALIGNMENT, np.uint8)
+    skip = -room.ctypes.data % ALIGNMENT
+    room[skip:skip + len(content)] = content
+    return room[skip:skip + len(content)]
 
 
 def write(folder: Path, generation: Generation, parameters: Iterable[tuple[str, NDArray[Any]]]) -> int:

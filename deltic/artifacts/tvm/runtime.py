@@ -15,11 +15,11 @@ import numpy as np
 from deltic.artifacts.opening import LIBRARIES
 from deltic.artifacts.program import ProgramInfo
 from deltic.artifacts.tvm import parameters
+from deltic.artifacts.tvm.functions import Functions
 from deltic.artifacts.tvm.library import runtime
 from deltic.artifacts.tvm.metadata import DESCRIPTORS, Metadata, check_machine, read_config
-from deltic.artifacts.tvm.parameters import ALIGNMENT
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
-from deltic.errors import ModelError
+from deltic.errors import ConfigError, ModelError
 from deltic.types import PAGE
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ _BIG: Final = 1
 
 def open_program(path: Path, options: EngineConfig) -> TvmProgram:
     """The program in a directory that `kind_of` has found."""
+    if options.params is not None:
+        raise ConfigError("params is for a program (.pte) of ExecuTorch's own exporter: leave it out", "params")
     return TvmProgram(path, options)
 
 
@@ -48,12 +50,13 @@ class TvmProgram:
         said, config, defaults = read_config(folder)
         check_machine(said, folder)
         generation = parameters.generation_of(folder)
-        if generation != said.generation:
+        if generation != said.generation and said.convention == "deltic":
             raise ModelError(f"{folder} is an artifact of generation {said.generation}, but its parameters are "
                              f"described by {DESCRIPTORS[generation]}, as those of {generation} are: compile it anew")
         self._ffi, self._threads, self._thread = runtime(), options.threads_for(config.parameter_count), 0
         self._vm = self._load(folder)
         self.metadata = self._checked(folder, said, config)
+        self._functions = Functions(self._ffi, self.metadata.convention, self._find)
         self._parameters = parameters.load(folder, generation, self.metadata, self._ffi)
         self._positions: dict[int, int] = {}
         self._cache = self._states = None
@@ -72,7 +75,7 @@ class TvmProgram:
         one, and those to which `rewind` may return."""
         shape = self._ffi.Shape
         pages = -(-tokens // PAGE) + slots  # a copy has a last page of its own
-        self._cache = self._vm["create_paged_kv_cache"](
+        self._cache = self._functions.paged_cache()(
             shape([slots]), shape([pages * PAGE]), shape([self.metadata.prefill_chunk_size]), shape([PAGE]), shape([0]))
         if self.info.config.linear_layers:
             self._states = self._vm["create_rnn_state"](shape([slots]), shape([history]))
@@ -125,29 +128,23 @@ class TvmProgram:
             self._thread = get_ident()
             self._ffi.get_global_func("runtime.config_threadpool")(_BIG, self._threads)
         try:
-            embeddings = self._vm["embed"](self._tensor(tokens), self._parameters)
             self._each("kv_state_begin_forward", shape([slot]), shape([count]))
             caches = [self._cache] if self._states is None else [self._cache, self._states]
-            if count == 1:
-                found = self._vm["decode"](embeddings, *caches, self._parameters)
-            else:
-                # the last token of the chunk, whose logits are wanted
-                found = self._vm["prefill"](embeddings, self._tensor([count - 1]), *caches, self._parameters)
+            found = self._functions.logits(tokens, caches, self._parameters)
             self._each("kv_state_end_forward")
         except BaseException:
             with suppress(Exception):
                 self.drop(slot)
             raise
         self._positions[slot] += count
-        return np.asarray(np.from_dlpack(found[0]), np.float32)[0, :self.metadata.vocabulary]
+        return found[0, :self.metadata.vocabulary]
 
-    def _tensor(self, numbers: Sequence[int]) -> Any:
-        """int32, at an address that kernels take for granted."""
-        room = np.empty(len(numbers) + ALIGNMENT // 4, np.int32)
-        skip = -room.ctypes.data % ALIGNMENT // 4
-        array = room[skip:skip + len(numbers)]
-        array[:] = numbers
-        return self._ffi.from_dlpack(array)
+    def _find(self, name: str) -> Any:
+        """A function of the library, None if it has none of this name."""
+        try:
+            return self._vm[name]
+        except AttributeError:
+            return None
 
     def _each(self, name: str, *arguments: Any) -> None:
         """Call a function of both caches: they move together."""
@@ -169,7 +166,7 @@ class TvmProgram:
     def _checked(self, folder: Path, said: Metadata, config: ModelConfig) -> Metadata:
         """What the library says of itself; ModelError if the directory says something else."""
         try:
-            found = Metadata.of(json.loads(self._vm["_metadata"]()), parameters=True)
+            found = Metadata.of(json.loads(self._vm["_metadata"]()), parameters=True, config=said)
         except ModelError as error:
             raise ModelError(f"{folder}: the library's metadata: {error}") from error
         except Exception as error:
@@ -201,7 +198,8 @@ def _info(folder: Path, config: ModelConfig, defaults: GenerationDefaults, metad
     linear = config.linear
     state = 0 if linear is None else 4 * (linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
                                           + (linear.conv_kernel - 1) * linear.conv_dim)
-    token = 2 * 4 * config.num_key_value_heads * config.head_dim * len(config.attention_layers)
+    number = 2 if "16" in metadata.quantization and metadata.convention == "mlc" else 4
+    token = 2 * number * config.num_key_value_heads * config.head_dim * len(config.attention_layers)
     return ProgramInfo(config, defaults, folder, metadata.context_window_size,
                        state * len(config.linear_layers), token)
 

@@ -1,0 +1,66 @@
+"""The functions of a compiled library, by the convention that it was compiled by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deltic.artifacts.tvm.metadata import Convention
+from deltic.artifacts.tvm.parameters import ALIGNMENT
+from deltic.errors import ModelError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """convention: deltic: embeddings are [n, hidden], and a prefill takes the position of the token whose logits are
+    wanted; mlc: embeddings are [1, n, hidden], and `batch_prefill` alone takes that position.
+
+    find: gives a function of the library by its name, None if it has none of it.
+    """
+
+    ffi: Any
+    convention: Convention
+    find: Callable[[str], Any]
+
+    def paged_cache(self) -> Any:
+        """The function that makes the K/V cache."""
+        return self._first("create_tir_paged_kv_cache", "create_paged_kv_cache")
+
+    def logits(self, tokens: Sequence[int], caches: Sequence[Any], parameters: Any) -> NDArray[np.float32]:
+        """The logits [1, width] of the last of these tokens, which are appended to the sequence that has begun."""
+        count, embed = len(tokens), self._first("embed")
+        embedded, last = embed(self._tensor(tokens), parameters), self._tensor([count - 1])
+        if self.convention == "mlc":
+            reshape = self.ffi.get_global_func("vm.builtin.reshape")
+            embedded = reshape(embedded, self.ffi.Shape([1, *embedded.shape[-2:]]))
+            batched = self.find("batch_prefill" if count > 1 else "batch_decode")
+            single = None if batched else self._first("prefill" if count > 1 else "decode")
+            positions = [last] if batched and count > 1 else []
+            found = (batched or single)(embedded, *positions, *caches, parameters)
+        elif count == 1:
+            found = self._first("decode")(embedded, *caches, parameters)
+        else:
+            found = self._first("prefill")(embedded, last, *caches, parameters)
+        rows = np.asarray(np.from_dlpack(found[0]), np.float32)
+        return rows.reshape(1, rows.shape[-1])
+
+    def _first(self, *names: str) -> Any:
+        found = next(filter(None, map(self.find, names)), None)
+        if found is None:
+            raise ModelError(f"the library has no function {names[0]}: it is no language model that deltic or mlc-llm "
+                             "compiled")
+        return found
+
+    def _tensor(self, numbers: Sequence[int]) -> Any:
+        """int32, at an address that kernels take for granted."""
+        room = np.empty(len(numbers) + ALIGNMENT // 4, np.int32)
+        skip = -room.ctypes.data % ALIGNMENT // 4
+        array = room[skip:skip + len(numbers)]
+        array[:] = numbers
+        return self.ffi.from_dlpack(array)
