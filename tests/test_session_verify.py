@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from deltic import RandomModel
 from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
 from deltic.errors import ConfigError, RequestError
-from deltic.model.mtp import build_head
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -94,9 +92,9 @@ def test_a_session_drafts_with_the_head() -> None:
         session.draft(1, 13)
 
 
-def test_a_head_of_few_tokens_gives_all_others_no_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.engine.loading.build_head", partial(build_head, rows=64))
-    session = Session(RandomModel(shape=odd_shape(), initializer_range=0.1, head=True), memory="8MiB", threads=1)
+def test_a_head_of_few_tokens_gives_all_others_no_chance() -> None:
+    session = Session(RandomModel(shape=odd_shape(), initializer_range=0.1, head=True), memory="8MiB", threads=1,
+                      draft_vocab=64)
     session.prefill(numbers(0, 20, 509))
     drafts, logits = session.draft(7, 5, logits=True)
     assert logits.shape == (5, session.vocab_size) and logits.dtype == torch.float32

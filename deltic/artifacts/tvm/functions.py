@@ -40,9 +40,9 @@ class Functions:
             reshape = self.ffi.get_global_func("vm.builtin.reshape")
             embedded = reshape(embedded, self.ffi.Shape([1, *embedded.shape[-2:]]))
             batched = self.find("batch_prefill" if count > 1 else "batch_decode")
-            single = None if batched else self._first("prefill" if count > 1 else "decode")
+            run = batched or self._first("prefill" if count > 1 else "decode")
             positions = [last] if batched and count > 1 else []
-            found = (batched or single)(embedded, *positions, *caches, parameters)
+            found = run(embedded, *positions, *caches, parameters)
         elif count == 1:
             found = self._first("decode")(embedded, *caches, parameters)
         else:
