@@ -43,19 +43,20 @@ class Masks:
         wanted = [(sequence, drafts) for sequence, drafts in sequences if sequence.constraint]
         if wanted and self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, "deltic-masks")
-        return {sequence: _begun(sequence) or self._threads.submit(_masks, sequence, drafts)
-                for sequence, drafts in wanted if self._threads}
+        return {sequence: self._asked(self._threads, sequence, drafts) for sequence, drafts in wanted if self._threads}
+
+    @staticmethod
+    def _asked(threads: ThreadPoolExecutor, sequence: Sequence, drafts: tuple[int, ...]) -> Future[list[bytes | None]]:
+        """The mask that was begun before the step, if that has no drafts: it may have become slow with drafts made."""
+        begun, sequence.mask = sequence.mask, None
+        if begun is None:
+            return threads.submit(_masks, sequence, drafts)
+        return threads.submit(_masks_after, begun, sequence, drafts) if drafts else begun
 
 
 def slow(sequence: Sequence) -> bool:
     """Whether the last masks of a sequence were slow."""
     return sequence.mask_seconds >= SLOW
-
-
-def _begun(sequence: Sequence) -> Future[list[bytes | None]] | None:
-    """The mask that was begun before the step."""
-    mask, sequence.mask = sequence.mask, None
-    return mask
 
 
 def offsets(mask: bytes, vocabulary: int, device: torch.device) -> Tensor:
@@ -75,6 +76,13 @@ def _masks(sequence: Sequence, drafts: tuple[int, ...]) -> list[bytes | None]:
     masks = sequence.constraint.allowed(drafts)
     sequence.mask_seconds = (time.thread_time() - began) / len(masks)
     return [mask and _held_back(sequence, mask, sequence.generated + place) for place, mask in enumerate(masks)]
+
+
+def _masks_after(begun: Future[list[bytes | None]], sequence: Sequence, drafts: tuple[int, ...]
+                 ) -> list[bytes | None]:
+    """The masks, once the one that was begun is made: a constraint works for one thread at a time."""
+    begun.exception()
+    return _masks(sequence, drafts)
 
 
 def _held_back(sequence: Sequence, mask: bytes, generated: int) -> bytes:

@@ -96,12 +96,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         ("grammar", "grammar_string", "ebnf", "regex", "regex_pattern", "format"), ("",)),
     "json_schema": ("", {}), "stop_sequences": ([],),
     **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"), (-1,)),
-    "backend_sampling": (False,), "grammar_lazy": (False,), "return_routed_experts": (False,),
+    "backend_sampling": (False,), "return_routed_experts": (False,),
     "reasoning_control": (False,), "embedding_type": ("float",), "n_cmpl": (1,), "speculative.n_max": (-1,)}
 """Values of such fields, and of ignored ones, that ask for nothing."""
 
 _REFUSED: Mapping[str, Refused] = {
-    "best_of": Refused((1,)), "echo": Refused((False,)), "stop_regex": Refused(("", [])),
+    "grammar_lazy": Refused((False,)), "best_of": Refused((1,)), "echo": Refused((False,)),
+    "stop_regex": Refused(("", [])),
     "custom_params": Refused(({},)), "suffix": Refused(("",)), "adaptive_target": Refused((-1, 0)),
     "repetition_detection": Refused(), "output_dtype": Refused(("float",)), "embedding_types": Refused((["float"],)),
     "late_chunking": Refused((False,)), "raw_scores": Refused((False,)), "truncation_direction": Refused(("Right",)),
@@ -136,7 +137,7 @@ _IGNORED: Mapping[str, str] = {
         "cache_prompt id_slot slot_id n_keep n_discard samplers sampler_seq penalize_nl penalty_prompt repeat_last_n "
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau "
         "mirostat_eta xtc_threshold n_probs timings_per_token return_progress return_tokens post_sampling_probs "
-        "response_fields reasoning_format parse_tool_calls thinking_forced_open backend_sampling grammar_lazy "
+        "response_fields reasoning_format parse_tool_calls thinking_forced_open backend_sampling "
         "grammar_triggers preserved_tokens chat_format generation_prompt reasoning_in_content reasoning_control "
         "n_cache_reuse adaptive_decay sse_ping_interval speculative.n_max speculative.n_min speculative.p_min",
     "Text generation web UI, KoboldCpp, Aphrodite":

@@ -72,7 +72,8 @@ def refusal(scope: Scope, problem: Problem, headers: dict[str, str] | None = Non
     record = scope["state"]["record"]
     record.problem = {"param": problem.param, "code": problem.code}
     response: Response
-    if scope["path"].startswith(ollama.PATH):
+    # some servers have OpenAI's API below /api/v1, which their clients put there
+    if scope["path"].startswith(ollama.PATH) and not scope["path"].startswith("/api/v1/"):
         response = ollama.error_response(problem)
         response.headers.update(headers or {})
         return response

@@ -45,7 +45,7 @@ class _Endpoints:
 
     async def create(self, request: Request) -> Response:
         served, body, (job, names) = await self.models.read(request, MessagesRequest, _job)
-        run = await served.start(request, [job], "messages", not body.stream, names)
+        run = await served.start(request, [job], "messages", not body.stream, {**body.sent, **names})
         if body.stream:
             started = message(served.name, Usage(len(job.request.ids), 0, 0), (), UNSTOPPED)
             events = _stream(run, started, Blocks(body.shows_thinking), served.llm.engine.max_context)

@@ -49,14 +49,14 @@ class _Endpoints:
 
     async def chat(self, request: Request) -> Response:
         served, body, job = await self.models.read(request, ChatRequest, chat_job)
-        run = await served.start(request, [job], "messages", not body.stream)
+        run = await served.start(request, [job], "messages", not body.stream, body.sent)
         hides = body.include_reasoning is False
         shape = ChatShape(served.token_bytes, bool(body.logprobs), job.texts.again if hides else None)
         return await _answer(request, served, run, shape, body, job.request.ids)
 
     async def complete(self, request: Request) -> Response:
         served, body, (jobs, echo) = await self.models.read(request, CompletionRequest, text_jobs)
-        run = await served.start(request, jobs, "prompt", not body.stream)
+        run = await served.start(request, jobs, "prompt", not body.stream, body.sent)
         shape = CompletionShape(served.token_bytes, body.logprobs is not None, echo)
         return await _answer(request, served, run, shape, body)
 

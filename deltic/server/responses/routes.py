@@ -103,7 +103,7 @@ class _Endpoints:
     async def create(self, request: Request) -> Response:
         prepared = partial(self._prepared, record_of(request))
         served, body, (job, names, making) = await self.models.read(request, ResponsesRequest, prepared)
-        run = await served.start(request, [job], "input", not body.stream, names)
+        run = await served.start(request, [job], "input", not body.stream, {**body.sent, **names})
         making.run = run
         self.making[making.id] = making
         if body.stream:
