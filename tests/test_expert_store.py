@@ -296,7 +296,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert message in error and "Traceback" not in error, (arguments, error)
     with pytest.raises(ConfigError, match="expert_compute must be one of auto, card, host, not 'none'"):
         replace(options, expert_compute="none")
-    with pytest.raises(ConfigError, match="random weights lie in no file"):
+    with pytest.raises(ConfigError, match="these weights lie in no file"):
         load(RandomModel(shape=ODD), replace(options, expert_cap=2))
     (Path(where) / "model.safetensors").unlink()
     assert main(["inspect", where, "--expert-cap", "2"]) == 2

@@ -93,8 +93,8 @@ def test_formats_of_configs(name: str, meant: str) -> None:
 def test_formats_of_compiled_weights(name: str, meant: str) -> None:
     metadata = Metadata("v1", "qwen3", name, (), 64, 64, 10, "x86_64")
     assert Metadata.of(metadata.plain(), parameters=False).quantization == meant
-    with pytest.raises(ModelError, match="quantization 'q4f16_1' is not known"):
-        Metadata.of({**metadata.plain(), "quantization": "q4f16_1"}, parameters=False)
+    with pytest.raises(ModelError, match="quantization 'q5f16_7' is not known"):
+        Metadata.of({**metadata.plain(), "quantization": "q5f16_7"}, parameters=False)
 
 
 def arguments(*words: str) -> argparse.Namespace:

@@ -43,7 +43,6 @@ FOREIGN: Final[Mapping[str, Mapping[str, str]]] = {
         "--ssl-keyfile": "--tls-key",
         "--allowed-origins": "--cors-origin",
         "--uds": "--unix-socket",
-        "--tokenizer": "needs no option: it is the model's",
         "--mamba-ssm-cache-dtype": "--state-dtype",
         "--runner": "--task",
         "--convert": "--task",

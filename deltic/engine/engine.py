@@ -94,7 +94,7 @@ class Engine:
         self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
         self.pictures = Pictures(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
-        self._known = KnownLogits(runtime.config.vocab_size, runtime.memory.max_batch, self._fail)
+        self._known = KnownLogits(runtime.config.vocab_size, runtime.memory.max_batch)
         self._failures = Failures(runtime, self.scheduler, self.speculator)
         self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
@@ -227,7 +227,8 @@ class Engine:
         promise = self.speculator.promise
         if promise and not promise.covers(sequences):
             plan, promise = promise.fulfil(plan, sequences), None  # somebody has come whom the device knows nothing of
-        flight = self.launcher.launch(plan, sequences, self._known.ready(self.scheduler.running), promise=promise)
+        ready = self._known.ready(self.scheduler.running, self._fail)
+        flight = self.launcher.launch(plan, sequences, ready, promise=promise)
         flight.drafting = drafting
         self.speculator.draft_ahead(flight)
         return flight if flight.shares or flight.error else None
@@ -244,7 +245,8 @@ class Engine:
         if self._failures.gives_up(plan):
             return None
         self.stats.ahead += 1
-        following = self.launcher.launch(plan, sequences, self._known.ready(self.scheduler.running), before=flight)
+        ready = self._known.ready(self.scheduler.running, self._fail)
+        following = self.launcher.launch(plan, sequences, ready, before=flight)
         if all(row.drawn is not None for row in plan.rows):
             following.drafting = sequences if self.speculator.drafter else ()
         else:

@@ -34,17 +34,19 @@ class Processing:
     processed: Future[Tensor]
 
 
-class KnownLogits:
-    """Those of one engine. fail: ends a sequence with an error."""
+Fail = Callable[[Sequence, str, "RequestError | None"], None]
 
-    def __init__(self, vocabulary: int, threads: int, fail: Callable[[Sequence, str, RequestError | None], None]
-                 ) -> None:
-        self._vocabulary, self._threads, self._fail = vocabulary, threads, fail
+
+class KnownLogits:
+    """Those of one engine."""
+
+    def __init__(self, vocabulary: int, threads: int) -> None:
+        self._vocabulary, self._threads = vocabulary, threads
         self._pool: ThreadPoolExecutor | None = None
 
-    def ready(self, running: List[Sequence]) -> list[Sequence]:
-        """The sequences that can draw their next token without a step."""
-        return [sequence for sequence in running[:] if self._is_ready(sequence)]
+    def ready(self, running: List[Sequence], fail: Fail) -> list[Sequence]:
+        """The sequences that can draw their next token without a step. fail: ends one with an error."""
+        return [sequence for sequence in running[:] if self._is_ready(sequence, fail)]
 
     def postpone(self, share: Share, healthy: bool) -> bool:
         """Whether what the step has drawn for a sequence counts for nothing, as its request has processors; they are
@@ -64,15 +66,15 @@ class KnownLogits:
         if self._pool:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _is_ready(self, sequence: Sequence) -> bool:
+    def _is_ready(self, sequence: Sequence, fail: Fail) -> bool:
         processing: Processing | None = sequence.processing
         if processing and processing.lease is sequence.lease:
-            return processing.processed.done() and self._take(sequence, processing)
+            return processing.processed.done() and self._take(sequence, processing, fail)
         if sequence.logits is None:
             return False
         kept: Tensor = sequence.logits
         if kept.shape != (self._vocabulary,) or kept.dtype != torch.float32:
-            self._fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}", None)
+            fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}", None)
             return False
         if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0:
             return True
@@ -81,14 +83,14 @@ class KnownLogits:
         self._submit(sequence, sequence.lease, kept)
         return False
 
-    def _take(self, sequence: Sequence, processing: Processing) -> bool:
+    def _take(self, sequence: Sequence, processing: Processing, fail: Fail) -> bool:
         try:
             sequence.logits = processing.processed.result()
         except Exception as error:
             refused = error if isinstance(error, RequestError) else RequestError(
                 f"a logits processor failed: {error!r}", _FIELD)
             log.warning("a logits processor failed; its request ends with an error", exc_info=error)
-            self._fail(sequence, str(refused), refused)
+            fail(sequence, str(refused), refused)
             return False
         return True
 

@@ -75,6 +75,8 @@ def frame_numbers(count: int, rate: float, films: FilmConfig, room: int, field: 
 def _frames(film: Any, wanted: list[int], scaled: Callable[[Image, int], Image], field: str, pixels: int
             ) -> list[Image]:
     found, stream = list["Image"](), film.streams.video[0]
+    if stream.codec_context is None:
+        raise RequestError(f"{field} is no film that can be decoded", field)
     width, height = stream.codec_context.width, stream.codec_context.height
     if width * height > pixels:
         raise RequestError(f"{field} has frames of {width:,} x {height:,} pixels, and at most {pixels:,} are read "
