@@ -68,10 +68,10 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
         monkeypatch.setattr(Transport, "get_write_buffer_size", lambda counted: 1 << 16, raising=False)
         monkeypatch.setattr("deltic.server.connections.fcntl.ioctl", lambda *arguments: bytes(4))
     engine = Scripted()
-    with serving(engine.model(max_unread_tokens=16, unread_seconds=3)) as served:
+    with serving(engine.model(max_unread_tokens=16, unread_seconds=5)) as served:
         raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=3000, logprobs=1), b""
         wait_until(lambda: bool(engine.paused))
-        for _ in range(20):
+        for _ in range(30):
             data += raw.recv(1 << 15)
             time.sleep(0.2)
         text = data.decode() + read_all(raw)
