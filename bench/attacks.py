@@ -379,7 +379,7 @@ async def aborted_streams(port: int) -> None:
 
 
 async def near_miss_stops(port: int) -> None:
-    """As many stop strings as may be sent, of which an answer holds all but the last letter again and again."""
+    """The most stop strings a request may have; the answer keeps matching all but their last letter."""
     held = "the capital of France is " * 40
     stops = [held[index:] + "~" for index in range(64)]
     bias = {str(token): -20.0 for token in range(10)}

@@ -1,10 +1,10 @@
-"""One ordinary client, undisturbed and beside one attacker: what does the attack cost the other client?
+"""Measures an ordinary client's time to first token, undisturbed and during an attack by another client.
 
     python bench/hostile.py                       # all attacks, 75 seconds each
     python bench/hostile.py --attack tiny_chunks --attack small_tiffs --seconds 20
 
 Each attack has a server of its own. The ordinary client streams short answers one after the other, first undisturbed,
-then beside the attack; another connection asks for /health ten times a second. The attacker (`bench/attacks.py`) is a
+then during the attack; another connection asks for /health ten times a second. The attacker (`bench/attacks.py`) is a
 process of its own with the lowest priority, so that what it costs to make its requests is not measured, and has an
 address of its own, by which the server tells clients apart.
 Recorded: the ordinary client's time to first token (median, 95th percentile, worst) with and without the attack and
@@ -98,11 +98,12 @@ def firsts(replies: list[Reply]) -> dict[str, float]:
 
 
 def compared(before: list[Reply], during: list[Reply], checks: list[Reply]) -> dict[str, Any]:
-    alone, beside = firsts(before), firsts(during)
+    alone, attacked = firsts(before), firsts(during)
     good = [reply for reply in during if reply.done]
     times = [check.total for check in checks]
-    return {"answers": len(good), "failed": len(during) - len(good), "undisturbed_ms": alone, "first_ms": beside,
-            "ratio_p95": round(beside["p95"] / alone["p95"], 2), "gap_ms": percentile([one.gap for one in good], 0.99),
+    return {"answers": len(good), "failed": len(during) - len(good), "undisturbed_ms": alone, "first_ms": attacked,
+            "ratio_p95": round(attacked["p95"] / alone["p95"], 2),
+            "gap_ms": percentile([one.gap for one in good], 0.99),
             "health_ms": {"p95": percentile(times, 0.95), "worst": percentile(times, 1.0)},
             "health_failed": sum(check.status != 200 for check in checks)}
 
