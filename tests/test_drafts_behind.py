@@ -152,6 +152,7 @@ SELDOM = {"lengths", "forced", "penalties", "choices", "many"}
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("case", REQUESTS)
+@pytest.mark.covering
 def test_l6_drafts_behind_drafts_change_nothing(case: str, pattern: str, model: str) -> None:
     """Neither the answers, nor what is kept, nor what is answered from there."""
     requests, wanted = REQUESTS[case], Engine(runtime_of(MODELS[model](), **limits_of()), ahead=False)
@@ -187,6 +188,7 @@ def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state(last: int) 
 
 @pytest.mark.parametrize("meddling", ["abort", "pause", "arrive"])
 @pytest.mark.parametrize("step", [4, 7, 8, 9, 10])
+@pytest.mark.covering
 def test_a_sequence_is_taken_out_while_its_step_is_in_flight(step: int, meddling: str) -> None:
     """What it has answered is right, and so is what is answered from there."""
     requests, wanted = REQUESTS["one"] + [drafted(4, "b", max_tokens=70)], Engine(

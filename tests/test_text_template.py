@@ -122,6 +122,7 @@ NAMES = ["self", "context", "environment", "caller", "varargs", "kwargs", "args"
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [1, "x", [], {"a": 1}, False])
+@pytest.mark.covering
 def test_variables_may_have_any_name(name: str, value: Any) -> None:
     template = ChatTemplate(TINY_TEMPLATE)
     try:
