@@ -36,6 +36,8 @@ FOUND_DEVICE = options.found_device
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["DELTIC_TEST_DEVICE"] = config.getoption("--device")
+    if config.option.markexpr != "not slow":
+        os.environ["DELTIC_TEST_SLOW"] = "1"
     options.found_device = lambda: "cpu"  # who does not say where runs there, on a machine with a card, too
 
 

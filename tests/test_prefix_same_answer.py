@@ -20,6 +20,7 @@ from support import (
     Forcing,
     Reference,
     drain,
+    examples,
     greedy,
     numbers,
     odd_runtime,
@@ -320,7 +321,7 @@ def run_program(shape: dict[str, int], program: list[tuple[Any, ...]]) -> None:
     workload.finish()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(SHAPES, PROGRAMS)
 def test_l6_any_workload_of_related_prompts(shape: dict[str, int], program: list[Any]) -> None:
     """L1, L2, L3, L6: all is served, each token once, and nothing is left."""

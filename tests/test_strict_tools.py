@@ -120,6 +120,7 @@ KEPT: dict[str, Any] = {
 
 @pytest.mark.parametrize("parser", ["qwen", "json", "minimax"])
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.covering
 def test_strict_tools_keep_their_schemas(name: str, parser: str, served: dict[str, Served]) -> None:
     seen = 0
     for temperature, seed in ((0.0, 1), (1.5, 2)):
@@ -252,7 +253,7 @@ def check_made(served: dict[str, Served], seed: int) -> int:
 
 
 def test_calls_fit_what_pydantic_writes(served: dict[str, Served]) -> None:
-    assert sum(check_made(served, seed) for seed in range(40)) > 20
+    assert sum(check_made(served, seed) for seed in range(15)) > 7
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def test_each_thread_has_its_own_time() -> None:
         ended.wait(60)
 
     def in_time() -> None:
-        found[60.0] = watchdog.run(lambda: ended.wait(50) and "wrong" or "done", 60.0)
+        found[60.0] = watchdog.run(lambda: (ended.wait(50) and "wrong") or "done", 60.0)
 
     threads = [threading.Thread(target=late, args=(0.01,)), threading.Thread(target=late, args=(0.02,)),
                threading.Thread(target=in_time)]
