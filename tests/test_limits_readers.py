@@ -69,18 +69,18 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
         monkeypatch.setattr("deltic.server.connections.fcntl.ioctl", lambda *arguments: bytes(4))
     checks, check, engine = list[Connection](), Connection.check, Scripted()
     monkeypatch.setattr(Connection, "check", lambda known, limits: (check(known, limits), checks.append(known)))
-    with serving(engine.model(max_unread_tokens=16, unread_seconds=1)) as served:
-        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=6000, logprobs=1), b""
+    with serving(engine.model(max_unread_tokens=16, unread_seconds=2)) as served:
+        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=4000, logprobs=1), b""
         wait_until(lambda: bool(engine.paused))
         with served.clock() as advance:
-            for turn in range(1, 9):
-                while len(data) < turn << 16:  # more than all buffers hold
+            for turn in range(1, 7):
+                while len(data) < turn << 15:  # more than most buffers hold
                     data += raw.recv(1 << 15) or pytest.fail("the answer ends early")
                 checks.clear()
-                advance(0.6)
+                advance(0.9)
                 wait_until(lambda: bool(checks))
         text = data.decode() + read_all(raw)
-    assert "data: [DONE]" in text and texts(text) == "na" * 6000
+    assert "data: [DONE]" in text and texts(text) == "na" * 4000
 
 
 def test_clients_that_read_are_never_paused(monkeypatch: pytest.MonkeyPatch) -> None:
