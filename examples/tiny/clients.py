@@ -120,6 +120,13 @@ def _annotation(field: Field) -> str:
     return field.value.name if isinstance(field.value, Object) else _NAMES[type(field.value)]
 
 
+def _type_first(schema: Any) -> Any:
+    """The order in which DSPy shows a schema."""
+    if isinstance(schema, dict):
+        return {key: _type_first(schema[key]) for key in sorted(schema, key=lambda key: (key != "type", key))}
+    return [_type_first(item) for item in schema] if isinstance(schema, list) else schema
+
+
 def _note(field: Field, d: Dialogue) -> str:
     """What DSPy says of the value that has to be produced."""
     if field.options:
@@ -133,13 +140,13 @@ def _note(field: Field, d: Dialogue) -> str:
     else:
         schema = pydantic(Object("X", (field,)), d.rng, strict=False, described=False)
         [part] = schema.pop("properties").values()
+        part.pop("title", None)
         inner = {"$defs": schema["$defs"]} if "$defs" in schema else {}
         if "$ref" in part:
             found = dict(inner["$defs"])
             part = found.pop(part["$ref"].rpartition("/")[2])
             inner = {"$defs": found} if found else {}
-        part.pop("title", None)
-        said = f"must adhere to the JSON schema: {_dump(inner | part)}"
+        said = f"must adhere to the JSON schema: {_dump(_type_first(inner | part))}"
     return f"        # note: the value you produce {said}"
 
 
@@ -150,7 +157,8 @@ def as_dspy(d: Dialogue, task: Task) -> Sample:
         return as_format(d, task)
     if task.thought and not any(f.key == "reasoning" for f in fields) and d.rng.random() < 0.3:
         fields = (Field("reasoning", task.thought), *fields)
-    given, sections = d.rng.choice(task.subject), d.rng.random() < 0.5
+    free = [name for name in task.subject if all(f.key != name for f in fields)]
+    given, sections = d.rng.choice(free or ["request"]), d.rng.random() < 0.5
     head = f"Your input fields are:\n1. `{given}` (str):\nYour output fields are:\n"
     head += "\n".join(f"{i + 1}. `{f.key}` ({_annotation(f)}): " for i, f in enumerate(fields)).strip()
     notes = {f.key: "{" + f.key + "}" + _note(f, d) for f in fields}

@@ -85,8 +85,8 @@ def pydantic(thing: Object, rng: random.Random, *, strict: bool, described: bool
             about = f"The {field.key.replace('_', ' ')}" if described and rng.random() < 0.6 else ""
             properties[field.key] = _property(field, about, strict)
         required = [field.key for field in thing.fields if strict or not field.optional]
-        part = {"properties": properties, "required": required, "title": thing.name, "type": "object"}
-        return part | ({"additionalProperties": False} if strict else {})
+        part = {"properties": properties, **({"required": required} if required else {})}
+        return part | {"title": thing.name, "type": "object"} | ({"additionalProperties": False} if strict else {})
 
     inner = {part.name: one(part) for part in _classes(thing)}
     return ({"$defs": inner} if inner else {}) | one(thing)
