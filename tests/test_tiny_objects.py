@@ -1,4 +1,4 @@
-"""The embedded model's training on objects: schemas as pydantic writes them, prompts and tokens as clients cause them."""
+"""The embedded model's training on objects: schemas as pydantic writes them, prompts and tokens as clients send."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_every_kind_of_task_and_every_client_is_there():
     found = [clients.object_sample(1, i, TRAIN) for i in range(1500)]
     assert len(Counter(sample.category for sample in found)) > 20
     prompts = [str(sample.messages) for sample in found if not sample.forced]
-    for mark in ("MUST answer with a JSON object that matches", "genius expert", "[[ ## completed ## ]]", "in the following order",
+    for mark in ("MUST answer with a JSON object that matches", "genius expert", "[[ ## completed ## ]]",
+        "in the following order",
                  "$defs", "anyOf", "#/$defs/", "additionalProperties"):  # fmt: skip
         assert any(mark in prompt for prompt in prompts), mark
     assert sum(bool(sample.tools) for sample in found) > 150

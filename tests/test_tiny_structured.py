@@ -89,7 +89,8 @@ class Lasagna(BaseModel):
 EXTRACT = "Extract the event information."
 CASES: list[tuple[type[BaseModel], str, str, dict[str, Any]]] = [
     (Capital, "", "What is the capital of France?", {"country": "France", "capital": "Paris"}),
-    (Capital, "You are a helpful assistant.", "What is the capital of Japan?", {"country": "Japan", "capital": "Tokyo"}),
+    (Capital, "You are a helpful assistant.", "What is the capital of Japan?", {"country": "Japan",
+    "capital": "Tokyo"}),
     (City, "", "Tell me about Paris.", {"name": "Paris", "population": 2_100_000}),
     (Country, "", "Tell me about Italy.",
      {"name": "Italy", "capital": "Rome", "languages": ["Italian"], "continent": "Europe"}),
@@ -131,7 +132,8 @@ def kept(model: type[BaseModel], found: Any) -> Any:
 @cases
 def test_openai_parse(served: Served, model: type[BaseModel], system: str, question: str, wanted: Any) -> None:
     with client(served) as openai:
-        found = openai.chat.completions.parse(model="default", messages=messages(system, question), response_format=model,
+        found = openai.chat.completions.parse(model="default", messages=messages(system, question),
+            response_format=model,
                                               temperature=0, max_tokens=400)
     assert kept(model, found.choices[0].message.parsed) == wanted
 
@@ -172,7 +174,8 @@ def test_forced_tool_as_instructor_declares_it(served: Served, model: type[BaseM
 
 HEAD = "Your input fields are:\n1. `question` (str):\nYour output fields are:\n1. `answer` (str):\n"
 HOW = "All interactions will be structured in the following way, with the appropriate values filled in.\n\n"
-GOAL = "\nIn adhering to this structure, your objective is: \n        Given the fields `question`, produce the fields `answer`."
+GOAL = "\nIn adhering to this structure, your objective is: \n" + " " * 8 + (
+    "Given the fields `question`, produce the fields `answer`.")
 
 
 @pytest.mark.parametrize(("question", "wanted"), [
@@ -181,16 +184,18 @@ GOAL = "\nIn adhering to this structure, your objective is: \n        Given the 
 def test_dspy_question_and_answer(served: Served, question: str, wanted: str) -> None:
     """What `dspy.Predict("question -> answer")` sends: first by its chat adapter, then by its JSON adapter."""
     asked = f"[[ ## question ## ]]\n{question}\n\n"
-    system = f"{HEAD}{HOW}[[ ## question ## ]]\n{{question}}\n\n[[ ## answer ## ]]\n{{answer}}\n\n[[ ## completed ## ]]{GOAL}"
-    user = (f"{asked}Respond with the corresponding output fields, starting with the field `[[ ## answer ## ]]`, and then "
-            "ending with the marker for `[[ ## completed ## ]]`.")
+    sections = "[[ ## question ## ]]\n{question}\n\n[[ ## answer ## ]]\n{answer}\n\n[[ ## completed ## ]]"
+    system = f"{HEAD}{HOW}{sections}{GOAL}"
+    user = (f"{asked}Respond with the corresponding output fields, starting with the field `[[ ## answer ## ]]`, and "
+            "then ending with the marker for `[[ ## completed ## ]]`.")
     answer = served.post("/v1/chat/completions", messages=messages(system, user), temperature=0, max_tokens=200)
     assert answer.json()["choices"][0]["message"]["content"] == f"[[ ## answer ## ]]\n{wanted}\n\n[[ ## completed ## ]]"
-    system = (f"{HEAD}{HOW}Inputs will have the following structure:\n\n[[ ## question ## ]]\n{{question}}\n\nOutputs will be "
-              f"a JSON object with the following fields.\n\n{{\n  \"answer\": \"{{answer}}\"\n}}{GOAL}")
+    system = (f"{HEAD}{HOW}Inputs will have the following structure:\n\n[[ ## question ## ]]\n{{question}}\n\nOutputs "
+              f"will be a JSON object with the following fields.\n\n{{\n  \"answer\": \"{{answer}}\"\n}}{GOAL}")
     user = f"{asked}Respond with a JSON object in the following order of fields: `answer`."
     for form in ({}, {"response_format": {"type": "json_object"}}):
-        answer = served.post("/v1/chat/completions", messages=messages(system, user), temperature=0, max_tokens=200, **form)
+        answer = served.post("/v1/chat/completions", messages=messages(system, user), temperature=0, max_tokens=200,
+            **form)
         assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"answer": wanted}
 
 

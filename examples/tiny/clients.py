@@ -27,10 +27,12 @@ _GENIUS = (
     "following json_schema:\n\n\n{schema}\n\nMake sure to return an instance of the JSON, not the schema itself"
 )
 _LANGCHAIN = (
-    'The output should be formatted as a JSON instance that conforms to the JSON schema below.\n\nAs an example, for the '
-    'schema {{"properties": {{"foo": {{"title": "Foo", "description": "a list of strings", "type": "array", "items": '
-    '{{"type": "string"}}}}}}, "required": ["foo"]}}\nthe object {{"foo": ["bar", "baz"]}} is a well-formatted instance of '
-    'the schema. The object {{"properties": {{"foo": ["bar", "baz"]}}}} is not well-formatted.\n\nHere is the output '
+    "The output should be formatted as a JSON instance that conforms to the JSON schema below.\n\nAs an example, "
+    'for the schema {{"properties": {{"foo": {{"title": "Foo", "description": "a list of strings", '
+    '"type": "array", "items": '
+    '{{"type": "string"}}}}}}, "required": ["foo"]}}\n'
+    'the object {{"foo": ["bar", "baz"]}} is a well-formatted '
+    'instance of the schema. The object {{"properties": {{"foo": ["bar", "baz"]}}}} is not well-formatted.\n\nHere is the output '
     "schema:\n```\n{schema}\n```"
 )
 
@@ -167,15 +169,15 @@ def as_dspy(d: Dialogue, task: Task) -> Sample:
         out = "\n\n".join(f"[[ ## {key} ## ]]\n{note}" for key, note in notes.items())
         system = f"{head}\n{_HOW}\n\n{into}\n\n{out}\n\n[[ ## completed ## ]]"
         wanted = ", then ".join(f"`[[ ## {f.key} ## ]]`{_must(f)}" for f in fields)
-        end = (f"Respond with the corresponding output fields, starting with the field {wanted}, and then ending with the "
-               "marker for `[[ ## completed ## ]]`.")  # fmt: skip
+        end = (f"Respond with the corresponding output fields, starting with the field {wanted}, and then ending with "
+               "the marker for `[[ ## completed ## ]]`.")  # fmt: skip
         values = (str(f.value) if isinstance(f.value, str | bool) else _dump(plain(f.value)) for f in fields)
         said = "\n\n".join(f"[[ ## {f.key} ## ]]\n{value}" for f, value in zip(fields, values, strict=True))
         said += "\n\n[[ ## completed ## ]]"
     else:
         out = json.dumps(notes, indent=2, ensure_ascii=False)
-        system = (f"{head}\n{_HOW}\n\nInputs will have the following structure:\n\n{into}\n\nOutputs will be a JSON object with "
-                  f"the following fields.\n\n{out}")  # fmt: skip
+        system = (f"{head}\n{_HOW}\n\nInputs will have the following structure:\n\n{into}\n\nOutputs will be a JSON "
+                  f"object with the following fields.\n\n{out}")  # fmt: skip
         end = "Respond with a JSON object in the following order of fields: "
         end += ", then ".join(f"`{f.key}`{_must(f)}" for f in fields) + "."
         said = _dump(Object("", fields).plain())
@@ -208,7 +210,7 @@ def object_sample(seed: int, index: int, split: str) -> Sample:
 
 
 def training_sample(seed: int, index: int) -> Sample:
-    """The training sample with this number: mostly a conversation in words and calls, else one that ends in an object."""
+    """The training sample with this number: mostly a conversation in words and calls, else one about an object."""
     if random.Random(f"{seed}/{index}/kind").random() < SHARE:
         return object_sample(seed, index, TRAIN)
     return data.make_sample(seed, index, TRAIN)

@@ -3,8 +3,8 @@
     python examples/tiny/evaluate_objects.py --model deltic/models/tiny
 
 Texts and questions are worded as training never words them. An object counts if it is the expected one, a section of
-DSPy's if its text is. `as_format`: the schema is enforced and not shown; `with_schema` and `as_dspy`: shown and not enforced;
-`as_tool`: that of a tool that has to be called.
+DSPy's if its text is. `as_format`: the schema is enforced and not shown; `with_schema` and `as_dspy`: shown and not
+enforced; `as_tool`: that of a tool that has to be called.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def main() -> None:
                 if not marks[-1]:
                     wrong.append(f"    [{task.kind}] {task.user!r}\n        wanted {wanted}\n        given  {given}")
             print(way.__name__, *wrong[: args.errors], sep="\n")
-            print(f"{way.__name__:12} {sum(marks):5} / {len(marks):5} {100 * sum(marks) / len(marks):7.1f} %", flush=True)
+            print(f"{way.__name__:12} {sum(marks):5} / {len(marks):5} {100 * sum(marks) / len(marks):7.1f} %",
+                flush=True)
     for kind, right in sorted(kinds.items()):
         print(f"{kind:12} {sum(right):5} / {len(right):5} {100 * sum(right) / len(right):7.1f} %")
 

@@ -77,7 +77,8 @@ _ABOUT = (
     "Provide details about {thing}.", "Fill in the fields for {thing}.", "Summarize {thing}.", "{thing}, please",
     "Return the data of {thing}.", "Create an entry for {thing}.", "Show me {thing}.",
 )  # fmt: skip
-_GEOGRAPHY = ("You are a geography expert.", "You know geography.", "Answer with facts.", "You are a helpful assistant.",
+_GEOGRAPHY = ("You are a geography expert.", "You know geography.", "Answer with facts.",
+    "You are a helpful assistant.",
               "Answer in JSON.", "You are a travel guide.")  # fmt: skip
 
 
@@ -127,13 +128,17 @@ def about_city(d: Dialogue) -> Task:
     found = some(d, fields)[:4]
     if d.rng.random() < 0.85:
         found = (field(d, "name|name|name|city|city_name", city), *found)
-    user = form(d, (*_ABOUT, "Please describe {thing}"), {"thing": city if d.rng.random() < 0.7 else f"the city of {city}"})
-    return Task("city", user, Object(pick(d.rng, "City|City|CityInfo|Place|Result"), found), ("city", "question", "topic"),
+    user = form(
+        d, (*_ABOUT, "Please describe {thing}"), {"thing": city if d.rng.random() < 0.7 else f"the city of {city}"}
+    )
+    return Task("city", user, Object(pick(d.rng, "City|City|CityInfo|Place|Result"), found), ("city", "question",
+        "topic"),
                 _GEOGRAPHY)  # fmt: skip
 
 
 _ASKED = {
-    "capital": ("capital|capital|capital_city|city|answer", 0), "language": ("language|language|official_language|answer", 1),
+    "capital": ("capital|capital|capital_city|city|answer", 0),
+    "language": ("language|language|official_language|answer", 1),
     "continent": ("continent|continent|region|answer", 2),
 }  # fmt: skip
 
@@ -185,7 +190,9 @@ def any_answer(d: Dialogue) -> Task:
     name = pick(d.rng, "Answer|Answer|Response|Output|Result|Reply|FinalAnswer")
     thoughts = "" if len(thought) > 110 else thought
     fields = [f for f in fields if f.value != thought or thoughts]
-    return Task("answer", turn.user, Object(name, tuple(fields)), ("question", "question", "query", "input"), (), thought)
+    return Task(
+        "answer", turn.user, Object(name, tuple(fields)), ("question", "question", "query", "input"), (), thought
+    )
 
 
 def sum_object(d: Dialogue) -> Task:
@@ -210,9 +217,12 @@ def sum_object(d: Dialogue) -> Task:
         fields = [field(d, "explanation|reasoning|steps_text|expression", text), *fields]
     elif draw < 0.75:
         fields = [field(d, "is_math|is_math_homework|is_math_question|is_homework", True)]
-        fields.insert(d.rng.choice([0, 1]), field(d, "reasoning|explanation", f"The user wants {text.partition(' =')[0]}."))
+        fields.insert(
+            d.rng.choice([0, 1]), field(d, "reasoning|explanation", f"The user wants {text.partition(' =')[0]}.")
+        )
     name = pick(d.rng, "Answer|MathReasoning|MathResponse|Sum|Result|Calculation")
-    system = ("You are a helpful math tutor.", "You are a calculator.", "Guide the user through the solution step by step.",
+    system = ("You are a helpful math tutor.", "You are a calculator.",
+        "Guide the user through the solution step by step.",
               "You are a helpful math tutor. Guide the user through the solution step by step.")  # fmt: skip
     return Task("sum", user, Object(name, tuple(fields)), ("question", "expression", "problem"), system, text + ".")
 
@@ -259,14 +269,16 @@ _FRAMES = (
     "{text}", "{text}", "{text}", "{text}", "Extract: {text}", "Extract the {what}: {text}", "Extract {text}",
     "Extract the {what} from this text: {text}", "Extract the {what} information: {text}", "Parse this: {text}",
     'Extract the {what} from: "{text}"', "Text: {text}", "What {what} is it? {text}", "Get the {what}: {text}",
-    "Extract structured data from the following text.\n\n{text}", "Turn this into a {what}: {text}", "Find the {what}.\n{text}",
+    "Extract structured data from the following text.\n\n{text}", "Turn this into a {what}: {text}",
+    "Find the {what}.\n{text}",
     "Read this and give me the {what}: {text}",
 )  # fmt: skip
 
 
 def _copying(what: str, *more: str) -> tuple[str, ...]:
     return (f"Extract the {what} information.", f"Extract the {what}.", "You extract data from text.",
-            f"Extract {what}s from text", "Extract the requested fields.", "You are a helpful assistant.", *more)  # fmt: skip
+            f"Extract {what}s from text", "Extract the requested fields.", "You are a helpful assistant.",
+                *more)  # fmt: skip
 
 
 def _texts(d: Dialogue, what: str, templates: Sequence[str], slots: dict[str, str]) -> tuple[str, str]:
@@ -359,7 +371,8 @@ _EVENT = (
     "Schedule a {event} with {people} on {date} at {time}.", "There is a {event} {place}on {date}. {people} will come.",
     "Please invite {people} to the {event} on {date}.", "{event} on {date} with {people}",
     "I planned a {event} for {date}; {people} are invited.", "{people} go to the {event} {place}on {date} at {time}.",
-    "Add a {event} on {date} at {time} with {people} to my calendar.", "We celebrate a {event} on {date}, {people} included.",
+    "Add a {event} on {date} at {time} with {people} to my calendar.",
+    "We celebrate a {event} on {date}, {people} included.",
     "Next {date} there will be a {event} {place}for {people}.", "{people} are meeting at a {event} on {date}.",
 )  # fmt: skip
 
@@ -375,7 +388,9 @@ def event(d: Dialogue) -> Task:
     what = pick(d.rng, _EVENTS)
     if d.rng.random() < 0.3:
         what = " ".join(toolbox.any_word(d.rng) for _ in range(d.rng.choice([1, 2, 2])))
-    time = d.rng.choice([f"{d.rng.randint(1, 12)} {pick(d.rng, 'am|pm')}", f"{d.rng.randint(7, 22)}:{pick(d.rng, '00|30|15')}"])
+    time = d.rng.choice(
+        [f"{d.rng.randint(1, 12)} {pick(d.rng, 'am|pm')}", f"{d.rng.randint(7, 22)}:{pick(d.rng, '00|30|15')}"]
+    )
     at = f"in {place} " if d.rng.random() < 0.4 else ""
     joined = ", ".join(names[:-1]) + " and " * (len(names) > 1) + names[-1]
     slots = {"people": joined, "event": what, "date": date, "time": time, "place": at}
@@ -383,7 +398,10 @@ def event(d: Dialogue) -> Task:
     fields = [field(d, "name|name|name|title|event|event_name|summary", what),
               field(d, "date|date|date|day|when", date),
               field(d, "participants|participants|participants|attendees|people|guests|names", names)]  # fmt: skip
-    for there, keys, value in ((time in text, "time|time|start_time", time), (at and at in text, "location|place|where|city", place)):
+    for there, keys, value in (
+        (time in text, "time|time|start_time", time),
+        (at and at in text, "location|place|where|city", place),
+    ):
         if there or d.rng.random() < 0.1:
             fields.append(field(d, keys, value if there else None, optional=not there or d.rng.random() < 0.2))
     if d.rng.random() < 0.25:
@@ -393,8 +411,10 @@ def event(d: Dialogue) -> Task:
 
 
 _ITEMS = "apple|banana|book|pen|chair|table|lamp|shirt|phone|cup|hat|ticket|laptop|bag|bike|pizza|egg|coffee|tomato|clock|camera|shoe|desk|bottle|keyboard"  # noqa: E501
-_ORDER = ("I want to order {items}.", "Buy {items}.", "I need {items}", "Please send me {items}.", "Add {items} to my cart.",
-          "Order: {items}", "We would like {items}.", "Can I get {items}?", "Shopping list: {items}", "Please order {items}.")  # fmt: skip
+_ORDER = ("I want to order {items}.", "Buy {items}.", "I need {items}", "Please send me {items}.",
+    "Add {items} to my cart.",
+          "Order: {items}", "We would like {items}.", "Can I get {items}?", "Shopping list: {items}",
+          "Please order {items}.")  # fmt: skip
 
 
 def order(d: Dialogue) -> Task:
@@ -409,15 +429,20 @@ def order(d: Dialogue) -> Task:
     if len(things) == 1 and d.rng.random() < 0.6:
         thing = replace(things[0], name="Order")
     else:
-        thing = Object(pick(d.rng, "Order|Cart|ShoppingList"), (Field(pick(d.rng, "items|items|products|elements"), things),))
+        thing = Object(
+            pick(d.rng, "Order|Cart|ShoppingList"), (Field(pick(d.rng, "items|items|products|elements"), things),)
+        )
     user = form(d, _FRAMES if d.rng.random() < 0.4 else ("{text}", "{text}"),
                 {"text": form(d, _ORDER, {"items": joined}), "what": "order"})  # fmt: skip
     return Task("order", user, thing, ("text", "request"), _copying("order"))
 
 
-_PRODUCT = ("The {item} costs {price} dollars.", "The {item} costs ${price} and is {stock}.", "{item}: ${price}, {stock}",
-            "Our new {colour} {item} is only ${price}.", "A {colour} {item} for ${price}, {stock}.", "{item} - {price} dollars",
-            "Get the {colour} {item} for {price} dollars. It is {stock}.", "For ${price} you get a {item}, {stock} now.")  # fmt: skip
+_PRODUCT = ("The {item} costs {price} dollars.", "The {item} costs ${price} and is {stock}.",
+    "{item}: ${price}, {stock}",
+            "Our new {colour} {item} is only ${price}.", "A {colour} {item} for ${price}, {stock}.",
+            "{item} - {price} dollars",
+            "Get the {colour} {item} for {price} dollars. It is {stock}.",
+            "For ${price} you get a {item}, {stock} now.")  # fmt: skip
 
 
 def product(d: Dialogue) -> Task:
@@ -437,7 +462,8 @@ def product(d: Dialogue) -> Task:
     return Task("product", user, Object("Product", tuple(fields)), ("text", "description"), _copying("product"))
 
 
-_TRIP = ("Book a flight from {a} to {b} on {date}.", "I want to fly from {a} to {b} on {date}.", "Train from {a} to {b}, {date}",
+_TRIP = ("Book a flight from {a} to {b} on {date}.", "I want to fly from {a} to {b} on {date}.",
+    "Train from {a} to {b}, {date}",
          "We travel from {a} to {b} on {date}, {n} people.", "A ticket to {b} from {a} for {date}, please.",
          "{n} tickets from {a} to {b} on {date}", "Find a bus from {a} to {b} for {n} people.",
          "On {date}, {n} of us go from {a} to {b}.")  # fmt: skip
@@ -457,8 +483,10 @@ def travel(d: Dialogue) -> Task:
 
 
 _TASKS = "call mom|buy milk|water the plants|pay the rent|send the report|clean the kitchen|fix the bike|book a hotel|feed the cat|write the letter|wash the car|read the book"  # noqa: E501
-_TODO = ("Remind me to {task} on {date}.", "I have to {task} on {date}.", "Urgent: {task} by {date}!", "{task} on {date}",
-         "On {date} I must {task}, it is urgent.", "Do not forget to {task} on {date}.", "Please {task} before {date}.")  # fmt: skip
+_TODO = ("Remind me to {task} on {date}.", "I have to {task} on {date}.", "Urgent: {task} by {date}!",
+    "{task} on {date}",
+         "On {date} I must {task}, it is urgent.", "Do not forget to {task} on {date}.",
+         "Please {task} before {date}.")  # fmt: skip
 
 
 def todo(d: Dialogue) -> Task:
@@ -475,11 +503,19 @@ def todo(d: Dialogue) -> Task:
     return Task("todo", user, Object(pick(d.rng, "Task|Todo|Reminder"), tuple(fields)), ("text",), _copying("task"))
 
 
+_ADDRESS = (
+    "{name} lives at {street}, {city}.", "{name}, {street}, {city}", "Send it to {name}, {street} in {city}.",
+    "The address of {name} is {street}, {city}.", "{name} has a house at {street} in {city}.",
+)  # fmt: skip
+
+
 def address(d: Dialogue) -> Task:
-    name, city, street = _name(d), toolbox.place(d.rng), f"{d.rng.randint(1, 200)} {toolbox.any_word(d.rng).title()} Street"
-    text, user = _texts(d, "address", ("{name} lives at {street}, {city}.", "{name}, {street}, {city}", "Send it to {name}, {street} in {city}.",
-                                       "The address of {name} is {street}, {city}.", "{name} has a house at {street} in {city}."),
-                        {"name": name, "city": city, "street": street})  # fmt: skip
+    name, city, street = (
+        _name(d),
+        toolbox.place(d.rng),
+        f"{d.rng.randint(1, 200)} {toolbox.any_word(d.rng).title()} Street",
+    )
+    _, user = _texts(d, "address", _ADDRESS, {"name": name, "city": city, "street": street})
     inner = (field(d, "street|street|street_address|line1", street), field(d, "city|city|town", city))
     fields = (field(d, "name|name|full_name", name), Field("address", Object("Address", inner)))
     thing = Object(pick(d.rng, "Person|Customer|User"), fields) if d.rng.random() < 0.7 else Object("Address", inner)
@@ -489,30 +525,45 @@ def address(d: Dialogue) -> Task:
 # Judgements
 
 _OPINIONS = {
-    "positive": "great|wonderful|amazing|fantastic|excellent|good|perfect|lovely|brilliant|nice|delicious|beautiful|awesome|superb",
-    "negative": "terrible|awful|bad|horrible|boring|broken|ugly|disgusting|poor|useless|disappointing|slow|sad|annoying",
+    "positive": "great|wonderful|amazing|fantastic|excellent|good|perfect|lovely|brilliant|nice|delicious|"
+    "beautiful|awesome|superb",
+    "negative": "terrible|awful|bad|horrible|boring|broken|ugly|disgusting|poor|useless|"
+    "disappointing|slow|sad|annoying",
     "neutral": "okay|average|normal|ordinary|so-so|all right|neither good nor bad|as expected",
 }  # fmt: skip
 _SAID = {
-    "positive": ("I love this {thing}!", "I really like the {thing}.", "This is the best {thing} ever.", "I am so happy with the {thing}!",
-                 "Thank you, the {thing} works great.", "What a {word} {thing}!", "Highly recommended.", "It is my favourite {thing}."),
-    "negative": ("I hate this {thing}.", "I do not like the {thing}.", "This is the worst {thing} ever.", "I want my money back.",
-                 "The {thing} broke after one day.", "What a {word} {thing}!", "Never again!", "I am very unhappy with the {thing}."),
-    "neutral": ("The {thing} arrived on {day}.", "The {thing} is in the box.", "I bought the {thing} on {day}.", "It is a {thing}.",
-                "The {thing} has {n} parts.", "I have had the {thing} since {day}.", "The meeting is on {day}.", "We sell a {thing}."),
+    "positive": ("I love this {thing}!", "I really like the {thing}.", "This is the best {thing} ever.",
+    "I am so happy with the {thing}!",
+                 "Thank you, the {thing} works great.", "What a {word} {thing}!", "Highly recommended.",
+                 "It is my favourite {thing}."),
+    "negative": ("I hate this {thing}.", "I do not like the {thing}.", "This is the worst {thing} ever.",
+    "I want my money back.",
+                 "The {thing} broke after one day.", "What a {word} {thing}!", "Never again!",
+                 "I am very unhappy with the {thing}."),
+    "neutral": ("The {thing} arrived on {day}.", "The {thing} is in the box.", "I bought the {thing} on {day}.",
+    "It is a {thing}.",
+                "The {thing} has {n} parts.", "I have had the {thing} since {day}.", "The meeting is on {day}.",
+                "We sell a {thing}."),
 }  # fmt: skip
-_ASK_MOOD = ("Classify the sentiment: {text}", "What is the sentiment of this text? {text}", "{text}", "Sentiment: {text}",
-             "Classify the sentiment of this sentence: {text}", 'Review: "{text}"', "Is this positive or negative? {text}",
+_ASK_MOOD = ("Classify the sentiment: {text}", "What is the sentiment of this text? {text}", "{text}",
+    "Sentiment: {text}",
+             "Classify the sentiment of this sentence: {text}", 'Review: "{text}"',
+             "Is this positive or negative? {text}",
              "Analyze the sentiment of: {text}", "How does the writer feel? {text}", "Classify: {text}", '"{text}"',
-             'Classify the sentiment of the following text: "{text}"', "Judge the sentiment of this review: {text}")  # fmt: skip
-_THINGS = "movie|book|film|food|service|hotel|phone|song|game|product|restaurant|room|coffee|show|weather|trip|camera|soup"
+             'Classify the sentiment of the following text: "{text}"',
+             "Judge the sentiment of this review: {text}")  # fmt: skip
+_THINGS = (
+    "movie|book|film|food|service|hotel|phone|song|game|product|restaurant|room|coffee|show|weather|trip|camera|soup"
+)
 
 
 def sentiment(d: Dialogue) -> Task:
     mood = d.rng.choice(["positive", "positive", "negative", "negative", "neutral"])
     word, thing = pick(d.rng, _OPINIONS[mood]), pick(d.rng, _THINGS)
-    plain_form = ("The {thing} was {word}.", "The {thing} is {word}.", "This {thing} is really {word}.", "It was a {word} {thing}.",
-                  "The {thing} was so {word}!", "{thing}: {word}", "A {word} {thing}.", "My {thing} is {word}")  # fmt: skip
+    plain_form = ("The {thing} was {word}.", "The {thing} is {word}.", "This {thing} is really {word}.",
+        "It was a {word} {thing}.",
+                  "The {thing} was so {word}!", "{thing}: {word}", "A {word} {thing}.",
+                  "My {thing} is {word}")  # fmt: skip
     text = form(d, _SAID[mood] if d.rng.random() < 0.5 else plain_form,
                 {"thing": thing, "word": word, "day": d.rng.choice(DAYS), "n": str(d.rng.randint(2, 9))})  # fmt: skip
     text = text[:1].upper() + text[1:]
@@ -525,7 +576,8 @@ def sentiment(d: Dialogue) -> Task:
         change = str.capitalize if cased < 0.08 else str.upper
         options, value = tuple(map(change, options)), change(mood)
     named = d.rng.random() < 0.8
-    fields = [field(d, "sentiment|sentiment|sentiment|sentiment|label|classification|category|mood|result|class|polarity", value,
+    fields = [field(d,
+        "sentiment|sentiment|sentiment|sentiment|label|classification|category|mood|result|class|polarity", value,
                     options=tuple(d.rng.sample(options, len(options))) if named else ())]  # fmt: skip
     if d.rng.random() < 0.25:
         fields.append(field(d, "confidence|confidence|score", 0.9))
@@ -533,9 +585,11 @@ def sentiment(d: Dialogue) -> Task:
         fields.insert(0, field(d, "text|sentence|review", text))
     elif mood != "neutral" and d.rng.random() < 0.2:
         fields = [field(d, "is_positive|positive|is_good|sentiment|sentiment", mood == "positive")]
-    system = ("Classify the sentiment.", "You classify texts.", "You are a helpful assistant.", "Classify the sentiment of the text.",
+    system = ("Classify the sentiment.", "You classify texts.", "You are a helpful assistant.",
+        "Classify the sentiment of the text.",
               "You are a sentiment classifier.")  # fmt: skip
-    return Task("sentiment", user, Object(pick(d.rng, "Sentiment|Review|Classification|SentimentResult"), tuple(fields)),
+    return Task("sentiment", user, Object(pick(d.rng, "Sentiment|Review|Classification|SentimentResult"),
+        tuple(fields)),
                 ("sentence", "text", "review"), system)  # fmt: skip
 
 
@@ -546,18 +600,22 @@ _PLOTS = {
     "action": "a secret agent|a car chase|soldiers|a bank robbery|an explosion|a fight on a train",
     "drama": "a divorce|a sick mother|a poor family|a lost love|a trial in court",
 }
-_STORIES = ("A group of friends meet {thing}.", "A film about {thing}.", "{thing} and a long journey", "A man has to deal with {thing}.",
+_STORIES = ("A group of friends meet {thing}.", "A film about {thing}.", "{thing} and a long journey",
+    "A man has to deal with {thing}.",
             "This story tells of {thing}.", "Everything changes for a small town because of {thing}.")  # fmt: skip
 
 
 def genre(d: Dialogue) -> Task:
     kind = d.rng.choice(list(_PLOTS))
     text = form(d, _STORIES, {"thing": pick(d.rng, _PLOTS[kind])})
-    user = form(d, ('Classify the genre of this movie plot: "{text}"', "Classify the genre: {text}", "What genre is it? {text}",
+    user = form(d, ('Classify the genre of this movie plot: "{text}"', "Classify the genre: {text}",
+        "What genre is it? {text}",
                     "Which genre does this film have? {text}"), {"text": text})  # fmt: skip
     options = tuple(d.rng.sample(list(_PLOTS), len(_PLOTS)))
     key = pick(d.rng, "genre|genre|result|label|category")
-    return Task("genre", user, Object(pick(d.rng, "Movie|Genre|Result"), (Field(key, kind, options),)), ("text", "plot"))
+    return Task(
+        "genre", user, Object(pick(d.rng, "Movie|Genre|Result"), (Field(key, kind, options),)), ("text", "plot")
+    )
 
 
 # Lists
@@ -571,7 +629,8 @@ _LISTS: dict[str, tuple[str, ...]] = {
     "languages": ("English", "French", "German", "Spanish", "Italian", "Chinese", "Arabic"),
     "names": ("Anna", "Tom", "Mary", "Peter", "Laura", "Max", "Ruth"),
 }  # fmt: skip
-_LIST = ("List {n} {what}.", "Give me {n} {what}.", "Name {n} {what}.", "Tell me {n} {what}", "{n} {what}", "I need {n} {what}.",
+_LIST = ("List {n} {what}.", "Give me {n} {what}.", "Name {n} {what}.", "Tell me {n} {what}", "{n} {what}",
+    "I need {n} {what}.",
          "Generate {n} {what}.", "Can you list {n} {what}?", "Write down {n} {what}.", "Generate a list of {n} {what}.",
          "What are {n} {what}?", "Show me {n} {what}.", "Please give me a list of {n} {what}")  # fmt: skip
 
@@ -588,13 +647,22 @@ def listed(d: Dialogue) -> Task:
     fields: tuple[Field, ...] = (field(d, keys, items),)
     if what == "countries" and d.rng.random() < 0.5:
         chosen = [next(c for c in COUNTRIES if c.name == name) for name in items[:4]]
-        user = form(d, _LIST, {"n": NUMBER_WORDS[len(chosen)], "what": pick(d.rng, "countries with their capitals|countries and their capitals|countries")})
+        user = form(
+            d,
+            _LIST,
+            {
+                "n": NUMBER_WORDS[len(chosen)],
+                "what": pick(d.rng, "countries with their capitals|countries and their capitals|countries"),
+            },
+        )
         keyed, capital = pick(d.rng, "name|country"), pick(d.rng, "capital|capital|capital_city")
         things = [Object("Country", (Field(keyed, c.name), Field(capital, c.capital))) for c in chosen]
         fields = (field(d, "countries|countries|items|elements", things),)
     elif d.rng.random() < 0.15:
         fields = (*fields, field(d, "count|total", len(items)))
-    return Task("list", user, Object(pick(d.rng, "Colors|Result|Items|Answer|ListResponse"), fields), ("question", "request"))
+    return Task(
+        "list", user, Object(pick(d.rng, "Colors|Result|Items|Answer|ListResponse"), fields), ("question", "request")
+    )
 
 
 _DISHES = {
@@ -602,15 +670,21 @@ _DISHES = {
     "pancake": "flour:200 g|milk:300 ml|eggs:2", "pizza": "dough:1|tomato sauce:200 ml|cheese:150 g",
     "tomato soup": "tomatoes:1 kg|onion:1|water:500 ml", "fruit salad": "apple:1|banana:1|orange:1",
     "omelette": "eggs:3|milk:50 ml|salt:1 pinch", "chocolate cake": "flour:250 g|sugar:200 g|chocolate:150 g|eggs:3",
-    "spaghetti": "spaghetti:400 g|tomato sauce:300 ml|cheese:50 g", "bread": "flour:500 g|water:350 ml|yeast:7 g|salt:10 g",
+    "spaghetti": "spaghetti:400 g|tomato sauce:300 ml|cheese:50 g",
+    "bread": "flour:500 g|water:350 ml|yeast:7 g|salt:10 g",
     "potato salad": "potatoes:1 kg|onion:1|oil:3 spoons", "burger": "bun:1|beef:150 g|cheese:1 slice",
 }  # fmt: skip
 _STEPS = {
-    "lasagna": "Cook the meat with the sauce.|Layer pasta, meat and cheese.|Bake for 40 minutes.", "bread": "Mix everything.|Let it rest for 2 hours.|Bake for 40 minutes.",
-    "pancake": "Mix everything.|Heat a pan.|Fry each side for 2 minutes.", "pizza": "Roll out the dough.|Add the sauce and the cheese.|Bake for 15 minutes.",
-    "omelette": "Mix everything.|Heat a pan.|Fry for 5 minutes.", "chocolate cake": "Melt the chocolate.|Mix everything.|Bake for 40 minutes.",
-    "spaghetti": "Cook the spaghetti.|Heat the sauce.|Add the cheese.", "tomato soup": "Cut everything.|Cook for 20 minutes.|Mix it well.",
-    "burger": "Fry the beef.|Add the cheese.|Put it into the bun.", "fruit salad": "Wash everything.|Cut everything.|Mix it well.",
+    "lasagna": "Cook the meat with the sauce.|Layer pasta, meat and cheese.|Bake for 40 minutes.",
+    "bread": "Mix everything.|Let it rest for 2 hours.|Bake for 40 minutes.",
+    "pancake": "Mix everything.|Heat a pan.|Fry each side for 2 minutes.",
+    "pizza": "Roll out the dough.|Add the sauce and the cheese.|Bake for 15 minutes.",
+    "omelette": "Mix everything.|Heat a pan.|Fry for 5 minutes.",
+    "chocolate cake": "Melt the chocolate.|Mix everything.|Bake for 40 minutes.",
+    "spaghetti": "Cook the spaghetti.|Heat the sauce.|Add the cheese.",
+    "tomato soup": "Cut everything.|Cook for 20 minutes.|Mix it well.",
+    "burger": "Fry the beef.|Add the cheese.|Put it into the bun.",
+    "fruit salad": "Wash everything.|Cut everything.|Mix it well.",
     "potato salad": "Cook the potatoes.|Cut everything.|Mix it well.",
 }  # fmt: skip
 
@@ -627,30 +701,37 @@ def recipe(d: Dialogue) -> Task:
     thing = Object("Recipe", tuple(fields) if d.rng.random() < 0.8 else some(d, fields, 2))
     if d.rng.random() < 0.4:
         thing = Object("Response", (Field("recipe", thing),))
-    user = form(d, ("Generate a {dish} recipe.", "Generate a {dish} recipe.", "Give me a recipe for {dish}.", "How do I cook {dish}?",
+    user = form(d, ("Generate a {dish} recipe.", "Generate a {dish} recipe.", "Give me a recipe for {dish}.",
+        "How do I cook {dish}?",
                     "Write a recipe for {dish}", "{dish} recipe", "Create a {dish} recipe.", "I want to make {dish}.",
                     "Please give me a {dish} recipe."), {"dish": dish})  # fmt: skip
     return Task("recipe", user, thing, ("dish", "request"))
 
 
-_HEROES = (("Brom", "warrior", "A strong man with a big axe."), ("Elda", "mage", "A wise woman who knows fire and ice."),
+_HEROES = (("Brom", "warrior", "A strong man with a big axe."), ("Elda", "mage",
+    "A wise woman who knows fire and ice."),
            ("Finn", "thief", "A quick boy who opens every door."))  # fmt: skip
 
 
 def characters(d: Dialogue) -> Task:
     n = d.rng.randint(1, 3)
     count = pick(d.rng, f"{n}|{NUMBER_WORDS[n]}") if n > 1 else "a"
-    user = form(d, ("Generate {n} character description{s} for a fantasy role playing game.", "Create {n} fantasy character{s}.",
-                    "Invent {n} hero{es} for a game", "Generate {n} character{s}.", "Make up {n} character{s} for a game."),
+    user = form(d, ("Generate {n} character description{s} for a fantasy role playing game.",
+        "Create {n} fantasy character{s}.",
+                    "Invent {n} hero{es} for a game", "Generate {n} character{s}.",
+                    "Make up {n} character{s} for a game."),
                 {"n": count, "s": "s" * (n > 1), "es": "es" * (n > 1)})  # fmt: skip
     role = pick(d.rng, "class|class|role|job")
-    heroes = [Object("Character", (Field("name", a), Field(role, b), field(d, "description", c))) for a, b, c in _HEROES[:n]]
+    heroes = [
+        Object("Character", (Field("name", a), Field(role, b), field(d, "description", c))) for a, b, c in _HEROES[:n]
+    ]
     thing = heroes[0] if n == 1 else Object("Characters", (field(d, "elements|elements|characters|items", heroes),))
     return Task("characters", user, thing, ("request",))
 
 
 def profile(d: Dialogue) -> Task:
-    user = form(d, ("Generate a user.", "Generate a user profile.", "Make up a person.", "Create a fake user.", "Create a person.",
+    user = form(d, ("Generate a user.", "Generate a user profile.", "Make up a person.", "Create a fake user.",
+        "Create a person.",
                     "Invent a user", "Generate an example user.", "Generate a person."), {})  # fmt: skip
     values = {"name": "Anna", "age": 30, "city": "Berlin", "job": "teacher", "email": "anna@example.com"}
     fields = some(d, [Field(pick(d.rng, _PERSON_KEYS[slot]), value) for slot, value in values.items()], 2)
@@ -659,8 +740,10 @@ def profile(d: Dialogue) -> Task:
 
 Maker = Callable[["Dialogue"], Task]
 TASKS: tuple[tuple[Maker, float], ...] = (
-    (one_fact, 16), (about_country, 10), (about_city, 8), (any_answer, 18), (sum_object, 7), (word_object, 7), (person, 12),
-    (people, 5), (event, 12), (order, 4), (product, 5), (travel, 4), (todo, 4), (address, 3), (sentiment, 9), (genre, 2),
+    (one_fact, 16), (about_country, 10), (about_city, 8), (any_answer, 18), (sum_object, 7), (word_object, 7), (person,
+    12),
+    (people, 5), (event, 12), (order, 4), (product, 5), (travel, 4), (todo, 4), (address, 3), (sentiment, 9), (genre,
+    2),
     (listed, 6), (recipe, 4), (characters, 1), (profile, 1),
 )  # fmt: skip
 
