@@ -32,8 +32,8 @@ _LANGCHAIN = (
     '"type": "array", "items": '
     '{{"type": "string"}}}}}}, "required": ["foo"]}}\n'
     'the object {{"foo": ["bar", "baz"]}} is a well-formatted '
-    'instance of the schema. The object {{"properties": {{"foo": ["bar", "baz"]}}}} is not well-formatted.\n\nHere is the output '
-    "schema:\n```\n{schema}\n```"
+    'instance of the schema. The object {{"properties": {{"foo": ["bar", "baz"]}}}} is not well-formatted.\n\nHere is '
+    "the output schema:\n```\n{schema}\n```"
 )
 
 
