@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import device_abi
 import pytest
 
 from deltic.config.engine import _CPU_LEVELS
@@ -29,9 +30,10 @@ PLACE = Path(library.__file__).parent
 HEADER = re.sub(r"/\*.*?\*/", " ", (ROOT / "csrc" / "deltic.h").read_text(encoding="utf-8"), flags=re.DOTALL)
 FUNCTIONS = {name: (result.split(), arguments) for result, name, arguments in re.findall(
     r"^(\w[\w \n]*?[ *]+)(deltic_\w+)\(([^)]*)\);", HEADER, re.MULTILINE)}
-STRUCTS = {str(kind.__doc__).strip("`."): kind for kind in vars(library).values()
+STRUCTS = {str(kind.__doc__).strip("`."): kind for kind in (*vars(library).values(), device_abi.DeviceProperties)
            if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind is not ctypes.Structure}
 """Python's structs by their C names."""
+SIGNATURES = library._SIGNATURES | device_abi.SIGNATURES
 C_FLAGS = ("-std=c11", "-O2", "-Wall", "-Wextra", "-pedantic", "-Werror")
 NUMBERS: dict[Any, str] = {ctypes.c_int: "int", ctypes.c_int64: "int64_t", ctypes.c_float: "float"}
 GCC, RUSTC = shutil.which("gcc"), shutil.which("rustc")
@@ -76,6 +78,17 @@ def test_an_example_runs_at_every_level(tmp_path: Path, language: str) -> None:
 @needs_rustc
 def test_both_examples_choose_the_same_ids(tmp_path: Path) -> None:
     assert run(built(tmp_path / "decode-c", "c")) == run(built(tmp_path / "decode-rust", "rust"))
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_an_example_visits_every_device(tmp_path: Path, language: str) -> None:
+    """Those that the library finds here; a device that gives other numbers back would end it."""
+    done = subprocess.run([built(tmp_path / "decode", language)], capture_output=True, text=True, check=True)
+    devices = device_abi.Devices(PLACE / "libdeltic.so")
+    names = [devices.get(device).name.decode() for device in range(devices.count())]
+    devices.close()
+    assert re.findall(r"^device (\d+): (.+), \d+ of \d+ MiB free$", done.stderr, re.MULTILINE) == [
+        (str(device), name) for device, name in enumerate(names)]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -146,9 +159,9 @@ def declared(parameter: str, known: set[str]) -> str:
     return f"{words[0]} *" if words[0] in known else "void *"
 
 
-@pytest.mark.parametrize("name", sorted(library._SIGNATURES))
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
 def test_functions_are_called_as_they_are_declared(name: str) -> None:
-    result, arguments = library._SIGNATURES[name]
+    result, arguments = SIGNATURES[name]
     words, text = FUNCTIONS[name]
     parameters = [] if text == "void" else [declared(part, set(STRUCTS)) for part in text.split(",")]
     assert [in_c(form) for form in arguments] == parameters
