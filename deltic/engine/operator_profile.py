@@ -150,11 +150,14 @@ class _Profiler:
         raise NotImplementedError
 
     def stop(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._restore()
         self._account.close()
         order = {name: place for place, name in enumerate(_PHASES)}
         self.profile.phases = dict(sorted(self.profile.phases.items(), key=lambda item: order[item[0]]))
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def _exchange(self, owner: Any, **values: object) -> None:
         """Set attributes until the profile ends."""
@@ -202,6 +205,8 @@ class _OnCard(_Profiler):
         runtime, draft, runner = self._runtime, self._draft_runtime(), self._runtime.mtp_runner
         self._marks, self._trace = Marks(runtime.device), torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CUDA])
+        torch.cuda.synchronize(runtime.device)
+        self._trace.start()
         ops = replace(runtime.ops, sample=self._marked("sample", runtime.ops.sample))
         self._exchange(runtime, profiler=self._begin, decoder=replace(runtime.decoder, ops=ops))
         if draft is not None:
@@ -211,10 +216,9 @@ class _OnCard(_Profiler):
             ahead = step.draft_ahead and self._marked("mtp", step.draft_ahead)
             self._exchange(runner, serving=(runner.serving[0], replace(
                 step, draft=self._marked("mtp", step.draft), draft_ahead=ahead)))
-        torch.cuda.synchronize(runtime.device)
-        self._trace.start()
 
     def stop(self) -> None:
+        self._restore()
         torch.cuda.synchronize(self._runtime.device)
         self._trace.stop()
         events = self._trace.profiler.kineto_results.events() if self._trace.profiler else []
