@@ -6,18 +6,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from support import moe_runtime, numbers, odd_shape, session_over
 from test_cuda_source import MODELS, packed_mixture, packed_shapes, shapes_of
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.cli import main
+from deltic.engine import operator_profile
 from deltic.engine.operator_profile import Profile, _Account, account_kernels, profiling
 from deltic.errors import RequestError
 from deltic.ops.cuda import draft, prompts
-from deltic.ops.cuda.marks import NAMES, Marks, operator_of
+from deltic.ops.cuda.marks import NAMES, mark_of, operator_of
 from deltic.ops.cuda.sample import source
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -185,6 +189,47 @@ def test_kernels_are_divided_by_marks_and_names() -> None:
     assert abs(decode.seconds - 1040e-9) < 1e-12 and abs(decode.between - 760e-9) < 1e-12
 
 
+class Card:
+    """Stands for a GPU's marks, and for torch's profiler there, whose kernels are what was marked and computed."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.profiler = self.kineto_results = self
+        self.names = list[str]()
+
+    def put(self, name: str) -> None:
+        self.names.append(f"k_mark_{name}")
+
+    def start(self) -> None:
+        self.names.append("a kernel of before")
+
+    def stop(self) -> None:
+        self.names.append("k_choose")
+
+    def events(self) -> list[Any]:
+        return [SimpleNamespace(name=lambda name=name: name, start_ns=lambda at=at: 10 * at,
+                                end_ns=lambda at=at: 10 * at + 5, is_user_annotation=lambda: False,
+                                device_type=lambda: SimpleNamespace(name="CUDA")) for at, name in enumerate(self.names)]
+
+
+def test_a_card_s_steps_are_marked_and_stay_as_they_are(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, runtime = Card(), cast(Any, llm.runtime)
+    step, serving = runtime.step, runtime.mtp_runner.serving
+    monkeypatch.setattr(operator_profile, "_OnHost", operator_profile._OnCard)
+    monkeypatch.setattr(operator_profile, "Marks", lambda device: card)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: card)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with llm.profile() as profile:
+        assert runtime.step is step  # the native one
+        runtime.step = lambda batch: (card.names.append("k_gdn_few"), step(batch))[1]
+        answers(llm, 5)
+        runtime.step = step
+    assert runtime.mtp_runner.serving == serving and runtime.profiler is None
+    assert total(profile, "gdn_mixer") == sum(phase.steps for phase in profile.phases.values())
+    marks = [name.removeprefix("k_mark_") for name in card.names if name.startswith("k_mark_")]
+    assert {"prefill", "decode", "sample", "mtp", "model"} <= set(marks)
+    assert all(after == "model" for mark, after in pairwise(marks) if mark in ("sample", "mtp"))
+
+
 def test_names_of_all_kernels_of_a_step_say_their_operator() -> None:
     shapes = [packed_mixture(), packed_shapes("4B"), *map(shapes_of, MODELS)]
     texts = [text for each in shapes for text in (each.source(), prompts.source(each), draft.source(each))]
@@ -193,5 +238,4 @@ def test_names_of_all_kernels_of_a_step_say_their_operator() -> None:
     kernels = {name for text in texts for name in re.findall(pattern, text)}
     assert len(kernels) > 20
     assert not {name for name in kernels if operator_of(name) == "other"}
-    marks = {name: Marks.name_of(f"k_mark_{name}") for name in NAMES}
-    assert marks == {name: name for name in NAMES} and Marks.name_of("k_gdn_few") is None
+    assert all(mark_of(f"k_mark_{name}") == name for name in NAMES) and mark_of("k_gdn_few") is None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from deltic.engine.runtime import Runtime
 from deltic.errors import RequestError, UnavailableError
 from deltic.ops import Ops
-from deltic.ops.cuda.marks import Marks, operator_of
+from deltic.ops.cuda.marks import Marks, mark_of, operator_of
 from deltic.ops.records import Batch
 from deltic.types import MAX_DRAFTS
 
@@ -162,8 +163,7 @@ class _Profiler:
     def _exchange(self, owner: Any, **values: object) -> None:
         """Set attributes until the profile ends."""
         for name, value in values.items():
-            before = getattr(owner, name)
-            self._undo.append(lambda name=name, before=before: setattr(owner, name, before))
+            self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
             setattr(owner, name, value)
 
     def _draft_runtime(self) -> Runtime | None:
@@ -221,9 +221,9 @@ class _OnCard(_Profiler):
         self._restore()
         torch.cuda.synchronize(self._runtime.device)
         self._trace.stop()
-        events = self._trace.profiler.kineto_results.events() if self._trace.profiler else []
-        kernels = [(event.name(), event.start_ns(), event.end_ns()) for event in events
-                   if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()]
+        found = self._trace.profiler and self._trace.profiler.kineto_results
+        kernels = [(event.name(), event.start_ns(), event.end_ns()) for event in (found.events() if found else ())
+                   if event.device_type().name == "CUDA" and not event.is_user_annotation()]
         if self.profile.phases and not kernels:
             log.warning("torch's profiler has seen no kernels: a profile has the numbers of steps only")
         account_kernels(self._account, kernels)
@@ -246,7 +246,7 @@ def account_kernels(account: _Account, kernels: list[tuple[str, int, int]]) -> N
     """Divide kernels among phases and operators. kernels: names, and nanoseconds at which they began and ended."""
     region = ""  # of whose operator all kernels are
     for name, began, ended in sorted(kernels, key=lambda kernel: kernel[1]):
-        mark = Marks.name_of(name)
+        mark = mark_of(name)
         if mark in _PHASES:
             account.begin(mark, began / 1e9)
             region = ""

@@ -42,10 +42,9 @@ class Marks:
         """Mark the place, by one of `NAMES`."""
         self._module.launch(_PREFIX + name, (1,), 32, self._arguments, overlap=False)
 
-    @staticmethod
-    def name_of(kernel: str) -> str | None:
-        """The name of a mark; None for any other kernel."""
-        return kernel.removeprefix(_PREFIX) if kernel.startswith(_PREFIX) else None
+def mark_of(kernel: str) -> str | None:
+    """The name of a mark; None for any other kernel."""
+    return kernel.removeprefix(_PREFIX) if kernel.startswith(_PREFIX) else None
 
 
 def operator_of(kernel: str) -> str:
