@@ -17,7 +17,7 @@ from functools import partial
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.cache.tiers import NOTHING
-from deltic.engine.fairness import Meeting, Stall, hurry, share
+from deltic.engine.fairness import Meeting, StepTimes, hurry, share
 from deltic.engine.plan import Plan, Row, Seen
 from deltic.engine.sequence import Sequence
 from deltic.engine.turns import TURN, gives_way, in_turn, settled, turn_to_read
@@ -61,12 +61,12 @@ def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int
 class Scheduler:
     """Queues of waiting and running sequences over a cache that grants them pages and slots."""
 
-    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, stall: Stall | None = None,
+    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, times: StepTimes | None = None,
                  mixes: bool = True, defer_from: int | None = None) -> None:
-        """stall: how long a step may take in which answers wait for prompts; None: as long as it takes. mixes: prompts
-        and drafts may be in one step. defer_from: rows of a step from which on updates of states are deferred
+        """times: limit the prompt tokens of a step; None: the token budget alone does. mixes: prompts and drafts may be
+        in one step. defer_from: rows of a step from which on updates of states are deferred
         (`Model.defers`); None: they never are."""
-        self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, stall or Stall(None)
+        self.cache, self.max_batch, self.token_budget, self.times = cache, max_batch, token_budget, times
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
@@ -140,7 +140,7 @@ class Scheduler:
         readable = _readable([sequence for sequence in prompts if sequence.lease])
         goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
                  for sequence, most in readable.items()]
-        limit = self.stall.limit(budget) if answers else budget
+        limit = self.times.limit(budget, answers > 0) if self.times else budget
         counts = given = share(limit, [*readable.values()], goals)
         if limit < budget and not self._hurried:
             counts = hurry(given, goals)
