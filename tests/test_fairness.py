@@ -130,6 +130,7 @@ def test_before_anything_was_timed_a_chunk_beside_answers_is_a_quarter_of_the_bu
 def test_a_hurried_step_gives_what_reaches_its_goal() -> None:
     assert hurry([100, 20, 8], [300, 20, 30]) == [0, 20, 0]
     assert hurry([100, 20], [300, 40]) == [100, 20], "nothing comes of this step, so that nobody waits for it"
+    assert hurry([100, 20], [300, 40], first=True) == [0, 0], "the end of a known prompt gives its first token"
 
 
 # In the engine

@@ -50,13 +50,14 @@ def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int
     return counts
 
 
-def hurry(counts: Sequence[int], goals: Sequence[int]) -> list[int]:
-    """Of a step's shares those of the prompts that reach their goal in it, so that it is soon over; all, if none does.
+def hurry(counts: Sequence[int], goals: Sequence[int], first: bool = False) -> list[int]:
+    """Of a step's shares those of the prompts that reach their goal in it, so that it is soon over. If none does, and
+    the step draws no answer's first token, all: no client waits for this step.
 
     Meant for every other step at most: the others go on in the next.
     """
     near = [count if count >= goal else 0 for count, goal in zip(counts, goals, strict=True)]
-    return near if any(near) else list(counts)
+    return near if first or any(near) else list(counts)
 
 
 @dataclass(frozen=True, slots=True)
