@@ -279,7 +279,7 @@ def test_beside_a_chat_model(encoders: SimpleNamespace) -> None:
 
 def test_too_much_at_once(encoders: SimpleNamespace, tmp_path: Path) -> None:
     with Encoder(encoders.vectors.name, limits=Limits(max_live_tokens=100)) as encoder:
-        first = encoder.submit(encoder.text_items(["w1 w2 w3"] * 2000))
+        first = encoder.submit(encoder.text_items(["w1 w2 w3"] * 2000), client="127.0.0.1")
         with running([EmbeddingService("v", encoder)], LIMITS) as http:
             answer = http.post("/v1/embeddings", json={"input": ["w1"] * 20})
         assert answer.status_code == 503 and "max_live_tokens" in answer.text and answer.headers["retry-after"]
@@ -316,7 +316,7 @@ def test_a_server_that_ends_answers_what_runs(encoders: SimpleNamespace, beside:
         asking = threading.Thread(target=lambda: found.append(
             httpx.post(url, json={"input": ["w1 w2"] * 1000}, timeout=30)))
         asking.start()
-        while not any(job.taken for job in tuple(encoder.batcher._jobs) if len(job.items) == 1000):
+        while not any(job.taken for job in tuple(encoder.batcher._unfinished) if len(job.items) == 1000):
             time.sleep(0.001)
         server.should_exit = True
         asking.join(30)

@@ -23,12 +23,12 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from deltic.config import Limits
+from deltic.engine.fair_executor import FairExecutor
 from deltic.engine.llm import LLM
 from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.server.body import Body, Intake, Prepared
 from deltic.server.bridge import Health
 from deltic.server.content import documents_in
-from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import Problem, ProblemError
 from deltic.server.pictures import PictureDecoder
 from deltic.server.records import Records, RequestRecord, record_of
