@@ -154,6 +154,17 @@ def test_an_answer_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {start, end, pad} <= set(request.output.stop_token_ids)  # type: ignore[union-attr]
 
 
+def test_a_salt_of_ollama_s_clients_is_honoured() -> None:
+    user = [{"role": "user", "content": "Hi"}]
+    for path, body in (("/api/chat", {"messages": user}), ("/api/generate", {"prompt": "Hi"}),
+                       ("/api/generate", {"prompt": "Hi", "raw": True})):
+        with scripted("x") as (served, engine):
+            for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+                answer = served.post(path, stream=False, **body, **salt)
+                assert answer.status_code == 200 and "x-deltic-ignored" not in answer.headers, answer.text
+            assert len({request.cache_salt for request in engine.seen[-3:]}) == 3
+
+
 def test_a_text_to_fill_in_begins_as_the_tokenizer_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """As /v1/completions does: a bos token before all, once, and none around token ids or without special tokens."""
     tokenizer = tiny().chat_processor.tokenizer
