@@ -92,6 +92,16 @@ def test_long_chains_end_in_time(source: str) -> None:
     assert spent(source, 300_000)[0] < 4 * MOST, "a single step may take longer"
 
 
+@pytest.mark.parametrize("filters", [
+    "groupby('real')|length", "sort(attribute='real')|length", "map(attribute='real')|list|length",
+    "sum(attribute='real')", "unique(attribute='real')|list|length", "max(attribute='real')",
+    "selectattr('real')|list|length",
+])
+def test_one_filter_over_a_long_list_ends_in_time(filters: str) -> None:
+    seconds, works = spent(f"{{{{ r|{filters} }}}}", 900_000)
+    assert works and seconds < 1.0, "the clock is asked within a filter, too"
+
+
 def test_a_template_that_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.text.template._COMPILE_SECONDS", SECONDS)
     with pytest.raises(TemplateError, match=r"takes more than 0.05 seconds to compile.*chat_template"):

@@ -76,9 +76,9 @@ class EngineConfig:
                                     "too, no answer depends by a bit on what else runs, how a prompt is cut or what "
                                     "is kept: for evaluations. Prompts are read as slowly as answers are written; no "
                                     "drafts, no pictures, no vectors")
-    max_stall_ms: int | None = _option(None, "milliseconds that a step should take at most in which answers wait for "
-                                             "prompts, which are then read in smaller chunks and take longer (default: "
-                                             "50, but chunks of a quarter of --token-budget at least)")
+    max_stall_ms: int | None = _option(None, "milliseconds that a step with prompts takes at most while an answer "
+                                             "waits for it; prompts are read in smaller chunks then and take longer "
+                                             "(default: 50, or 4 times a step without prompts)")
     prefix_cache: bool = _option(True, "keep the states of prompts and answers, and resume where a prompt repeats them")
     host_memory: str | None = _option(None, "host memory for prefixes for which the device has no room, such as 16GiB; "
                                             "0: none (default: with a GPU a quarter of what is free, else none)")
@@ -91,11 +91,11 @@ class EngineConfig:
     allow_image_urls: bool = _option(False, "fetch pictures that requests name by http(s) URLs, from public addresses")
     mmproj: str | None = _option(None, "the vision tower of a model that is a GGUF file: another GGUF file (default: "
                                        "the one beside it whose name has mmproj in it)")
-    params: str | None = _option(None, "of a program (.pte) that ExecuTorch's own exporter wrote: its params.json, or "
-                                       "the model's config.json")
-    tokenizer: str | None = _option(None, "of such a program: the tokenizer.json")
-    tokenizer_config: str | None = _option(None, "of such a program: the tokenizer_config.json, which has the chat "
-                                                 "template (default: the one beside --tokenizer)")
+    params: str | None = _option(None, "for a program (.pte) of ExecuTorch's own exporter: its params.json, or the "
+                                       "model's config.json")
+    tokenizer: str | None = _option(None, "for such a program: its tokenizer.json")
+    tokenizer_config: str | None = _option(None, "for such a program: the tokenizer_config.json with the chat "
+                                                 "template (default: in the folder of --tokenizer)")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, to about 4.8 as in "
