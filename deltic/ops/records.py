@@ -386,7 +386,9 @@ class MtpWeights:
     norm_embedding, norm_hidden, norm [H] float32: the scales themselves.
     layer: an attention layer; its `store` follows those of the decoder's.
     kv [2 * kv, H]: the rows k, v of its qkv.
-    head [N, H]: rows of the vocabulary's first N tokens.
+    head [N, H]: a row for each token that it can draft.
+    tokens [N] int64: which tokens those are; None: all of the vocabulary. Of a shortened head both may change in place
+    between two calls (`model.draft_vocabulary`).
     """
 
     embedding: Block
@@ -399,6 +401,7 @@ class MtpWeights:
     head: Weight
     rope: RopeSpec
     eps: float
+    tokens: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
