@@ -288,12 +288,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     times.done("weights")
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
-    if beside_card(options):
-        assert config.experts
-        card = card or tile_store(weights, config, options)
-        experts: Experts | None = fill_card(card, options, config.experts)
-    else:
-        experts = open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
+    experts = _experts(card, weights, files, config, options, ops, dtype)
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())
     texts = files.tokenizer() if files else None
     mtp = build_head(config, head, decoder, _draftable(files, texts, config, options)) if head else None
@@ -363,6 +358,15 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
         raise ConfigError(f"speculate={options.speculate}: this model has no draft head (tensors `mtp.*`): {remedy} "
                           "speculate=ngram, draft:MODEL or off", "speculate")
     return found
+
+
+def _experts(card: CardStore | None, weights: dict[str, Weight], files: ModelFiles | None, config: ModelConfig,
+             options: EngineConfig, ops: Ops, dtype: DType) -> Experts | None:
+    """Those that are not all in memory. card: on a GPU, where they are plain."""
+    if beside_card(options):
+        assert config.experts
+        return fill_card(card or tile_store(weights, config, options), options, config.experts)
+    return open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
 
 
 def _draftable(files: ModelFiles | None, texts: TokenizerTexts | None, config: ModelConfig, options: EngineConfig

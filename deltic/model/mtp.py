@@ -106,6 +106,7 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
     router = (mlp.router,) if isinstance(mlp, MoeWeights) else ()
     embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
     head = top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors else main.head
+    assert not isinstance(head, tuple), "the matrix of the logits is one block"
     short = None if tokens is None else DraftVocabulary(head, tokens)
     fc = top.linear("fc")
     inner = (weight for part in dense_parts(mlp) for weight in (part.gate_up, part.down))

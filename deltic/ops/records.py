@@ -384,11 +384,8 @@ class MtpWeights:
 
     fc [H, 2 H]: columns of the embedding, then of the hidden state.
     norm_embedding, norm_hidden, norm [H] float32: the scales themselves.
-    layer: an attention layer; its `store` follows those of the decoder's.
-    kv [2 * kv, H]: the rows k, v of its qkv.
-    head [N, H]: a row for each token that it can draft.
-    tokens [N] int64: which tokens those are; None: all of the vocabulary. Of a shortened head both may change in place
-    between two calls (`model.draft_vocabulary`).
+    layer: an attention layer; its `store` follows those of the decoder's. kv [2 * kv, H]: the rows k, v of its qkv.
+    head [N, H], tokens [N] int64: its rows, and the tokens they stand for (None: all); change in place between calls.
     """
 
     embedding: Block
