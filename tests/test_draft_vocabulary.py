@@ -20,6 +20,7 @@ from support import Answers, drain, greedy, moe_shape, numbers, odd_shape, take
 from test_cuda_tiles import TYPES as TILES
 from test_cuda_tiles import packed as tiles_of_type
 from test_gguf_blocks import READABLE, random_rows
+from test_gguf_convert import tiny_texts
 from torch import Tensor
 
 from deltic import Session
@@ -39,6 +40,8 @@ from deltic.ops.qtensor import QTensor, pack_rows
 from deltic.ops.records import Block
 from deltic.types import Request, SamplingParams
 from deltic.weights.gguf.blocks import BY_NAME
+from deltic.weights.gguf.convert import convert
+from deltic.weights.hub import open_model
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -349,10 +352,15 @@ def test_tokens_of_a_prompt_are_drafted(temperature: float, monkeypatch: pytest.
 
 
 @NATIVE
-def test_the_embedded_models_special_tokens_have_rows() -> None:
-    runtime = load(None, EngineConfig(memory="64MiB", threads=1, draft_vocab=64))
-    assert runtime.mtp and runtime.mtp.vocabulary and runtime.path
-    text = (runtime.path / "tokenizer.json").read_text()
+@pytest.mark.parametrize("kind", ["directory", "GGUF file"])
+def test_the_embedded_models_special_tokens_have_rows(kind: str, tmp_path: Path) -> None:
+    files, model = open_model(None), None
+    if kind == "GGUF file":
+        model = str(tmp_path / "tiny.gguf")
+        convert(files, tiny_texts(), "tiny", Path(model), "Q8_0")
+    runtime = load(model, EngineConfig(memory="64MiB", threads=1, draft_vocab=64, speculate="mtp"))
+    assert runtime.mtp and runtime.mtp.vocabulary
+    text = (files.path / "tokenizer.json").read_text()
     added = {token["id"] for token in json.loads(text)["added_tokens"]}
     assert added | {*runtime.generation.eos_token_ids} <= {*runtime.mtp.vocabulary.ids[:64].tolist()}
     assert added and max(added) > 64
