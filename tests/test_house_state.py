@@ -22,6 +22,7 @@ CACHES = {
     "deltic/artifacts/tvm/library.py runtime": "a library that can be loaded once",
     "deltic/cache/outgoing.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/cache/outgoing.py _staging": "pinned memory through which a thread copies",
+    "deltic/ops/cuda/tiles.py _bytes_of_rows": "a constant that is never written to",
     "deltic/ops/cuda/numbers.py _pieces": "pinned memory that small tensors go through",
     "deltic/cache/pools.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
