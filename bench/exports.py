@@ -16,6 +16,7 @@ import resource
 import tempfile
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -39,7 +40,7 @@ def main() -> int:
         size = export(shape, GenerationDefaults(), random_weights(shape, "float32"), Path(folder) / "made.pte", form,
                       lambda stage: marks.append((stage, time.process_time())))
     marks.append(("end", time.process_time()))
-    for (stage, began), (_, ended) in zip(marks, marks[1:], strict=False):
+    for (stage, began), (_, ended) in pairwise(marks):
         seconds[stage] = round(ended - began, 1)
     line = {"task": "export", "unit": "bytes", "preset": args.preset, "layers": shape.num_hidden_layers,
             "vocabulary": shape.vocab_size, "type": args.type, "operators": args.operators, "static": form.static,
@@ -54,7 +55,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen3.5-2b")
     parser.add_argument("--layers", type=int, help="the first so many (default: all)")
-    parser.add_argument("--vocabulary", type=int, metavar="N", help="rows of the embedding table (default: the shape's)")
+    parser.add_argument("--vocabulary", type=int, metavar="N", help="rows of the embedding table")
     parser.add_argument("--type", default="8da4w", choices=KINDS)
     parser.add_argument("--operators", default="executorch", choices=get_args(Operators))
     parser.add_argument("--folder", help="where the program is written, and removed again")

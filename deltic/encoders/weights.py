@@ -94,8 +94,8 @@ def _pair(name: str, rows: int, *columns: int) -> dict[str, Shape]:
 
 
 def find_sources(directory: Path, config: EncoderConfig, whole: bool = True) -> dict[str, Source]:
-    """The tensors of `expected_tensors`, in safetensors files or, where there are none, pytorch_model.bin. whole: False:
-    those of the classifier alone.
+    """The tensors of `expected_tensors`, in safetensors files or, where there are none, pytorch_model.bin. whole=False:
+    the classifier's alone.
 
     ModelError names the tensor that is unknown, missing, doubled or of another shape or dtype, or the file.
     """

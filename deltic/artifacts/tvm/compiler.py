@@ -116,15 +116,20 @@ def _build(network: Callable[[], Any], specification: Callable[[Any], Any], meta
     import tvm
     from tvm import relax
 
-    with goal.target:
-        made = network()
-        module, named = made.export_tvm(spec=specification(made))
-        metadata = replace(metadata, parameters=tuple(
-            (name, tuple(map(int, one.shape)), str(one.dtype)) for name, one in named))
-        builder = relax.BlockBuilder(module)
-        with builder.function("_metadata", params=[]):
-            builder.emit_func_output(tvm.ir.StringImm(metadata.to_json()))
-        built = relax.build(builder.get(), target=goal.target, relax_pipeline=relax.get_default_pipeline(goal.target))
+    try:
+        with goal.target:
+            made = network()
+            module, named = made.export_tvm(spec=specification(made))
+            metadata = replace(metadata, parameters=tuple(
+                (name, tuple(map(int, one.shape)), str(one.dtype)) for name, one in named))
+            builder = relax.BlockBuilder(module)
+            with builder.function("_metadata", params=[]):
+                builder.emit_func_output(tvm.ir.StringImm(metadata.to_json()))
+            built = relax.build(builder.get(), target=goal.target,
+                                relax_pipeline=relax.get_default_pipeline(goal.target))
+    except Exception as error:
+        reason = str(error).strip().rsplit("\n", 1)[-1]
+        raise ModelError(f"TVM cannot compile this model for target {goal.text!r}: {reason}") from error
     path = folder / goal.library
     link(built, path, goal)
     return path.stat().st_size, metadata

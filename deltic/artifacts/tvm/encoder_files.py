@@ -72,7 +72,8 @@ def encoder_parameters(stored: StoredEncoder, wanted: tuple[tuple[str, tuple[int
 
 
 _TOP: Final = {"words": "word_embeddings.weight", "places": "position_embeddings.weight",
-               "kinds": "token_type_embeddings.weight", "norm.scale": "LayerNorm.weight", "norm.shift": "LayerNorm.bias"}
+               "kinds": "token_type_embeddings.weight", "norm.scale": "LayerNorm.weight",
+               "norm.shift": "LayerNorm.bias"}
 _LAYER: Final = {"qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
                  "out": ("attention.output.dense",), "up": ("intermediate.dense",), "down": ("output.dense",),
                  "attention_norm": ("attention.output.LayerNorm",), "output_norm": ("output.LayerNorm",)}

@@ -1,5 +1,5 @@
-"""The steps of a model as TIR for a GPU: those for a CPU with their outer loops spread over threads, and own kernels for
-products and the delta rule, where one thread would have too much to do."""
+"""The steps of a model as TIR for a GPU: the kernels for a CPU with their outer loops spread over threads, and own
+kernels for products and the delta rule, where one thread would have too much to do."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -8,7 +8,9 @@ from functools import cache
 from math import gcd
 
 from tvm import tirx
+from tvm.s_tir import SBlock, SBlockRealize
 from tvm.script import tirx as T
+from tvm_ffi import structural_map
 
 from deltic.artifacts.tvm.kernels import LANES
 
@@ -25,12 +27,17 @@ def spread(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
     and without vectors."""
     realize = kernel.body
     root = realize.block
-    parts = root.body.seq if isinstance(root.body, tirx.SeqStmt) else [root.body]
-    bodies = [_over_threads(part) for part in parts]
+    if any(isinstance(loop, tirx.For) and loop.kind == tirx.ForKind.THREAD_BINDING for loop in _parts(root.body)):
+        return kernel  # it is for a GPU already
+    bodies = [_over_threads(part) for part in _parts(root.body)]
     body = bodies[0] if len(bodies) == 1 else tirx.SeqStmt(bodies)
-    block = tirx.SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, body, root.init, root.alloc_buffers,
+    block = SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, body, root.init, root.alloc_buffers,
                         root.match_buffers, root.annotations)
-    return kernel.with_body(tirx.SBlockRealize(realize.iter_values, realize.predicate, block))
+    return kernel.with_body(SBlockRealize(realize.iter_values, realize.predicate, block))
+
+
+def _parts(body: tirx.Stmt) -> list[tirx.Stmt]:
+    return [*body.seq] if isinstance(body, tirx.SeqStmt) else [body]
 
 
 def _over_threads(loop: tirx.For) -> tirx.For:
@@ -38,16 +45,16 @@ def _over_threads(loop: tirx.For) -> tirx.For:
     while isinstance(body, tirx.For) and body.kind in (tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL):
         chain.append(body)
         body = body.body
-    count = T.int64(1)
+    count = tirx.const(1, "int64")
     for one in chain:
         count = count * tirx.Cast("int64", one.extent)
     block, thread = tirx.Var("block", "int64"), tirx.Var("thread", "int64")
-    rest, places = block * _THREADS + thread, {}
+    rest, places = block * _THREADS + thread, dict[tirx.Var, tirx.Expr]()
     for one in reversed(chain):
         extent = tirx.Cast("int64", one.extent)
-        places[one.loop_var] = tirx.Cast(one.loop_var.dtype, tirx.floormod(rest, extent))
+        places[one.loop_var] = tirx.Cast(str(one.loop_var.ty.dtype), tirx.floormod(rest, extent))
         rest = tirx.floordiv(rest, extent)
-    inner = tirx.stmt_functor.substitute(tirx.stmt_functor.ir_transform(body, None, _serial, ["tirx.For"]), places)
+    inner = structural_map(body, [(tirx.For, _serial), (tirx.Var, lambda var: places.get(var, var))])
     inner = tirx.IfThenElse(block * _THREADS + thread < count, inner, None)
     inner = _bound(thread, _THREADS, "threadIdx.x", inner)
     return _bound(block, tirx.floordiv(count + (_THREADS - 1), _THREADS), "blockIdx.x", inner)
@@ -55,7 +62,7 @@ def _over_threads(loop: tirx.For) -> tirx.For:
 
 def _bound(var: tirx.Var, extent, tag: str, body: tirx.Stmt) -> tirx.For:
     axis = tirx.IterVar(None, var, tirx.IterVar.ThreadIndex, tag)
-    return tirx.For(var, T.int64(0), extent, tirx.ForKind.THREAD_BINDING, body, axis)
+    return tirx.For(var, tirx.const(0, "int64"), extent, tirx.ForKind.THREAD_BINDING, body, axis)
 
 
 def _serial(loop: tirx.For):
@@ -101,3 +108,48 @@ def linear(inputs: int, panels: int, dtype: str):
                                     if tile * _ROWS + r < n:
                                         y[tile * _ROWS + r, panel * LANES + lane] = total[0]
     return matrix
+
+
+@cache
+def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
+    """As `kernels.delta_rule`: a block for each head, a thread for each column of its state, which no other column
+    needs."""
+    share, keys = value_heads // key_heads, key_heads * key_dim
+    channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
+
+    @T.prim_func(s_tir=True, private=True)
+    def rule(m_handle: T.handle, g_handle: T.handle, before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"),
+             y_handle: T.handle, after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        mixed = T.match_buffer(m_handle, (n, channels), "float32")
+        gates = T.match_buffer(g_handle, (n, 2, value_heads), "float32")
+        y = T.match_buffer(y_handle, (n, values), "float32")
+        for h in T.thread_binding(value_heads, thread="blockIdx.x"):
+            for v in T.thread_binding(value_dim, thread="threadIdx.x"):
+                with T.sblock("column"):
+                    unit = T.sblock_alloc_buffer((2,), "float32", scope="local")
+                    sums = T.sblock_alloc_buffer((2,), "float32", scope="local")  # the update, the output
+                    for d in T.serial(key_dim):
+                        after[0, h, d, v] = before[0, h, d, v]
+                    for t in T.serial(n):
+                        for part in T.serial(2):
+                            unit[part] = T.float32(0)
+                            for d in T.serial(key_dim):
+                                unit[part] = unit[part] + mixed[t, part * keys + h // share * key_dim + d] * mixed[
+                                    t, part * keys + h // share * key_dim + d]
+                            unit[part] = T.float32(1) / T.sqrt(unit[part] + T.float32(1e-6))
+                        sums[0] = T.float32(0)
+                        sums[1] = T.float32(0)
+                        for d in T.serial(key_dim):
+                            after[0, h, d, v] = after[0, h, d, v] * gates[t, 0, h]
+                            sums[0] = sums[0] + after[0, h, d, v] * (
+                                mixed[t, keys + h // share * key_dim + d] * unit[1])
+                        sums[0] = (mixed[t, 2 * keys + h * value_dim + v] - sums[0]) * gates[t, 1, h]
+                        for d in T.serial(key_dim):
+                            after[0, h, d, v] = after[0, h, d, v] + (
+                                mixed[t, keys + h // share * key_dim + d] * unit[1]) * sums[0]
+                            sums[1] = sums[1] + after[0, h, d, v] * (
+                                mixed[t, h // share * key_dim + d] * (unit[0] * T.float32(key_dim ** -0.5)))
+                        y[t, h * value_dim + v] = sums[1]
+    return rule

@@ -135,6 +135,9 @@ def write_config(folder: Path, metadata: Metadata, config: ModelConfig, mapping:
 def read_config(folder: Path) -> tuple[Metadata, ModelConfig, GenerationDefaults]:
     """What a directory says of itself; ModelError naming file and key of what cannot be used or does not agree."""
     metadata, mapping = read_metadata(folder)
+    if metadata.architecture in ("bert", "roberta"):
+        raise ModelError(f"{folder} is a compiled encoder, which gives vectors or scores and no text: use "
+                         "`deltic embed`, `deltic rerank`, `deltic serve` or Encoder")
     config, generation = _sidecar(folder, mapping)
     check_architecture(folder, metadata, config.architecture)
     return metadata, config, generation

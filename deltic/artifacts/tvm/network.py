@@ -9,8 +9,9 @@ from tvm import relax as rx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op, spec
 from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache, RopeMode, TIRPagedKVCache
+from tvm.target import Target
 
-from deltic.artifacts.tvm import kernels
+from deltic.artifacts.tvm import gpu_kernels, kernels
 from deltic.artifacts.tvm.kernels import LANES
 from deltic.config import LinearConfig, ModelConfig
 
@@ -20,8 +21,20 @@ STATE, CONV = 0, 1
 
 def call(kernel: Any, name: str, arguments: list[Any], *shapes: tuple[Any, ...]) -> Any:
     """What a kernel makes of its arguments: float32 tensors of these shapes."""
+    if on_gpu():
+        kernel = gpu_kernels.spread(kernel)
     out = [nn.Tensor.placeholder(shape, "float32", name) for shape in shapes]
     return op.tensor_ir_op(kernel, name, arguments, out[0] if len(out) == 1 else out)
+
+
+def on_gpu() -> bool:
+    """Whether what is being built is for a GPU."""
+    return Target.current().kind.name != "llvm"
+
+
+def _state_copy(shape: tuple[int, ...], stores: bool) -> Any:
+    kernel = kernels.state_copy(shape, stores)
+    return gpu_kernels.spread(kernel) if on_gpu() else kernel
 
 
 class StateStore(nn.Object):
@@ -56,6 +69,7 @@ class Matrix(nn.Module):
         """x [n, inputs] -> [n, width]."""
         n = x.shape[0]
         kernel = kernels.linear_one if isinstance(n, int) and n == 1 else kernels.linear
+        kernel = gpu_kernels.linear if on_gpu() else kernel
         return call(kernel(self.inputs, self.panels, self.dtype), kernel.__name__, [x, self.weight], (n, self.width))
 
 
@@ -83,7 +97,8 @@ class Recurrent(nn.Module):
         heads, width = shape.num_value_heads, self.in_proj.width
         gates = call(kernels.delta_gates(heads, shape.conv_dim + shape.value_dim, width), "delta_gates",
                       [projected, self.decay, self.dt_bias], (n, 2, heads))
-        rule = kernels.delta_rule(shape.num_key_heads, heads, shape.key_head_dim, shape.value_head_dim)
+        rule = (gpu_kernels if on_gpu() else kernels).delta_rule(
+            shape.num_key_heads, heads, shape.key_head_dim, shape.value_head_dim)
         out, after = call(rule, "delta_rule", [mixed, gates, states.get(self.store, STATE, state)],
                            (n, shape.value_dim), (1, *state))
         norm = kernels.gated_norm(heads, shape.value_head_dim, shape.conv_dim, self.eps, width)
@@ -178,7 +193,7 @@ class Network(nn.Module):
         linear, builder = self.config.linear, rx.BlockBuilder.current()
         shapes = ((linear.num_value_heads, linear.key_head_dim, linear.value_head_dim),
                   (linear.conv_kernel - 1, linear.conv_dim))
-        gets, sets = ([builder.add_func(kernels.state_copy(shape, stores).with_attr("global_symbol", symbol), symbol)
+        gets, sets = ([builder.add_func(_state_copy(shape, stores).with_attr("global_symbol", symbol), symbol)
                        for kind, shape in enumerate(shapes) for symbol in [f"state_{name}_{kind}"]]
                       for name, stores in (("get", False), ("set", True)))
         call = rx.call_pure_packed(

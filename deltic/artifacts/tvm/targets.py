@@ -26,7 +26,7 @@ _SYSTEMS: Final = (("android", "android"), ("ios", "ios"), ("darwin", "darwin"),
                    ("windows", "win32"), ("linux", "linux"))
 """What a triple contains, and what Python calls the system."""
 _CUDA: Final = "sm_80"
-"""For which cards CUDA code is made where none is here and none is named: later ones compile it once more, at a start."""
+"""The architecture that CUDA code is for where no card is here and none is named."""
 
 _MACHINES: Final = ("x86_64", "aarch64", "arm64", "armv7a", "riscv64")
 """Processors, as triples begin with them."""
