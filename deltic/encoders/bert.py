@@ -210,8 +210,9 @@ def _load_compiled(name: str, stored: StoredEncoder, options: EngineConfig) -> B
     config, device = stored.config, torch.device("cpu")
     program = CompiledEncoder(stored.place, config, options.threads_for(_size(config)))
     heads = stored.heads(Form("float32", "cpu", "none", False))
+    assert options.token_budget
     return Bert(name, config, program.hidden, heads, Machine(device, torch.float32, None), stored.recipe,
-                options.token_budget or 0)
+                options.token_budget)
 
 
 def load_bert(name: str, stored: StoredEncoder, options: EngineConfig, progress: Progress | None = None) -> Bert:

@@ -28,8 +28,9 @@ _FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "modu
 def write_encoder_files(stored: StoredEncoder, folder: Path) -> None:
     """Copy what says how texts become tokens, and states vectors; ModelError if the model is a GGUF file."""
     place = stored.place
-    if not place.is_dir():
-        raise ModelError(f"{place} is a GGUF file: compile the original model's directory")
+    if stored.compiled or not place.is_dir():
+        kind = "is compiled already" if stored.compiled else "is a GGUF file"
+        raise ModelError(f"{place} {kind}: compile the original model's directory")
     for name in _FILES:
         for path in place.glob(name):
             shutil.copyfile(path, folder / path.name)

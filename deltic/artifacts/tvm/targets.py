@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,14 +113,28 @@ def _gpu(text: str, kind: str, options: dict[str, str], host: Any) -> Any:
         raise ModelError(f"target {text!r}: the installed TVM ({tvm.__version__}) has no code generator for {kind}: "
                          f"build TVM from source with USE_{kind.upper()}=ON, or choose one of {_able()}")
     if kind == "cuda":
+        _check_cuda(text)
         options.setdefault("arch", _card() or _CUDA)
-        if shutil.which("nvcc") is None:
-            raise ModelError(f"target {text!r}: CUDA code is compiled by nvcc, which is not here: install NVIDIA's "
-                             "CUDA toolkit and put nvcc on the PATH")
     if kind == "rocm" and not _rocm():
         raise ModelError(f"target {text!r}: TVM links AMD's device libraries, and there is no ROCm here: install it, "
                          "or set ROCM_PATH to where it is")
     return tvm.target.Target(_target(text, {"kind": kind, **options}), host=host)
+
+
+def _check_cuda(text: str) -> None:
+    """ModelError unless TVM can compile CUDA code here: without its CUDA runtime it leaves the source as it is, which no
+    runtime loads."""
+    import tvm
+
+    if tvm.get_global_func("device_api.cuda", allow_missing=True) is None:
+        raise ModelError(f"target {text!r}: the installed TVM compiles CUDA code only where its CUDA runtime loads, "
+                         "which needs NVIDIA's driver (libcuda.so.1) and CUDA 13's libraries: compile on a machine "
+                         "with the GPU")
+    if find_spec("cuda") is None:
+        if shutil.which("nvcc") is None:
+            raise ModelError(f"target {text!r}: CUDA code is compiled by nvcc, which is not here: install NVIDIA's "
+                             "CUDA toolkit and put nvcc on the PATH, or pip install cuda-bindings")
+        os.environ.setdefault("TVM_CUDA_COMPILE_MODE", "nvcc")  # TVM takes cuda-bindings by default
 
 
 def _target(text: str, mapping: Mapping[str, str]) -> Any:
