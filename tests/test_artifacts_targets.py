@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(autouse=True)
 def no_compiler_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("TVM_CUDA_COMPILE_MODE", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,8 @@ def test_what_is_no_target_is_named(target: str, said: str, monkeypatch: pytest.
     ("vulkan", "'vulkan': the installed TVM .* has no code generator for vulkan: build TVM from source with "
                "USE_VULKAN=ON, or choose one of llvm, "),
     ("cuda", "CUDA runtime loads, which needs NVIDIA's driver .*: compile on a machine with the GPU"),
-    ("cuda -arch=sm_90", "nvcc, which is not here: install"), ("rocm", "no ROCm here: install it, or set ROCM_PATH"),
+    ("cuda -arch=sm_90", "cuda-bindings, which is not installed: pip install"),
+    ("rocm", "no ROCm here: install it, or set ROCM_PATH"),
     ("llvm", "linking a compiled model needs g")])
 def test_what_is_lacking_is_named(target: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import tvm

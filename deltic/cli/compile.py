@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     need("tvm")
     folder = _folder(args)
     from deltic.artifacts.sidecar import sidecar_files
-    from deltic.artifacts.tvm.encoder_files import encoder_files
     from deltic.artifacts.tvm.targets import find_goal
+    from deltic.encoders.compiled_files import encoder_files
     from deltic.weights.writing import check_room, replacing_files
 
     goal = find_goal(args.target)  # before anything is downloaded
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _opened(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]]:
     """Bytes of the parameters, at least, and what compiles the model into a directory."""
-    from deltic.artifacts.tvm.compiler import compile_encoder, compile_model, encoder_bytes, parameter_bytes
+    from deltic.artifacts.tvm.compiler import compile_model, parameter_bytes
+    from deltic.encoders.compile import compile_encoder, encoder_bytes
     from deltic.encoders.open import open_stored
     from deltic.weights.hub import open_model, resolve
 

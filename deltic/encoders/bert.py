@@ -204,7 +204,7 @@ def _states_of(weights: EncoderWeights, machine: Machine) -> States:
 
 def _load_compiled(name: str, stored: StoredEncoder, options: EngineConfig) -> Bert:
     """An encoder whose states a library gives that TVM has compiled; torch does what comes behind them."""
-    from deltic.artifacts.tvm.encoder import CompiledEncoder  # needs an extra
+    from deltic.encoders.compiled import CompiledEncoder  # needs an extra
 
     check_compiled(options)
     config, device = stored.config, torch.device("cpu")

@@ -16,12 +16,10 @@ from deltic.artifacts.extras import need
 from deltic.artifacts.program import hf_config
 from deltic.artifacts.sidecar import write_sidecar
 from deltic.artifacts.tvm import parameters
-from deltic.artifacts.tvm.encoder_files import encoder_parameters, write_encoder_config, write_encoder_files
 from deltic.artifacts.tvm.metadata import Generation, Metadata, write_config
 from deltic.artifacts.tvm.panels import panels
 from deltic.artifacts.tvm.targets import Goal, find_goal, link
 from deltic.config import ModelConfig
-from deltic.encoders.stored import StoredEncoder
 from deltic.errors import ConfigError, ModelError
 from deltic.weights.hub import ModelFiles
 
@@ -61,12 +59,6 @@ def parameter_bytes(config: ModelConfig, dtype: Stored) -> int:
     return config.parameter_count * (2 if dtype == "float16" else 4)
 
 
-def encoder_bytes(stored: StoredEncoder, dtype: Stored) -> int:
-    """As `parameter_bytes`, of an encoder."""
-    count = sum(int(np.prod(source.shape)) for source in stored.sources.values())
-    return count * (2 if dtype == "float16" else 4)
-
-
 def _generation(config: ModelConfig, asked: Generation | None) -> Generation:
     """ModelError for models that cannot be compiled, ConfigError for a generation that does not know their layers."""
     if config.architecture not in ("qwen3_5", "qwen3"):
@@ -79,38 +71,19 @@ def _generation(config: ModelConfig, asked: Generation | None) -> Generation:
     return asked or ("v2" if config.linear_layers else "v1")
 
 
-def compile_encoder(stored: StoredEncoder, folder: Path, *, dtype: Stored = "float32", target: str = "llvm"
-                    ) -> Compiled:
-    """Compile an encoder of the BERT family into a directory, which must exist. dtype: of the matrices and the table of
-    words. The files that say how vectors are made of its states go along."""
-    need("tvm")
-    goal, config = find_goal(target), stored.config
-    stored.texts(min(stored.recipe.max_length or config.max_length, config.max_length))  # refuse a lacking tokenizer
-    write_encoder_files(stored, folder)
-    from deltic.artifacts.tvm.encoder_network import EncoderNetwork, specification
-
-    metadata = Metadata("v2", config.family, _quantization(dtype), (), config.max_length, config.max_length,
-                        config.vocab_size, goal.machine, goal.needs, device=goal.device, system=goal.system,
-                        target=goal.text)
-    library, taken = _build(lambda: EncoderNetwork(config, dtype), lambda _: specification(), metadata, goal, folder)
-    size = parameters.write(folder, "v2", encoder_parameters(stored, taken.parameters))
-    write_encoder_config(folder, taken, stored)
-    return Compiled(library, size)
-
-
 def _language_model(config: ModelConfig, generation: Generation, dtype: str, goal: Goal, context: int, chunk: int,
                     folder: Path) -> tuple[int, Metadata]:
     """Write the library; returns its bytes, and what it says of itself."""
     from deltic.artifacts.tvm.network import AttentionNetwork, HybridNetwork, specification
 
     kind = HybridNetwork if config.linear_layers else AttentionNetwork
-    metadata = Metadata(generation, config.architecture, _quantization(dtype), (), context, min(chunk, context),
+    metadata = Metadata(generation, config.architecture, quantization(dtype), (), context, min(chunk, context),
                         config.vocab_size, goal.machine, goal.needs, device=goal.device, system=goal.system,
                         target=goal.text)
-    return _build(lambda: kind(config, dtype, goal.target), specification, metadata, goal, folder)
+    return build_library(lambda: kind(config, dtype, goal.target), specification, metadata, goal, folder)
 
 
-def _build(network: Callable[[], Any], specification: Callable[[Any], Any], metadata: Metadata, goal: Goal,
+def build_library(network: Callable[[], Any], specification: Callable[[Any], Any], metadata: Metadata, goal: Goal,
            folder: Path) -> tuple[int, Metadata]:
     """Write the library of a network; returns its bytes, and what it says of itself, its parameters too."""
     import tvm
@@ -135,7 +108,7 @@ def _build(network: Callable[[], Any], specification: Callable[[Any], Any], meta
     return path.stat().st_size, metadata
 
 
-def _quantization(dtype: str) -> str:
+def quantization(dtype: str) -> str:
     return "q0f16" if dtype == "float16" else "q0f32"
 
 

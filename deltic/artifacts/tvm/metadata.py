@@ -28,6 +28,8 @@ DESCRIPTORS: Final[Mapping[Generation, str]] = {"v2": "tensor-cache.json", "v1":
 """The file that describes the parameters of a generation, in the order in which they are looked for."""
 _MACHINES: Final = {"arm64": "aarch64", "AMD64": "x86_64"}
 """Other names of processors."""
+ENCODERS: Final = ("bert", "roberta")
+"""Architectures that give states, not logits."""
 FLAGS: Final = ("sse4_2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "asimd")
 
 
@@ -79,7 +81,6 @@ class Metadata:
         """Read what `to_json` (with parameters) or `plain` has written, or mlc's own; ModelError naming the key.
         config: what the config says, for what a library of mlc's leaves to it: the vocabulary."""
         from deltic.config.model import architecture
-        from deltic.encoders.config import family_of
 
         if not isinstance(mapping.get("model_type"), str):
             raise ModelError("model_type is absent")
@@ -87,7 +88,8 @@ class Metadata:
             raise ModelError(f"sliding_window_size {show(mapping['sliding_window_size'])} is not supported, only -1")
         if mapping.get("tensor_parallel_shards", 1) != 1:
             raise ModelError("tensor_parallel_shards must be 1")
-        found = family_of(mapping) or architecture(mapping["model_type"])
+        name = mapping["model_type"]
+        found = name if name in ENCODERS else architecture(name)
         generation = canonical(GENERATIONS, str(mapping.get("generation", _generation_of(found))), "generation")
         size = integer(mapping, "context_window_size", 1, 1 << 31)
         known = {} if config is None or "generation" in mapping else {"vocab_size": config.vocabulary}
@@ -135,7 +137,7 @@ def write_config(folder: Path, metadata: Metadata, config: ModelConfig, mapping:
 def read_config(folder: Path) -> tuple[Metadata, ModelConfig, GenerationDefaults]:
     """What a directory says of itself; ModelError naming file and key of what cannot be used or does not agree."""
     metadata, mapping = read_metadata(folder)
-    if metadata.architecture in ("bert", "roberta"):
+    if metadata.architecture in ENCODERS:
         raise ModelError(f"{folder} is a compiled encoder, which gives vectors or scores and no text: use "
                          "`deltic embed`, `deltic rerank`, `deltic serve` or Encoder")
     config, generation = _sidecar(folder, mapping)

@@ -21,7 +21,7 @@ _BIG: Final = 1
 """The mode of TVM's threads in which their number is ours to say."""
 
 
-class Library:
+class OpenedLibrary:
     """The library and the parameters of a directory, whose config says `said` and whose model has so many tokens.
 
     ModelError if they are missing, damaged, not of one model, of another generation, or compiled for another processor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.artifacts.program import ProgramInfo
 from deltic.artifacts.tvm.functions import Functions
 from deltic.artifacts.tvm.metadata import Metadata, read_config
-from deltic.artifacts.tvm.opened import Library
+from deltic.artifacts.tvm.opened import OpenedLibrary
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ConfigError
 from deltic.types import PAGE
@@ -36,7 +36,7 @@ class TvmProgram:
 
     def __init__(self, folder: Path, options: EngineConfig) -> None:
         said, config, defaults = read_config(folder)
-        self._library = Library(folder, said, config.vocab_size, options.threads_for(config.parameter_count))
+        self._library = OpenedLibrary(folder, said, config.vocab_size, options.threads_for(config.parameter_count))
         self._ffi, self.metadata = self._library.device.ffi, self._library.metadata
         self._functions = Functions(self._library.device, self.metadata.convention, self._library.find)
         self._positions: dict[int, int] = {}

@@ -122,19 +122,18 @@ def _gpu(text: str, kind: str, options: dict[str, str], host: Any) -> Any:
 
 
 def _check_cuda(text: str) -> None:
-    """ModelError unless TVM can compile CUDA code here: without its CUDA runtime it leaves the source as it is, which no
-    runtime loads."""
+    """ModelError unless TVM can compile CUDA code here: without its CUDA runtime it leaves unloadable source."""
     import tvm
 
     if tvm.get_global_func("device_api.cuda", allow_missing=True) is None:
         raise ModelError(f"target {text!r}: the installed TVM compiles CUDA code only where its CUDA runtime loads, "
                          "which needs NVIDIA's driver (libcuda.so.1) and CUDA 13's libraries: compile on a machine "
                          "with the GPU")
-    if find_spec("cuda") is None:
-        if shutil.which("nvcc") is None:
-            raise ModelError(f"target {text!r}: CUDA code is compiled by nvcc, which is not here: install NVIDIA's "
-                             "CUDA toolkit and put nvcc on the PATH, or pip install cuda-bindings")
-        os.environ.setdefault("TVM_CUDA_COMPILE_MODE", "nvcc")  # TVM takes cuda-bindings by default
+    nvcc = os.environ.get("TVM_CUDA_COMPILE_MODE") == "nvcc" and shutil.which("nvcc")
+    if not nvcc and find_spec("cuda") is None:
+        raise ModelError(f"target {text!r}: TVM compiles CUDA code with the package cuda-bindings, which is not "
+                         "installed: pip install cuda-bindings, or put nvcc on the PATH and set "
+                         "TVM_CUDA_COMPILE_MODE=nvcc")
 
 
 def _target(text: str, mapping: Mapping[str, str]) -> Any:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from deltic.artifacts.tvm.metadata import check_architecture, read_metadata
-from deltic.artifacts.tvm.opened import Library
+from deltic.artifacts.tvm.opened import OpenedLibrary
 from deltic.encoders.config import EncoderConfig
 from deltic.errors import ModelError
 from deltic.ops.encoder import Ragged
 
 
 class CompiledEncoder:
-    """The library of an encoder's directory. ModelError as of a `Library`, or if it holds a language model."""
+    """The library of an encoder's directory. ModelError as of an `OpenedLibrary`, or if it holds a language model."""
 
     def __init__(self, folder: Path, config: EncoderConfig, threads: int) -> None:
         said, _ = read_metadata(folder)
@@ -24,7 +24,7 @@ class CompiledEncoder:
         if said.context_window_size != config.max_length:
             raise ModelError(f"{folder}: config.json has {config.max_length} positions, the library "
                              f"{said.context_window_size}: they are not of one model")
-        self._library = Library(folder, said, config.vocab_size, threads)
+        self._library = OpenedLibrary(folder, said, config.vocab_size, threads)
         self._hidden = self._library.function("hidden")
 
     def hidden(self, batch: Ragged) -> Tensor:
