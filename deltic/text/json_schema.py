@@ -22,7 +22,7 @@ _LARGEST = 9223372036854774784
 """The largest double below 2**63: the library reads bounds as doubles, and compiles no larger ones of numbers."""
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MOST_COUNTED = 1 << 30  # of characters or items: no answer has more
-_MOST_SAID = 1_000_000
+_MOST_SAID = 10_000_000_000
 _STEP = 0.01  # numbers get no more decimals
 _KEYS = {"patternProperties", "unevaluatedProperties", "maxProperties", "$ref", "anyOf", "oneOf"}
 _SHORT, _SCALARS = "^[a-z]{1,12}$", ["string", "integer", "boolean", "null"]

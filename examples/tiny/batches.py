@@ -41,7 +41,7 @@ class Batch:
 
 
 def tokens_of(tokenizer: Tokenizer, conversations: list[Sample]) -> list[Row]:
-    cut = [list(pieces(render([*c.messages, c.target], c.tools))) for c in conversations]
+    cut = [list(pieces(render([*c.messages, c.target], c.tools), c.forced)) for c in conversations]
     encoded = iter(tokenizer.encode_batch_fast([text for c in cut for text, _ in c]))
     return [[(next(encoded).ids, spoken) for _, spoken in c] for c in cut]
 

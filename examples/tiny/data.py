@@ -110,13 +110,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation up to the point where the assistant has to speak, and what it should say."""
+    """A conversation up to the point where the assistant has to speak, and what it should say.
+
+    forced: how the answer begins if a constraint on it leaves no choice, which training then does not count.
+    """
 
     category: str
     messages: list[Message]
     target: Message
     tools: list[toolbox.Json] | None
     thinking: bool
+    forced: str = ""
 
 
 def assistant(reasoning: str, content: str, calls: list[Message] | None = None) -> Message:
@@ -753,17 +757,25 @@ def samples(seed: int, split: str, start: int = 0) -> Iterator[Sample]:
         index += 1
 
 
-def pieces(text: str) -> Iterator[tuple[str, bool]]:
+def pieces(text: str, forced: str = "") -> Iterator[tuple[str, bool]]:
     """A rendering cut into what is given and what the model says; the latter is marked True.
 
     What opens an assistant's turn at inference is given: its header, and the start of a think block or
-    a whole empty one.
+    a whole empty one. So is what the last answer has to begin with.
     """
     end = 0
     for match in _SPOKEN.finditer(text):
         yield text[end : match.start(1)], False
-        yield match[1], True
         end = match.end(1)
+        if forced and end == len(text):
+            thought, mark, answer = match[1].rpartition("</think>\n\n")
+            assert answer.startswith(forced)
+            if mark:
+                yield thought + mark, True
+            yield forced, False
+            yield answer.removeprefix(forced), True
+        else:
+            yield match[1], True
 
 
 def heldout_set(seed: int, per_category: int) -> list[Sample]:

@@ -161,7 +161,7 @@ def save_model(network: Network, folder: Path) -> None:
     pad, end = record["pad_token_id"], record["eos_token_id"]
     _write(folder / "config.json", record)
     _write(folder / "generation_config.json", {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad,
-                                               "json_max_items": 3, "json_max_length": 40})
+                                               "json_max_items": 8, "json_max_length": 120})
     save_tensors(network, folder / "model.safetensors")
 
 

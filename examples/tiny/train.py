@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from batches import Batch, Steps
-from data import make_sample, samples
+from clients import training_sample
+from data import samples
 from model import CONTROL, MARKUP, load_model, save_model, save_tokenizer, train_tokenizer
 from network import Network, fresh
 from optimizer import Optimizer, Rates
@@ -122,7 +123,7 @@ def compiled(layers: nn.ModuleList, device: torch.device) -> None:
 
 def conversations(args: argparse.Namespace) -> DataLoader[Batch]:
     """The batches to train on."""
-    sample = partial(make_sample, args.seed, split=TRAIN)
+    sample = partial(training_sample, args.seed)
     steps = Steps(args.out, sample, args.steps, args.batch, args.rows, args.width)
     ahead = 4 if args.workers else None
     pin = torch.cuda.is_available()
