@@ -207,6 +207,7 @@ def _load_compiled(name: str, stored: StoredEncoder, options: EngineConfig) -> B
     from deltic.encoders.compiled import CompiledEncoder  # needs an extra
 
     check_compiled(options)
+    options = replace(options, device="cpu")  # where torch computes, whatever runs the library
     config, device = stored.config, torch.device("cpu")
     program = CompiledEncoder(stored.place, config, options.threads_for(_size(config)))
     heads = stored.heads(Form("float32", "cpu", "none", False))
