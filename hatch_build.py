@@ -67,7 +67,7 @@ def compile_library(sources: Path, target: Path) -> str | None:
         for error in pool.map(_run, commands):
             if error:
                 return f"{compiler} failed: {error}"
-        error = _run([compiler, "-shared", "-pthread", *map(str, sorted(objects.glob("*.o"))), "-o", str(fresh)])
+        error = _run([compiler, "-shared", "-pthread", *map(str, sorted(objects.glob("*.o"))), "-o", str(fresh), "-ldl"])
         if error:
             fresh.unlink(missing_ok=True)
             return f"{compiler} failed: {error}"

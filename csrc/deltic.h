@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 11
+#define DELTIC_ABI 12
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
@@ -405,6 +405,66 @@ int deltic_vision_attend(deltic_pool *pool, const deltic_encoder *tower, int64_t
 /* x [patches, hidden] += mixed times out^T, with its bias, then += the feed-forward of its norm. */
 int deltic_vision_finish(deltic_pool *pool, const deltic_encoder *tower, int64_t block, const float *mixed,
                          int64_t patches, float *x);
+
+/* ---- Devices: memory and streams of the processor and of NVIDIA GPUs.
+ *
+ * Device 0 is the processor, device 1 the first GPU that the CUDA driver shows (CUDA's number 0), and so on. The driver
+ * (libcuda.so.1) is opened at run time; without it the processor is the only device. GPUs are used in their primary
+ * contexts, as the CUDA runtime and torch use them: addresses may be exchanged with them. The thread's current context
+ * is the same after a call as before.
+ *
+ * Every function returns 0 or one of the statuses below, in which case nothing was done and deltic_devices_error has the
+ * reason. Any thread may call; a stream serves one thread at a time.
+ *
+ * Checked are null pointers, numbers of devices and streams, sizes, addresses that are given back, and that what is
+ * copied or set lies within memory of deltic_device_allocate where it begins in such memory. Other addresses are taken
+ * as they are: of a GPU the driver refuses most that it does not know; a wrong one of the host's memory ends the
+ * process. Not noticed are an address that is given back twice after it was allocated anew, memory that is given back
+ * while another thread uses it, and a deltic_devices that was closed. */
+
+enum { DELTIC_NO_MEMORY = -1, DELTIC_BAD_ARGUMENT = -2, DELTIC_NO_DEVICE = -4, DELTIC_DEVICE_FAILED = -5 };
+
+typedef struct deltic_devices deltic_devices;
+/* Finds the devices. A machine without a GPU or a driver is no error. */
+int deltic_devices_open(deltic_devices **devices);
+/* Gives back all memory and streams that are left, and the GPUs' contexts. */
+int deltic_devices_close(deltic_devices *devices);
+/* The reason of this thread's last failed call; "" if none has failed. Valid until its next call. */
+const char *deltic_devices_error(deltic_devices *devices);
+
+enum { DELTIC_DEVICE_CPU, DELTIC_DEVICE_CUDA };
+
+typedef struct {
+    int64_t kind;                       /* DELTIC_DEVICE_CPU or DELTIC_DEVICE_CUDA */
+    int64_t number;                     /* of a GPU: CUDA's */
+    int64_t memory_total, memory_free;  /* bytes; of the machine, whatever the process may have of it */
+    int64_t major, minor;               /* compute capability of a GPU; 0 */
+    int64_t cores;                      /* processors that the process may run on; multiprocessors of a GPU */
+    char name[256];
+} deltic_device_properties;
+
+int deltic_device_count(deltic_devices *devices, int64_t *count);
+/* Of a GPU this makes its context, if nobody has yet: only that has an account of free memory. */
+int deltic_device_get(deltic_devices *devices, int64_t device, deltic_device_properties *properties);
+
+/* At least 1 byte; not set to anything; aligned to 64 bytes, of a GPU to 256. */
+int deltic_device_allocate(deltic_devices *devices, int64_t device, int64_t bytes, void **memory);
+/* Waits for what a GPU's streams still do with it. NULL is fine. */
+int deltic_device_free(deltic_devices *devices, void *memory);
+
+/* A stream does its copies one after another. Those of the processor are done when the call returns. */
+int deltic_stream_new(deltic_devices *devices, int64_t device, int64_t *stream);
+/* Waits for what it still has to do. Numbers of streams do not come again. */
+int deltic_stream_free(deltic_devices *devices, int64_t stream);
+int deltic_stream_synchronize(deltic_devices *devices, int64_t stream);
+
+/* Copies between any two devices; sets bytes to a value from 0 to 255. stream: of a GPU that takes part, or of the
+ * processor where none does; 0: the call returns when all is done. On a stream of a GPU the memory must stay as it is
+ * until the stream was synchronized. Source and target may overlap on the processor only. */
+int deltic_device_copy(deltic_devices *devices, int64_t target_device, void *target, int64_t source_device,
+                       const void *source, int64_t bytes, int64_t stream);
+int deltic_device_set(deltic_devices *devices, int64_t device, void *memory, int value, int64_t bytes,
+                      int64_t stream);
 
 #ifdef __cplusplus
 }

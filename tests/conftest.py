@@ -13,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from deltic.engine import options
+from deltic.errors import ConfigError
+from deltic.ops.cpu import library
 
 if TYPE_CHECKING:
     from test_server_harness import Served
@@ -32,7 +34,20 @@ FOUND_DEVICE = options.found_device
 """As it is outside of tests."""
 
 
+def library_fault(on_card: bool) -> str | None:
+    """Why no test can say anything: the compiled library is of other sources, or not there on a machine with a card,
+    where experts, quantized weights and comparisons with the CPU need it."""
+    try:
+        found = library.load()
+    except ConfigError as error:
+        return str(error)
+    return f"{found}; or run `python hatch_build.py`, as `make test-gpu` does" if on_card and isinstance(
+        found, str) else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if fault := library_fault(torch.cuda.is_available()):
+        raise pytest.UsageError(fault)
     os.environ["DELTIC_TEST_DEVICE"] = config.getoption("--device")
     options.found_device = lambda: "cpu"  # who does not say where runs there, on a machine with a card, too
 

@@ -20,7 +20,6 @@ from deltic.engine.batch import build, decodes, has_bucket
 from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
-from deltic.engine.fairness import Stall
 from deltic.engine.launch import InFlight, Launcher, _on_host
 from deltic.engine.plan import Plan
 from deltic.engine.runtime import Runtime
@@ -37,7 +36,7 @@ def engine_for(model: Runtime, ahead: bool, **changes: Any) -> Engine:
     limits: dict[str, Any] = {"batch": BATCH, "slots": 24, **changes}
     limits["slots"] += limits["batch"] if ahead else 0
     engine = Engine(runtime_of(model, **limits), NgramDrafter(3), FixedDepth(3), ahead)
-    engine.scheduler.stall = Stall(None)
+    engine.scheduler.times = None
     return engine
 
 

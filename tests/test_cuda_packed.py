@@ -18,7 +18,6 @@ from torch import Tensor
 
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
-from deltic.engine.fairness import Stall
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError
@@ -222,7 +221,7 @@ def file_of(weights: dict[str, Tensor], type: str, place: Path, shape: ModelConf
 
 def answers(runtime: Runtime, count: int) -> list[list[int]]:
     engine = Engine(runtime)
-    engine.scheduler.stall = Stall(None)  # what is computed together may not depend on the time
+    engine.scheduler.times = None  # what is computed together may not depend on the time
     found: dict[str, list[int]] = {str(index): [] for index in range(count)}
     for index in range(count):
         engine.add(Request(str(index), numbers(index, 40 + index, 3000), SamplingParams(

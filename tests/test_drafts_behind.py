@@ -25,7 +25,6 @@ from deltic.engine import launch
 from deltic.engine.batch import BatchMemory, Promised, build
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
-from deltic.engine.fairness import Stall
 from deltic.engine.launch import InFlight, Launcher
 from deltic.engine.plan import UNKNOWN, Plan, Row
 from deltic.engine.promise import Promise, Wants
@@ -113,7 +112,7 @@ def drafting(model: Runtime, known: dict[str, list[int]], right: Right, depth: i
     limits = limits_of(**changes)
     limits["slots"] += limits["batch"] if ahead else 0
     engine = Engine(runtime_of(model, **limits), Foreseeing(depth, known, right), FixedDepth(depth), ahead)
-    engine.scheduler.stall, engine.scheduler.mixes = Stall(None), False
+    engine.scheduler.times, engine.scheduler.mixes = None, False
     return engine
 
 

@@ -19,7 +19,7 @@ from test_scheduler import VOCABULARY, Toy
 from torch import Tensor
 
 from deltic.engine.engine import Engine
-from deltic.engine.fairness import Meeting, Stall, hurry, share, stall_of
+from deltic.engine.fairness import Meeting, StepTimes, hurry, share
 from deltic.ops.records import Batch
 from deltic.types import Request, SamplingParams
 
@@ -89,39 +89,48 @@ def test_waiting_pays_if_it_saves_more_than_it_costs(meeting: Meeting, pays: boo
     assert meeting.pays(512) == pays
 
 
-def test_chunks_beside_answers_settle_where_a_step_takes_as_long_as_it_may() -> None:
-    stall, tokens = Stall(0.2), 0
+def settled(times: StepTimes, fixed: float, by_token: float, answers: bool, budget: int = 512) -> float:
+    """Seconds of a step after many of them, on a machine where a step takes `fixed` and so much for each token."""
+    tokens = 0
     for _ in range(40):
-        tokens = stall.limit(512)
-        stall.timed(tokens, 0.05 + 0.001 * tokens)
-    assert 0.15 < 0.05 + 0.001 * tokens <= 0.2
-    for _ in range(40):  # the machine has become slower
-        tokens = stall.limit(512)
-        stall.timed(tokens, 0.05 + 0.004 * tokens)
-    assert 0.15 < 0.05 + 0.004 * tokens <= 0.2
+        tokens = times.limit(budget, answers)
+        times.add(tokens, fixed + by_token * tokens)
+        times.add(0, fixed)
+    return fixed + by_token * tokens
 
 
-def test_a_stall_that_cannot_be_kept_leaves_a_page() -> None:
-    stall = Stall(0.01)
-    for _ in range(40):
-        stall.timed(stall.limit(512), 1.0)
-    assert stall.limit(512) == 16 and stall.limit(3) == 3
-    assert Stall(None).limit(512) == 512
+@pytest.mark.parametrize("answers", [False, True])
+def test_steps_with_prompts_settle_at_the_longest_that_nobody_notices(answers: bool) -> None:
+    times = StepTimes()
+    assert 0.04 < settled(times, 0.001, 0.0006, answers) <= 0.05, "a small model after a long context"
+    assert 0.04 < settled(times, 0.001, 0.0003, answers) <= 0.05, "the machine has become faster"
+    assert times.limit(4, answers) == 4
 
 
-def test_by_default_long_steps_read_a_quarter_of_the_budget() -> None:
-    stall = stall_of(None, 512)
-    stall.timed(100, 0.001)
-    assert stall.limit(512) == 512, "fast enough"
-    for _ in range(9):
-        stall.timed(100, 10.0)
-    assert stall.limit(512) == 128 and stall_of(None, 40).limit(40) == 16
-    assert stall_of(30, 512) == Stall(0.03)
+def test_a_large_model_spends_little_of_its_time_on_reading_weights() -> None:
+    assert 0.3 < settled(StepTimes(), 0.1, 0.001, answers=True, budget=4096) <= 0.4
+    assert 1.6 < settled(StepTimes(), 0.1, 0.001, answers=False, budget=4096) <= 2.0
+
+
+def test_an_own_limit_holds_beside_answers_however_much_it_costs() -> None:
+    assert 0.15 < settled(StepTimes(0.2), 0.05, 0.001, answers=True) <= 0.2
+    assert settled(StepTimes(0.2), 0.05, 0.001, answers=False) == 0.05 + 0.512
+    times = StepTimes(0.01)
+    settled(times, 1.0, 0.001, answers=True)
+    assert times.limit(512, answers=True) == 16, "a step has a page at least"
+
+
+def test_before_anything_was_timed_a_chunk_beside_answers_is_a_quarter_of_the_budget() -> None:
+    times = StepTimes()
+    times.add(0, 1.0)
+    times.add(3, 1.0)
+    assert times.limit(512, answers=True) == 128 and times.limit(512, answers=False) == 512
 
 
 def test_a_hurried_step_gives_what_reaches_its_goal() -> None:
     assert hurry([100, 20, 8], [300, 20, 30]) == [0, 20, 0]
     assert hurry([100, 20], [300, 40]) == [100, 20], "nothing comes of this step, so that nobody waits for it"
+    assert hurry([100, 20], [300, 40], first=True) == [0, 0], "the end of a known prompt gives its first token"
 
 
 # In the engine
@@ -166,7 +175,9 @@ class Idle(Toy):
 
 
 def engine_of(slots: int = 40) -> Engine:
-    return Engine(Idle(pages=40_000, max_batch=16, budget=512, context=40_000, slots=slots))  # type: ignore[arg-type]
+    engine = Engine(Idle(pages=40_000, max_batch=16, budget=512, context=40_000, slots=slots))  # type: ignore[arg-type]
+    engine.scheduler.times = None  # steps are counted, which may not depend on how long they take
+    return engine
 
 
 def ask(name: str, *lengths: int, count: int = 1) -> Request:

@@ -73,7 +73,7 @@ SETTINGS = {
     "deltic/server/listen.py setswitchinterval": "a server is a process of its own, and takes it back",
     "deltic/vision/decoder_process.py nice": "in the child, a process of its own",
     "deltic/vision/decoder_process.py setrlimit": "in the child, a process of its own",
-    "deltic/weights/fingerprint.py setpriority": "of the calling thread alone",
+    "deltic/threads.py setpriority": "of the calling thread alone",
     "deltic/weights/random.py manual_seed": "of a generator of its own",
 }
 """Calls that set something for more than an object."""

@@ -8,9 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import conftest
+import device_abi
 import pytest
 
 from deltic.config.engine import _CPU_LEVELS
@@ -29,9 +33,10 @@ PLACE = Path(library.__file__).parent
 HEADER = re.sub(r"/\*.*?\*/", " ", (ROOT / "csrc" / "deltic.h").read_text(encoding="utf-8"), flags=re.DOTALL)
 FUNCTIONS = {name: (result.split(), arguments) for result, name, arguments in re.findall(
     r"^(\w[\w \n]*?[ *]+)(deltic_\w+)\(([^)]*)\);", HEADER, re.MULTILINE)}
-STRUCTS = {str(kind.__doc__).strip("`."): kind for kind in vars(library).values()
+STRUCTS = {str(kind.__doc__).strip("`."): kind for kind in (*vars(library).values(), device_abi.DeviceProperties)
            if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind is not ctypes.Structure}
 """Python's structs by their C names."""
+SIGNATURES = library._SIGNATURES | device_abi.SIGNATURES
 C_FLAGS = ("-std=c11", "-O2", "-Wall", "-Wextra", "-pedantic", "-Werror")
 NUMBERS: dict[Any, str] = {ctypes.c_int: "int", ctypes.c_int64: "int64_t", ctypes.c_float: "float"}
 GCC, RUSTC = shutil.which("gcc"), shutil.which("rustc")
@@ -45,15 +50,25 @@ def run(*command: object, **options: Any) -> str:
     return done.stdout
 
 
-def built(target: Path, language: str) -> Path:
-    """The example in C or Rust, against the installed library."""
-    link = ("-L", PLACE, "-ldeltic", f"-Wl,-rpath,{PLACE}")
-    if language == "c":
-        run(GCC, *C_FLAGS, EXAMPLES / "decode.c", "-I", PLACE, *link, "-o", target)
-    else:
-        run(RUSTC, "--edition", "2021", "-O", "-D", "warnings", EXAMPLES / "decode.rs", "-L", PLACE, "-C",
-            f"link-arg=-Wl,-rpath,{PLACE}", "-o", target)
-    return target
+Built = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Gives the example in C or Rust, compiled once against the installed library."""
+    link, place = ("-L", PLACE, "-ldeltic", f"-Wl,-rpath,{PLACE}"), tmp_path_factory.mktemp("examples")
+
+    @cache
+    def build(language: str) -> Path:
+        target = place / f"decode-{language}"
+        if language == "c":
+            run(GCC, *C_FLAGS, EXAMPLES / "decode.c", "-I", PLACE, *link, "-o", target)
+        else:
+            run(RUSTC, "--edition", "2021", "-O", "-D", "warnings", EXAMPLES / "decode.rs", "-L", PLACE, "-C",
+                f"link-arg=-Wl,-rpath,{PLACE}", "-o", target)
+        return target
+
+    return build
 
 
 # Examples
@@ -63,9 +78,9 @@ LANGUAGES = [pytest.param("c", marks=needs_gcc), pytest.param("rust", marks=need
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_an_example_runs_at_every_level(tmp_path: Path, language: str) -> None:
+def test_an_example_runs_at_every_level(built: Built, language: str) -> None:
     """It fails by itself if a token's result depends on its batch; the ids do not depend on the threads either."""
-    program = built(tmp_path / "decode", language)
+    program = built(language)
     for level in range(library.library().deltic_best_level() + 1):
         ids = run(program, 1, level).split()
         assert len(ids) == 30 and len(set(ids)) > 5 and all(0 <= int(id) < 500 for id in ids)
@@ -74,24 +89,35 @@ def test_an_example_runs_at_every_level(tmp_path: Path, language: str) -> None:
 
 @needs_gcc
 @needs_rustc
-def test_both_examples_choose_the_same_ids(tmp_path: Path) -> None:
-    assert run(built(tmp_path / "decode-c", "c")) == run(built(tmp_path / "decode-rust", "rust"))
+def test_both_examples_choose_the_same_ids(built: Built) -> None:
+    assert run(built("c")) == run(built("rust"))
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_the_examples_page_says_how(tmp_path: Path, language: str) -> None:
+def test_an_example_visits_every_device(built: Built, language: str) -> None:
+    """Those that the library finds here; a device that gives other numbers back would end it."""
+    done = subprocess.run([built(language)], capture_output=True, text=True, check=True)
+    devices = device_abi.Devices(PLACE / "libdeltic.so")
+    names = [devices.get(device).name.decode() for device in range(devices.count())]
+    devices.close()
+    assert re.findall(r"^device (\d+): (.+), \d+ of \d+ MiB free$", done.stderr, re.MULTILINE) == [
+        (str(device), name) for device, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_examples_page_says_how(tmp_path: Path, built: Built, language: str) -> None:
     """Its commands work as they stand."""
     first, *blocks = re.findall(r"```sh\n(.*?)```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     script = first + blocks[["c", "rust"].index(language)]
     shutil.copytree(EXAMPLES, tmp_path / "examples" / "native")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(PLACE.parents[2])}
-    assert run("bash", "-ec", script, cwd=tmp_path, env=environment) == run(built(tmp_path / "decode", language))
+    assert run("bash", "-ec", script, cwd=tmp_path, env=environment) == run(built(language))
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_an_example_refuses_a_level_that_is_not_there(tmp_path: Path, language: str) -> None:
-    program = built(tmp_path / "decode", language)
+def test_an_example_refuses_a_level_that_is_not_there(built: Built, language: str) -> None:
+    program = built(language)
     for level in ("-1", "99"):
         done = subprocess.run([program, "1", level], capture_output=True, text=True, check=False)
         assert done.returncode == 2 and "no such level" in done.stderr and not done.stdout
@@ -146,9 +172,9 @@ def declared(parameter: str, known: set[str]) -> str:
     return f"{words[0]} *" if words[0] in known else "void *"
 
 
-@pytest.mark.parametrize("name", sorted(library._SIGNATURES))
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
 def test_functions_are_called_as_they_are_declared(name: str) -> None:
-    result, arguments = library._SIGNATURES[name]
+    result, arguments = SIGNATURES[name]
     words, text = FUNCTIONS[name]
     parameters = [] if text == "void" else [declared(part, set(STRUCTS)) for part in text.split(",")]
     assert [in_c(form) for form in arguments] == parameters
@@ -168,6 +194,18 @@ def test_a_library_of_other_sources_is_refused(name: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(library, "_COMPILED", wanted)
         with pytest.raises(ConfigError, match=r"compiled from other sources .* instead of \d+; rebuild it \(pip"):
             library._check_compiled(loaded, path)
+
+
+def test_tests_say_at_once_that_the_library_is_not_what_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale() -> None:
+        raise ConfigError("it was compiled from other sources")
+
+    assert conftest.library_fault(True) is None
+    monkeypatch.setattr(library, "load", lambda: "the native kernels were not compiled")
+    assert "not compiled; or run `python hatch_build.py`" in str(conftest.library_fault(True))
+    assert conftest.library_fault(False) is None  # torch serves all there
+    monkeypatch.setattr(library, "load", stale)
+    assert conftest.library_fault(False) == "it was compiled from other sources"
 
 
 def test_constants_agree() -> None:

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from deltic.cli import bench_model, options
 from deltic.cli.floors import floors
 from deltic.cli.machine import peak_memory_mib
-from deltic.cli.measure import Case, Run, check_room, measure, model_facts, origin_facts
+from deltic.cli.measure import Case, Run, check_room, measure, model_facts, origin_facts, trial
 from deltic.cli.models import open_llm
 from deltic.cli.parser import UsageError, whole
 from deltic.cli.scenarios import SCENARIOS
 from deltic.cli.table import table
 
 if TYPE_CHECKING:
+    from deltic.engine.engine import Engine
     from deltic.engine.llm import LLM
+    from deltic.engine.operator_profile import Profile
 
 HELP = ("Measure reading (prefill) and writing (decode) of tokens, and say what this machine allows of them. Prompts "
         "are random token ids.")
@@ -49,6 +51,9 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help=f"measured runs, after one to warm up (default: {_REPEAT}; of a scenario 1)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
                         help="seed of the prompts' token ids (default: 0)")
+    parser.add_argument("--profile", action="store_true",
+                        help="after the measured runs one more, which shows how the time of prefill and decode divides "
+                             "among operators")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     _add_scenario(parser)
     options.add_random(parser)
@@ -63,11 +68,24 @@ def run(args: argparse.Namespace) -> int:
     case = Case(args.prompt_tokens or _PROMPT, args.new_tokens or _NEW, args.batch or 1)
     llm = open_llm(args, max_batch=case.batch, max_context=case.prompt_tokens + case.new_tokens)
     check_room(llm, case)
+    repeat = args.repeat or _REPEAT
     with llm.worker.hold() as engine:
-        runs = measure(engine, case, args.repeat or _REPEAT, args.seed)
+        runs = measure(engine, case, repeat, args.seed)
+        profile = _profile(engine, case, args.seed + repeat + 1) if args.profile else None
     result = report(llm, case, runs)
-    print(json.dumps(result) if args.json else table(_for_people(result)))
+    if args.json:
+        print(json.dumps(result | ({"profile": profile.as_dict()} if profile else {})))
+    else:
+        print("\n\n".join([table(_for_people(result)), *([str(profile)] if profile else [])]))
     return 0
+
+
+def _profile(engine: Engine, case: Case, seed: int) -> Profile:
+    from deltic.engine.operator_profile import profiling
+
+    with profiling(engine.runtime) as profile:
+        trial(engine, case, seed)
+    return profile
 
 
 def report(llm: LLM, case: Case, runs: Sequence[Run]) -> dict[str, Any]:
@@ -99,6 +117,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("turns", "turn_tokens"):
         if getattr(args, name) and not args.scenario:
             raise UsageError(f"--{name.replace('_', '-')} needs --scenario")
+    if args.profile and args.scenario:
+        raise UsageError(f"--profile is of plain prompts: leave out --scenario {args.scenario}")
     if args.batch and args.scenario and SCENARIOS[args.scenario].sizes.batch == 1:
         raise UsageError(f"--batch {args.batch}: the requests of {args.scenario} come one after the other; leave it "
                          "out, or take --scenario shared-system")

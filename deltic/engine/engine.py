@@ -24,7 +24,7 @@ from deltic.engine.batch import FEW_ROWS
 from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
 from deltic.engine.failures import Failures
-from deltic.engine.fairness import stall_of
+from deltic.engine.fairness import StepTimes
 from deltic.engine.known_logits import KnownLogits
 from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter, Progress, progress
@@ -88,8 +88,9 @@ class Engine:
         steps before the one in flight is collected; by default where a device computes beside the host."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
         options = runtime.options
-        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
-                                   stall_of(options.max_stall_ms, options.token_budget), not runtime.verifies,
+        longest = None if options.max_stall_ms is None else options.max_stall_ms / 1000
+        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget, StepTimes(longest),
+                                   not runtime.verifies,
                                    FEW_ROWS + 1 if runtime.defers else None)
         self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
         self.pictures = Pictures(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
@@ -349,7 +350,8 @@ class Engine:
 
     def _timed(self, flight: InFlight, seconds: float, read: int) -> None:
         """The step took so long, and read so many tokens of prompts."""
-        self.scheduler.stall.timed(read, seconds)
+        if self.scheduler.times:
+            self.scheduler.times.add(read, seconds)
         if flight.drafting and len(flight.drafting) == len(flight.shares) == len(flight.plan.rows):
             self.speculator.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
 

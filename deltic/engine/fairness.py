@@ -17,11 +17,14 @@ from deltic.types import PAGE
 STEP = 2 * PAGE
 """Tokens that a step costs as much as, besides those that it reads: weights are read, rows laid out."""
 _RECENT = 5
-"""Steps whose median is the time of a prompt token: one that others disturbed does not count."""
+"""Steps whose median counts: one that others disturbed does not."""
 _STALL = 0.05
 """Seconds of a step with prompts that readers of answers do not notice."""
 _MARGIN = 0.9
-"""Share of the longest stall that is aimed at: times scatter."""
+"""Share of the longest step that is aimed at: times scatter."""
+_BESIDE_ANSWERS, _ALONE = 4, 20
+"""How many times as long as a step without prompts a step with prompts may always last. Each step reads the weights
+again: this takes at most a quarter of the time while somebody gets an answer, and a twentieth while nobody does."""
 
 
 def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int]:
@@ -47,13 +50,14 @@ def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int
     return counts
 
 
-def hurry(counts: Sequence[int], goals: Sequence[int]) -> list[int]:
-    """Of a step's shares those of the prompts that reach their goal in it, so that it is soon over; all, if none does.
+def hurry(counts: Sequence[int], goals: Sequence[int], first: bool = False) -> list[int]:
+    """Of a step's shares those of the prompts that reach their goal in it, so that it is soon over. If none does, and
+    the step draws no answer's first token, all: no client waits for this step.
 
     Meant for every other step at most: the others go on in the next.
     """
     near = [count if count >= goal else 0 for count, goal in zip(counts, goals, strict=True)]
-    return near if any(near) else list(counts)
+    return near if first or any(near) else list(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,31 +98,38 @@ def _reading(budget: int, others: int, own: int, nearer: int = 0) -> int:
 
 
 @dataclass(slots=True)
-class Stall:
-    """Keeps steps in which answers wait for prompts below a time: the prompts' share is scaled by how long it took
-    lately, so that it needs no model of the machine. seconds: the longest step; None: no limit. least: prompt tokens
-    of a step however long they take."""
+class StepTimes:
+    """Limits how long a step with prompts takes, because an answer gets its next token, and a new request its first
+    step, only after it. The limit is a number of prompt tokens that follows from the times of the last steps, so that
+    it needs no model of the machine.
 
-    seconds: float | None
-    least: int = PAGE
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    longest: seconds that such a step may take while somebody gets an answer, also where most of it goes into reading
+    the weights; None: the default.
+    """
 
-    def timed(self, tokens: int, seconds: float) -> None:
-        """A step that read so many prompt tokens took so long, with all else in it."""
-        if tokens:
-            self.recent.append(seconds / tokens)
+    longest: float | None = None
+    without: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Seconds of the last steps without prompt tokens."""
+    by_token: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Seconds by prompt token of the last steps with at least a page of them."""
 
-    def limit(self, budget: int) -> int:
-        """Prompt tokens of a step in which answers wait for them: as few as may be as long as nothing is known."""
-        if self.seconds is None:
-            return budget
-        wanted = int(_MARGIN * self.seconds / median(self.recent)) if self.recent else self.least
-        return min(max(wanted, self.least), budget)
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step with so many prompt tokens took so long, with all else in it."""
+        if not tokens:
+            self.without.append(seconds)
+        elif tokens >= PAGE:
+            self.by_token.append(seconds / tokens)
 
+    def limit(self, budget: int, answers: bool) -> int:
+        """Prompt tokens of a step; answers: whether somebody gets an answer in it."""
+        if not self.by_token:
+            wanted = budget // 4 if answers else budget
+        else:
+            wanted = int(_MARGIN * self._seconds(answers) / median(self.by_token))
+        return min(max(wanted, PAGE), budget)
 
-def stall_of(max_stall_ms: int | None, token_budget: int) -> Stall:
-    """As the options say it. By default a step that is too long reads a quarter of the budget at least: much less, and
-    most of its time would go into reading the weights."""
-    if max_stall_ms is None:
-        return Stall(_STALL, max(token_budget // 4, PAGE))
-    return Stall(max_stall_ms / 1000)
+    def _seconds(self, answers: bool) -> float:
+        if answers and self.longest is not None:
+            return self.longest
+        times = _BESIDE_ANSWERS if answers else _ALONE
+        return max(_STALL, times * median(self.without) if self.without else 0)

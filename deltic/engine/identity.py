@@ -27,7 +27,8 @@ from deltic.errors import ModelError
 from deltic.ops import Ops, explain
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.cpu.library import load as load_library
-from deltic.weights.fingerprint import FileMark, be_gentle, hash_file, sample_file
+from deltic.threads import lower_priority
+from deltic.weights.fingerprint import FileMark, hash_file, sample_file
 
 T = TypeVar("T")
 
@@ -139,7 +140,7 @@ def open_under(identity: Identity, memory: Memory, make: Callable[[str], T]) -> 
         except Exception as error:
             found.set_exception(error)
         return found, stop.set
-    pool = ThreadPoolExecutor(1, "deltic-identity", be_gentle)
+    pool = ThreadPoolExecutor(1, "deltic-identity", lower_priority, (19,))
     found = pool.submit(work)
     pool.shutdown(wait=False)
     wait([found], _AT_ONCE)

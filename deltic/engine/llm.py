@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
@@ -32,6 +32,7 @@ from deltic.engine.arguments import (
 from deltic.engine.engine import Engine
 from deltic.engine.loading import Given, LoadProgress, RandomModel, load_any
 from deltic.engine.mailbox import Mailbox
+from deltic.engine.operator_profile import Profile, profiling
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
@@ -386,6 +387,10 @@ class LLM:
                         len(prompt))
         return len(prompt)
 
+    def profile(self) -> AbstractContextManager[Profile]:
+        """For a `with` block: the time of all steps meanwhile, by phase and operator."""
+        return profiling(self.runtime, self.worker.hold)
+
     def close(self) -> None:
         """End what is running, and wait until everything that shall outlive the process is on disk; the model must not
         be used afterwards. It may be closed twice. The end of the process ends what is running, too."""
@@ -443,8 +448,7 @@ class LLM:
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,
               **form: Any) -> list[Job]:
         check_callback(on_token)
-        salt = as_salt(cache_salt)
-        rows = as_prompts(prompts)
+        salt, rows = as_salt(cache_salt), as_prompts(prompts)
         params = as_sampling(sampling, len(rows))
         wanted = as_format(**form)
         jobs = list[Job]()
@@ -457,8 +461,7 @@ class LLM:
     def _job(self, prompt: str | list[int] | Prompt, sampling: SamplingParams, wanted: OutputFormat | None) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             prompt = list(prompt.ids) if isinstance(prompt, Prompt) else prompt
-            bound = prompt_bound(self.engine.max_context, self.runtime.options.limits)
-            return bare_job(prompt, sampling, bound)
+            return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
         return self.chat_processor.complete(prompt, sampling, wanted).compiled()
 
 

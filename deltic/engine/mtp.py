@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltic.model.mtp import Mtp
 from deltic.ops.drafted import Drafted
-from deltic.ops.records import PAGE, Batch, CacheViews, Layout, Sampling
+from deltic.ops.records import PAGE, Batch, CacheViews, Layout, MtpStep, Sampling
 
 
 def draft_sizes(limit: int) -> list[int]:
@@ -124,6 +124,15 @@ class MtpRunner:
         hidden states of."""
         self.catch_up()
         self._slots[slot] = (self._last if hidden is None else hidden)[token]
+
+    @property
+    def serving(self) -> tuple[Mtp, MtpStep | None]:
+        """What the head is computed by: its ops one by one, or calls of a backend's own."""
+        return self._mtp, self._step
+
+    @serving.setter
+    def serving(self, parts: tuple[Mtp, MtpStep | None]) -> None:
+        self._mtp, self._step = parts
 
     @property
     def ahead(self) -> bool:

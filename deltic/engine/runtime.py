@@ -62,6 +62,7 @@ class Runtime:
     encode: makes rows of pictures, if the model sees, with `vision`.
     statistics: the last step's layer outputs, if `options.debug_layers`.
     hooks: see every layer's output, and may change it; while there are any the layers are computed one by one.
+    profiler: is given each batch before its step, while a profile is taken.
 
     The others follow from these.
 
@@ -90,6 +91,7 @@ class Runtime:
     experts: Experts | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
     hooks: list[Observer] = field(default_factory=list)
+    profiler: Callable[[Batch], None] | None = None
     views: CacheViews = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
@@ -146,6 +148,8 @@ class Runtime:
             self.pools.wait()
         if self.experts is not None:
             self.experts.store.begin_step()
+        if self.profiler is not None:
+            self.profiler(batch)
         logits = self.graphs.run(batch) if self.graphs and not self.hooks else None
         if logits is not None:
             return logits, None

@@ -17,7 +17,7 @@ from functools import partial
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.cache.tiers import NOTHING
-from deltic.engine.fairness import Meeting, Stall, hurry, share
+from deltic.engine.fairness import Meeting, StepTimes, hurry, share
 from deltic.engine.plan import Plan, Row, Seen
 from deltic.engine.sequence import Sequence
 from deltic.engine.turns import TURN, gives_way, in_turn, settled, turn_to_read
@@ -61,12 +61,12 @@ def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int
 class Scheduler:
     """Queues of waiting and running sequences over a cache that grants them pages and slots."""
 
-    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, stall: Stall | None = None,
+    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, times: StepTimes | None = None,
                  mixes: bool = True, defer_from: int | None = None) -> None:
-        """stall: how long a step may take in which answers wait for prompts; None: as long as it takes. mixes: prompts
-        and drafts may be in one step. defer_from: rows of a step from which on updates of states are deferred
+        """times: limit the prompt tokens of a step; None: the token budget alone does. mixes: prompts and drafts may be
+        in one step. defer_from: rows of a step from which on updates of states are deferred
         (`Model.defers`); None: they never are."""
-        self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, stall or Stall(None)
+        self.cache, self.max_batch, self.token_budget, self.times = cache, max_batch, token_budget, times
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
@@ -96,7 +96,8 @@ class Scheduler:
             elif sequence.pending and not sequence.awaits_mask and sequence.lease and (
                     granted := self._grant(sequence, 1 + len(sequence.draft_tokens), shares)):
                 shares.append((sequence, granted))
-        for sequence, count in self._read(prompts, awaited, sum(count for _, count in shares)):
+        first = any(not sequence.generated for sequence, _ in shares)
+        for sequence, count in self._read(prompts, awaited, sum(count for _, count in shares), first):
             if sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
@@ -120,7 +121,7 @@ class Scheduler:
         self._step += 1
         awaited, shares = self._admit(len(leaving)), list[tuple[Sequence, int]]()
         prompts = [sequence for sequence in self.running if sequence.reading or sequence.pending > 1]
-        for sequence, count in self._read(prompts, awaited, len(rows)):
+        for sequence, count in self._read(prompts, awaited, len(rows), first=False):
             assert sequence.lease is not None
             if count := self.cache.reserve(sequence.lease, count):
                 shares.append((sequence, count))
@@ -133,17 +134,18 @@ class Scheduler:
         self._step += 1
         return Plan(tuple(rows), self.cache.take_operations())
 
-    def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
+    def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int, first: bool
               ) -> list[tuple[Sequence, int]]:
-        """How many tokens of which prompts a step shall read beside so many tokens of answers."""
+        """How many tokens of which prompts a step reads that also has so many tokens of answers; first: one of these
+        answers gets its first token."""
         budget = max(self.token_budget - answers, 1)
         readable = _readable([sequence for sequence in prompts if sequence.lease])
         goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
                  for sequence, most in readable.items()]
-        limit = self.stall.limit(budget) if answers else budget
+        limit = self.times.limit(budget, answers > 0) if self.times else budget
         counts = given = share(limit, [*readable.values()], goals)
         if limit < budget and not self._hurried:
-            counts = hurry(given, goals)
+            counts = hurry(given, goals, first)
         self._hurried = counts != given
         return [(sequence, count) for sequence, count in zip(readable, counts, strict=True) if count]
 

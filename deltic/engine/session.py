@@ -22,6 +22,7 @@ from deltic.config import ModelConfig
 from deltic.engine.batch import build
 from deltic.engine.batch_logits import batch_logits
 from deltic.engine.loading import Given, RandomModel, load_any
+from deltic.engine.operator_profile import Profile, profiling
 from deltic.engine.options import engine_config
 from deltic.engine.plan import Plan, Row, Seen, base_after
 from deltic.engine.runtime import Runtime
@@ -284,6 +285,12 @@ class Session:
                 yield
             finally:
                 runtime.hooks.remove(checked)
+
+    @contextmanager
+    def profile(self) -> Iterator[Profile]:
+        """Within a `with` block: the time of all calls, by phase and operator."""
+        with self._lock, profiling(self.runtime) as found:
+            yield found
 
     @_alone
     def hidden_states(self, tokens: Sequence[int] | Prompt) -> Tensor:

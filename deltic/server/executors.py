@@ -19,8 +19,8 @@ class Executors:
     a client's large bodies do not hold up its small ones. grammars: grammars are compiled.
     """
 
-    small: FairExecutor = field(default_factory=partial(FairExecutor, 4, "deltic-small"))
-    large: FairExecutor = field(default_factory=partial(FairExecutor, 3, "deltic-large"))
+    small: FairExecutor = field(default_factory=partial(FairExecutor, 2, "deltic-small"))
+    large: FairExecutor = field(default_factory=partial(FairExecutor, 2, "deltic-large"))
     grammars: FairExecutor = field(default_factory=partial(FairExecutor, 4, "deltic-grammars"))
 
     def sized(self, size: int) -> FairExecutor:

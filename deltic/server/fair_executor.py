@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from deltic.threads import lower_priority
+
 Result = TypeVar("Result")
 Clock = Callable[[], float]
 
 HALF_LIFE: Final = 10.0
 """Seconds after which half of the processor time that a client has used is forgotten."""
+_NICENESS: Final = 4
+"""By how much the priority of the threads is lower than the engine's. The engine takes Python's lock many times in a
+step, and gets it late where several threads of the same priority compute."""
 _FORGOTTEN: Final = 10 * HALF_LIFE
 _MOST_CLIENTS: Final = 10_000
 """Clients without work whose use is remembered."""
@@ -61,7 +66,7 @@ class FairExecutor:
                  processor: Clock = time.thread_time) -> None:
         """name: prefix of the threads' names. processor: seconds of a processor that the calling thread has used."""
         self._threads, self._clock, self._processor = threads, clock, processor
-        self._pool = ThreadPoolExecutor(threads, name)
+        self._pool = ThreadPoolExecutor(threads, name, lower_priority, (_NICENESS,))
         self._lock = threading.Lock()
         self._busy: OrderedDict[str, _Client] = OrderedDict()  # clients with work
         self._idle: OrderedDict[str, _Client] = OrderedDict()  # the others, by the end of their last task

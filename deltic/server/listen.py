@@ -30,7 +30,7 @@ from deltic.server.connections import Acceptor, Connection, Door
 from deltic.server.gate import LOCAL_NAMES
 
 _BACKLOG = 2048
-_SWITCH = 0.0005  # seconds that a busy thread keeps the interpreter: a step asks for it dozens of times
+_SWITCH = 0.0001  # seconds that a busy thread keeps the interpreter: a step asks for it dozens of times
 _FLUSH = 2.0  # seconds for clients to read their last bytes
 _LOOK = 0.1  # seconds between two looks for a second signal
 _SEND_BUFFER = 64 << 10  # what the kernel keeps for a client that does not read; by itself it would take 4 MiB

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from deltic.errors import ModelError
+from deltic.threads import lower_priority
 
 _PIECE = 16 << 20
 _THREADS = 2
@@ -76,7 +75,7 @@ def hash_file(mark: FileMark, stopped: Callable[[], bool]) -> str:
     """A digest of all bytes of a file. ModelError if it cannot be read, or has changed since it was marked;
     CancelledError once `stopped` says so."""
     whole, waiting = blake2b(mark.size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES), deque[Future[bytes]]()
-    with _opened(mark) as descriptor, ThreadPoolExecutor(_THREADS, "deltic-hash", be_gentle) as pool:
+    with _opened(mark) as descriptor, ThreadPoolExecutor(_THREADS, "deltic-hash", lower_priority, (19,)) as pool:
         try:
             for start in range(0, mark.size, _PIECE):
                 if stopped():
@@ -90,13 +89,6 @@ def hash_file(mark: FileMark, stopped: Callable[[], bool]) -> str:
             raise ModelError(f"{mark.path} cannot be read: {error.strerror}") from error
     mark.check()
     return whole.hexdigest()
-
-
-def be_gentle() -> None:
-    """Let this thread have only what others leave of the processor."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _hash_piece(descriptor: int, start: int, size: int) -> bytes:

@@ -4,7 +4,8 @@
  *   decode [THREADS [LEVEL]]
  *
  * The prompt is read twice: by one sequence in a single step, by another one token by token. Then both go on together,
- * as two rows of one batch. Prints the ids that are chosen; exit code 1 if the two sequences ever differ in a bit. */
+ * as two rows of one batch. Prints the ids that are chosen; exit code 1 if the two sequences ever differ in a bit. At
+ * last the logits are copied to every device and back. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,20 +28,46 @@ static _Noreturn void fail(const char *what) {
     exit(2);
 }
 
-/* ---- Memory: aligned as packed matrices must be, and given back at the end. */
+/* ---- Devices. The processor's memory is aligned as packed matrices must be; deltic_devices_close gives it back. */
 
-static void *owned[64];
-static int owners;
+static deltic_devices *devices;
 
-static void *allocate(int64_t bytes) {
-    int64_t whole = (bytes + 63) / 64 * 64; /* C11 wants a multiple of the alignment */
-    void *memory = owners < 64 ? aligned_alloc(64, (size_t)whole) : NULL;
-    if (!memory) fail("out of memory");
-    return owned[owners++] = memory;
+static void check(int status) {
+    if (status) fail(deltic_devices_error(devices));
 }
 
-static void release_all(void) {
-    while (owners) free(owned[--owners]);
+static void *allocate(int64_t bytes) {
+    void *memory = NULL;
+    check(deltic_device_allocate(devices, 0, bytes, &memory));
+    return memory;
+}
+
+/* Copies numbers to a device and back, in a stream of its own: they must be the same. */
+static void visit(int64_t device, const void *numbers, int64_t bytes) {
+    void *there = NULL, *back = allocate(bytes);
+    int64_t stream = 0;
+    check(deltic_device_allocate(devices, device, bytes, &there));
+    check(deltic_stream_new(devices, device, &stream));
+    check(deltic_device_copy(devices, device, there, 0, numbers, bytes, stream));
+    check(deltic_device_copy(devices, 0, back, device, there, bytes, stream));
+    check(deltic_stream_synchronize(devices, stream));
+    if (memcmp(numbers, back, (size_t)bytes)) fail("a device gave other numbers back");
+    check(deltic_stream_free(devices, stream));
+    check(deltic_device_free(devices, there));
+    check(deltic_device_free(devices, back));
+}
+
+/* Names every device on standard error, and visits it. */
+static void visit_all(const void *numbers, int64_t bytes) {
+    int64_t count = 0;
+    check(deltic_device_count(devices, &count));
+    for (int64_t device = 0; device < count; ++device) {
+        deltic_device_properties found;
+        check(deltic_device_get(devices, device, &found));
+        fprintf(stderr, "device %lld: %s, %lld of %lld MiB free\n", (long long)device, found.name,
+                (long long)(found.memory_free >> 20), (long long)(found.memory_total >> 20));
+        visit(device, numbers, bytes);
+    }
 }
 
 /* ---- Numbers: the same ones in every language. */
@@ -221,6 +248,7 @@ int main(int count, char **arguments) {
     int level = count > 2 ? atoi(arguments[2]) : deltic_best_level();
     deltic_pool *pool = deltic_pool_new(threads, level);
     if (!pool) fail("this processor has no such level, or memory ran out");
+    if (deltic_devices_open(&devices)) fail("out of memory");
     make_model();
     make_stores();
 
@@ -248,7 +276,8 @@ int main(int count, char **arguments) {
         run(pool, sequences, SEQUENCES, 1, chosen, logits);
         check_same(logits, "in a batch");
     }
+    visit_all(logits, SEQUENCES * VOCABULARY * (int64_t)sizeof *logits);
     deltic_pool_free(pool);
-    release_all();
+    deltic_devices_close(devices);
     return 0;
 }

@@ -1,16 +1,15 @@
 //! Decodes with the native kernels alone: the same program as decode.c, which says more, and prints the same ids.
 //!
 //!   decode [THREADS [LEVEL]]
-use std::alloc::{alloc, dealloc, handle_alloc_error, Layout};
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_int, c_void, CStr};
 use std::process::exit;
 use std::ptr::{null, null_mut};
 
 /// What the program uses of deltic.h, in the same order.
 mod deltic {
-    use std::ffi::{c_int, c_void};
+    use std::ffi::{c_char, c_int, c_void};
 
-    pub const ABI: c_int = 11;
+    pub const ABI: c_int = 12;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -144,6 +143,23 @@ mod deltic {
         pub eps: f32,
     }
 
+    #[repr(C)]
+    pub struct Devices {
+        _private: [u8; 0],
+    }
+
+    #[repr(C)]
+    pub struct DeviceProperties {
+        pub kind: i64,
+        pub number: i64,
+        pub memory_total: i64,
+        pub memory_free: i64,
+        pub major: i64,
+        pub minor: i64,
+        pub cores: i64,
+        pub name: [c_char; 256],
+    }
+
     #[link(name = "deltic")]
     extern "C" {
         pub fn deltic_abi() -> c_int;
@@ -163,6 +179,22 @@ mod deltic {
         ) -> c_int;
         pub fn deltic_forward(
             pool: *mut Pool, model: *const Model, batch: *const Batch, final_hidden: *mut f32, logits: *mut f32,
+        ) -> c_int;
+        pub fn deltic_devices_open(devices: *mut *mut Devices) -> c_int;
+        pub fn deltic_devices_close(devices: *mut Devices) -> c_int;
+        pub fn deltic_devices_error(devices: *mut Devices) -> *const c_char;
+        pub fn deltic_device_count(devices: *mut Devices, count: *mut i64) -> c_int;
+        pub fn deltic_device_get(devices: *mut Devices, device: i64, properties: *mut DeviceProperties) -> c_int;
+        pub fn deltic_device_allocate(
+            devices: *mut Devices, device: i64, bytes: i64, memory: *mut *mut c_void,
+        ) -> c_int;
+        pub fn deltic_device_free(devices: *mut Devices, memory: *mut c_void) -> c_int;
+        pub fn deltic_stream_new(devices: *mut Devices, device: i64, stream: *mut i64) -> c_int;
+        pub fn deltic_stream_free(devices: *mut Devices, stream: i64) -> c_int;
+        pub fn deltic_stream_synchronize(devices: *mut Devices, stream: i64) -> c_int;
+        pub fn deltic_device_copy(
+            devices: *mut Devices, target_device: i64, target: *mut c_void, source_device: i64,
+            source: *const c_void, bytes: i64, stream: i64,
         ) -> c_int;
     }
 }
@@ -195,42 +227,81 @@ fn fail(what: &str) -> ! {
     exit(2);
 }
 
-/// Memory that is aligned as packed matrices must be, and given back when it is dropped.
-struct Memory {
-    data: *mut u8,
-    layout: Layout,
-}
+/// The devices. Closing them gives back all memory, which is aligned as packed matrices must be.
+struct Devices(*mut deltic::Devices);
 
-impl Memory {
-    fn new(bytes: usize) -> Memory {
-        let layout = Layout::from_size_align(bytes.max(1), 64).unwrap();
-        let data = unsafe { alloc(layout) };
-        if data.is_null() {
-            handle_alloc_error(layout);
+impl Devices {
+    fn open() -> Devices {
+        let mut found = null_mut();
+        if unsafe { deltic::deltic_devices_open(&mut found) } != 0 {
+            fail("out of memory");
         }
-        // all bits set, which is NaN everywhere: nothing is read that has not been written
-        unsafe { data.write_bytes(0xff, bytes) };
-        Memory { data, layout }
+        Devices(found)
+    }
+
+    fn check(&self, status: c_int) {
+        if status != 0 {
+            fail(&unsafe { CStr::from_ptr(deltic::deltic_devices_error(self.0)) }.to_string_lossy());
+        }
+    }
+
+    fn allocate(&self, device: i64, bytes: usize) -> *mut c_void {
+        let mut memory = null_mut();
+        self.check(unsafe { deltic::deltic_device_allocate(self.0, device, bytes as i64, &mut memory) });
+        memory
+    }
+
+    /// Copies numbers to a device and back, in a stream of its own: they must be the same.
+    fn visit(&self, device: i64, numbers: &[f32]) {
+        let (bytes, mut back, mut stream) = (std::mem::size_of_val(numbers), vec![0f32; numbers.len()], 0);
+        let there = self.allocate(device, bytes);
+        let (from, to, size) = (numbers.as_ptr().cast(), back.as_mut_ptr().cast(), bytes as i64);
+        unsafe {
+            self.check(deltic::deltic_stream_new(self.0, device, &mut stream));
+            self.check(deltic::deltic_device_copy(self.0, device, there, 0, from, size, stream));
+            self.check(deltic::deltic_device_copy(self.0, 0, to, device, there, size, stream));
+            self.check(deltic::deltic_stream_synchronize(self.0, stream));
+            self.check(deltic::deltic_stream_free(self.0, stream));
+            self.check(deltic::deltic_device_free(self.0, there));
+        }
+        if numbers.iter().zip(&back).any(|(a, b)| a.to_bits() != b.to_bits()) {
+            fail("a device gave other numbers back");
+        }
+    }
+
+    /// Names every device on standard error, and visits it.
+    fn visit_all(&self, numbers: &[f32]) {
+        let mut count = 0;
+        self.check(unsafe { deltic::deltic_device_count(self.0, &mut count) });
+        for device in 0..count {
+            let mut found: deltic::DeviceProperties = unsafe { std::mem::zeroed() };
+            self.check(unsafe { deltic::deltic_device_get(self.0, device, &mut found) });
+            let name = unsafe { CStr::from_ptr(found.name.as_ptr()) }.to_string_lossy();
+            let (free, total) = (found.memory_free >> 20, found.memory_total >> 20);
+            eprintln!("device {device}: {name}, {free} of {total} MiB free");
+            self.visit(device, numbers);
+        }
     }
 }
 
-impl Drop for Memory {
+impl Drop for Devices {
     fn drop(&mut self) {
-        unsafe { dealloc(self.data, self.layout) };
+        unsafe { deltic::deltic_devices_close(self.0) };
     }
 }
 
 /// Makes the numbers, and owns all that the structs point to.
-#[derive(Default)]
 struct Maker {
     counter: u64,
-    owned: Vec<Memory>,
+    devices: Devices,
 }
 
 impl Maker {
+    /// All bits are set, which is NaN everywhere: nothing is read that has not been written.
     fn store(&mut self, bytes: usize) -> *mut c_void {
-        self.owned.push(Memory::new(bytes));
-        self.owned.last().unwrap().data.cast()
+        let memory = self.devices.allocate(0, bytes);
+        unsafe { memory.cast::<u8>().write_bytes(0xff, bytes) };
+        memory
     }
 
     fn keep<T: Copy>(&mut self, values: &[T]) -> *const T {
@@ -483,7 +554,7 @@ fn main() {
         fail("this processor has no such level, or memory ran out");
     }
 
-    let mut maker = Maker::default();
+    let mut maker = Maker { counter: 0, devices: Devices::open() };
     let page_bytes = SEQUENCES * TABLE * PAGE * KV_HEADS * HEAD_DIM * 2;
     let (gdn, mut first) = (maker.gdn(), maker.layer());
     let (attention, mut second) = (maker.attention(), maker.layer());
@@ -528,5 +599,6 @@ fn main() {
         check_same(&logits[..VOCABULARY], &logits[VOCABULARY..], "in a batch");
     }
     println!("{}", answer.join(" "));
+    maker.devices.visit_all(&logits);
     unsafe { deltic::deltic_pool_free(pool) };
 }

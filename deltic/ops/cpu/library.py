@@ -22,7 +22,7 @@ from deltic.ops.records import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 11, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 12, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """What the library must say of itself, so that both sides mean the same bytes."""
 _NO_MEMORY, _UNREAD = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
