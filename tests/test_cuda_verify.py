@@ -290,7 +290,7 @@ def test_drafts_are_those_of_the_torch_ops(runtime: Runtime) -> None:
             mine, theirs = int(found[row, depth]), int(wanted[depth][row])
             if mine != theirs:  # a near tie; what follows has nothing in common
                 top = logits_of[depth][row]
-                assert float(top[theirs] - top[mine]) < 0.05 * float(top.std()), (row, depth)
+                assert float(top[theirs] - top[mine]) < 0.05 * float(top[top.isfinite()].std()), (row, depth)
                 break
 
 

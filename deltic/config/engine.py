@@ -120,8 +120,8 @@ class EngineConfig:
                              choices=_CPU_LEVELS)
     speculate: str = _option("auto", "draft tokens that the model verifies several at a time, which changes the speed "
                              "alone: mtp[:N], ngram[:N], draft:MODEL[:N], off; auto: mtp, if there is a head")
-    draft_vocab: int = _option(32_000, "the draft head drafts among the first N tokens of the vocabulary; 0: among "
-                               "all, which costs more for each draft and helps languages other than English")
+    draft_vocab: int = _option(32_000, "the draft head drafts among N likely tokens and N/8 that occurred; 0: among "
+                               "all, which costs more for each draft")
     max_repeat: int = _option(0, "end an answer that goes round in circles: whose end is the same group of up to 128 "
                               "tokens N times in a row (8*N tokens for groups of fewer than 8); requests may say "
                               "otherwise (default: 0, never)")
