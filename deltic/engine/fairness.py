@@ -18,7 +18,7 @@ STEP = 2 * PAGE
 """Tokens that a step costs as much as, besides those that it reads: weights are read, rows laid out."""
 _RECENT = 5
 """Steps whose median counts: one that others disturbed does not."""
-_STALL = 0.05
+_STALL = 0.03
 """Seconds of a step with prompts that readers of answers do not notice."""
 _MARGIN = 0.9
 """Share of the longest step that is aimed at: times scatter."""

@@ -96,8 +96,7 @@ class Scheduler:
             elif sequence.pending and not sequence.awaits_mask and sequence.lease and (
                     granted := self._grant(sequence, 1 + len(sequence.draft_tokens), shares)):
                 shares.append((sequence, granted))
-        first = any(not sequence.generated for sequence, _ in shares)
-        for sequence, count in self._read(prompts, awaited, sum(count for _, count in shares), first):
+        for sequence, count in self._read(prompts, awaited, sum(count for _, count in shares)):
             if sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
@@ -121,7 +120,7 @@ class Scheduler:
         self._step += 1
         awaited, shares = self._admit(len(leaving)), list[tuple[Sequence, int]]()
         prompts = [sequence for sequence in self.running if sequence.reading or sequence.pending > 1]
-        for sequence, count in self._read(prompts, awaited, len(rows), first=False):
+        for sequence, count in self._read(prompts, awaited, len(rows)):
             assert sequence.lease is not None
             if count := self.cache.reserve(sequence.lease, count):
                 shares.append((sequence, count))
@@ -134,10 +133,9 @@ class Scheduler:
         self._step += 1
         return Plan(tuple(rows), self.cache.take_operations())
 
-    def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int, first: bool
+    def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
               ) -> list[tuple[Sequence, int]]:
-        """How many tokens of which prompts a step reads that also has so many tokens of answers; first: one of these
-        answers gets its first token."""
+        """How many tokens of which prompts a step reads that also has so many tokens of answers."""
         budget = max(self.token_budget - answers, 1)
         readable = _readable([sequence for sequence in prompts if sequence.lease])
         goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
@@ -145,6 +143,8 @@ class Scheduler:
         limit = self.times.limit(budget, answers > 0) if self.times else budget
         counts = given = share(limit, [*readable.values()], goals)
         if limit < budget and not self._hurried:
+            first = any(not (sequence.generated or sequence.pending or sequence.awaits_mask)
+                        for sequence in self.running)
             counts = hurry(given, goals, first)
         self._hurried = counts != given
         return [(sequence, count) for sequence, count in zip(readable, counts, strict=True) if count]
