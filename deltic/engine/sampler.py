@@ -202,11 +202,11 @@ class Scores:
 
 def scores_of(logits: Tensor, tokens: List[int], top: int) -> Scores:
     """How probable each of the tokens was, and so many others. logits [n, V]: those that each was to be drawn from.
-    Row by row, so that nothing depends on how many there are."""
-    found = list[tuple[Tensor, ...]]()
-    for row, token in zip(logits, tokens, strict=True):
-        chances = row.double().log_softmax(-1)
-        best, names = chances.topk(top)
-        found.append((chances[token], (chances > chances[token]).sum() + 1, best, names))
-    token_chances, ranks, tops, top_tokens = (torch.stack(column) for column in zip(*found, strict=True))
-    return Scores(token_chances.float(), ranks, tops.float(), top_tokens)
+
+    The most probable ones are taken row by row: which of several equal ones a GPU takes depends on the number of rows.
+    """
+    chances = logits.double().log_softmax(-1)
+    known = chances.gather(1, torch.tensor(list(tokens), device=logits.device)[:, None])
+    best = [row.topk(top) for row in chances]
+    return Scores(known[:, 0].float(), (chances > known).sum(1) + 1, torch.stack([values for values, _ in best]).float(),
+                  torch.stack([names for _, names in best]))
