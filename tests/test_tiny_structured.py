@@ -222,3 +222,11 @@ def test_the_lasagna_of_the_ai_sdk(served: Served) -> None:
     assert recipe is not None and recipe.recipe.name == "Lasagna"
     assert {"cheese", "tomato sauce"} <= {part.name for part in recipe.recipe.ingredients}
     assert len(recipe.recipe.steps) == 3
+
+
+def test_any_object_has_the_form_that_fits_the_question(served: Served) -> None:
+    """`json_object` without a schema anywhere: the model chooses names, lists and objects within."""
+    form = {"response_format": {"type": "json_object"}}
+    assert "Paris" in json.loads(answered(served, messages("", "What is the capital of France?"), **form)).values()
+    (recipe,) = json.loads(answered(served, messages("", "Generate a lasagna recipe."), **form)).values()
+    assert recipe["name"] == "Lasagna" and {"name", "amount"} == {*recipe["ingredients"][0]} and recipe["steps"]
