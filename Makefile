@@ -4,18 +4,23 @@ BIN := .venv/bin
 # Two processes, which take turns at whole files: the models that a file's tests share are made once.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: run test test-all test-gpu test-lowest lint bench clean
+# Tests start many interpreters, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: run test test-all test-gpu test-lowest quick lint bench clean
 
 run: .venv/.installed
 	$(BIN)/deltic run "What is the capital of France?"
 
-test: .venv/.installed-dev lint
-	$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not alone"
-	$(BIN)/python -m pytest -m "alone and not slow"
+# Lint takes one core for a while. It prints a few lines amid those of the tests; if it fails, make names it at the end.
+test: .venv/.installed-dev
+	$(MAKE) --jobs 2 --keep-going quick lint
+
+quick: .venv/.installed-dev
+	$(BIN)/python -m pytest $(TOGETHER)
 
 test-all: .venv/.installed-all lint
-	$(BIN)/python -m pytest $(TOGETHER) -m "not alone"
-	$(BIN)/python -m pytest -m "alone"
+	$(BIN)/python -m pytest $(TOGETHER) -m "slow or not slow"
 
 # With whatever Python and torch are there: those that find a CUDA device, and engines on it. As many at once as a card has
 # memory for.
@@ -45,18 +50,23 @@ bench: .venv/.installed-dev
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*) | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+# Of the thousands of modules that come with torch and transformers few are used: Python compiles those when it does.
+INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
+
+.venv/.installed: $(SOURCES) | .venv/bin/python
+	$(INSTALL) --editable .
 	touch $@
 
-.venv/.installed-dev: pyproject.toml constraints.txt .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,tvm]"
-	touch $@
+# not after .installed: each installation compiles csrc/
+.venv/.installed-dev: $(SOURCES) | .venv/bin/python
+	$(INSTALL) --editable ".[dev,tvm]"
+	touch .venv/.installed $@
 
 # instructor's own dependencies are there, if newer than it allows
 .venv/.installed-all: pyproject.toml constraints.txt .venv/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,tvm,clients,fuzz]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps instructor
+	$(INSTALL) --editable ".[dev,tvm,clients,fuzz]"
+	$(INSTALL) --no-deps instructor
 	touch $@
 
 clean:

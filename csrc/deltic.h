@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 12
+#define DELTIC_ABI 13
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
@@ -71,6 +71,9 @@ int64_t deltic_packed_bytes(int64_t type, int64_t rows, int64_t columns);
 void deltic_pack(int64_t type, const void *blocks, int64_t first, int64_t count, int64_t columns, void *packed);
 /* The numbers of single rows: out [count, columns]. Needs no pool; any thread may call it. */
 void deltic_unpack_rows(const deltic_matrix *matrix, const int64_t *rows, int64_t count, float *out);
+/* Copies rows of a packed matrix over rows of another one of the same type and columns. Needs no pool. */
+void deltic_copy_rows(const deltic_matrix *from, const int64_t *rows, int64_t count, const deltic_matrix *to,
+                      const int64_t *places);
 /* Rows of numbers to rows of blocks as they lie in a GGUF file, of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K; -1
  * for another type or columns that are no multiple of its block. No number may be beyond float16 or NaN. Needs no pool;
  * any thread may call it. */
@@ -298,6 +301,7 @@ typedef struct {
     const float *top_p, *min_p;
     const int64_t *keys;
     int64_t filtered;
+    const int64_t *tokens; /* [width]: the ids that logits have in the noise; null: their numbers in the row */
 } deltic_drawing;
 
 /* Draws a token of each row: among those that the filters keep, the largest logit / temperature + Gumbel noise of (key,
@@ -345,6 +349,7 @@ typedef struct {
     deltic_weight fc;           /* [hidden, 2 * hidden]: columns of the embedding, then of the hidden state */
     deltic_weight kv;           /* the rows k, v of its layer's qkv */
     const float *norm_embedding, *norm_hidden; /* [hidden] */
+    const int64_t *tokens;      /* the id of each row that it drafts with; null: the row's number */
 } deltic_mtp;
 
 /* To be called after every step of the model: stores the head's keys and values of the step's tokens. hidden [tokens,

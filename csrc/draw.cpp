@@ -21,6 +21,7 @@ struct Filters {
     double temperature, top_p, min_p;
     int64_t top_k;  // of how many tokens at most
     uint64_t key;
+    const int64_t *names;  // of the tokens in the noise; null: their ids
 };
 
 // Goes through the tokens of a row, best first, as long as the filters keep them.
@@ -41,7 +42,7 @@ struct Walk {
             if (taken && together >= filters.top_p) return false;
             together += std::exp(own - log_mass);
         }
-        double noisy = own + gumbel(filters.key, uint64_t(id));
+        double noisy = own + gumbel(filters.key, uint64_t(filters.names ? filters.names[id] : id));
         if (noisy > loudest) loudest = noisy, chosen = id;
         ++taken;
         return true;
@@ -114,12 +115,12 @@ void draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, c
           const deltic_drawing &how, int64_t *tokens) {
     if (!how.filtered && best.count == 1)
         return kernels(pool).draw_any(pool, logits, rows, width, how.temperatures, how.keys, best.values, best.ids,
-                                      tokens);
+                                      how.tokens, tokens);
     std::vector<int64_t> far;
     auto filters_of = [&](int64_t row) {
         int64_t top_k = how.top_k[row] > 0 && how.top_k[row] < width ? how.top_k[row] : width;
         return Filters{std::max(how.temperatures[row], 1e-9f), how.top_p[row], how.min_p[row], top_k,
-                       uint64_t(how.keys[row])};
+                       uint64_t(how.keys[row]), how.tokens};
     };
     for (int64_t row = 0; row < rows; ++row) {
         const float *values = best.values + row * best.count;
@@ -128,7 +129,7 @@ void draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, c
         if (how.temperatures[row] == 0) continue;
         if (how.top_k[row] <= 0 && how.top_p[row] >= 1 && how.min_p[row] <= 0)
             kernels(pool).draw_any(pool, logits + row * width, 1, width, how.temperatures + row, how.keys + row, values,
-                               ids, tokens + row);
+                                   ids, how.tokens, tokens + row);
         else if (!draw_near(values, ids, best.count, width, filters_of(row), best.log_totals[row], tokens + row))
             far.push_back(row);
     }

@@ -49,7 +49,8 @@ struct Attention {
              const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);            \
     void adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset);        \
     void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,      \
-                  const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);                      \
+                  const int64_t *keys, const float *values, const int64_t *ids, const int64_t *names,                  \
+                  int64_t *tokens);                                                                                    \
     void full_attention(deltic_pool *pool, const Attention &work);                                                     \
     void layer_norm(deltic_pool *pool, const float *residual, const float *delta, const float *bias,                   \
                     const float *scale, const float *shift, float *out, int64_t tokens, int64_t width, float eps);     \

@@ -75,10 +75,12 @@ struct Drawn {
     static constexpr int64_t kCandidates = 64;
     std::vector<int64_t> tokens, top_k, keys;
     std::vector<float> temperatures, top_p, min_p;
+    const int64_t *names;  // of the rows of logits; null: their numbers
     bool filtered, greedy = true;
 
-    Drawn(const std::vector<int64_t> &rows, const deltic_drawing &from, int64_t depth, int64_t most)
-        : tokens(rows.size()), filtered(from.filtered) {
+    Drawn(const std::vector<int64_t> &rows, const deltic_drawing &from, int64_t depth, int64_t most,
+          const int64_t *names)
+        : tokens(rows.size()), names(names), filtered(from.filtered) {
         for (int64_t row : rows) {
             greedy &= from.temperatures[row] == 0;
             temperatures.push_back(from.temperatures[row]);
@@ -102,8 +104,10 @@ struct Drawn {
             for (int64_t row = 0; row < rows; ++row) tokens[size_t(row)] = ids[size_t(row * count)];
         else
             deltic::draw(pool, logits, rows, vocabulary, {count, values.data(), ids.data(), totals.data()},
-                         {temperatures.data(), top_k.data(), top_p.data(), min_p.data(), keys.data(), few},
+                         {temperatures.data(), top_k.data(), top_p.data(), min_p.data(), keys.data(), few, names},
                          tokens.data());
+        if (names)
+            for (int64_t &token : tokens) token = names[token];
     }
 };
 
@@ -148,7 +152,7 @@ void draft(deltic_pool *pool, const deltic_mtp &head, const deltic_batch &batch,
         float *logits = scratch_of<float>(pool, kLogits, step.rows * vocabulary);
         float *input = enter(pool, head, step.rows, step.ids, before);
         forward(pool, head.model, step, input, hidden, logits);
-        Drawn drawn(drafts.index, drawing, depth, most);
+        Drawn drawn(drafts.index, drawing, depth, most, head.tokens);
         drawn.draw(pool, logits, vocabulary);
         for (int64_t i = 0; i < step.rows; ++i) {
             int64_t row = drafts.index[size_t(i)];

@@ -356,6 +356,34 @@ void unpack_row(const Type &type, const uint8_t *panel, int64_t row, int64_t col
     }
 }
 
+// ---- Copying.
+
+// A row's part of `count` fields, each of kWidth bytes for every row of a panel; returns the bytes of all of them.
+template <int64_t kWidth>
+int64_t copy_fields(const uint8_t *from, int64_t row, uint8_t *to, int64_t place, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(to + (i * kPanel + place) * kWidth, from + (i * kPanel + row) * kWidth, kWidth);
+    }
+    return count * kPanel * kWidth;
+}
+
+void copy_row(const Type &type, const uint8_t *from, int64_t row, uint8_t *to, int64_t place, int64_t columns) {
+    if (!type.planes) {
+        int64_t words = blocks_of(type, columns);
+        type.bytes == 2 ? copy_fields<2>(from, row, to, place, words) : copy_fields<4>(from, row, to, place, words);
+        return;
+    }
+    int64_t together = together_of(type, columns), codes = type.weights / kGroup * group_bytes(type) / kVector;
+    for (int64_t i = 0; i < columns / type.weights; i += together) {
+        int64_t halves = copy_fields<2>(from, row, to, place, type.halves * together);
+        from += halves, to += halves;
+        int64_t scales = copy_fields<1>(from, row, to, place, type.scales * together);
+        from += scales, to += scales;
+        int64_t planes = copy_fields<4>(from, row, to, place, codes * together);
+        from += planes, to += planes;
+    }
+}
+
 } // namespace
 
 BlockShape block_shape(int64_t id) {
@@ -395,5 +423,17 @@ extern "C" void deltic_unpack_rows(const deltic_matrix *matrix, const int64_t *r
     auto data = static_cast<const uint8_t *>(matrix->data);
     for (int64_t i = 0; i < count; ++i, out += matrix->columns) {
         unpack_row(type, data + rows[i] / kPanel * panel, rows[i] % kPanel, matrix->columns, out);
+    }
+}
+
+extern "C" void deltic_copy_rows(const deltic_matrix *from, const int64_t *rows, int64_t count, const deltic_matrix *to,
+                                 const int64_t *places) {
+    const Type &type = *find(from->type);
+    int64_t panel = panel_bytes(*from);
+    auto source = static_cast<const uint8_t *>(from->data);
+    auto target = static_cast<uint8_t *>(const_cast<void *>(to->data));
+    for (int64_t i = 0; i < count; ++i) {
+        copy_row(type, source + rows[i] / kPanel * panel, rows[i] % kPanel, target + places[i] / kPanel * panel,
+                 places[i] % kPanel, from->columns);
     }
 }

@@ -113,8 +113,8 @@ struct Draw {
 //
 // Noise of at least d = best - logit / temperature needs -log(u) <= exp(-d), and 1 - u is never above -log(u): so only
 // tokens with 1 - u <= exp(-d) need their noise, which are few. That is tested in float32, with room for its rounding.
-void draw_run(const float *logits, int64_t first, int64_t count, double temperature, uint64_t key, float room,
-              Draw &best) {
+void draw_run(const float *logits, int64_t first, int64_t count, double temperature, uint64_t key, const int64_t *names,
+              float room, Draw &best) {
     float inverse = float(1 / temperature), bound = float(best.noisy);
     float likely[kRun];
     for (int64_t i = 0; i < count; i += kLanes) {
@@ -122,9 +122,10 @@ void draw_run(const float *logits, int64_t first, int64_t count, double temperat
         store(likely + i, exponential(choose(less(Floats{}, x), Floats{}, x)));
     }
     for (int64_t i = 0; i < count; ++i) {
-        float rest = float(0x1p53 - double(noise_bits(key, uint64_t(first + i)))) * 0x1p-53f;
+        uint64_t name = uint64_t(names ? names[first + i] : first + i);
+        float rest = float(0x1p53 - double(noise_bits(key, name))) * 0x1p-53f;
         if (rest > likely[i] * 1.001f) continue;
-        double noisy = double(logits[i]) / temperature + gumbel(key, uint64_t(first + i));
+        double noisy = double(logits[i]) / temperature + gumbel(key, name);
         if (noisy > best.noisy) best = {noisy, first + i};
     }
 }
@@ -153,7 +154,7 @@ void adjust(deltic_pool *pool, float *logits, int64_t width, const float *repeti
 
 // Scratch slot 0.
 void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
-              const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens) {
+              const int64_t *keys, const float *values, const int64_t *ids, const int64_t *names, int64_t *tokens) {
     constexpr int64_t kTogether = 16;  // runs of a piece
     int64_t runs = (width + kRun - 1) / kRun, pieces = (runs + kTogether - 1) / kTogether;
     Draw *found = scratch_of<Draw>(pool, 0, rows * pieces);
@@ -161,12 +162,13 @@ void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t widt
         int64_t row = piece / pieces, end = (piece % pieces + 1) * kTogether;
         double temperature = temperatures[row] > 1e-9f ? temperatures[row] : 1e-9f;
         // the most probable token is hard to beat; ties go to the lower id, so it is only a bound
-        double start = double(values[row]) / temperature + gumbel(uint64_t(keys[row]), uint64_t(ids[row]));
+        uint64_t name = uint64_t(names ? names[ids[row]] : ids[row]);
+        double start = double(values[row]) / temperature + gumbel(uint64_t(keys[row]), name);
         Draw best{std::nextafter(start, -INFINITY), ids[row]};
         float room = float(std::abs(double(values[row])) / temperature) * 1e-5f + 1e-3f;
         for (int64_t run = end - kTogether; run < end && run < runs; ++run) {
             int64_t first = run * kRun, count = width - first < kRun ? width - first : kRun;
-            draw_run(logits + row * width + first, first, count, temperature, uint64_t(keys[row]), room, best);
+            draw_run(logits + row * width + first, first, count, temperature, uint64_t(keys[row]), names, room, best);
         }
         found[piece] = best;
     });

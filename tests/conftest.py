@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -49,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if fault := library_fault(torch.cuda.is_available()):
         raise pytest.UsageError(fault)
     os.environ["DELTIC_TEST_DEVICE"] = config.getoption("--device")
+    if config.option.markexpr != "not slow":
+        os.environ["DELTIC_TEST_SLOW"] = "1"
     options.found_device = lambda: "cpu"  # who does not say where runs there, on a machine with a card, too
 
 
@@ -59,6 +63,39 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return None
     fit = torch.cuda.mem_get_info()[1] // (config.getoption("--card-memory") * 10**9)
     return max(1, min(fit, os.cpu_count() or 1))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a grid that is marked `covering`, all cases are slow but a few, which hold everything that the grid holds."""
+    grids: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+            assert isinstance(item, pytest.Function)
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for grid in grids.values():
+        few = covering(grid)
+        for item in grid:
+            if item not in few:
+                item.add_marker("slow")
+
+
+def covering(grid: list[pytest.Function]) -> list[pytest.Function]:
+    """Cases in which all values of each parameter occur; `covering(2)`: all pairs of values of two parameters."""
+    held = [values_of(case, *case.get_closest_marker("covering").args) for case in grid]  # type: ignore[union-attr]
+    missing, few = set().union(*held), list[pytest.Function]()
+    while missing:
+        best = max(range(len(grid)), key=lambda place: len(held[place] & missing))
+        missing -= held[best]
+        few.append(grid[best])
+    return few
+
+
+def values_of(case: pytest.Function, together: int = 1) -> set[tuple[Any, ...]]:
+    """Values of parameters, as many together as said. Those that are no plain values are known by their identity."""
+    plain = str, int, float, torch.dtype, type(None)
+    values = [(name, value if isinstance(value, plain) else id(value)) for name, value in case.callspec.params.items()]
+    return set(combinations(values, together))
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -465,6 +466,17 @@ def greedy(prompt: Sequence[int], count: int, name: str = "a", **params: Any) ->
 
 
 T = TypeVar("T")
+
+
+def every(step: int, values: Iterable[Any]) -> list[Any]:
+    """Values of a parameter, of which all but each such are slow."""
+    return [pytest.param(value, marks=pytest.mark.slow) if place % step else value
+            for place, value in enumerate(values)]
+
+
+def examples(count: int) -> int:
+    """Examples that hypothesis makes: so many in `make test-all`, a quarter of them in the quick suite."""
+    return count if os.environ.get("DELTIC_TEST_SLOW") else count // 4
 
 
 def pairs(values: tuple[object, ...]) -> set[tuple[int, object, int, object]]:

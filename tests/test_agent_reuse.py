@@ -184,8 +184,9 @@ def agent(directory: Path, mode: str | None, thinking: bool, returns: bool) -> A
 
 
 CASES = [
-    ("preserve", True, False), ("template", True, True), ("preserve", False, True), ("template", False, True),
-    ("template", True, False), pytest.param("preserve", True, True, marks=pytest.mark.slow),
+    ("preserve", True, False), ("template", False, True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("template", True, True), ("preserve", False, True), ("template", True, False), ("preserve", True, True))),
 ]
 
 

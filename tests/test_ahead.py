@@ -98,6 +98,7 @@ REQUESTS: dict[str, list[Request]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", REQUESTS)
+@pytest.mark.covering
 def test_l6_a_step_in_flight_changes_nothing(case: str, model: str) -> None:
     wanted, found = (engine_for(MODELS[model](), ahead) for ahead in (False, True))
     answers = tell(wanted, REQUESTS[case])

@@ -38,34 +38,48 @@ def made(folder: Path, quantization: str, descriptor: str, functions: tuple[str,
     return session(folder / "model"), session(folder / "mlc")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mlc")
+
+
+@pytest.fixture(scope="module")
+def sessions(folder: Path) -> tuple[Session, Session]:
+    return made(folder, "q4f32_1", V2, SINGLE + BATCHED)
+
+
+def test_an_artifact_computes_what_its_parameters_stand_for(sessions: tuple[Session, Session]) -> None:
+    says_the_same(*sessions, count=30)
+
+
+@pytest.mark.slow
+def test_an_artifact_of_the_first_format_computes_what_its_parameters_stand_for(tmp_path: Path) -> None:
+    says_the_same(*made(tmp_path, "q4f32_1", V1, SINGLE), count=30)
+
+
 @pytest.mark.parametrize(("quantization", "descriptor", "functions"), [
-    ("q4f32_1", V2, SINGLE + BATCHED), ("q4f32_1", V1, SINGLE)])
-def test_an_artifact_computes_what_its_parameters_stand_for(
+    ("q3f16_0", V1, SINGLE), *(pytest.param(quantization, V2, BATCHED, marks=pytest.mark.slow)
+                               for quantization in ("q3f16_0", "q3f16_1", "q4f16_0", "q4f16_1"))])
+def test_an_artifact_in_half_precision_computes_nearly_that(
         tmp_path: Path, quantization: str, descriptor: str, functions: tuple[str, ...]) -> None:
-    says_the_same(*made(tmp_path, quantization, descriptor, functions), count=30)
-
-
-@pytest.mark.parametrize("quantization", ["q4f16_1", "q3f16_0", pytest.param("q4f16_0", marks=pytest.mark.slow),
-                                          pytest.param("q3f16_1", marks=pytest.mark.slow)])
-def test_an_artifact_in_half_precision_computes_nearly_that(tmp_path: Path, quantization: str) -> None:
     """In both layouts of the words. The prompt is longer than a chunk, and is followed by single tokens."""
-    engine, artifact = made(tmp_path, quantization, V2, BATCHED)
+    engine, artifact = made(tmp_path, quantization, descriptor, functions)
     ids = numbers(4, 2 * CHUNK + 3, ATTENTION.vocab_size)
     wanted, found = (forced(one, ids[:-5], ids[-5:]) for one in (engine, artifact))
     assert (wanted - found).abs().max() < 0.02 * wanted.abs().max(), "float16 has 11 bits"
 
 
-def test_what_an_artifact_says_of_itself(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("sessions")
+def test_what_an_artifact_says_of_itself(folder: Path) -> None:
     """The vocabulary and the ends of answers are those of the config, K/V has the artifact's size."""
-    made(tmp_path, "q4f32_1", V2, BATCHED)
-    artifact = open_program(tmp_path / "mlc", EngineConfig())
+    artifact = open_program(folder / "mlc", EngineConfig())
     same = ("architecture", "vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "rope")
     assert all(getattr(artifact.info.config, name) == getattr(ATTENTION, name) for name in same)
     assert artifact.info.token_bytes == 2 * 4 * 2 * ATTENTION.num_key_value_heads * ATTENTION.head_dim
     assert artifact.info.generation.eos_token_ids == (3, 4) and artifact.info.generation.temperature == 0.6
     assert artifact.info.max_context == ATTENTION.max_position_embeddings
-    path = tmp_path / "mlc" / "mlc-chat-config.json"
+    path = folder / "mlc" / "mlc-chat-config.json"
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "quantization": "q4f16_ft"}),
                     encoding="utf-8")
     with pytest.raises(ModelError, match="quantization 'q4f16_ft'"):
-        open_program(tmp_path / "mlc", EngineConfig())
+        open_program(folder / "mlc", EngineConfig())

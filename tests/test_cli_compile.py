@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deltic.artifacts.tvm import compiler
+from deltic.artifacts.tvm import compiler, targets
 from deltic.cli import main
 from deltic.errors import ConfigError, DelticError
 from deltic.weights import hub
@@ -33,7 +33,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
     monkeypatch.setattr("deltic.cli.compile.need", lambda extra: None)
     monkeypatch.setattr(compiler, "compile_model", compile_model)
-    monkeypatch.setattr(compiler, "find_target", lambda text: None)
+    monkeypatch.setattr(targets, "find_goal", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
     return errors
 
 

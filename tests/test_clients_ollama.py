@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -307,7 +308,7 @@ def test_a_request_at_the_edge_holds_nobody_up() -> None:
             (CHAT, {"messages": USER, "tools": TOOLS * 512, "options": {f"x{index}": 1 for index in range(5000)}}),
             (GENERATE, {"prompt": "x", "context": [5] * 100_000}), (GENERATE, {"prompt": "x\ud800"}),
             (GENERATE, {"prompt": "x" * 4_000_000, "raw": True, "options": {"stop": ["y" * 1000] * 64}})]
-        with served.lateness() as late:
+        with served.lateness(time.process_time) as late:
             for path, body in hostile:
                 answered = served.http.post(path, content=json.dumps({"model": "tiny", **body}))
                 assert answered.status_code in (200, 400) and len(answered.content) < 4000

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from support import (
 
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
-from deltic.engine.masks import SLOW, forbids, offsets
+from deltic.engine.masks import SLOW, Masks, forbids, offsets
 from deltic.types import Request, SamplingParams
 
 PROMPT, ANSWER, VOCABULARY = 83, 40, 509
@@ -239,6 +240,56 @@ def test_an_answer_may_be_aborted_while_its_mask_is_made() -> None:
     engine.abort("a")
     slow.free.set()
     assert drain(engine)["a", 0].last.finish == "abort"
+
+
+def test_slow_masks_take_turns_by_client() -> None:
+    """Sixty of one client wait, and one of another is made next."""
+    masks, made, free, begun = Masks(), list[str](), threading.Event(), threading.Event()
+
+    class Waits:
+        def __init__(self, client: str) -> None:
+            self.client = client
+
+        def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
+            begun.set()
+            assert free.wait(60)
+            made.append(self.client)
+            return [None]
+
+    def asking(client: str) -> Any:
+        return SimpleNamespace(client=client, constraint=Waits(client), mask=None, mask_seconds=1.0, answering=True)
+
+    sequences = [asking("flood") for _ in range(60)]
+    masks.begin(sequences)
+    assert begun.wait(60)
+    sequences.append(asking("other"))
+    masks.begin(sequences)
+    free.set()
+    for sequence in sequences:
+        assert sequence.mask.result(60) == [None]
+    assert made.index("other") == 1
+
+
+def test_a_mask_that_waits_is_dropped_with_its_answer() -> None:
+    """The only thread for slow ones is held by another one's."""
+    answer, slow, other = constrained("greedy"), Slow(), Slow()
+    other.free.set()
+    engine = Engine(runtime_of(odd_runtime()))
+    for name, constraint in (("a", slow), ("b", other)):
+        engine.add(Request(name, answer.prompt, PARAMS["greedy"], constraint=lambda constraint=constraint: constraint))
+    held = False
+    for _ in range(20_000):
+        engine.step()
+        masks = [sequence.mask for name in "ab" for sequence in engine._sequences[name]]
+        held = len(slow.asked) == 2 and all(masks) and [mask.running() or mask.done() for mask in masks if mask] == [
+            True, False]
+        if held:
+            break
+    made = len(other.asked)
+    engine.abort("b")
+    slow.free.set()
+    answers = drain(engine)
+    assert held and answers["a", 0].last.finish and len(other.asked) == made
 
 
 def test_bias_that_leaves_nothing_ends_with_an_error() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from reuse_cases import runtime_of
 from speculation_cases import Dictate, EndingAt
-from support import Answers, embedded_runtime, numbers, odd_runtime, take
+from support import Answers, embedded_runtime, every, numbers, odd_runtime, take
 from test_ahead import plain, tell
 from test_prefix_tree import tokens_of
 
@@ -151,6 +151,7 @@ SELDOM = {"lengths", "forced", "penalties", "choices", "many"}
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("case", REQUESTS)
+@pytest.mark.covering
 def test_l6_drafts_behind_drafts_change_nothing(case: str, pattern: str, model: str) -> None:
     """Neither the answers, nor what is kept, nor what is answered from there."""
     requests, wanted = REQUESTS[case], Engine(runtime_of(MODELS[model](), **limits_of()), ahead=False)
@@ -169,7 +170,7 @@ def prefixes(engine: Engine) -> Any:
     return sorted(tuple(tokens_of(checkpoint)) for checkpoint in engine.runtime.cache.tree._checkpoints)
 
 
-@pytest.mark.parametrize("last", range(1, 40))
+@pytest.mark.parametrize("last", every(5, range(1, 40)))
 def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state(last: int) -> None:
     """Although the device has gone on behind it, from where more drafts were right."""
     requests = [replace(drafted(2, "a", max_tokens=60), matcher=partial(EndingAt, last))]
@@ -186,6 +187,7 @@ def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state(last: int) 
 
 @pytest.mark.parametrize("meddling", ["abort", "pause", "arrive"])
 @pytest.mark.parametrize("step", [4, 7, 8, 9, 10])
+@pytest.mark.covering
 def test_a_sequence_is_taken_out_while_its_step_is_in_flight(step: int, meddling: str) -> None:
     """What it has answered is right, and so is what is answered from there."""
     requests, wanted = REQUESTS["one"] + [drafted(4, "b", max_tokens=70)], Engine(
@@ -237,7 +239,7 @@ def any_requests(draw: Random, seed: int) -> dict[int, Request]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", every(4, range(24)))
 def test_l6_whatever_comes_between(seed: int) -> None:
     """Requests come, are taken out, rest and go on whenever they like, in few pages, with a tier behind them."""
     draw = Random(seed)

@@ -75,6 +75,7 @@ def right(model: str, event: Event, prompt: tuple[int, ...] | Prompt) -> None:
 
 @pytest.mark.parametrize("budget", [16, 512])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.covering
 def test_beside_answers_and_each_other(model: str, budget: int) -> None:
     """Vectors and answers of one batch, those of prompts in chunks, of one token, and of jumping positions."""
     engine = Engine(runtime_of(MODELS[model](), budget=budget))

@@ -87,6 +87,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("cap", [*range(1, COUNT + 1), 99])
+@pytest.mark.covering
 def test_the_same_bits_at_every_residency(model: tuple[str, EngineConfig, ModelConfig, Tensor], cap: int) -> None:
     where, options, config, wanted = model
     runtime = load(where, replace(options, expert_cap=cap, expert_predict=cap % 2 == 0, threads=1 + cap % 2))

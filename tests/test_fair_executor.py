@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltic.server.fair_executor import HALF_LIFE, FairExecutor
+from deltic.engine.fair_executor import HALF_LIFE, FairExecutor
 
 PATIENCE = 30.0
 

@@ -10,7 +10,7 @@ import pytest
 from gguf_models import QWEN3, SHAPES, metadata_of, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import odd_shape
+from support import examples, odd_shape
 from tokenizers import Tokenizer as Backend
 from transformers.models.qwen2 import tokenization_qwen2
 from transformers.models.qwen3_5 import tokenization_qwen3_5
@@ -271,7 +271,7 @@ SOME = {**metadata_of(odd_shape()), "qwen35.nextn_predict_layers": 0, "qwen35.ro
         "tokenizer.chat_templates": ["y"], "tokenizer.chat_template.y": "z", "tokenizer.huggingface.json": None}
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.dictionaries(st.sampled_from(sorted(SOME)), st.sampled_from(STRANGE), min_size=1, max_size=3))
 def test_strange_values_are_read_or_refused(changes):
     file = stub(odd_shape(), {key: value for key, value in {**SOME, **changes}.items() if value is not None})

@@ -141,6 +141,7 @@ def in_file_order(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.covering
 def test_packed_tensors_are_the_files(written: Written, name: str, kind: str) -> None:
     config, file, progress = SHAPES[name], GgufFile.open(written(name, kind)), []
     plain = load_gguf(file, config, "float32")
@@ -230,6 +231,7 @@ def test_logits_of_a_float_file_are_the_models(written: Written, name: str) -> N
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.covering
 def test_logits_are_those_of_the_dequantized_file(written: Written, name: str, kind: str) -> None:
     """Exactly where no activation is rounded."""
     path = written(name, kind)
@@ -245,6 +247,7 @@ def rounding_linear(x: Tensor, weight: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] not in ("F32", "F16")])
+@pytest.mark.covering
 def test_logits_are_those_of_rounded_activations(written: Written, name: str, kind: str,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly in most of a few short sequences. A single activation in several thousand is so near to the middle of two
@@ -260,6 +263,7 @@ def test_logits_are_those_of_rounded_activations(written: Written, name: str, ki
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("ops", ["cpu", "torch", "ref", *(f"{op}=torch" for op in (
     "gdn_mixer", "attention_mixer", "mlp", "head", "embed", "add_norm"))])
+@pytest.mark.covering
 def test_every_backend_takes_packed_weights(written: Written, ops: str, dtype: str) -> None:
     """In every dtype. Those of other backends dequantize them, and round no activations."""
     path = written("three to a key", "Q4_K_M")

@@ -33,7 +33,7 @@ ALLOWED = {
     "text": {"vision", "config", "types", "errors"},
     "artifacts": {"cache", "model", "weights", "config", "ops", "types", "errors"},
     "engine": {"artifacts", "cache", "vision", "model", "weights", "threads", "config", "ops", "types", "errors"},
-    "encoders": {"engine", "weights", "config", "ops", "types", "errors"},
+    "encoders": {"artifacts", "engine", "text", "weights", "config", "ops", "types", "errors"},
     "server": {"encoders", "engine", "text", "vision", "threads", "config", "types", "errors"},
     "export": {"server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops", "types", "errors"},
     "llm_plugin": set(), "lm_eval_plugin": {"engine", "text", "types"},

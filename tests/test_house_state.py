@@ -19,9 +19,14 @@ CACHES = {
     **{f"deltic/artifacts/tvm/kernels.py {name}": "source of code, which nobody changes" for name in (
         "add_norm", "delta_gates", "delta_rule", "embed", "gated_norm", "heads", "linear", "linear_one", "output_gate",
         "row", "short_conv", "state_copy", "swiglu")},
+    **{f"deltic/artifacts/tvm/encoder_kernels.py {name}": "source of code, which nobody changes" for name in (
+        "add_layer_norm", "attention", "bias_gelu", "embeddings")},
+    **{f"deltic/artifacts/tvm/gpu_kernels.py {name}": "source of code, which nobody changes" for name in (
+        "delta_rule", "linear")},
     "deltic/artifacts/tvm/library.py runtime": "a library that can be loaded once",
     "deltic/cache/outgoing.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/cache/outgoing.py _staging": "pinned memory through which a thread copies",
+    "deltic/ops/cuda/tiles.py _bytes_of_rows": "a constant that is never written to",
     "deltic/ops/cuda/numbers.py _pieces": "pinned memory that small tensors go through",
     "deltic/cache/pools.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",

@@ -253,8 +253,9 @@ def url(data: bytes) -> str:
     return "data:;base64," + base64.b64encode(data).decode()
 
 
-def test_one_clients_pictures_do_not_keep_anothers_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted by the files that are decoded before the other client's is."""
+@pytest.mark.parametrize("floods", [1, 2])
+def test_one_clients_pictures_do_not_keep_anothers_waiting(floods: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by the files that are decoded before the other client's is. Two floods have both processes."""
     order, call = list[str](), DecoderProcess.call
     begun = threading.Event()
 
@@ -269,7 +270,8 @@ def test_one_clients_pictures_do_not_keep_anothers_waiting(monkeypatch: pytest.M
     async def work() -> None:
         decoder = PictureDecoder(Limits())
         try:
-            tasks = [asyncio.create_task(decoder.read("flood", reading(*[flood] * 6))) for _ in range(12)]
+            tasks = [asyncio.create_task(decoder.read(f"flood {number % floods}", reading(*[flood] * 6)))
+                     for number in range(12)]
             await asyncio.to_thread(begun.wait, 60)
             before = len(order)
             await decoder.read("other", reading(single))

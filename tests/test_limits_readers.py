@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from typing import Any
 
 import pytest
 from test_server_harness import USER, Scripted, limited, read_all, serving, tiny, wait_until
 
+from deltic.server.connections import Connection
 from deltic.server.http_protocol import Transport
 from deltic.server.sending import PIECE
 
@@ -25,7 +25,7 @@ def texts(answer: str) -> str:
 
 def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.server.listen._SEND_BUFFER", 4096)  # that the kernel takes little is soon seen
-    endless = {**LONG, "max_tokens": 1500}  # none shall be over before it is noticed that nobody reads it
+    endless = {**LONG, "max_tokens": 400}  # none shall be over before it is noticed that nobody reads it
     with serving(limited(tiny(), max_unread_tokens=64)) as served:
         asleep = [served.send("/v1/chat/completions", 4096, **endless, seed=seed) for seed in range(30)]
         scheduler = tiny().engine.scheduler
@@ -67,15 +67,20 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
     if steady:  # as much as the client takes is written again before anybody looks
         monkeypatch.setattr(Transport, "get_write_buffer_size", lambda counted: 1 << 16, raising=False)
         monkeypatch.setattr("deltic.server.connections.fcntl.ioctl", lambda *arguments: bytes(4))
-    engine = Scripted()
-    with serving(engine.model(max_unread_tokens=16, unread_seconds=5)) as served:
-        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=3000, logprobs=1), b""
+    checks, check, engine = list[Connection](), Connection.check, Scripted()
+    monkeypatch.setattr(Connection, "check", lambda known, limits: (check(known, limits), checks.append(known)))
+    with serving(engine.model(max_unread_tokens=16, unread_seconds=2)) as served:
+        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=4000, logprobs=1), b""
         wait_until(lambda: bool(engine.paused))
-        for _ in range(30):
-            data += raw.recv(1 << 15)
-            time.sleep(0.2)
+        with served.clock() as advance:
+            for turn in range(1, 7):
+                while len(data) < turn << 15:  # more than most buffers hold
+                    data += raw.recv(1 << 15) or pytest.fail("the answer ends early")
+                checks.clear()
+                advance(0.9)
+                wait_until(lambda: bool(checks))
         text = data.decode() + read_all(raw)
-    assert "data: [DONE]" in text and texts(text) == "na" * 3000
+    assert "data: [DONE]" in text and texts(text) == "na" * 4000
 
 
 def test_clients_that_read_are_never_paused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,8 @@ def test_a_head_that_is_told_late_knows_the_same(monkeypatch: pytest.MonkeyPatch
                 engine.add(requests[again] if again in requests else
                            greedy((*requests["b"].ids, *said, 7, 8, 9), 30, again))
         steps += 1
-        compare(*engines)
+        if steps % 4 == 0:
+            compare(*engines)
     assert calls[0] < 0.5 * calls[1] and not after, calls
     assert answers[0]["again", 0].last.usage.cached_tokens >= 60
     assert {key: answer.tokens for key, answer in answers[0].items()} == {

@@ -162,7 +162,6 @@ def test_who_naps_hears_a_request_of_which_nobody_told() -> None:
     of.close()
 
 
-@pytest.mark.alone
 def test_who_listens_in_vain_takes_little_time() -> None:
     of, request = beside(64, 8, 4), Request(64, 1)
     request.ask(of, 0, [0])

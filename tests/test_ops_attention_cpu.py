@@ -49,6 +49,7 @@ _level = by_level(each_level)
 @pytest.mark.usefixtures("_level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES_OF_ATTENTION)
+@pytest.mark.covering(2)
 def test_attention_shapes(name: str, dtype: torch.dtype) -> None:
     """Contexts of one and of several parts, chunks of a few and of many tokens, at every level."""
     spec = SHAPES_OF_ATTENTION[name]
@@ -117,6 +118,7 @@ def in_chunks(spec: AttentionSpec, proj: Tensor, chunks: list[int], dtype: torch
 @pytest.mark.usefixtures("_level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES_OF_ATTENTION)
+@pytest.mark.covering
 def test_attention_does_not_depend_on_company(name: str, dtype: torch.dtype) -> None:
     """A token's bits are the same in all chunkings, beside rows of NaN, and with other numbers of threads."""
     spec, tokens = SHAPES_OF_ATTENTION[name], 1100

@@ -80,6 +80,7 @@ def in_chunks(proj: Tensor, weights: GdnWeights, dtype: torch.dtype, chunks: Seq
 
 @by_dtype
 @by_spec
+@pytest.mark.covering
 def test_against_the_reference(spec: GdnSpec, dtype: torch.dtype) -> None:
     rows = [Row(1, 9, emits=(1,)), Row(1, 0), Row(1, 3, in_place=False), Row(5, 3, in_place=False, emits=(1, 4)),
             Row(150, 33, emits=(7, 40, 149, 150)), Row(90, 0, emits=(2,)), Row(2, 0)]
@@ -94,6 +95,7 @@ def test_against_the_reference(spec: GdnSpec, dtype: torch.dtype) -> None:
 
 @by_dtype
 @by_spec
+@pytest.mark.covering
 def test_chunks_change_no_bit(spec: GdnSpec, dtype: torch.dtype) -> None:
     proj, weights = projected(spec, 300), gdn_weights(3, torch.float32, spec)
     wanted, whole = in_chunks(proj, weights, dtype, [300])

@@ -219,6 +219,7 @@ def fold_ring(*arguments: Any) -> None:
 @pytest.mark.usefixtures("_level")
 @by_dtype
 @by_spec
+@pytest.mark.covering
 def test_the_kernels_have_the_bits_of_plain_steps(spec: GdnSpec, dtype: torch.dtype) -> None:
     world = World(core, gdn_weights(3, torch.float32, spec), dtype, 7, 70, 3)
     for count in (1, 2, 5):

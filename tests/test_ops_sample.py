@@ -187,6 +187,7 @@ def draw_many(backend: str, logits: Tensor, setting: tuple[float, int, float, fl
 
 @every_backend
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.covering
 def test_draws_have_the_exact_probabilities(name: str, backend: str) -> None:
     tokens = draw_many(backend, torch.tensor(LOGITS), SETTINGS[name])
     assert chi_square_excess(tokens, exact_chances(LOGITS, *SETTINGS[name])) <= 0

@@ -50,6 +50,7 @@ def copy_kv(view: KvView) -> KvView:
 
 @by_dtype
 @by_case
+@pytest.mark.covering
 def test_gdn_mixer(case: Case, dtype: torch.dtype) -> None:
     x, weights, before = hidden_states(case, dtype), gdn_weights(1, dtype), state_view(case, dtype)
     kept, slow_view, fast_view = x.clone(), clone_state(before), clone_state(before)
@@ -65,6 +66,7 @@ def test_gdn_mixer(case: Case, dtype: torch.dtype) -> None:
 
 @by_dtype
 @by_case
+@pytest.mark.covering
 def test_attention_mixer(case: Case, dtype: torch.dtype) -> None:
     x, weights, before = hidden_states(case, dtype), attention_weights(1, dtype), kv_view(case, dtype)
     kept, slow_view, fast_view = x.clone(), copy_kv(before), copy_kv(before)
@@ -218,7 +220,7 @@ def test_select_replaces_single_ops() -> None:
 # Drift
 
 DRIFT = GdnSpec(2, 4, 64, 32, 4, 1e-6)
-STEPS = 4096
+STEPS = 2048
 
 
 def transparent_weights(spec: GdnSpec) -> GdnWeights:
@@ -261,7 +263,7 @@ def exact() -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return x, long_run(ref.OPS, x.double(), STEPS)
 
 
-@pytest.mark.parametrize("chunk", [1, 64, 256])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 64, 256])
 def test_float32_does_not_drift(exact: tuple[Tensor, tuple[Tensor, Tensor]], chunk: int) -> None:
     x, (outputs, state) = exact
     output, last = long_run(FAST, x.float(), chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -83,3 +84,26 @@ def test_the_page_about_python_names_all_that_can_be_called(kind: type) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     names = {name for name in dir(kind) if not name.startswith("_")} | {*inspect.signature(kind).parameters}
     assert not {name for name in names - {"model", "options"} if not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", page)}
+
+
+def test_tests_on_a_gpu_compile_the_cpu_library_first(tmp_path: Path) -> None:
+    """In a checkout that is not installed; without the package that builds wheels."""
+    for name in ("Makefile", "hatch_build.py", "csrc", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    library = tmp_path / "deltic/ops/cpu/libdeltic.so"
+    steps = []
+    for built in (False, True):
+        if built:
+            library.parent.mkdir(parents=True)
+            library.touch()
+        done = subprocess.run(["make", "-n", "test-gpu"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        steps.append([line for line in done.stdout.splitlines() if "hatch_build.py" in line or "pytest" in line])
+    assert "hatch_build.py" in steps[0][0] and steps[0][1:] == steps[1] and len(steps[1]) == 3
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_HATCHLING], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"CXX": "false"})
+    assert done.returncode == 1 and done.stderr.strip() == "false failed: exit status 1"
+
+
+_WITHOUT_HATCHLING = """import runpy, sys
+sys.modules["hatchling"] = None
+runpy.run_path("hatch_build.py", run_name="__main__")"""

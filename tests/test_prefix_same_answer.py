@@ -20,6 +20,7 @@ from support import (
     Forcing,
     Reference,
     drain,
+    examples,
     greedy,
     numbers,
     odd_runtime,
@@ -166,6 +167,7 @@ def test_l6_same_logits_whatever_the_cache_knows(case: Case, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("params", [FREE, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.covering
 def test_l6_same_tokens_whatever_the_cache_knows(case: Case, params: SamplingParams, tmp_path: Path) -> None:
     runtime, drawn = RUNTIMES[case.model](), params is DRAWN
     answers = run(case, told(case, runtime, params, tmp_path))
@@ -239,6 +241,7 @@ def test_l6_coming_back_from_a_tier_at_every_border(tier: str, kept: int, tmp_pa
 
 @pytest.mark.parametrize("model", RUNTIMES)
 @pytest.mark.parametrize("parting", [1, 16, 17, 40, 69])
+@pytest.mark.covering
 def test_l6_prompts_that_part_never_see_each_other(model: str, parting: int) -> None:
     """A prompt that leaves a kept one after `parting` tokens; the third of them resumes at a kept branch point."""
     runtime = RUNTIMES[model]()
@@ -318,7 +321,7 @@ def run_program(shape: dict[str, int], program: list[tuple[Any, ...]]) -> None:
     workload.finish()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(SHAPES, PROGRAMS)
 def test_l6_any_workload_of_related_prompts(shape: dict[str, int], program: list[Any]) -> None:
     """L1, L2, L3, L6: all is served, each token once, and nothing is left."""

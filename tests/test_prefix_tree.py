@@ -519,11 +519,11 @@ def reuse_programs(kind: type[HybridCache | CachePools], count: int, looks: int 
 
 
 def test_l2_a_cache_with_a_tree_equals_the_naive_model() -> None:
-    reuse_programs(HybridCache, 120)
+    reuse_programs(HybridCache, 50)
 
 
 def test_l2_operations_may_wait_for_each_other() -> None:
-    reuse_programs(HybridCache, 80, looks=9)
+    reuse_programs(HybridCache, 30, looks=9)
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@ on stderr."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from encoder_models import save_encoder, save_recipe
@@ -22,12 +24,37 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def output_of(script: str, *arguments: str) -> str:
-    """What a program prints that ends well and writes nothing to stderr."""
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), *arguments]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+FORKING = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+import deltic.encoders, deltic.engine.llm
+folder, scripts = sys.argv[1], json.loads(sys.argv[2])
+ends = {}
+for number, (name, script) in enumerate(scripts.items()):
+    child = os.fork()
+    if not child:
+        for stream, descriptor in (("out", 1), ("err", 2)):
+            os.dup2(os.open(f"{folder}/{number}.{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
+        break
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ends[name] = [code, *(open(f"{folder}/{number}.{stream}").read() for stream in ("out", "err"))]
+else:
+    script = "print(json.dumps(ends))"
+exec(script)
+"""
+"""Runs each script in a process of its own, forked when everything is imported, and prints how they end."""
+
+
+@pytest.fixture(scope="module")
+def ends(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Exit code, stdout and stderr of each script."""
+    scripts = {name: textwrap.dedent(script) for name, script in ENDS.items()} | {
+        name: SLOW + textwrap.dedent(script) for name, script in LAST_OWNERS.items()}
+    scripts = {name: f"import sys\nsys.argv[1:] = [{str(bert)!r}]\n{script}" for name, script in scripts.items()}
+    command = [sys.executable, "-c", FORKING, str(tmp_path_factory.mktemp("ends")), json.dumps(scripts)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (found.returncode, found.stderr) == (0, ""), found.stderr
-    return found.stdout
+    return json.loads(found.stdout)  # type: ignore[no-any-return]
 
 
 SLOW = """
@@ -66,10 +93,10 @@ LAST_OWNERS = {
 
 
 @pytest.mark.parametrize("owner", LAST_OWNERS)
-def test_the_process_waits_for_memory_that_is_being_given_back(owner: str, bert: Path) -> None:
+def test_the_process_waits_for_memory_that_is_being_given_back(owner: str, ends: dict[str, list[Any]]) -> None:
     """The thread that computes has ended, but for what it was the last to hold: that takes its time."""
     name = "deltic-engine" if owner == "llm" else "deltic-texts"
-    assert output_of(SLOW + textwrap.dedent(LAST_OWNERS[owner]), str(bert)) == f"gone in {name}\n"
+    assert ends[owner] == [0, f"gone in {name}\n", ""]
 
 
 ENDS = {
@@ -116,5 +143,5 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_process_ends_in_order(case: str, bert: Path) -> None:
-    assert output_of("import sys\n" + textwrap.dedent(ENDS[case]), str(bert)) == ""
+def test_a_process_ends_in_order(case: str, ends: dict[str, list[Any]]) -> None:
+    assert ends[case] == [0, "", ""]

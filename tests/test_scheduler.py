@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from support import Answers, drain, take
+from support import Answers, drain, examples, take
 from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
@@ -245,7 +245,7 @@ def run_program(shape: dict[str, int], program: list[tuple[Any, ...]]) -> Checke
     return engine
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(SHAPES, PROGRAMS)
 def test_any_workload_is_served_in_order_and_leaves_nothing(shape: dict[str, int], program: list[Any]) -> None:
     """L1, L2, L3, L4 and fairness, for requests that come, go and are aborted at any time."""

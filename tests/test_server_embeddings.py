@@ -277,9 +277,28 @@ def test_beside_a_chat_model(encoders: SimpleNamespace) -> None:
         assert served.post("/v1/embeddings", input="w1").status_code == 404
 
 
+@pytest.mark.parametrize("path, body", [("/v1/embeddings", {"input": "w1"}), ("/api/embed", {"input": "w1"}),
+                                        ("/api/embeddings", {"prompt": "w1"})])
+def test_a_salt_reaches_the_model(path: str, body: dict[str, str], encoders: SimpleNamespace,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, original = list[Item](), Encoder.submit
+
+    def noted(self: Encoder, items: Any, *more: Any, **options: Any) -> Any:
+        seen.extend(items)
+        return original(self, items, *more, **options)
+
+    monkeypatch.setattr(Encoder, "submit", noted)
+    with running(encoders.services, LIMITS) as http:
+        for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+            answer = http.post(path, json={**body, **salt})
+            assert answer.status_code == 200 and "x-deltic-ignored" not in answer.headers, answer.text
+        assert http.post(path, json={**body, "cache_salt": ""}).status_code == 400
+    assert len({item.cache_salt for item in seen}) == 3 and not seen[0].cache_salt
+
+
 def test_too_much_at_once(encoders: SimpleNamespace, tmp_path: Path) -> None:
     with Encoder(encoders.vectors.name, limits=Limits(max_live_tokens=100)) as encoder:
-        first = encoder.submit(encoder.text_items(["w1 w2 w3"] * 2000))
+        first = encoder.submit(encoder.text_items(["w1 w2 w3"] * 2000), client="127.0.0.1")
         with running([EmbeddingService("v", encoder)], LIMITS) as http:
             answer = http.post("/v1/embeddings", json={"input": ["w1"] * 20})
         assert answer.status_code == 503 and "max_live_tokens" in answer.text and answer.headers["retry-after"]
@@ -316,7 +335,7 @@ def test_a_server_that_ends_answers_what_runs(encoders: SimpleNamespace, beside:
         asking = threading.Thread(target=lambda: found.append(
             httpx.post(url, json={"input": ["w1 w2"] * 1000}, timeout=30)))
         asking.start()
-        while not any(job.taken for job in tuple(encoder.batcher._jobs) if len(job.items) == 1000):
+        while not any(job.taken for job in tuple(encoder.batcher._unfinished) if len(job.items) == 1000):
             time.sleep(0.001)
         server.should_exit = True
         asking.join(30)

@@ -14,6 +14,7 @@ from functools import cache
 from ssl import SSLContext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 from openai import OpenAI
@@ -175,15 +176,30 @@ class Served:
         return self.bridge._loop
 
     @contextmanager
-    def lateness(self) -> Iterator[list[float]]:
-        """By how many seconds the event loop was late, each time that it was asked to be there."""
+    def clock(self) -> Iterator[Callable[[float], None]]:
+        """Stops the event loop's clock; gives what moves it on by some seconds."""
+        loop, now = self.loop, self.loop.time()
+
+        def advance(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+            loop.call_soon_threadsafe(lambda: None)
+
+        with patch.object(loop, "time", lambda: now):
+            yield advance
+        loop.call_soon_threadsafe(lambda: None)
+
+    @contextmanager
+    def lateness(self, clock: Callable[[], float] = time.monotonic) -> Iterator[list[float]]:
+        """Seconds between two turns of the event loop, of which there is one every 10 ms where nothing holds it up.
+        clock: time.process_time where the loop could be held up by computing, as other processes do not count then."""
         late: list[float] = []
 
         async def beat() -> None:
             while True:
-                due = self.loop.time() + 0.01
+                before = clock()
                 await asyncio.sleep(0.01)
-                late.append(self.loop.time() - due)
+                late.append(clock() - before)
 
         beating = asyncio.run_coroutine_threadsafe(beat(), self.loop)
         try:

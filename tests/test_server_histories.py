@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,8 @@ from deltic.server.content import ContentReader
 from deltic.server.documents import DocumentTexts, digest
 from deltic.server.fields import IGNORED_HEADER
 from deltic.text.chat_processor import ChatProcessor
+from deltic.vision.decoder_process import DecoderProcess
+from deltic.vision.documents import reader_process
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 pytestmark = pytest.mark.usefixtures("script_server")
@@ -248,7 +251,7 @@ def test_a_client_may_try_with_no_input_whether_somebody_is_there() -> None:
 def test_a_document_is_read_once_for_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[bytes] = []
 
-    def counted(data: bytes, limits: Limits, field: str) -> str:
+    def counted(data: bytes, limits: Limits, field: str, process: DecoderProcess) -> str:
         reads.append(data)
         if b"bad" in data:
             raise RequestError(f"{field} is damaged", field)
@@ -257,20 +260,20 @@ def test_a_document_is_read_once_for_its_owner(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("deltic.server.documents.pdf_text", counted)
     documents = DocumentTexts()
     for owner in ("me", "me", "you", None, "me"):
-        assert len(str(documents.read(owner, [b"a", b"a"], Limits())[digest(b"a")])) == 4_000_000
+        assert len(str(documents.read(owner, [b"a", b"a"], Limits(), reader_process())[digest(b"a")])) == 4_000_000
     assert len(reads) == 3
     for _ in range(2):
-        assert str(documents.read("me", [b"bad"], Limits())[digest(b"bad")]) == "is damaged"
+        assert str(documents.read("me", [b"bad"], Limits(), reader_process())[digest(b"bad")]) == "is damaged"
     assert len(reads) == 4
-    documents.read("me", [b"b"], Limits())
-    documents.read("you", [b"a"], Limits())  # the least recently used had to go
-    assert reads[4:] == [b"b", b"a"]
+    for owner, data in (("me", b"b"), ("you", b"a"), (None, b"a"), ("me", b"a")):
+        documents.read(owner, [data], Limits(), reader_process())
+    assert reads[4:] == [b"b", b"a"], "the least recently used of the owner with most had to go"
 
 
 def test_all_documents_of_a_request_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, given = [0.0], list[float]()
 
-    def slow(data: bytes, limits: Limits, field: str) -> str:
+    def slow(data: bytes, limits: Limits, field: str, process: DecoderProcess) -> str:
         given.append(limits.document_seconds)
         now[0] += limits.document_seconds
         raise RequestError(f"{field} takes too long", field)
@@ -279,7 +282,7 @@ def test_all_documents_of_a_request_share_their_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("deltic.server.documents.monotonic", lambda: now[0])
     documents = DocumentTexts()
     data = [bytes([index]) for index in range(9)]
-    texts = documents.read("me", data, Limits(document_seconds=2.0))
+    texts = documents.read("me", data, Limits(document_seconds=2.0), reader_process())
     assert given == [2.0, 2.0, 2.0] and texts.keys() == {digest(each) for each in data[:3]}
     reader = ContentReader(True, False, texts.get)
     part = {"type": "document", "source": {"type": "base64", "data": PDF}}  # there was no time for this one
@@ -293,7 +296,7 @@ def test_documents_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     requests one is at it at a time."""
     go, reading = threading.Event(), list[bytes]()
 
-    def slow(data: bytes, limits: Limits, field: str) -> str:
+    def slow(data: bytes, limits: Limits, field: str, process: DecoderProcess) -> str:
         reading.append(data)
         assert go.wait(30)
         return "It says so."
@@ -312,6 +315,31 @@ def test_documents_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
             go.set()
         assert [future.result().status_code for future in asking] == [200] * 10
     assert len(reading) == 10
+
+
+def test_documents_are_given_up_when_their_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that reads the first is killed, no other one is read, and nothing is kept of either."""
+    begun, processes, reads = threading.Event(), list[DecoderProcess](), list[RequestError | str]()
+
+    def noted(data: bytes, limits: Limits, field: str, process: DecoderProcess) -> str:
+        processes.append(process)
+        begun.set()
+        try:
+            process.call(time.sleep, 60, seconds=60, limit="document_seconds")  # uses no processor time
+        except RequestError as error:
+            reads.append(error)
+            raise
+        return "read"
+
+    monkeypatch.setattr("deltic.server.documents.pdf_text", noted)
+    files = [base64.b64encode(b"%PDF- left " + bytes([65 + index])).decode() for index in range(3)]
+    turn = {"role": "user", "content": [file_part(CHAT, data, "a.pdf") for data in files]}
+    with scripted("Yes.") as (served, _):
+        with served.send(CHAT, messages=[turn]):
+            assert begun.wait(60)
+        wait_until(lambda: bool(reads))
+        assert served.post(CHAT, messages=USER).status_code == 200
+        assert len(processes) == 1 and processes[0].closed and isinstance(reads[0], RequestError)
 
 
 def test_a_document_of_a_response_before_is_read_again() -> None:

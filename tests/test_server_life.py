@@ -148,19 +148,23 @@ def test_a_second_signal_takes_the_grace_away() -> None:
         stream.close()
 
 
-@pytest.mark.alone
 def test_big_prompts_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Scripted("one")
+    engine, begun, go = Scripted("one"), threading.Event(), threading.Event()
     with serving(engine.model()) as served:
         processor = tiny().chat_processor
-        monkeypatch.setattr(processor, "complete",
-                            lambda *given: time.sleep(1) or type(processor).complete(processor, *given))
+
+        def complete(*given: Any) -> Any:
+            begun.set()
+            assert go.wait(30)
+            return type(processor).complete(processor, *given)
+
+        monkeypatch.setattr(processor, "complete", complete)
         slow = threading.Thread(target=served.post, args=("/v1/completions",), kwargs={"prompt": "x"})
         slow.start()
-        time.sleep(0.2)
-        began = time.monotonic()
+        assert begun.wait(30)
         assert served.client.chat.completions.create(model="tiny", messages=USER).choices[0].message.content == "one"
-        assert time.monotonic() - began < 0.6
+        assert slow.is_alive()
+        go.set()
         slow.join()
 
 

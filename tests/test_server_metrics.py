@@ -152,7 +152,7 @@ def test_the_page_of_the_server_names_all_metrics_and_no_others() -> None:
     experts = ExpertStatistics((1,), (1,), 1, 1, 1, 1, 1, 1.0, 1.0)
     now = snapshot(tiny().engine)
     tiers = (*now.tiers, Tier("disk", 0, 0, 0, 0, 0, 0))
-    encoder = SimpleNamespace(batcher=SimpleNamespace(texts=0, tokens=0, batches=0, waiting=0))
+    encoder = SimpleNamespace(batcher=SimpleNamespace(texts=0, tokens=0, batches=0, waiting=0, displaced=0))
     services = Services((EmbeddingService("m", encoder),), Intake(Limits()))  # type: ignore[arg-type]
     pages = (exposition({"m": replace(now, experts=experts, tiers=tiers)}, {200: 1}), services.metrics(),
              ended_early({"m": SimpleNamespace(displaced=0, unread=0)}))

@@ -154,6 +154,35 @@ def test_an_answer_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {start, end, pad} <= set(request.output.stop_token_ids)  # type: ignore[union-attr]
 
 
+def test_a_salt_of_ollama_s_clients_is_honoured() -> None:
+    user = [{"role": "user", "content": "Hi"}]
+    for path, body in (("/api/chat", {"messages": user}), ("/api/generate", {"prompt": "Hi"}),
+                       ("/api/generate", {"prompt": "Hi", "raw": True})):
+        with scripted("x") as (served, engine):
+            for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+                answer = served.post(path, stream=False, **body, **salt)
+                assert answer.status_code == 200 and "x-deltic-ignored" not in answer.headers, answer.text
+            assert len({request.cache_salt for request in engine.seen[-3:]}) == 3
+
+
+def test_a_text_to_fill_in_begins_as_the_tokenizer_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /v1/completions does: a bos token before all, once, and none around token ids or without special tokens."""
+    tokenizer = tiny().chat_processor.tokenizer
+    form = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+    monkeypatch.setattr("deltic.text.infill._FORMS", (form,))
+    bos = tokenizer.added["<|endoftext|>"]
+    monkeypatch.setitem(tokenizer.__dict__, "around", ([bos], [7]))
+    start, end, pad = (tokenizer.added[token] for token in form)
+    plain, behind = tokenizer.encode("def f("), tokenizer.encode("return 1")
+    asked: list[tuple[dict[str, Any], list[int]]] = [
+        ({"prompt": "def f("}, [bos]), ({"prompt": "<|endoftext|>def f("}, [bos]), ({"prompt": plain}, []),
+        ({"prompt": "def f(", "add_special_tokens": False}, [])]
+    with scripted("x") as (served, engine):
+        for body, before in asked:
+            assert served.post(TEXT, suffix="return 1", **body).status_code == 200
+            assert engine.seen[-1].prompt == (*before, start, *plain, end, *behind, pad), body
+
+
 @pytest.mark.parametrize("form", [("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
                                   ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>",
                                    "<\uff5cfim\u2581end\uff5c>")])

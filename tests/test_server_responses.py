@@ -442,6 +442,19 @@ def test_the_store_is_bounded() -> None:
     assert store.delete("f") and not store.delete("f") and store.get("f") is None
 
 
+def test_an_owner_does_not_push_out_another_ones_responses() -> None:
+    store = ResponseStore(Limits(max_stored_responses=10, max_stored_mib=1), None)
+
+    def put(id: str, owner: str) -> None:
+        store.put(id, json.dumps({**json.loads(record(id)), "owner": owner}).encode(), owner)
+
+    put("a", "quiet")
+    for number in range(30):
+        put(f"f{number}", "flood")
+    assert store.get("a", "quiet") and store.get("a", "flood") is None and store.get("f3", "flood") is None
+    assert store.get("f29", "flood") and not store.delete("f29", "quiet")
+
+
 def test_chains() -> None:
     store = ResponseStore(Limits(), None)
     store.put("a", record("a"))

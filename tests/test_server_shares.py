@@ -68,9 +68,11 @@ def test_prompts_of_one_client_do_not_hold_up_others(pad: int, monkeypatch: pyte
 def test_grammars_of_one_client_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(monkeypatch, grammar_module, "_compile")
     with serving(tiny(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
+            as_client(served, "key-a") as same, \
             flooding(served, block, CHAT, messages=USER, max_tokens=1, guided_choice=["SLOW"]):
         plain = {"messages": USER, "max_tokens": 2}
         assert other.post(CHAT, json=plain).status_code == 200
+        assert same.post(CHAT, json=plain, timeout=30).status_code == 200, "nor the client's own without a grammar"
         formed = other.post(CHAT, json={**plain, "guided_choice": ["yes", "no"]})
         assert formed.status_code == 200, formed.text
 

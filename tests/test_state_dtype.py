@@ -132,6 +132,7 @@ def run(ops: Ops, case: Case, dtype: torch.dtype, view: StateView) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["torch", "ref", "cpu"])
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.covering
 def test_states_are_rounded_once_where_they_are_written(case: Case, backend: str) -> None:
     """And nothing else is: as in float64 from the same states, rounded in the end."""
     view = narrow(state_view(case, torch.float32))

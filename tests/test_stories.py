@@ -49,7 +49,8 @@ PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime, "moe
 """Who answers the same: a head drafts, and leaves the rest as it is."""
 OTHER = {**dict.fromkeys(PLAIN, qwen3_runtime), "qwen3": odd_runtime}
 TOLERANCE, FAST, FLYING, DEFERRING, MIXED, SLOW, GROUP = (
-    2e-3, (*range(50, 120), 412), range(1500, 1540), range(1600, 1630), range(700, 712), 1500, 50)
+    2e-3, (*range(50, 60), 64, 66, 77, 78, 81, 114, 119, 412), range(1500, 1515),
+    (1600, 1605, 1611, 1617, 1618, 1625, 1627, 1628), range(700, 706), 1500, 50)
 
 
 def alone(story: Story) -> Answers:

@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, create_model
-from test_server_harness import Served, serving, tiny
+from test_server_harness import Served, scripted, serving, tiny
 
 from deltic import LLM, SamplingParams
 from deltic.errors import RequestError
-from deltic.text.tools import PARSERS
+from deltic.text.call_grammar import Calls, call_parts
+from deltic.text.grammar import Grammars
+from deltic.text.tools import PARSERS, QWEN, CallForm
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -120,6 +122,7 @@ KEPT: dict[str, Any] = {
 
 @pytest.mark.parametrize("parser", ["qwen", "json", "minimax"])
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.covering
 def test_strict_tools_keep_their_schemas(name: str, parser: str, served: dict[str, Served]) -> None:
     seen = 0
     for attempt, temperature in enumerate((0.0, 1.5, 0.7, 1.0), 1):  # a few more where long texts never ended
@@ -252,7 +255,7 @@ def check_made(served: dict[str, Served], seed: int) -> int:
 
 
 def test_calls_fit_what_pydantic_writes(served: dict[str, Served]) -> None:
-    assert sum(check_made(served, seed) for seed in range(40)) > 20
+    assert sum(check_made(served, seed) for seed in range(15)) > 7
 
 
 @pytest.mark.slow
@@ -270,3 +273,74 @@ def test_decimals_are_left_to_the_model_where_the_tool_is_not_strict(served: dic
     assert called(served["auto"], PRICE, strict=False) is not None
     with pytest.raises(RequestError, match="look-around"):
         called(served["auto"], PRICE)
+
+
+# Values that hold closing tags
+
+
+def written(form: CallForm, *parameters: tuple[str, str]) -> str:
+    """A call as its form writes it."""
+    assert form.parameter
+    inner = "".join(f"{form.parameter[0]}{key}{form.parameter[1]}{value}{form.parameter_end}"
+                    for key, value in parameters)
+    return f"{form.opening}{form.function[0]}f{form.function[1]}{inner}{form.function_end}{form.closing}"
+
+
+def may_be_written(form: CallForm, schema: Any, text: str, strict: bool = True) -> bool:
+    calls = Calls(form, {0: tool(schema, strict)["function"]}, needed=True)
+    tokenizer = tiny().chat_processor.tokenizer
+    pending = Grammars(tokenizer).grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
+    pending.compile()
+    matcher = pending.grammar.matcher()
+    return bool(matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting())
+
+
+FILES = closed(path={"type": "string"}, content={"type": "string"}, mode={"type": "integer"})
+OPTIONAL = {"type": "object", "properties": {key: {"type": "string"} for key in "abc"}, "required": ["b"],
+            "additionalProperties": False}
+XML = "<a>\n</parameter>\n<b/>\n</parameter>\nend </parameter>, </function>"
+
+
+def test_a_text_may_hold_closing_tags() -> None:
+    """It ends only where another parameter or the function's end follows; the reader gives the same text."""
+    last = closed(content={"type": "string"})
+    for value in (XML, "\n</parameter>\n", "</parameter>", "a\n</parameter>\n\n</function>\n"):
+        for first, second in ((value, "c"), ("p", value)):
+            whole = written(QWEN, ("path", first), ("content", second), ("mode", "3"))
+            assert may_be_written(QWEN, FILES, whole), value
+        assert may_be_written(QWEN, last, written(QWEN, ("content", value))), value
+
+
+@pytest.mark.usefixtures("script_server")
+def test_the_reader_gives_a_text_with_closing_tags_back() -> None:
+    for value in (XML, "\n</parameter>\n", "</parameter>", "x\n</parameter>\ny", "a\n</parameter>\n\n</function>\nb"):
+        with scripted(written(QWEN, ("path", value), ("content", value), ("mode", "3"))) as (served, _):
+            answer = served.post("/v1/chat/completions", messages=QUESTION, tools=[tool(FILES)]).json()
+        call, = answer["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"path": value, "content": value, "mode": 3}
+        assert not answer["choices"][0]["message"]["content"]
+
+
+def test_what_would_end_a_text_elsewhere_is_not_written_within() -> None:
+    """Nothing is cut without a word: such a token is never drawn."""
+    last = closed(content={"type": "string"})
+    assert not may_be_written(QWEN, last, written(QWEN, ("content", "a\n</parameter>\n<parameter=content>\nb")))
+    assert not may_be_written(QWEN, FILES, written(QWEN, ("path", "a\n</parameter>\n</function>\nb"),
+                                                   ("content", "c"), ("mode", "3")))
+
+
+def test_a_text_that_has_to_match_holds_no_closing_tag() -> None:
+    """It cannot be cut: the tag is not written."""
+    short = closed(content={"type": "string", "maxLength": 40})
+    assert may_be_written(QWEN, short, written(QWEN, ("content", "a <b> </c>")))
+    assert not may_be_written(QWEN, short, written(QWEN, ("content", "a\n</parameter>\nb")))
+
+
+def test_which_parameters_may_follow_each_other() -> None:
+    """In the order of the schema, those that are required always, each once."""
+    for keys, fits_ in (("b", True), ("ab", True), ("abc", True), ("bc", True), ("", False), ("a", False),
+                        ("ac", False), ("ba", False), ("bb", False), ("cb", False)):
+        text = written(QWEN, *((key, "x") for key in keys))
+        assert may_be_written(QWEN, OPTIONAL, text) == fits_, keys
+    assert may_be_written(QWEN, closed(), written(QWEN))
+    assert not may_be_written(QWEN, FILES, written(QWEN, ("path", "p"), ("content", "c"), ("mode", "x")))

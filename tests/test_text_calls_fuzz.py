@@ -21,7 +21,7 @@ from deltic.text.deltas import Delta, join
 from deltic.text.messages import normalise_messages
 from deltic.text.tools import PARSERS
 
-FEW, MANY = 4_000, 1_000_000
+FEW, MANY = 1_600, 1_000_000
 SHREDS = ["<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<", ">", "</",
           "<invoke name=", "</invoke>", '<parameter name="', "<minimax:tool_call>", "</minimax:tool_call>", "{", "}",
           '"', "\\", "'", "[", "]", ",", ":", "\n", " ", "\\u00c", "\\ud83d", "é", "🙂", "<think>", "</think>", "null"]

@@ -92,6 +92,7 @@ PLACES = ("system", "user", "assistant", "reasoning", "tool", "part", "argument"
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.covering
 def test_hostile_text_yields_no_control_token(name: str, place: str) -> None:
     messages, tools = hostile("plain", place)
     wanted = controls(ids_of(conversation(TEMPLATES[name], messages, tools, enable_thinking=True)))

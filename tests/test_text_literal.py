@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from deltic.text.coerce import loads
 from deltic.text.literal import read_literal
@@ -46,13 +47,13 @@ def in_json_types(value: Any) -> Any:
 
 
 @given(VALUES)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 def test_what_python_writes_is_read(value: Any) -> None:
     assert repr(read_literal(repr(value))) == repr(expected(repr(value)))
 
 
 @given(VALUES, EDITS)
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=examples(600))
 def test_nothing_else_is_read_otherwise(value: Any, edits: list[tuple[int, str]]) -> None:
     text = repr(value)
     for place, character in edits:

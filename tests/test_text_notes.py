@@ -10,6 +10,7 @@ from hashlib import blake2b
 from threading import Event
 
 from deltic.text.notes import RIVALS, Note, Notebook, digest_of, pack, unpack
+from deltic.text.owned_entries import OwnedEntries
 
 IDS = array("i", [1, 2, 3000])
 NOTE = Note("é", "", (("f", '{"a": "\\ud800"}'),), IDS, digest_of(IDS), "ab", 2, 1, ("", "12"), True)
@@ -53,6 +54,29 @@ def test_memory_is_bounded_and_the_least_used_goes_first() -> None:
     for _ in range(10):
         book.put("d", long)
     assert book.find("a"), "putting a note again makes nothing heavier"
+
+
+def test_an_owner_does_not_push_out_another_ones_notes() -> None:
+    book, long = Notebook(None, 5000, limit=8000), note(*range(1000))
+    for key in "ab":
+        book.put(key, long, "quiet")
+    for number in range(50):
+        book.put(f"flood {number}", long, "flood")
+    assert all(book.find(key, "quiet") for key in "ab") and not book.find("a") and not book.find("flood 3", "flood")
+    assert book.find("flood 49", "flood") and not book.find("flood 49", "quiet")
+
+
+def test_entries_within_a_weight_and_a_count() -> None:
+    kept = OwnedEntries[str](10, 4)
+    assert kept.put("a", "x", "1", 3) == [] and kept.put("a", "y", "2", 3) == []
+    assert kept.get("a", "x") == "1", "used last from now on"
+    assert kept.put("b", "z", "3", 5) == [("a", "y", "2")]
+    assert kept.put("b", "z", "4", 6) == [] and kept.get("b", "z") == "4"
+    assert kept.put("c", "big", "5", 11) == [("c", "big", "5")], "alone too heavy"
+    for key in "123":
+        kept.put("c", key, key, 0)
+    assert kept.get("c", "1") is None and kept.get("a", "x") == "1" and kept.get("b", "z") == "4"
+    assert kept.pop("b", "z") == "4" and kept.pop("b", "z") is None and kept.get("b", "z") is None
 
 
 def test_rivals_leave_memory_together_and_are_not_forgotten() -> None:

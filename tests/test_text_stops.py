@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_text_support import EOS, Vocabulary, splits
 
 from deltic.text.deltas import Region, join
@@ -59,7 +60,7 @@ def test_every_split(text: str, stops: tuple[str, ...], kept: str) -> None:
     st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
     st.lists(st.integers(0, 14)),
 )
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 def test_random_texts_against_the_reference(text: str, stops: list[str], cuts: list[int]) -> None:
     vocabulary = Vocabulary()
     router = text_router(vocabulary, stops)
@@ -72,7 +73,7 @@ def test_random_texts_against_the_reference(text: str, stops: list[str], cuts: l
     st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=8),
     st.integers(0, 12),
 )
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 def test_a_scanner_holds_back_exactly_what_may_become_a_stop(
     pieces: list[str], stops: list[str], flushed: int
 ) -> None:

@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_text_support import EOS, MARKERS, Vocabulary, splits
 
 from deltic.text.deltas import Answer, Delta, Region, join
@@ -81,7 +82,7 @@ def test_every_split_of_bytes_decodes_as_the_whole(data: bytes) -> None:
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(0, 40), max_size=12))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_random_bytes_decode_as_the_whole(data: bytes, cuts: list[int]) -> None:
     vocabulary = Vocabulary()
     tokens = vocabulary.encode(data, cuts)
@@ -134,13 +135,14 @@ def test_every_split_of_a_text_with_spelled_markers(text: str) -> None:
 WITH_CALL = f"why\n</think>\n\nLet me: é\n\n{CALL}\n{CALL}"
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("markers", [True, False])
-def test_every_three_cuts_of_a_text_with_calls(markers: bool) -> None:
+def test_any_three_cuts_of_a_text_with_calls(markers: bool, step: int) -> None:
     text = f"w\n</think>\n\né\n\n{CALL}"
     expected = answer(text, "reasoning", TOOLS, markers=markers, cuts=())
     assert (expected.reasoning, expected.content) == ("w", "é")
     assert [(call.name, call.arguments) for call in expected.calls] == [("add", '{"a": 5}')]
-    for cuts in combinations(range(1, len(text.encode()), 2), 3):
+    for cuts in combinations(range(1, len(text.encode()), step), 3):
         assert answer(text, "reasoning", TOOLS, markers=markers, cuts=cuts) == expected
 
 
@@ -178,7 +180,7 @@ FRAGMENTS = st.sampled_from(
     st.sampled_from(["content", "reasoning"]),
     st.sampled_from([(), ("stop",), ("op\n", "stop")]),
 )
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=examples(600))
 def test_random_texts_route_alike_however_cut(
     text: str, cuts: list[int], markers: bool, tools: bool, start: Region, stop: tuple[str, ...]
 ) -> None:
@@ -191,7 +193,7 @@ def test_random_texts_route_alike_however_cut(
 
 
 @given(st.lists(FRAGMENTS, max_size=12).map("".join))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_nothing_but_whitespace_and_markers_is_lost(text: str) -> None:
     """Without tools, all characters but the think markers and whitespace come out, in order."""
     result = answer(text)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from support import examples
 from test_text_support import QWEN_LIKE
 
 from deltic.errors import RequestError, TemplateError
@@ -122,6 +123,7 @@ NAMES = ["self", "context", "environment", "caller", "varargs", "kwargs", "args"
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [1, "x", [], {"a": 1}, False])
+@pytest.mark.covering
 def test_variables_may_have_any_name(name: str, value: Any) -> None:
     template = ChatTemplate(TINY_TEMPLATE)
     try:
@@ -131,7 +133,7 @@ def test_variables_may_have_any_name(name: str, value: Any) -> None:
 
 
 @given(st.dictionaries(st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=3)))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_variables_of_any_kind(variables: dict[str, Any]) -> None:
     ChatTemplate("{{ messages[0].content }}").render(MESSAGES, None, True, **variables)
 
@@ -187,7 +189,7 @@ def plain_jinja(source: str) -> str | None:
 
 
 @given(st.lists(st.tuples(STATEMENTS, EXPRESSIONS), min_size=1, max_size=2))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 def test_what_jinja_renders_is_rendered(parts: list[tuple[str, str]]) -> None:
     blocks = [statement.replace("X", expression).replace("block b", f"block b{index}")
               for index, (statement, expression) in enumerate(parts)]

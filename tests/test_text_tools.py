@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_text_support import read_calls
 
 from deltic.text.coerce import coerce, dumps, loads
@@ -226,7 +227,7 @@ ODD = st.sampled_from(
 
 
 @given(st.one_of(st.lists(ODD, max_size=25).map("".join), st.text(max_size=30)))
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=examples(600))
 def test_nothing_raises_and_arguments_are_objects(text: str) -> None:
     assert all(name and isinstance(json.loads(arguments), dict) for name, arguments in read_calls(text, SCHEMAS))
 
@@ -239,7 +240,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_json_and_python_spellings_are_read_alike(value: Any) -> None:
     assert loads(dumps(value)) == value
     assert loads(repr(value)) == value
@@ -251,7 +252,7 @@ def test_json_and_python_spellings_are_read_alike(value: Any) -> None:
     st.booleans(),
     st.dictionaries(st.text(), st.integers()),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_rendered_arguments_come_back(text: str, count: int, flag: bool, data: dict[str, int]) -> None:
     arguments = {"text": text, "count": count, "flag": flag, "data": data}
     rendered = [

@@ -422,11 +422,11 @@ def test_stored_head_drafts_what_the_model_says(trunk):
         weight.fill_(torch.nan)
     model.load_head(head, MODEL)
     whole, = train_head.heldout_batches(MODEL, 1)
-    some = whole.said < 6 * whole.ids.shape[1]
-    part = batches.Batch(whole.ids[:6], whole.place[:6], whole.said[some], whole.labels[some])
+    some = whole.said < 2 * whole.ids.shape[1]
+    part = batches.Batch(whole.ids[:2], whole.place[:2], whole.said[some], whole.labels[some])
     parts = train_head.hits(trunk, head, part)
     room, right = (counts.sum((1, 2)) for counts in parts)
-    assert (room > 300).all()
+    assert (room > 100).all()
     assert (right / room > 0.97).all()
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support import examples
 from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -619,7 +620,7 @@ def load_or_refuse(path, config):
         assert len(file.keys()) == len(expected_tensors(config))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(cut=st.integers(0, 1 << 20))
 def test_any_truncation_is_refused(small, cut):
     config, content, path = small
@@ -628,7 +629,7 @@ def test_any_truncation_is_refused(small, cut):
         load_directory(path, config)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(data=st.data())
 def test_any_corruption_is_loaded_or_refused(small, data):
     config, content, path = small
@@ -640,7 +641,7 @@ def test_any_corruption_is_loaded_or_refused(small, data):
     load_or_refuse(path, config)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(data=st.data())
 def test_any_corruption_of_a_pickle_is_loaded_or_refused(small_pickle, data):
     config, content, path = small_pickle

@@ -6,29 +6,24 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from deltic.artifacts.options import check_compiled
 from deltic.artifacts.program import Program, ProgramInfo
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.operations import CopyPage, CopySlot, Operation, PoolSizes
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.prefix import Door
-from deltic.config import AUTO, EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.errors import ConfigError
 from deltic.ops import Ops, select
 from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
-
-_COMPILED: Final = ("device", "dtype", "kv_dtype", "state_dtype", "quant", "packed_weights", "batch_invariant",
-                    "debug_layers", "cache_dir", "host_memory", "aot_dir", "mmproj", "expert_memory", "expert_cap",
-                    "gpu_memory_utilization")
-"""Options of the engine that are of no use for a program: what they say is compiled in, or lies where nobody else can
-reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +184,7 @@ def model_of(program: Program, name: str, options: EngineConfig) -> ProgramModel
 
 
 def _checked(options: EngineConfig, info: ProgramInfo) -> EngineConfig:
-    plain = EngineConfig(device="cpu" if options.device == "cpu" else AUTO)  # where programs run
-    for name in _COMPILED:
-        if getattr(options, name) != getattr(plain, name):
-            raise ConfigError(f"{name}={getattr(options, name)} has no meaning for a compiled program: leave it out, "
-                              "or load the model itself", name)
+    check_compiled(options)
     if options.speculate not in ("auto", "off"):
         raise ConfigError(f"speculate={options.speculate} is not possible: a compiled program verifies no drafts",
                           "speculate")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Kind = Literal["executorch", "tvm"]
 LIBRARIES: Final = ("rt.so", "rt.dylib", "rt.dll", "lib*.so", "lib*.dylib", "lib*.dll")
 """How the library of a TVM directory may be named; the first that is there is taken."""
+OBJECTS: Final = "rt.tar"
+"""What stands for the library where nothing could link it: its objects."""
 
 
 def kind_of(path: str | Path) -> Kind | None:
@@ -24,7 +26,7 @@ def kind_of(path: str | Path) -> Kind | None:
     try:
         if path.is_file() and path.suffix.lower() == ".pte":
             return "executorch"
-        if path.is_dir() and any(next(path.glob(name), None) for name in LIBRARIES):
+        if path.is_dir() and any(next(path.glob(name), None) for name in (*LIBRARIES, OBJECTS)):
             return "tvm"
     except (OSError, ValueError):  # no path at all, such as a long prompt
         pass

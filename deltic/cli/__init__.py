@@ -104,12 +104,12 @@ def command_parser(name: str) -> Parser:
     """The parser of one command's arguments."""
     module = import_module(f"deltic.cli.{name}")
     parser = Parser(f"deltic {name}", description=module.HELP, add_help=False)
-    parser.add_argument("-h", "--help", action=ShowHelp, show=Parser.format_short_help, help="show this and end")
+    parser.add_argument("-h", "--help", action=ShowHelp, show=Parser.format_short_help, help="show this help and exit")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens, to stderr")
     parser.set_defaults(run=module.run)
     module.add(parser)
     if any(map(is_advanced, parser._actions)):
-        parser.add_argument("--help-all", action=ShowHelp, show=Parser.format_help, help="show all options and end")
+        parser.add_argument("--help-all", action=ShowHelp, show=Parser.format_help, help="show all options and exit")
     return parser
 
 

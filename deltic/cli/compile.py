@@ -7,14 +7,20 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deltic.artifacts.extras import need
-from deltic.artifacts.opening import LIBRARIES
+from deltic.artifacts.opening import LIBRARIES, OBJECTS
 from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import table
 from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
 from deltic.errors import ModelError
+
+if TYPE_CHECKING:
+    from deltic.artifacts.tvm.compiler import Compiled
 
 HELP = "Compile a model with TVM into a directory that `deltic run`, `chat` and `serve` take."
 
@@ -22,12 +28,13 @@ HELP = "Compile a model with TVM into a directory that `deltic run`, `chat` and 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="MODEL", type=text,
                         help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny: dense "
-                             "Qwen3.5 or Qwen3")
+                             "Qwen3.5 or Qwen3, or an encoder of the BERT family such as BAAI/bge-m3")
     parser.add_argument("-o", "--output", metavar="DIR", type=path_name,
-                        help="the directory to make (default: ~/.cache/deltic/compiled/MODEL--TARGET--cpu)")
+                        help="the directory to make (default: ~/.cache/deltic/compiled/MODEL--TARGET--DEVICE)")
     parser.add_argument("--target", default="llvm", metavar="TARGET", type=text,
-                        help='for which processor: llvm, this one (default), or another, such as "llvm '
-                             '-mcpu=x86-64-v3"')
+                        help='for which processor or GPU: llvm, this processor (default); "llvm -mcpu=x86-64-v3"; '
+                             '"llvm -mtriple=aarch64-linux-android"; "cuda -arch=sm_90", metal, opencl, rocm, vulkan, '
+                             'where TVM can')
     parser.add_argument("--dtype", default="float32", type=_format, metavar="DTYPE",
                         help="how matrices are stored: float32 (default) or float16; all else is float32")
     parser.add_argument("--generation", type=_generation, metavar="GEN",
@@ -46,28 +53,51 @@ def run(args: argparse.Namespace) -> int:
     need("tvm")
     folder = _folder(args)
     from deltic.artifacts.sidecar import sidecar_files
-    from deltic.artifacts.tvm.compiler import compile_model, find_target, parameter_bytes
-    from deltic.weights.hub import open_model
+    from deltic.artifacts.tvm.targets import find_goal
+    from deltic.encoders.compiled_files import encoder_files
     from deltic.weights.writing import check_room, replacing_files
 
-    find_target(args.target)  # before anything is downloaded
-    started, files = time.perf_counter(), open_model(args.source, args.revision)
-    check_room(folder, parameter_bytes(files.config, args.dtype), "make room, or choose another place")
-    with replacing_files(folder, lambda place: [*_compiled(place), *sidecar_files(place)]) as made:
-        written = compile_model(files, made, generation=args.generation, dtype=args.dtype, target=args.target,
-                                max_context=args.max_context, chunk=args.prefill_chunk)
-    facts = {"path": str(folder), "library_bytes": written.library, "parameter_bytes": written.parameters,
-             "seconds": round(time.perf_counter() - started, 2)}
+    goal = find_goal(args.target)  # before anything is downloaded
+    started = time.perf_counter()
+    size, write = _opened(args)
+    check_room(folder, size, "make room, or choose another place")
+    with replacing_files(folder, lambda place: [*_compiled(place), *sidecar_files(place), *encoder_files(place)]
+                         ) as made:
+        written = write(made)
+    facts = {"path": str(folder), "library": goal.library, "device": goal.device, "library_bytes": written.library,
+             "parameter_bytes": written.parameters, "seconds": round(time.perf_counter() - started, 2)}
     print(json.dumps(facts, ensure_ascii=False) if args.json else table(facts))
     return 0
+
+
+def _opened(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]]:
+    """Bytes of the parameters, at least, and what compiles the model into a directory."""
+    from deltic.artifacts.tvm.compiler import compile_model, parameter_bytes
+    from deltic.encoders.compile import compile_encoder, encoder_bytes
+    from deltic.encoders.open import open_stored
+    from deltic.weights.hub import open_model, resolve
+
+    common = {"dtype": args.dtype, "target": args.target}
+    stored = open_stored(resolve(args.source, args.revision))
+    if stored is not None:
+        if args.generation or args.max_context:
+            raise UsageError("--generation and --max-context are for language models: leave them out")
+        return encoder_bytes(stored, args.dtype), partial(compile_encoder, stored, **common)
+    files = open_model(args.source, args.revision)
+    return parameter_bytes(files.config, args.dtype), partial(
+        compile_model, files, generation=args.generation, max_context=args.max_context, chunk=args.prefill_chunk,
+        **common)
 
 
 def cache_folder(model: str, target: str) -> Path:
     """Where what is compiled goes if nobody says where: MODEL--TARGET--DEVICE, a hub name's slash written as two
     dashes."""
+    from deltic.artifacts.tvm.targets import KINDS
+
     base = os.environ.get("XDG_CACHE_HOME")
     name = model if model.count("/") == 1 and not os.path.exists(model) else Path(model).resolve().name
-    kept = (re.sub(r"[^\w.=-]+", "_", part.replace("/", "--")) for part in (name, target.strip(), "cpu"))
+    device = KINDS.get(target.partition(" ")[0], "cpu")
+    kept = (re.sub(r"[^\w.=-]+", "_", part.replace("/", "--")) for part in (name, target.strip(), device))
     return (Path(base) if base else Path.home() / ".cache") / "deltic" / "compiled" / "--".join(kept)
 
 
@@ -85,7 +115,7 @@ def _folder(args: argparse.Namespace) -> Path:
 
 def _compiled(folder: Path) -> list[Path]:
     """What a directory holds of a compiled model."""
-    return [path for name in (*LIBRARIES, "params_shard_*.bin", "*-cache.json") for path in folder.glob(name)]
+    return [path for name in (*LIBRARIES, OBJECTS, "params_shard_*.bin", "*-cache.json") for path in folder.glob(name)]
 
 
 def _format(given: str) -> str:

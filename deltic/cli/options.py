@@ -101,7 +101,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     """An option per field of Limits."""
     _add_fields(parser.add_argument_group(LIMITS, "What is beyond one is refused by its name."), Limits, ())
     parser.add_argument("--help-limits", action=ShowHelp, show=lambda parser: parser.format_group(LIMITS),
-                        help="show the limits and end")
+                        help="show the limits and exit")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -49,8 +49,8 @@ _LONGEST = 1_000_000
 def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument("--config", type=plain_file, metavar="FILE",
-                        help="YAML or TOML (.toml) with options by their names, such as port: 8000; model and models "
-                             "name what is served. Options that are typed count instead")
+                        help="YAML or TOML (.toml) file of options by their names, such as port: 8000; model and "
+                             "models name the served models. Options on the command line override it")
     parser.add_argument("--host", help=f"address to listen on (default: {_HOST})")
     parser.add_argument("--port", type=whole(0, 65535), metavar="N",
                         help=f"port to listen on; 0 takes a free one (default: {_PORT})")

@@ -91,11 +91,11 @@ class EngineConfig:
     allow_image_urls: bool = _option(False, "fetch pictures that requests name by http(s) URLs, from public addresses")
     mmproj: str | None = _option(None, "the vision tower of a model that is a GGUF file: another GGUF file (default: "
                                        "the one beside it whose name has mmproj in it)")
-    params: str | None = _option(None, "of a program (.pte) that ExecuTorch's own exporter wrote: its params.json, or "
-                                       "the model's config.json")
-    tokenizer: str | None = _option(None, "of such a program: the tokenizer.json")
-    tokenizer_config: str | None = _option(None, "of such a program: the tokenizer_config.json, which has the chat "
-                                                 "template (default: the one beside --tokenizer)")
+    params: str | None = _option(None, "for a program (.pte) of ExecuTorch's own exporter: its params.json, or the "
+                                       "model's config.json")
+    tokenizer: str | None = _option(None, "for such a program: its tokenizer.json")
+    tokenizer_config: str | None = _option(None, "for such a program: the tokenizer_config.json with the chat "
+                                                 "template (default: in the folder of --tokenizer)")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, to about 4.8 as in "
@@ -120,8 +120,8 @@ class EngineConfig:
                              choices=_CPU_LEVELS)
     speculate: str = _option("auto", "draft tokens that the model verifies several at a time, which changes the speed "
                              "alone: mtp[:N], ngram[:N], draft:MODEL[:N], off; auto: mtp, if there is a head")
-    draft_vocab: int = _option(32_000, "the draft head drafts among the first N tokens of the vocabulary; 0: among "
-                               "all, which costs more for each draft and helps languages other than English")
+    draft_vocab: int = _option(32_000, "the draft head drafts among N likely tokens and N/8 that occurred; 0: among "
+                               "all, which costs more for each draft")
     max_repeat: int = _option(0, "end an answer that goes round in circles: whose end is the same group of up to 128 "
                               "tokens N times in a row (8*N tokens for groups of fewer than 8); requests may say "
                               "otherwise (default: 0, never)")

@@ -1,7 +1,8 @@
 """One thread that runs a model for many callers: what they ask for at the same time shares batches.
 
-Batches are filled item by item from all that wait, in turn, so that whoever asks for ten thousand texts holds up nobody
-who asks for one by more than the batch that is running, on a device by that and the next one.
+Batches are filled item by item: clients take turns, and the jobs of one client do. A client with ten thousand texts,
+in one job or many, holds up another one's single text by no more than the batch that is running, on a device by that
+and the next one. Where all together would be more than may wait, the client that holds most gives up its newest job.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from functools import partial
 
 from deltic.encoders.items import Item, Output, TextModel, Vectors
 from deltic.engine.exit import ComputeThread
+from deltic.engine.shares import to_give_up
 from deltic.errors import BusyError, DelticError, RequestError, UnavailableError, forked_from
 
 log = logging.getLogger("deltic")
@@ -26,18 +28,46 @@ log = logging.getLogger("deltic")
 @dataclass(eq=False, slots=True)
 class Job:
     """Items of one caller, and what came of them. future: done when all are; whoever cancels it wants no more.
-    on_item: called in the batcher's thread for each item that is done; what it raises ends the job."""
+    on_item: called in the batcher's thread for each item that is done; what it raises ends the job. client: who has one
+    turn and one share of all; "": the job is one of its own.
+
+    taken: items that run or ran. left: those that are not done. queued, running: tokens of those that wait, that run.
+    """
 
     items: Sequence[Item]
     wanted: frozenset[Output]
     on_item: Callable[[int], None] | None = None
+    client: str = ""
     future: Future[list[Vectors]] = field(default_factory=Future)
     found: list[Vectors | None] = field(default_factory=list)
     taken: int = 0
     left: int = 0
+    queued: int = 0
+    running: int = 0
 
     def __post_init__(self) -> None:
         self.found, self.left = [None] * len(self.items), len(self.items)
+        self.queued = sum(map(len, self.items))
+
+    @property
+    def turn(self) -> Hashable:
+        """What takes turns with others."""
+        return self.client or id(self)
+
+    @property
+    def waiting(self) -> int:
+        """Items that no batch has taken."""
+        return len(self.items) - self.taken
+
+    @property
+    def begun(self) -> int:
+        """Items that one has."""
+        return self.taken
+
+    @property
+    def size(self) -> int:
+        """Tokens that are not done."""
+        return self.queued + self.running
 
     def fail(self, error: BaseException) -> None:
         """End it, if it is not done."""
@@ -65,46 +95,68 @@ class Batcher:
 
     def __init__(self, model: TextModel, max_tokens: int) -> None:
         self._model, self._most = model, max_tokens
-        self._jobs: deque[Job] = deque()
-        self._unfinished: set[Job] = set()  # also those of which all items are running
-        self._waiting, self._process = 0, os.getpid()
+        self._queues: OrderedDict[Hashable, OrderedDict[Job, None]] = OrderedDict()  # by client, the next one first
+        self._unfinished: dict[Job, None] = {}  # as they came; also those of which all items are running
+        self._process = os.getpid()
         self._closed: str | None = None  # why
         self._leaving = False  # the process ends
         self._changed = threading.Condition()
         self._thread: ComputeThread | None = None
-        self.texts = self.tokens = self.batches = 0
+        self.texts = self.tokens = self.batches = self.displaced = 0
 
     @property
     def waiting(self) -> int:
         """Tokens that are not done."""
-        return self._waiting
+        with self._changed:
+            return sum(job.size for job in self._unfinished)
 
     def submit(self, job: Job) -> Job:
-        """Have a job done. BusyError if too much waits already; UnavailableError after `close`, and where none of this
-        process's threads would do it; RequestError in the thread that would do it itself."""
+        """Have a job done. BusyError if too much waits already and no client has more; UnavailableError after `close`,
+        and where none of this process's threads would do it; RequestError in the thread that would do it itself."""
         if self._forked:
             raise forked_from(self._process)
         if threading.current_thread() is self._thread:
             raise RequestError("progress is called in the thread that runs the model, which cannot wait for itself: "
                                "call the encoder in another thread", "progress")
-        size = sum(map(len, job.items))
         with self._changed:
             if self._closed:
                 raise UnavailableError(f"{self._closed}: load it anew")
-            if self._waiting and self._waiting + size > self._most:
-                raise BusyError(f"the texts that wait have more than {self._most} tokens (max_live_tokens): try again "
-                                "later")
             if not job.items:
                 job.future.set_result([])
                 return job
-            self._waiting += size
-            self._jobs.append(job)
-            self._unfinished.add(job)
+            self._make_room(job)
+            self._queues.setdefault(job.turn, OrderedDict())[job] = None
+            self._unfinished[job] = None
+            job.future.add_done_callback(lambda _: self._forget(job))
             if self._thread is None:
                 self._thread = ComputeThread(self._serve, "deltic-texts", self._leave)
                 self._thread.start()
             self._changed.notify()
         return job
+
+    def _make_room(self, job: Job) -> None:
+        """End jobs of clients that hold more, if that makes room for this one; else BusyError."""
+        going = to_give_up([(each, each.size) for each in self._unfinished], job.client, job.size, self._most)
+        if going is None:
+            raise BusyError(f"the texts that wait have more than {self._most} tokens (max_live_tokens): try again "
+                            "later")
+        self.displaced += len(going)
+        for each in going:
+            each.fail(BusyError("the server is full, and this client has most of the texts in it: these have given "
+                                "their place to another client's (max_live_tokens): try again later"))
+
+    def _forget(self, job: Job) -> None:
+        """A job is over: all is done, it has failed, or nobody wants it any more."""
+        if self._forked:
+            return
+        with self._changed:
+            job.queued = 0
+            queue = self._queues.get(job.turn, OrderedDict())
+            queue.pop(job, None)
+            if not queue:
+                self._queues.pop(job.turn, None)
+            if not job.running:
+                self._unfinished.pop(job, None)
 
     def close(self) -> None:
         """End the thread after the batch that is running; what waits fails. The thread itself does not wait."""
@@ -143,7 +195,7 @@ class Batcher:
             return
         with self._changed:
             self._closed = reason
-            for job in self._unfinished:
+            for job in tuple(self._unfinished):
                 job.fail(UnavailableError(reason))
             self._unfinished.clear()
 
@@ -172,13 +224,14 @@ class Batcher:
             except Exception as error:
                 found = _failed(items, error)
             with self._changed:
-                self._waiting -= sum(map(len, items))
                 self.texts, self.tokens, self.batches = (
                     self.texts + len(items), self.tokens + sum(map(len, items)), self.batches + 1)
+                for (job, _), item in zip(places, items, strict=True):
+                    job.running -= len(item)
             for (job, index), vectors in zip(places, found, strict=True):
                 job.put(index, vectors)
                 if job.future.done():
-                    self._unfinished.discard(job)
+                    self._forget(job)
         return end
 
     def _next(self, wait: bool) -> list[tuple[Job, int]]:
@@ -193,25 +246,24 @@ class Batcher:
                 self._changed.wait()
 
     def _take(self) -> list[tuple[Job, int]]:
-        """One item of each job in turn, as many as fit the budget, at least one."""
+        """One item of each client in turn, of its jobs in turn, as many as fit the budget, at least one."""
         batch: list[tuple[Job, int]] = []
         tokens = 0
-        while self._jobs:
-            job = self._jobs[0]
-            if job.future.done():  # nobody wants it any more
-                self._waiting -= sum(map(len, job.items[job.taken:]))
-                self._jobs.popleft()
-                self._unfinished.discard(job)
-                continue
+        while self._queues:
+            client, queue = next(iter(self._queues.items()))
+            job = next(iter(queue))
             size = len(job.items[job.taken])
             if batch and tokens + size > self._model.budget:
                 break
             batch.append((job, job.taken))
             tokens += size
-            job.taken += 1
-            self._jobs.popleft()
-            if job.taken < len(job.items):
-                self._jobs.append(job)
+            job.taken, job.queued, job.running = job.taken + 1, job.queued - size, job.running + size
+            queue.move_to_end(job)
+            if not job.waiting:
+                del queue[job]
+            self._queues.move_to_end(client)
+            if not queue:
+                del self._queues[client]
         return batch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltic.artifacts.options import check_compiled
 from deltic.config import DType, EngineConfig
 from deltic.encoders.config import EncoderConfig
 from deltic.encoders.heads import Heads
@@ -53,14 +55,17 @@ class Machine:
         return torch_linear(x.float(), affine.weight) + affine.bias
 
 
+States = Callable[[Ragged], Tensor]
+"""Gives the last layer's states [T, H] of a batch."""
+
+
 class Bert:
     """An encoder that is loaded; a `TextModel`."""
 
-    def __init__(self, name: str, config: EncoderConfig, weights: EncoderWeights, heads: Heads, machine: Machine,
+    def __init__(self, name: str, config: EncoderConfig, states: States, heads: Heads, machine: Machine,
                  recipe: Recipe, budget: int) -> None:
         self.name, self.config, self.recipe, self.budget = name, config, recipe, budget
-        self._weights, self._heads, self._machine = weights, heads, machine
-        self._run = self._runner()
+        self._states, self._heads, self._machine = states, heads, machine
         self.outputs, self.ahead = heads.outputs, machine.device.type != "cpu"
         self._workspace = Workspace() if self.ahead else None
         self.dimension = heads.dimension(len(recipe.pooling) * config.hidden_size)
@@ -117,9 +122,7 @@ class Bert:
 
     def hidden(self, items: Sequence[Item]) -> Tensor:
         """The last layer's states of all tokens, one item after another [T, H]."""
-        batch = self._ragged(items)
-        words = embed(batch.ids, self._weights.words, self._machine.dtype)
-        return self._run(batch, torch_ops.embeddings(self._weights, batch, words))
+        return self._states(self._ragged(items))
 
     def warm_up(self) -> None:
         """Run a batch as large as they come, so that the device's memory for it is taken, and kept, before other models
@@ -136,16 +139,6 @@ class Bert:
         if self._workspace is None:
             return nullcontext()
         return self._workspace.use(self._machine.device)
-
-    def _runner(self) -> Callable[[Ragged, Tensor], Tensor]:
-        native = None
-        if self._machine.pool is not None:
-            native = encoder_run(self._machine.pool, self._weights)
-        elif self._machine.kernels:
-            from deltic.ops.cuda.encoder import encoder_run as cuda_run  # only where there is a card
-
-            native = cuda_run(self._weights)
-        return native or (lambda batch, x: torch_ops.run(self._weights, batch, x))
 
     def _ragged(self, items: Sequence[Item]) -> Ragged:
         lengths, device = [len(item) for item in items], self._machine.device
@@ -192,11 +185,44 @@ def _of_tokens(output: str, item: Item, rows: Tensor) -> Any:
     return weights
 
 
+def _states_of(weights: EncoderWeights, machine: Machine) -> States:
+    """What runs an encoder's layers on a machine."""
+    native = None
+    if machine.pool is not None:
+        native = encoder_run(machine.pool, weights)
+    elif machine.kernels:
+        from deltic.ops.cuda.encoder import encoder_run as cuda_run  # only where there is a card
+
+        native = cuda_run(weights)
+    run = native or partial(torch_ops.run, weights)
+
+    def states(batch: Ragged) -> Tensor:
+        words = embed(batch.ids, weights.words, machine.dtype)
+        return run(batch, torch_ops.embeddings(weights, batch, words))
+    return states
+
+
+def _load_compiled(name: str, stored: StoredEncoder, options: EngineConfig) -> Bert:
+    """An encoder whose states a library gives that TVM has compiled; torch does what comes behind them."""
+    from deltic.encoders.compiled import CompiledEncoder  # needs an extra
+
+    check_compiled(options)
+    options = replace(options, device="cpu")  # where torch computes, whatever runs the library
+    config, device = stored.config, torch.device("cpu")
+    program = CompiledEncoder(stored.place, config, options.threads_for(_size(config)))
+    heads = stored.heads(Form("float32", "cpu", "none", False))
+    assert options.token_budget
+    return Bert(name, config, program.hidden, heads, Machine(device, torch.float32, None), stored.recipe,
+                options.token_budget)
+
+
 def load_bert(name: str, stored: StoredEncoder, options: EngineConfig, progress: Progress | None = None) -> Bert:
     """Load an encoder. ModelError names the file, key or tensor that cannot be used; ConfigError an option."""
     config = stored.config
     if config.labels > 1:
         raise ModelError(f"{stored.place}: the classifier has {config.labels} labels; rerankers have one")
+    if stored.compiled:
+        return _load_compiled(name, stored, options)
     machine = _machine(options, config)
     packed = machine.pool is not None
     if options.quant != "none" and not packed:
@@ -205,7 +231,7 @@ def load_bert(name: str, stored: StoredEncoder, options: EngineConfig, progress:
     heads = stored.heads(form)
     weights = read_weights(config, stored.sources, form, progress)
     assert options.token_budget
-    bert = Bert(name, config, weights, heads, machine, stored.recipe, options.token_budget)
+    bert = Bert(name, config, _states_of(weights, machine), heads, machine, stored.recipe, options.token_budget)
     if machine.device.type != "cpu":
         bert.warm_up()
     return bert
@@ -226,7 +252,11 @@ def _machine(options: EngineConfig, config: EncoderConfig) -> Machine:
     if options.device != "cpu" or missing() or plain:
         return Machine(torch.device(options.device), TORCH_DTYPES[_dtype(options)], None,
                        options.device != "cpu" and not plain)
-    size = config.layers * config.hidden_size * (4 * config.hidden_size + 2 * config.intermediate_size)
-    return Machine(torch.device("cpu"), torch.float32, pool_of(options.cpu_level, options.threads_for(size)))
+    return Machine(torch.device("cpu"), torch.float32, pool_of(options.cpu_level, options.threads_for(_size(config))))
+
+
+def _size(config: EncoderConfig) -> int:
+    """Numbers of the layers' matrices."""
+    return config.layers * config.hidden_size * (4 * config.hidden_size + 2 * config.intermediate_size)
 
 

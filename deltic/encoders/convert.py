@@ -40,6 +40,8 @@ def convert_encoder(stored: StoredEncoder, name: str, path: Path, type: str, pro
     `gguf.convert.convert`."""
     if not stored.place.is_dir():
         raise ModelError(f"{stored.place} is a GGUF file already; convert the original model")
+    if stored.compiled:
+        raise ModelError(f"{stored.place} is compiled by TVM; convert the original model")
     if stored.recipe.dense:
         raise ModelError(f"{stored.place} has layers behind its pooling (Dense), for which GGUF files have no place")
     if any((stored.place / f"{kind}_linear.pt").is_file() for kind in ("sparse", "colbert")):

@@ -157,13 +157,14 @@ class Encoder:
         return self.texts.items(texts, before, truncate, field, start, most)
 
     def submit(self, items: Sequence[Item], outputs: frozenset[Output] | None = None,
-               on_item: Callable[[int], None] | None = None) -> Job:
-        """Have items run, in batches with what others ask for. RequestError if the model has no such output."""
+               on_item: Callable[[int], None] | None = None, client: str = "") -> Job:
+        """Have items run, in batches with what others ask for. client: who asks, as in `Job`. RequestError if the model
+        has no such output."""
         wanted = outputs or frozenset({"score" if self.scores else "dense"})
         if missing := wanted - self.model.outputs:
             raise RequestError(f"{self.name} gives {', '.join(sorted(self.model.outputs))}, and no "
                                f"{', '.join(sorted(missing))}", "model")
-        return self.batcher.submit(Job(items, wanted, on_item))
+        return self.batcher.submit(Job(items, wanted, on_item, client))
 
     def close(self) -> None:
         """End the thread; what waits fails."""

@@ -66,11 +66,11 @@ def open_texts(model: str | Path, task: Task, options: EngineConfig, revision: s
                progress: Progress | None = None, max_length: int | None = None, instruction: str | None = None
                ) -> Opened:
     """Load a model of vectors or scores. ModelError names the file that cannot be used; ConfigError the option."""
-    options = settled(options)
     if not isinstance(model, str | Path):
         raise ModelError(f"a model is {ACCEPTED}, not {show(model)}")
     place = resolve(model, revision, progress=progress is not None)
     stored = open_stored(place)
+    options = options if stored is not None and stored.compiled else settled(options)
     if stored is not None:
         if instruction is not None:
             raise _not_instructed(model)

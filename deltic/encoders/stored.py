@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
+from deltic.artifacts.opening import kind_of
 from deltic.encoders.config import EncoderConfig
 from deltic.encoders.heads import Heads, read_heads
 from deltic.encoders.recipe import Recipe, read_recipe
@@ -15,11 +17,15 @@ from deltic.encoders.weights import Form, Source, find_sources
 from deltic.errors import ModelError
 from deltic.weights.files import read_json
 
+HEADS: Final = "heads.safetensors"
+"""The classifier of a compiled encoder, which its library does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredEncoder:
     """sources: tensors by Hugging Face's names (`weights.expected_tensors`). heads: what comes behind, in a form.
-    texts: its tokenizer, for items of so many tokens at most."""
+    texts: its tokenizer, for items of so many tokens at most. compiled: the directory's library computes the states,
+    and sources has the classifier's tensors alone."""
 
     place: Path
     config: EncoderConfig
@@ -27,6 +33,7 @@ class StoredEncoder:
     recipe: Recipe
     heads: Callable[[Form], Heads]
     texts: Callable[[int], Texts]
+    compiled: bool = False
 
 
 def read_directory(directory: Path) -> StoredEncoder:
@@ -37,7 +44,8 @@ def read_directory(directory: Path) -> StoredEncoder:
         config = EncoderConfig.from_hf(mapping)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    sources, recipe = find_sources(directory, config), read_recipe(directory)
+    compiled = kind_of(directory) == "tvm"
+    sources, recipe = find_sources(directory, config, not compiled), read_recipe(directory)
     heads = partial(read_heads, directory, config, sources, recipe, mapping=mapping)
     return StoredEncoder(directory, config, sources, recipe, heads, lambda longest: Texts.read(
-        directory / "tokenizer.json", longest, recipe.lower))
+        directory / "tokenizer.json", longest, recipe.lower), compiled)

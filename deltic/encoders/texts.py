@@ -1,4 +1,7 @@
-"""Texts to items: prompts, special tokens, pairs, and what is too long."""
+"""Texts to items: prompts, special tokens, pairs, and what is too long.
+
+Control tokens that a text spells are ordinary text, as in chat; those of the model's own prompts and templates stay.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from deltic.encoders.items import Item
 from deltic.errors import LongPromptError, ModelError, RequestError, is_panic, show, valid_text
+from deltic.text.control_tokens import ControlTokens
 from deltic.types import common_length
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,7 +41,9 @@ class Texts:
         backend.no_truncation()
         backend.no_padding()
         self._backend, self.max_length, self._lower = backend, max_length, lower
-        self._special = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        self._special = {id for id, token in added.items() if token.special}
+        self._controls = ControlTokens({token.content: id for id, token in added.items()}, self.special, self._cuts)
         if max_length <= backend.num_special_tokens_to_add(is_pair=True):
             raise ModelError(f"max_length of {max_length} leaves no room for a text beside the special tokens")
 
@@ -84,7 +90,7 @@ class Texts:
         if room < 1:
             raise RequestError(f"{most} tokens leave no room for a text beside the model's {special} special tokens",
                                field)
-        encoded = self._encode([prompt + text for text in texts], room)
+        encoded = self._encode(texts, room, prompt)
         read = self._prompt_tokens(prompt) if prompt else 0
         found = []
         for name, encoding in zip(names, encoded, strict=True):
@@ -157,15 +163,39 @@ class Texts:
             raise self._too_long(len(ids), field)
         return Item(tuple(ids))
 
-    def _encode(self, texts: Sequence[str], room: int) -> list[Encoding]:
-        """Encodings without special tokens; of texts that are far too long only what is needed to know that."""
-        texts = [text.lower() for text in texts] if self._lower else list(texts)
+    def _encode(self, texts: Sequence[str], room: int, prompt: str = "") -> list[Encoding]:
+        """Encodings without special tokens of the texts behind the model's own prompt; of texts that are far too long
+        only what is needed to know that."""
+        if self._lower:
+            prompt, texts = prompt.lower(), [text.lower() for text in texts]
         most = _CHARACTERS * (room + 1)
-        found = self._backend.encode_batch_fast([text[:most] for text in texts], add_special_tokens=False)
+        found = self._ordinary([text[:most] for text in texts], prompt)
         for index, text in enumerate(texts):
             if len(text) > most and len(found[index]) <= room:
-                found[index] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
+                found[index], = self._ordinary([text], prompt)
         return found
+
+    def _ordinary(self, texts: Sequence[str], prompt: str) -> list[Encoding]:
+        """Encodings in which no control token comes of a text."""
+        found = self._backend.encode_batch_fast([prompt + text for text in texts], add_special_tokens=False)
+        for index, text in enumerate(texts):
+            if not self._controls.ids.isdisjoint(found[index].ids) and len(pieces := self._pieces(text)) > 1:
+                found[index] = Encoding.merge(self._backend.encode_batch_fast(
+                    [prompt + pieces[0], *pieces[1:]], add_special_tokens=False))
+        return found
+
+    def _pieces(self, text: str) -> list[str]:
+        """A text in pieces that spell no control token, as it stands and as the tokenizer normalizes it."""
+        found, normalizer = self._controls.pieces(text), self._backend.normalizer
+        if normalizer is None:
+            return found
+        normal = [self._controls.pieces(normalizer.normalize_str(piece)) for piece in found]
+        return [part for piece, parts in zip(found, normal, strict=True) for part in (parts if parts[1:] else [piece])]
+
+    def _cuts(self, text: str) -> list[int]:
+        """Where the tokenizer cuts a text before it looks for tokens."""
+        splitter = self._backend.pre_tokenizer
+        return [start for _, (start, _) in splitter.pre_tokenize_str(text)] if splitter else []
 
     def _prompt_tokens(self, prompt: str) -> int:
         ids = self._backend.encode_batch_fast([prompt], add_special_tokens=True)[0].ids

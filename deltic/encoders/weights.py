@@ -93,13 +93,16 @@ def _pair(name: str, rows: int, *columns: int) -> dict[str, Shape]:
     return {f"{name}.weight": (rows, *columns), f"{name}.bias": (rows,)}
 
 
-def find_sources(directory: Path, config: EncoderConfig) -> dict[str, Source]:
-    """The tensors of `expected_tensors`, in safetensors files or, where there are none, pytorch_model.bin.
+def find_sources(directory: Path, config: EncoderConfig, whole: bool = True) -> dict[str, Source]:
+    """The tensors of `expected_tensors`, in safetensors files or, where there are none, pytorch_model.bin. whole=False:
+    the classifier's alone.
 
     ModelError names the tensor that is unknown, missing, doubled or of another shape or dtype, or the file.
     """
     expected, sources = expected_tensors(config), dict[str, Source]()
-    for stored_name, source in _stored(directory):
+    if not whole:
+        expected = {name: shape for name, shape in expected.items() if name.startswith(classifier_names(config))}
+    for stored_name, source in _stored(directory) if expected else ():
         name = _BASE.sub("", stored_name, count=1)
         for old, new in _OLD:
             name = name.replace(old, new)

@@ -50,6 +50,8 @@ class DraftsAhead(Protocol):
 
 _READ = 16384
 """Tokens of a prompt that are noted in one step, for which all wait: some milliseconds."""
+_SHOWN = 2048
+"""Tokens that a draft head is shown in one step: a millisecond, if all of them are new to it."""
 _LOOKED_AT = 128
 """Places where a sequence's last two tokens may have stood before."""
 
@@ -137,6 +139,7 @@ class MtpDrafter:
         self._turn, self._keys, self._answers = 0, torch.empty(0), AnswerKeys()
         self._landings = [torch.empty(0)] * 2
         self._aside: _Aside | None = None
+        self._seen: dict[Sequence, int] = {}
 
     @torch.inference_mode()
     def draft_ahead(self, flight: InFlight) -> None:
@@ -146,6 +149,7 @@ class MtpDrafter:
         if (not self._head.ahead or not most or len(rows) < len(flight.shares) or batch is None or batch.padded is None
                 or flight.drawn is None or sampling is None or not all(map(_has_room, flight.shares))):
             return
+        self._see([share.sequence for share in flight.shares if share.live])
         device, keys = self._runtime.device, self._keys
         if keys.shape != (len(rows), 2 * most + 1):
             keys = self._keys = torch.zeros(len(rows), 2 * most + 1, dtype=torch.int64, device=device)
@@ -191,6 +195,7 @@ class MtpDrafter:
         sequences = [sequence for sequence, _ in wants]
         if ahead and ahead.covers(sequences) and all(map(ahead.follows, sequences)):
             return [[*ahead.drafts(sequence, count)] for sequence, count in wants]
+        self._see(sequences)
         self._runtime.cache.flush()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)
         plan = Plan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
@@ -223,8 +228,17 @@ class MtpDrafter:
             before = active
         return drafts
 
+    def _see(self, sequences: List[Sequence]) -> None:
+        """Have the head's rows follow the tokens of these sequences: the next ones that it has not been shown, of long
+        prompts some in each step."""
+        each = -(-_SHOWN // max(len(sequences), 1))
+        for sequence in sequences:
+            begin = self._seen.get(sequence, 0)
+            end = self._seen[sequence] = min(begin + each, len(sequence.tokens))
+            self._head.see(sequence.tokens[begin:end])
+
     def forget(self, sequence: Sequence) -> None:
-        pass
+        self._seen.pop(sequence, None)
 
 
 def _has_room(share: Share) -> bool:

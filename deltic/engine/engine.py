@@ -459,6 +459,8 @@ class Engine:
             self._keep_emitted()
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
+        if sequence.mask:
+            sequence.mask.cancel()  # nobody wants it any more
         self.speculator.forget(sequence)
         self.stats.finished += 1
         self.meter.end(sequence, unbegun)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +40,7 @@ from deltic.engine.start_times import StartTimes
 from deltic.engine.tiers import open_tiers
 from deltic.errors import ConfigError, ModelError, show
 from deltic.model.decoder import Decoder, build
+from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.mtp import Mtp as MtpHead
 from deltic.model.mtp import build_head
 from deltic.model.vision import build_tower
@@ -55,6 +56,7 @@ from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
 from deltic.weights.fp8 import Float8
+from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.quant import FP8, quantize_tensors, quantize_tower
 from deltic.weights.random import random_head, random_tensors
@@ -128,6 +130,7 @@ class _Loaded:
     made: what the weights were made of.
     drafts: it drafts for another model.
     experts: those that are not all in memory.
+    tokenizer: its texts, where they are no files of the directory.
     times: where the time went until now.
     """
 
@@ -144,6 +147,7 @@ class _Loaded:
     made: Identity
     drafts: bool
     experts: Experts | None
+    tokenizer: TokenizerTexts | None
     times: StartTimes
 
 
@@ -201,7 +205,7 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
     cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
     files = loaded.files
     runtime = Runtime(loaded.name, files.place if files else None, config, options, loaded.generation, memory,
-                   loaded.decoder, cache, loaded.threads, files.tokenizer() if files else None, notes, loaded.head,
+                   loaded.decoder, cache, loaded.threads, loaded.tokenizer, notes, loaded.head,
                    loaded.encode, files.vision if files and loaded.encode else None, draft, loaded.experts)
     if options.batch_invariant and options.device != "cpu" and runtime.step is None:
         log.warning("batch_invariant: on the GPU torch serves the steps, whose sums may depend on the number of rows")
@@ -284,20 +288,16 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     times.done("weights")
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
-    if beside_card(options):
-        assert config.experts
-        card = card or tile_store(weights, config, options)
-        experts: Experts | None = fill_card(card, options, config.experts)
-    else:
-        experts = open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
+    experts = _experts(card, weights, files, config, options, ops, dtype)
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())
-    mtp = build_head(config, head, decoder, options.draft_vocab or None) if head else None
+    texts = files.tokenizer() if files else None
+    mtp = build_head(config, head, decoder, _draftable(files, texts, config, options)) if head else None
     keep_freed_memory()
     times.done("layers")
     encode = _tower(files, ops, dtype, options) if files and not drafts else None
     times.done("vision tower")
     return _Loaded(name, files, config, options, generation, decoder, mtp, encode, threads, tiled, made, drafts,
-                   experts, times)
+                   experts, texts, times)
 
 
 def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> Encode | None:
@@ -358,6 +358,26 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
         raise ConfigError(f"speculate={options.speculate}: this model has no draft head (tensors `mtp.*`): {remedy} "
                           "speculate=ngram, draft:MODEL or off", "speculate")
     return found
+
+
+def _experts(card: CardStore | None, weights: dict[str, Weight], files: ModelFiles | None, config: ModelConfig,
+             options: EngineConfig, ops: Ops, dtype: DType) -> Experts | None:
+    """Those that are not all in memory. card: on a GPU, where they are plain."""
+    if beside_card(options):
+        assert config.experts
+        return fill_card(card or tile_store(weights, config, options), options, config.experts)
+    return open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
+
+
+def _draftable(files: ModelFiles | None, texts: TokenizerTexts | None, config: ModelConfig, options: EngineConfig
+               ) -> list[int] | None:
+    """The tokens that the draft head can draft; None: all. texts: the tokenizer, where it is no file."""
+    if files is None or not 0 < options.draft_vocab < config.vocab_size:
+        return draftable(options.draft_vocab, config.vocab_size)
+    text = texts.tokenizer if texts else ""
+    with suppress(OSError, UnicodeDecodeError):
+        text = text or (files.path / "tokenizer.json").read_text(encoding="utf-8")
+    return draftable(options.draft_vocab, config.vocab_size, Tokens.of(text), files.generation.eos_token_ids)
 
 
 def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType, int]:

@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from deltic.engine.fair_executor import FairExecutor
 from deltic.engine.sequence import Sequence
 
 _THREADS = 2
@@ -28,15 +29,15 @@ class Masks:
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
-        self._slow_threads: ThreadPoolExecutor | None = None
+        self._slow_threads: FairExecutor | None = None
 
     def begin(self, running: List[Sequence]) -> None:
-        """Have the next mask made of each sequence whose last ones were slow, in a thread of their own. They have no
-        drafts."""
+        """Have the next mask made of each sequence whose last ones were slow, in a thread of their own, in which
+        clients take turns by processor time. They have no drafts."""
         for sequence in running:
             if slow(sequence) and sequence.mask is None and sequence.answering:
-                self._slow_threads = self._slow_threads or ThreadPoolExecutor(1, "deltic-slow-masks")
-                sequence.mask = self._slow_threads.submit(_masks, sequence, ())
+                self._slow_threads = self._slow_threads or FairExecutor(1, "deltic-slow-masks")
+                sequence.mask = self._slow_threads.submit(sequence.client, partial(_masks, sequence, ()))
 
     def ask(self, sequences: List[tuple[Sequence, tuple[int, ...]]]) -> Asked:
         """Have masks made for those of the sequences that are constrained, each with its drafts."""

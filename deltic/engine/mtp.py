@@ -3,6 +3,7 @@ state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -103,6 +104,11 @@ class MtpRunner:
             targets, ends = targets[~batch.append], ends[~batch.append]
         self._slots[targets] = hidden[ends]
 
+    def see(self, tokens: Iterable[int]) -> None:
+        """A shortened head shall be able to draft these tokens, which occurred."""
+        if self._mtp.vocabulary:
+            self._mtp.vocabulary.see(tokens)
+
     def _put_off(self, batch: Batch, hidden: Tensor) -> None:
         if self._backlog is None or not self._backlog.goes_on(batch):
             self.catch_up()
@@ -158,7 +164,7 @@ class MtpRunner:
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draft from single-token rows. hidden [R, H]: what the last draft gave; None: start from the model's own.
-        Returns hidden [R, H] and logits [R, N] of the vocabulary's first N tokens, float32."""
+        Returns hidden [R, H] and logits [R, V] float32, -inf of tokens that a shortened head cannot draft."""
         self.catch_up()
         if hidden is None:
             hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)

@@ -204,7 +204,7 @@ class _OnCard(_Profiler):
     def start(self) -> None:
         runtime, draft, runner = self._runtime, self._draft_runtime(), self._runtime.mtp_runner
         self._marks, self._trace = Marks(runtime.device), torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CUDA])
+            activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
         torch.cuda.synchronize(runtime.device)
         self._trace.start()
         ops = replace(runtime.ops, sample=self._marked("sample", runtime.ops.sample))

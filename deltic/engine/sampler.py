@@ -65,8 +65,7 @@ class SamplingTable:
         self._answers = AnswerKeys()
 
     def of(self, draws: List[Draw], device: torch.device, vocabulary: int, begins: Tensor | None = None) -> Sampling:
-        """Row i makes draw i. vocabulary: of how many tokens there are logits: of all when a sequence is first drawn
-        for, later perhaps of the first ones alone, those that a draft head knows. begins [R] int64, on the device: the
+        """Row i makes draw i. vocabulary: of how many tokens there are logits. begins [R] int64, on the device: the
         cursors of rows of as many tokens each, after which the draws are; None: the host knows their places."""
         sequences = [draw.sequence for draw in draws]
         if sequences != self._sequences:

@@ -183,7 +183,7 @@ class Session:
         stays where it is.
 
         logits: return also what they were chosen by, float32 [count, V]: row i is of draft i, after the token and the
-        drafts before it. A head may know the first tokens of the vocabulary only: the others have -inf. RequestError
+        drafts before it. A shortened head (`draft_vocab`) cannot draft all tokens: the others have -inf. RequestError
         without a head.
         """
         token, head, cache, lease = *self._checked([token]), self.runtime.mtp_runner, self.runtime.cache, self._lease
@@ -192,14 +192,14 @@ class Session:
         count = _checked_count(count, 1, MAX_DRAFTS)
         if cache.reserve(lease, count) < count:
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        drafts, hidden = [token], None
-        rows = torch.full((count, self.vocab_size), -torch.inf, device=self.device)
-        for depth, row in enumerate(rows):
+        head.see([token])
+        drafts, rows, hidden = [token], list[Tensor](), None
+        for depth in range(count):
             last = Row((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1, rotary=self._shift)
             hidden, found = head.draft(self._batch(last), hidden)
-            row[:found.shape[1]] = found[0]
-            drafts.append(int(row.argmax()))
-        return (drafts[1:], rows) if logits else drafts[1:]
+            rows.append(found)
+            drafts.append(int(found.argmax()))
+        return (drafts[1:], torch.cat(rows)) if logits else drafts[1:]
 
     @_alone
     def verify(self, tokens: Sequence[int]) -> Tensor:
@@ -236,6 +236,7 @@ class Session:
         cache.commit(lease, count, base_after(row))
         if self.runtime.mtp_runner and count:
             self.runtime.mtp_runner.settle(lease.slot, count - 1)
+            self.runtime.mtp_runner.see(row.tokens[:count])
 
     @_alone
     def snapshot(self) -> Snapshot:
@@ -362,6 +363,8 @@ class Session:
             row = replace(row, slot=scratch.slot, base=None)
         cache.exchange_slots(lease, scratch)
         lease.keys += (prompt and prompt.keys) or tokens
+        if self.runtime.mtp_runner:
+            self.runtime.mtp_runner.see(tokens)
         cache.commit(lease, len(tokens))
         self._shift += prompt.offset if prompt else 0
         return torch.cat(parts) if all_logits else parts[-1]

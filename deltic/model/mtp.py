@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -14,8 +14,9 @@ from torch import Tensor
 from deltic.config import ExpertsConfig, ModelConfig
 from deltic.errors import ModelError
 from deltic.model.decoder import Decoder, Taker, dense_parts, feed_forward
+from deltic.model.draft_vocabulary import DraftVocabulary
 from deltic.ops import Ops
-from deltic.ops.qtensor import PANEL, QTensor
+from deltic.ops.qtensor import QTensor
 from deltic.ops.records import (
     AttentionSpec,
     AttentionWeights,
@@ -39,18 +40,19 @@ class Mtp(MtpWeights):
 
     Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
     (zero for row 0); its output there gives the logits of the token at i + 1, and takes the place of the hidden state
-    at i where drafting goes on. dtype: of the activations.
+    at i where drafting goes on. dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows.
     """
 
     ops: Ops
     dtype: torch.dtype
+    vocabulary: DraftVocabulary | None = None
 
     def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> tuple[Tensor, Tensor]:
         """Draft the tokens that follow `ids`.
 
         ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before them, the trunk's
         or what an earlier call returned; of any floating dtype. CacheViews the tokens' K/V in the head's layer.
-        -> (hidden [T, H] in `dtype`, logits [T, N] float32).
+        -> (hidden [T, H] in `dtype`, logits [T, V] float32, -inf of tokens that a shortened head has no rows of).
         """
         ops, layer = self.ops, self.layer
         residual, x = self._enter(ids, hidden)
@@ -59,7 +61,8 @@ class Mtp(MtpWeights):
         delta = ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
         residual, x = ops.add_norm(residual, delta, layer.post_norm, self.eps)
         hidden = ops.add_norm(residual, feed_forward(ops, x, layer), self.norm, self.eps)[1]
-        return hidden, ops.head(hidden, self.head)
+        logits = ops.head(hidden, self.head)
+        return hidden, logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
     def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> None:
         """Store the K/V of the batch's tokens in the head's layer, and nothing else.
@@ -81,12 +84,12 @@ class Mtp(MtpWeights):
         return ops.add_norm(joined, None, self.layer.input_norm, self.eps)
 
 
-def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, rows: int | None = None) -> Mtp:
+def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, tokens: Sequence[int] | None = None
+               ) -> Mtp:
     """Make a head of canonical tensors (`weights.names.expected_head`), which are taken out of `tensors`, for a trunk.
 
-    rows: draft among the vocabulary's first so many tokens only (rounded up to whole panels of 16); None: among all.
-    Byte-pair tokenizers number their tokens by how frequent they were (FastMTP, arXiv 2509.18362).
-    The embedding and the matrix of the logits are the trunk's, in its memory, unless the head has its own.
+    tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` gives them; None: among
+    all. Else the embedding and the matrix of the logits are the trunk's, in its memory, unless the head has its own.
     """
     ops, main = decoder.ops, decoder.weights
     if config.experts is not None:
@@ -102,7 +105,9 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
     mlp = layer.feed_forward(config.experts)
     router = (mlp.router,) if isinstance(mlp, MoeWeights) else ()
     embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
-    head = top.linear("shared_head.head") if "mtp.shared_head.head.weight" in tensors else main.head
+    head = top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors else main.head
+    assert not isinstance(head, tuple), "the matrix of the logits is one block"
+    short = None if tokens is None else DraftVocabulary(head, tokens)
     fc = top.linear("fc")
     inner = (weight for part in dense_parts(mlp) for weight in (part.gate_up, part.down))
     matrices = (embedding, *(block for weight in (fc, mixer.qkv, mixer.o_proj, head, *router, *inner)
@@ -111,9 +116,9 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
         embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc,
         Layer(layer.norm("input_layernorm"), mixer, layer.norm("post_attention_layernorm"), mlp,
               len(config.attention_layers)),
-        kv, top.norm("norm"), head if rows is None else first_rows(head, rows, ops), main.rope, main.eps, ops,
+        kv, top.norm("norm"), short.head if short else head, main.rope, main.eps, short.ids if short else None, ops,
         # as a whole native step computes; plain matrices want activations of their own dtype
-        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype)
+        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short)
 
 
 def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: Decoder) -> None:
@@ -171,26 +176,6 @@ def _plain(block: Block) -> Tensor:
     if isinstance(block, QTensor):
         return block.dequantize()
     return block.to_dense() if block.is_mkldnn else block
-
-
-def first_rows(weight: Weight, rows: int, ops: Ops) -> Weight:
-    """The first `rows` of a weight, rounded up to whole panels of 16, without copying them. (Of a matrix in oneDNN's
-    layout, which has no views, a copy.)"""
-    found: list[Block] = []
-    for block in _blocks(weight):
-        if rows > 0:
-            found.append(_cut(block, -(-rows // PANEL) * PANEL, ops))
-            rows -= len(block)
-    return found[0] if len(found) == 1 else tuple(found)
-
-
-def _cut(block: Block, rows: int, ops: Ops) -> Block:
-    """rows: a multiple of 16."""
-    if rows >= len(block):
-        return block
-    if isinstance(block, Tensor):
-        return ops.pack(block.to_dense()[:rows].clone(), False) if block.is_mkldnn else block[:rows]
-    return block.first(rows)
 
 
 def _blocks(weight: Weight) -> tuple[Block, ...]:

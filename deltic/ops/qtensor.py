@@ -47,11 +47,19 @@ class QTensor:
     def nbytes(self) -> int:
         return self.data.numel()
 
-    def first(self, rows: int) -> QTensor:
-        """The first rows, without a copy. rows: a multiple of PANEL, fewer than there are."""
-        panels, whole = rows // PANEL, -(-self.rows // PANEL)
-        matrix = self.matrix.__class__(self.matrix.type, rows, self.columns, self.matrix.data)
-        return replace(self, rows=rows, data=self.data[:self.nbytes // whole * panels], matrix=matrix)
+    def room_for(self, rows: int) -> QTensor:
+        """A matrix of this form with so many rows, a multiple of PANEL, for `put` to fill."""
+        data = Arena().take(self.nbytes // -(-self.rows // PANEL) * (rows // PANEL))
+        matrix = self.matrix.__class__(self.matrix.type, rows, self.columns, data.data_ptr())
+        return replace(self, rows=rows, data=data, matrix=matrix)
+
+    def put(self, places: Tensor, source: QTensor, rows: Tensor) -> None:
+        """Overwrite the rows `places` [N] with the rows `rows` [N] of a matrix of the same form, all int64."""
+        from deltic.ops.cpu.library import library
+
+        places, rows = places.contiguous(), rows.contiguous()
+        library().deltic_copy_rows(byref(source.matrix), rows.data_ptr(), len(rows), byref(self.matrix),
+                                   places.data_ptr())
 
     def joined(self, other: QTensor) -> QTensor | None:
         """One matrix of the rows of both, where that is worth a copy."""

@@ -384,9 +384,8 @@ class MtpWeights:
 
     fc [H, 2 H]: columns of the embedding, then of the hidden state.
     norm_embedding, norm_hidden, norm [H] float32: the scales themselves.
-    layer: an attention layer; its `store` follows those of the decoder's.
-    kv [2 * kv, H]: the rows k, v of its qkv.
-    head [N, H]: rows of the vocabulary's first N tokens.
+    layer: an attention layer; its `store` follows those of the decoder's. kv [2 * kv, H]: the rows k, v of its qkv.
+    head [N, H], tokens [N] int64: its rows, and the tokens they stand for (None: all); change in place between calls.
     """
 
     embedding: Block
@@ -399,6 +398,7 @@ class MtpWeights:
     head: Weight
     rope: RopeSpec
     eps: float
+    tokens: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

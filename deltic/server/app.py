@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from deltic.engine.fair_executor import FairExecutor
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
 from deltic.errors import ConfigError
@@ -30,7 +31,6 @@ from deltic.server.bridge import STUCK_AFTER, Bridge, Room
 from deltic.server.embeddings import routes as embeddings
 from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.executors import Executors
-from deltic.server.fair_executor import FairExecutor
 from deltic.server.fields import IGNORED_HEADER
 from deltic.server.gate import Gate, refusal
 from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of

@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 from deltic.engine.metrics import Progress
+from deltic.engine.shares import to_give_up
 from deltic.engine.worker import Worker
 from deltic.errors import BusyError, UnavailableError
 from deltic.server.request_handle import RequestHandle, Unread
-from deltic.server.shares import to_give_up
 from deltic.types import Event, Request
 
 log = logging.getLogger("deltic")

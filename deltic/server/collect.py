@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import GenerationError, RequestError
 from deltic.server.body import renamed
 from deltic.server.bridge import Bridge
-from deltic.server.fair_executor import FairExecutor
 from deltic.server.request_handle import RequestHandle
 from deltic.text.answers import Answers, Piece, Score
 from deltic.text.chat_processor import Job

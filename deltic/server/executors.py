@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from deltic.server.fair_executor import FairExecutor
+from deltic.engine.fair_executor import FairExecutor
 
 LARGE = 1 << 15
 """Bytes of a body from which on its work goes to the threads for large ones."""

@@ -23,16 +23,17 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from deltic.config import Limits
+from deltic.engine.fair_executor import FairExecutor
 from deltic.engine.llm import LLM
 from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.server.body import Body, Intake, Prepared
 from deltic.server.bridge import Health
 from deltic.server.content import documents_in
-from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import Problem, ProblemError
 from deltic.server.pictures import PictureDecoder
 from deltic.server.records import Records, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
+from deltic.vision.documents import reader_process
 from deltic.vision.reader import Shown, Unread
 
 log = logging.getLogger("deltic")
@@ -201,13 +202,19 @@ class ModelRegistry:
 
     async def _with_documents(self, record: RequestRecord, served: ServedModel, body: object) -> ServedModel:
         """The model with the texts of the documents of a request. They are read in threads of their own, in turns by
-        client: a request with documents waits for others with documents at most."""
+        client: a request with documents waits for others with documents at most, and they end when its client leaves.
+        """
         contents = [getattr(body, name, None) for name in ("messages", "input")]
         found = await record.work(lambda: list(documents_in(contents)))
         if not found:
             return served
-        read = partial(served.documents.read, record.owner, found, served.limits)
-        texts = await self._readers.run(record.client_id, read)
+        process = reader_process()
+        read = partial(served.documents.read, record.owner, found, served.limits, process)
+        try:
+            texts = await self._readers.run(record.client_id, read)
+        except asyncio.CancelledError:
+            process.stop()
+            raise
         return replace(served, text_of=lambda name: texts.get(name) or served.text_of(name))
 
     def start(self) -> None:

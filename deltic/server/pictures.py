@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from deltic.config import Limits
+from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import BusyError, RequestError, UnavailableError
-from deltic.server.fair_executor import FairExecutor
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.fetch import fetch_all
 from deltic.vision.images import DecodeJob, decode

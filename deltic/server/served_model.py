@@ -11,13 +11,13 @@ from types import MappingProxyType
 from starlette.requests import Request
 
 from deltic.config import Limits
+from deltic.engine.fair_executor import FairExecutor
 from deltic.engine.llm import LLM
 from deltic.errors import RequestError
 from deltic.server.body import renamed, sent_name
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.documents import DocumentTexts, TextOf
-from deltic.server.fair_executor import FairExecutor
 from deltic.server.http import while_connected
 from deltic.server.records import Records, RequestRecord, record_of, salt_of
 from deltic.text.answers import Piece

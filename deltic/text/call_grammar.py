@@ -109,6 +109,16 @@ def call_parts(calls: Calls, tags: Mapping[str, str], schemas: Schemas) -> list[
     return [{"lark_grammar": rules.text}, *other]
 
 
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What may follow a parameter to the function's end, as a rule. begun: the same where the tag of a parameter has
+    begun; "": there is none. ends: whether the function may end at once."""
+
+    rule: str
+    begun: str = ""
+    ends: bool = False
+
+
 class _Rules:
     """The rules of a grammar in Lark's notation."""
 
@@ -160,8 +170,7 @@ class _Rules:
             parameters = self._parameters(f"f{index}", schema, strict, field)
         if parameters is not None:
             before, after = self._form.function
-            return self.add(f"f{index}", " ".join([quoted(before + function["name"] + after), *parameters,
-                                                   quoted(self._form.function_end)]))
+            return self.add(f"f{index}", f"{quoted(before + function['name'] + after)} {parameters}")
         wanted = {**schema, "type": "object"}
         if "properties" in wanted and object_of(wanted):
             wanted.setdefault("additionalProperties", False)
@@ -170,51 +179,69 @@ class _Rules:
         return self.add(f"f{index}", f"{quoted(before + name + after)} {self._json(wanted, strict, field)} "
                                      f"{quoted(JSON.function_end)}")
 
-    def _parameters(self, name: str, schema: Mapping[str, Any], strict: bool, field: str) -> list[str] | None:
-        """The rules of a function's parameters; None if they cannot be written one by one."""
+    def _parameters(self, name: str, schema: Mapping[str, Any], strict: bool, field: str) -> str | None:
+        """The rule of a function's parameters and its end; None if they cannot be written one by one."""
         root = object_of(schema)
         if root is None:
             return None
-        properties, required, found = root.get("properties") or {}, root.get("required") or (), list[str]()
-        for place, (key, part) in enumerate(properties.items()):
-            value = self._value(f"{name}p{place}", part, schema, strict, field)
-            if value is None:
+        properties, required = root.get("properties") or {}, root.get("required") or ()
+        rest = _Rest(self.add(f"{name}end", quoted(self._form.function_end)), ends=True)
+        for place, (key, part) in reversed([*enumerate(properties.items())]):
+            value = self._value(f"{name}p{place}", part, schema, strict, field, rest)
+            if value is None or (not value and key in required):
                 return None
-            assert self._form.parameter
-            before, after = self._form.parameter
             if value:
-                rule = self.add(f"{name}p{place}", f"{quoted(before + key + after)} ({value})")
-                found.append(rule + ("" if key in required else "?"))
-            elif key in required:
-                return None
-        return found
+                rest = self._parameter(f"{name}p{place}", key, value, rest, key in required)
+        return rest.rule
 
-    def _value(self, name: str, part: Any, root: Mapping[str, Any], strict: bool, field: str) -> str | None:
-        """A value and what ends it: texts stand as they are, all else as JSON. "" if there is no value; None if it
-        cannot be written so."""
+    def _parameter(self, name: str, key: str, value: str, rest: _Rest, required: bool) -> _Rest:
+        """A parameter and what may follow it, before which it may be left out unless it is required."""
+        assert self._form.parameter
+        before, after = self._form.parameter
+        self.add(name, value)
+        others = ([], []) if required else ([rest.rule], [rest.begun] if rest.begun else [])
+        return _Rest(self.add(f"{name}a", " | ".join([f"{quoted(before + key + after)} {name}", *others[0]])),
+                     self.add(f"{name}b", " | ".join([f"{quoted(key + after)} {name}", *others[1]])),
+                     rest.ends and not required)
+
+    def _value(self, name: str, part: Any, root: Mapping[str, Any], strict: bool, field: str, rest: _Rest
+               ) -> str | None:
+        """A value, what ends it and the rest of the function: texts stand as they are, all else as JSON. "" if there is
+        no value; None if it cannot be written so."""
         types, end = types_of(part, root, {}), quoted(self._form.parameter_end)
         texts: str | None = NOTHING
         if not types or "string" in types:
             texts = Texts(root, None if strict else self._schemas.ignored).of(part)
         if texts is None:
             return None
-        found = [] if texts == NOTHING else [self._text(name, texts, types)]
+        found = [] if texts == NOTHING else [self._text(name, texts, types, rest)]
         others = sorted(types - {"string"})
         if others:
             wanted = within(part if texts == NOTHING else {"allOf": [part, {"type": others}]}, root)
             if texts == NOTHING or not objection(wanted).startswith(_UNSATISFIABLE):
-                found.append(f"{self._json(wanted, strict, field)} {end}")
+                found.append(f"{self._json(wanted, strict, field)} {end} {rest.rule}")
         return " | ".join(found)
 
-    def _text(self, name: str, texts: str, types: Set[str]) -> str:
-        """A text and its end, before which the reader takes it for nothing else."""
-        form, end = self._form, slashed(escaped(self._form.parameter_end))
-        barred = read_otherwise(types, form.decodes)
+    def _text(self, name: str, texts: str, types: Set[str], rest: _Rest) -> str:
+        """A text, its end and the rest of the function, before which the reader takes it for nothing else. A text of
+        any kind ends where its closing tag is followed by another parameter or the function's end, as the reader has
+        it: so it may hold closing tags. One that has to match something holds none."""
+        end, barred = self._form.parameter_end, read_otherwise(types, self._form.decodes)
         if texts == ALL and not barred:
-            return self.add(f"{name}t[lazy]", slashed(ANY + escaped(form.parameter_end)))
-        tagless = slashed(without(form.parameter_end.strip().rstrip(">")))
+            return self._any_text(name, rest)
+        tagless = slashed(without(end.strip().rstrip(">")))
         self.add(f"{name.upper()}T", " & ".join([tagless, f"({texts})", *(f"~{other}" for other in barred)]))
-        return self.add(f"{name}t[lazy]", f"{name.upper()}T {end}")
+        return f"{self.add(f'{name}t[lazy]', f'{name.upper()}T {slashed(escaped(end))}')} {rest.rule}"
+
+    def _any_text(self, name: str, rest: _Rest) -> str:
+        """The first of the two ends ends it; one that may not come here, may not come within the text either."""
+        last, more = map(escaped, self._form.value_ends)
+        if rest.ends and rest.begun:
+            ending = self.add(f"{name}l[lazy]", slashed(ANY + last)), self.add(f"{name}m[lazy]", slashed(ANY + more))
+            return f"{ending[0]} | {ending[1]} {rest.begun}"
+        own, other = (last, more) if rest.ends else (more, last)
+        self.add(f"{name.upper()}T", f"{ALL} & ~{slashed(ANY + other + ANY)}")
+        return f"{self.add(f'{name}t[lazy]', f'{name.upper()}T {slashed(own)}')} {rest.begun}"
 
     def _json(self, schema: Mapping[str, Any], strict: bool, field: str) -> str:
         return "%json " + json.dumps(self._schemas.part(schema, strict, field))

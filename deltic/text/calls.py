@@ -8,7 +8,8 @@ the tool's schema does not know it, or if the call has it already; else the clos
 Where that leaves a doubt, the text after the place in doubt is read as part of the value, but held back until the value
 ends for certain; if it never does, the place in doubt was its end, and all that follows is read again.
 
-Under a grammar there is no doubt: a value ends with the first closing tag that is written as the form writes it.
+Under a grammar there is no doubt: a value ends with the first closing tag that another parameter or the function's end
+follows, both written as the form writes them.
 """
 
 from __future__ import annotations
@@ -325,7 +326,7 @@ def next_part(reader: CallReader, text: str, tag: re.Match[str]) -> int:
 
 
 def in_exact_value(reader: CallReader, text: str, at: int) -> int:
-    """In a value that ends with the first closing tag."""
+    """In a value that ends with the first closing tag behind which the call goes on."""
     form = reader.form
     assert form.parameter
     if not reader.begun:
@@ -333,16 +334,15 @@ def in_exact_value(reader: CallReader, text: str, at: int) -> int:
         if len(text) - at < len(begins):
             return at
         at, reader.begun = at + len(begins), True
-    ending = form.parameter_end
-    end = text.find(ending, at)
+    end = min((place for place in (text.find(ending, at) for ending in form.value_ends) if place >= 0), default=-1)
     if end < 0:
-        end = len(text) - open_suffix(text[at:], (ending,))
+        end = len(text) - open_suffix(text[at:], form.value_ends)
         reader.arguments.text(text[at:end])
         return end
     reader.arguments.text(text[at:end])
     reader.arguments.end_text()
     reader.state = in_function
-    return end + len(ending)
+    return end + len(form.parameter_end)
 
 
 def in_value(reader: CallReader, text: str, at: int) -> int:

@@ -104,7 +104,11 @@ class ControlTokens:
 
     def ordinary(self, text: str) -> str:
         """A text whose control tokens are all ordinary text, in the form of `settle`."""
-        return _marked(text, [match.start() + cut for match in self._pattern.finditer(text)
+        return MARK.join(self.pieces(text))
+
+    def pieces(self, text: str) -> list[str]:
+        """A text in pieces none of which spells a control token: together they are ordinary text."""
+        return _cut_at(text, [match.start() + cut for match in self._pattern.finditer(text)
                               for cut in self._cuts[match[0]]])
 
     def _cut(self, text: str, cuts: Callable[[str], Iterable[int]]) -> tuple[int, ...]:
@@ -219,4 +223,8 @@ def _expression(tree: dict[str, Any]) -> str:
 
 def _marked(text: str, places: Sequence[int]) -> str:
     """places: ascending."""
-    return MARK.join(text[start:end] for start, end in pairwise((0, *places, len(text)))) if places else text
+    return MARK.join(_cut_at(text, places)) if places else text
+
+
+def _cut_at(text: str, places: Sequence[int]) -> list[str]:
+    return [text[start:end] for start, end in pairwise((0, *places, len(text)))] if places else [text]

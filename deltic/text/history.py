@@ -63,7 +63,7 @@ class Turn:
     boundaries: positions that following prompts are expected to share.
     state: the hash of all that the client can see up to here, with calls typed by the schemas. Of the ids the first
         `kept` are those of the note `parent`.
-    opening, thoughts: as in `Note`, of the answers so far.
+    opening, thoughts: as in `Note`, of the answers so far. owner: who has the answers.
     """
 
     ids: tuple[int, ...]
@@ -74,6 +74,7 @@ class Turn:
     thoughts: tuple[str, ...] = ()
     state: str = ""
     schemas: Schemas = field(default_factory=dict)
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,12 @@ class History:
             self._tokenizer.check_length(asked, self._bound)
         schemas = tool_schemas(conversation.tools or ())
         states = self._states(conversation, schemas, owner)
-        notes, base = self._recall(conversation, states)
+        notes, base = self._recall(conversation, states, owner)
         keep = mode == "preserve"
         turn = _preserved(conversation, self._openings, base, self._preserved_bound) if keep and base else None
         if turn is None:
             turn = _rendered(conversation, self._openings, notes, base, self._bound, whole=keep)
-        return replace(turn, state=states[-1], schemas=schemas)
+        return replace(turn, state=states[-1], schemas=schemas, owner=owner)
 
     def remember(self, turn: Turn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
                  whole: bool) -> None:
@@ -140,7 +141,7 @@ class History:
         note = Note(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
                     digest_of(spelled), turn.parent, turn.kept, turn.opening,
                     (*turn.thoughts, thought_of(_plain_text(answer.reasoning))))
-        self._notes.put(_next_state(turn.state, visible), note)
+        self._notes.put(_next_state(turn.state, visible), note, turn.owner)
 
     def flush(self) -> None:
         """Wait until all notes are written."""
@@ -156,7 +157,8 @@ class History:
             states.append(_next_state(states[-1], _seen(message, schemas)))
         return states
 
-    def _recall(self, conversation: Conversation, states: Sequence[str]) -> tuple[dict[int, Note], _Base | None]:
+    def _recall(self, conversation: Conversation, states: Sequence[str], owner: str
+                ) -> tuple[dict[int, Note], _Base | None]:
         """This conversation's answers, as far as they are known for certain, by their place among the messages; and
         the last one whose ids are all there."""
         places = {state: index for index, state in enumerate(states[1:])}
@@ -165,18 +167,19 @@ class History:
         notes: dict[int, Note] = {}
         base: _Base | None = None
         for count, index in reversed(list(enumerate(answers, 1))):
-            note = notes.get(index) or self._only(states[index + 1], thoughts[:count])
+            note = notes.get(index) or self._only(states[index + 1], thoughts[:count], owner)
             if note is None:
                 continue
             notes[index] = note
-            if base is None and (chain := self._notes.chain(states[index + 1], note)) and (ids := ids_of(chain)):
+            chain = self._notes.chain(states[index + 1], note, owner) if base is None else None
+            if chain and (ids := ids_of(chain)):
                 base = _Base(index, name_of(states[index + 1], note), note, ids)
                 notes |= {places[key]: link for key, link in chain if key in places}
         return notes, base
 
-    def _only(self, key: str, thoughts: Sequence[str | None]) -> Note | None:
+    def _only(self, key: str, thoughts: Sequence[str | None], owner: str) -> Note | None:
         """The note of an answer, if no other conversation with these thoughts can be meant."""
-        found = [note for note in self._notes.find(key) if note.fits(thoughts)]
+        found = [note for note in self._notes.find(key, owner) if note.fits(thoughts)]
         return found[0] if len(found) == 1 and found[0].ids else None
 
 

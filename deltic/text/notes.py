@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 from array import array
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
+
+from deltic.text.owned_entries import OwnedEntries
 
 LIMIT = 4_000_000
 """Token ids that notes in memory may hold."""
@@ -98,52 +100,45 @@ def thought_of(reasoning: str) -> str:
 
 
 class Notebook:
-    """Notes by key, the least recently used of which are dropped from memory. Threads may share it.
+    """Notes by owner and key, the least recently used of which are dropped from memory: those of the owner that holds
+    most. Threads may share it.
 
     limit: token ids to hold in memory. vocab_size: notes with other ids are foreign. Writing to the store happens in a
     thread of its own.
     """
 
     def __init__(self, store: NoteStore | None, vocab_size: int, limit: int = LIMIT) -> None:
-        self._store, self._vocab_size, self._limit = store, vocab_size, limit
-        self._notes: OrderedDict[str, dict[str, Note]] = OrderedDict()
-        self._gone: OrderedDict[str, str] = OrderedDict()  # key to digest, or "" if there were several
-        self._weight = self._waiting = 0
+        self._store, self._vocab_size = store, vocab_size
+        self._notes: OwnedEntries[dict[str, Note]] = OwnedEntries(limit)
+        self._gone: OwnedEntries[str] = OwnedEntries(_MOST_GONE)  # a digest, or "" if there were several
+        self._waiting = Counter[str]()
         self._lock = threading.Lock()
         self._filling: str | None = None
         self._writer = ThreadPoolExecutor(1, "notes")
 
-    def find(self, key: str) -> list[Note]:
+    def find(self, key: str, owner: str = "") -> list[Note]:
         """All notes with this key, also those of other processes; damaged ones are not there. None as long as those of
         other processes are not known."""
         if self._store and not self._store.ready:
             return []
         stored = self._stored(key) if self._store else []
         with self._lock:
-            for note in stored:
-                self._add(key, note, replaces=False)
-            if key not in self._notes:
-                return []
-            self._notes.move_to_end(key)
-            found = list(self._notes[key].values())
-            self._drop()
-        return found
+            found = self._added(owner, key, stored, replaces=False) if stored else self._notes.get(owner, key) or {}
+            return list(found.values())
 
-    def put(self, key: str, note: Note) -> None:
+    def put(self, key: str, note: Note, owner: str = "") -> None:
         """Keep a note, beside its rivals."""
         with self._lock:
-            if self._gone.get(key, note.digest) != note.digest:
-                self._add(key, _LOST)
-            self._add(key, note)
-            self._drop()
+            lost = [_LOST] if self._gone.get(owner, key) not in (None, note.digest) else []
+            self._added(owner, key, [*lost, note])
         if self._store:
-            self._write_later(key, note)
+            self._write_later(key, note, owner)
 
-    def chain(self, key: str, note: Note) -> list[tuple[str, Note]] | None:
+    def chain(self, key: str, note: Note, owner: str = "") -> list[tuple[str, Note]] | None:
         """The note and those it builds on with their keys, the first one first; None if one of them is gone."""
         chain, length = [(key, note)], len(key)
         while parent := chain[-1][1].parent:
-            found = self._named(parent[:length], parent[length:]) if len(chain) < _LONGEST_CHAIN else None
+            found = self._named(parent[:length], parent[length:], owner) if len(chain) < _LONGEST_CHAIN else None
             if not found:
                 return None
             chain.append((parent[:length], found))
@@ -154,33 +149,27 @@ class Notebook:
         if self._store:
             self._writer.submit(lambda: None).result()
 
-    def _named(self, key: str, digest: str) -> Note | None:
+    def _named(self, key: str, digest: str, owner: str) -> Note | None:
         with self._lock:
-            note = self._notes.get(key, {}).get(digest)
-            if note:
-                self._notes.move_to_end(key)
-        return note or next((found for found in self.find(key) if found.digest == digest), None)
+            note = (self._notes.get(owner, key) or {}).get(digest)
+        return note or next((found for found in self.find(key, owner) if found.digest == digest), None)
 
     # In memory, under the lock
 
-    def _add(self, key: str, note: Note, replaces: bool = True) -> None:
-        rivals = self._notes.setdefault(key, {})
-        self._notes.move_to_end(key)
-        if note.digest in rivals and not (replaces and note.ids):
-            return
-        self._weight += _weight(note) - (_weight(rivals.pop(note.digest)) if note.digest in rivals else 0)
-        rivals[note.digest] = note
-        if len(rivals) > RIVALS:
-            self._weight -= _weight(rivals.pop(next(iter(rivals))))
-
-    def _drop(self) -> None:
-        """All notes of a key go together: one that is left alone would look like the only one."""
-        while self._weight > self._limit and self._notes:
-            key, rivals = self._notes.popitem(last=False)
-            self._weight -= sum(map(_weight, rivals.values()))
-            self._gone[key] = next(iter(rivals)) if len(rivals) == 1 else ""
-        while len(self._gone) > _MOST_GONE:
-            self._gone.popitem(last=False)
+    def _added(self, owner: str, key: str, notes: Sequence[Note], replaces: bool = True) -> dict[str, Note]:
+        """The notes of a key with these among them. What leaves the memory does so with all notes of its key: one that
+        is left alone would look like the only one."""
+        rivals = dict(self._notes.get(owner, key) or {})
+        for note in notes:
+            if note.digest in rivals and not (replaces and note.ids):
+                continue
+            rivals.pop(note.digest, None)
+            rivals[note.digest] = note
+            if len(rivals) > RIVALS:
+                del rivals[next(iter(rivals))]
+        for other, left, lost in self._notes.put(owner, key, rivals, sum(map(_weight, rivals.values()))):
+            self._gone.put(other, left, next(iter(lost)) if len(lost) == 1 else "")
+        return rivals
 
     # In the store: rivals lie in numbered places, which processes claim; they are only ever filled in order. A place
     # that is claimed and not filled has lost its note, but for the one that this process is filling
@@ -201,22 +190,24 @@ class Notebook:
         missed = len({note.digest for note in found}) == 1 and found[0].rivals
         return [*found, _LOST] if missed else found
 
-    def _write_later(self, key: str, note: Note) -> None:
+    def _write_later(self, key: str, note: Note, owner: str) -> None:
+        """An owner may have as much waiting as stays free besides."""
         size = _weight(note) * note.ids.itemsize
         with self._lock:
-            if self._waiting + size > _MOST_WAITING:
+            if self._waiting.total() + self._waiting[owner] + size > _MOST_WAITING:
                 return
-            self._waiting += size
+            self._waiting[owner] += size
         with suppress(RuntimeError):  # Python is about to end
-            self._writer.submit(self._write, key, note, size)
+            self._writer.submit(self._write, key, note, size, owner)
 
-    def _write(self, key: str, note: Note, size: int) -> None:
+    def _write(self, key: str, note: Note, size: int, owner: str) -> None:
         try:
             self._store_beside(key, note)
         finally:
             self._filling = None
             with self._lock:
-                self._waiting -= size
+                self._waiting[owner] -= size
+                self._waiting = +self._waiting  # without owners that have nothing there
 
     def _store_beside(self, key: str, note: Note) -> None:
         assert self._store

@@ -65,6 +65,13 @@ class CallForm:
         return self.opening.strip(), self.closing.strip()
 
     @cached_property
+    def value_ends(self) -> tuple[str, str]:
+        """What ends a value where a call is written exactly so: its closing tag before the function's end, and before
+        another parameter. The closing tag alone is text."""
+        assert self.parameter
+        return self.parameter_end + self.function_end, self.parameter_end + self.parameter[0]
+
+    @cached_property
     def openings(self) -> tuple[str, ...]:
         """What begins a call in the midst of text."""
         return self.block[0], self.tags.function

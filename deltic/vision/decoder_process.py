@@ -40,6 +40,11 @@ class DecoderProcess:
         self._memory, self._closed = memory_mib << 20, False
         self._child: subprocess.Popen[bytes] | None = None
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has been stopped."""
+        return self._closed
+
     def __enter__(self) -> DecoderProcess:
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from deltic.errors import RequestError
@@ -17,17 +18,22 @@ _MEMORY_MIB = 512
 """Of the process that reads one document."""
 
 
-def pdf_text(data: bytes, limits: Limits, field: str = "document") -> str:
+def reader_process() -> DecoderProcess:
+    """A process for `pdf_text`, in which several documents may be read; `stop` ends it from any thread."""
+    return DecoderProcess(_MEMORY_MIB)
+
+
+def pdf_text(data: bytes, limits: Limits, field: str = "document", process: DecoderProcess | None = None) -> str:
     """The text of a PDF file, its pages separated by empty lines; `NO_TEXT` if no page has any.
 
     The file is read in a process of its own, which takes a moment: call it in a thread. field: names the document in
-    errors. Raises RequestError if the file is damaged, encrypted, or beyond `max_document_pages`,
-    `max_document_characters` or `document_seconds`.
+    errors. process: one of `reader_process`, which the caller closes. Raises RequestError if the file is damaged,
+    encrypted, or beyond `max_document_pages`, `max_document_characters` or `document_seconds`.
     """
     try:
-        with DecoderProcess(_MEMORY_MIB) as process:
-            _, text = process.call(read_pages, data, limits.max_document_pages, limits.max_document_characters,
-                                   seconds=limits.document_seconds, limit="document_seconds")
+        with nullcontext(process) if process else reader_process() as reader:
+            _, text = reader.call(read_pages, data, limits.max_document_pages, limits.max_document_characters,
+                                  seconds=limits.document_seconds, limit="document_seconds")
     except RequestError as error:
         raise RequestError(f"{field} is no PDF document that can be read: {error}", field) from error
     return text.decode() or NO_TEXT

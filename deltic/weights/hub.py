@@ -26,9 +26,10 @@ from deltic.weights.checksums import check_files
 from deltic.weights.config_files import MAX_CONFIG, of_file, preprocessors, read_shape
 from deltic.weights.files import InMemory, Source, find_tensors, read_json
 from deltic.weights.fp8 import Float8
+from deltic.weights.gguf.bundled import bundled_tower
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file, report_aside
+from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file
 from deltic.weights.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_from_gguf
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.in_memory import PLACE, in_memory
@@ -197,7 +198,6 @@ def open_model(
         gguf = GgufFile.open(single)
         config = config_from_gguf(gguf)
         seen = _gguf_vision(gguf, config, mmproj)
-        report_aside(gguf)
         return ModelFiles(single, config, generation_from_gguf(gguf, config), gguf, *seen)
     if mmproj is not None:
         raise ModelError(f"{mmproj} cannot be used: {directory} is no GGUF file, and has its vision tower itself if it "
@@ -249,13 +249,13 @@ def _vision(directory: Path, tensors: Path | InMemory, mapping: Mapping[str, Any
 
 def _gguf_vision(gguf: GgufFile, config: ModelConfig, mmproj: str | None
                  ) -> tuple[Vision, GgufFile] | tuple[None, None]:
-    """The tower in the file that is given or lies beside the text model's, and that file."""
-    path = Path(mmproj).expanduser() if mmproj else beside(gguf.paths[0])
+    """The tower in the file that is given, in the text model's own or beside it, and that file."""
     try:
-        if path is None:
-            return None, None
-        file = GgufFile.open(path)
-        return vision_from_gguf(file, gguf, config), file
+        file = None if mmproj else bundled_tower(gguf)
+        path = Path(mmproj).expanduser() if mmproj else None if file else beside(gguf.paths[0])
+        if path is not None:
+            file = GgufFile.open(path)
+        return (None, None) if file is None else (vision_from_gguf(file, gguf, config), file)
     except ModelError as error:
         if mmproj:
             raise

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -18,14 +16,13 @@ from deltic.artifacts.extras import need
 from deltic.artifacts.program import hf_config
 from deltic.artifacts.sidecar import write_sidecar
 from deltic.artifacts.tvm import parameters
-from deltic.artifacts.tvm.metadata import Generation, Metadata, processor_flags, write_config
+from deltic.artifacts.tvm.metadata import Generation, Metadata, write_config
+from deltic.artifacts.tvm.panels import panels
+from deltic.artifacts.tvm.targets import Goal, find_goal, link
 from deltic.config import ModelConfig
 from deltic.errors import ConfigError, ModelError
 from deltic.weights.hub import ModelFiles
 
-LIBRARY: Final = "rt.so"
-LANES: Final = 16
-"""As in `kernels`, which cannot be imported without the compiler."""
 Stored = Literal["float32", "float16"]
 
 
@@ -46,12 +43,12 @@ def compile_model(files: ModelFiles, folder: Path, *, generation: Generation | N
     sequence (default: the model's). chunk: most tokens of a prompt that are read at once.
     """
     need("tvm")
-    goal, config = find_target(target), replace(files.config, num_mtp_layers=0)
+    goal, config = find_goal(target), replace(files.config, num_mtp_layers=0)
     kept = _generation(config, generation)
     tensors = files.load("float32", "cpu", None)
     stated = replace(config, dtype=dtype, max_position_embeddings=max_context or config.max_position_embeddings)
     write_sidecar(files, folder, stated)
-    library, taken = _build(config, kept, dtype, goal, stated.max_position_embeddings, chunk, folder / LIBRARY)
+    library, taken = _language_model(config, kept, dtype, goal, stated.max_position_embeddings, chunk, folder)
     size = parameters.write(folder, kept, _in_order(config, tensors, taken.parameters))
     write_config(folder, taken, stated, hf_config(stated))
     return Compiled(library, size)
@@ -74,63 +71,45 @@ def _generation(config: ModelConfig, asked: Generation | None) -> Generation:
     return asked or ("v2" if config.linear_layers else "v1")
 
 
-def _build(config: ModelConfig, generation: Generation, dtype: str, goal: Any, context: int, chunk: int,
-           path: Path) -> tuple[int, Metadata]:
+def _language_model(config: ModelConfig, generation: Generation, dtype: str, goal: Goal, context: int, chunk: int,
+                    folder: Path) -> tuple[int, Metadata]:
     """Write the library; returns its bytes, and what it says of itself."""
+    from deltic.artifacts.tvm.network import AttentionNetwork, HybridNetwork, specification
+
+    kind = HybridNetwork if config.linear_layers else AttentionNetwork
+    metadata = Metadata(generation, config.architecture, quantization(dtype), (), context, min(chunk, context),
+                        config.vocab_size, goal.machine, goal.needs, device=goal.device, system=goal.system,
+                        target=goal.text)
+    return build_library(lambda: kind(config, dtype, goal.target), specification, metadata, goal, folder)
+
+
+def build_library(network: Callable[[], Any], specification: Callable[[Any], Any], metadata: Metadata, goal: Goal,
+           folder: Path) -> tuple[int, Metadata]:
+    """Write the library of a network; returns its bytes, and what it says of itself, its parameters too."""
     import tvm
     from tvm import relax
 
-    from deltic.artifacts.tvm.network import AttentionNetwork, HybridNetwork, specification
-
-    network = (HybridNetwork if config.linear_layers else AttentionNetwork)(config, dtype, goal)
-    module, named = network.export_tvm(spec=specification(network))
-    metadata = Metadata(
-        generation, config.architecture, "q0f16" if dtype == "float16" else "q0f32",
-        tuple((name, tuple(map(int, one.shape)), str(one.dtype)) for name, one in named), context,
-        min(chunk, context), config.vocab_size, _machine(goal), _needs(goal))
-    builder = relax.BlockBuilder(module)
-    with builder.function("_metadata", params=[]):
-        builder.emit_func_output(tvm.ir.StringImm(metadata.to_json()))
-    built = tvm.relax.build(builder.get(), target=goal, relax_pipeline=relax.get_default_pipeline(goal))
-    built.export_library(str(path))
+    try:
+        with goal.target:
+            made = network()
+            module, named = made.export_tvm(spec=specification(made))
+            metadata = replace(metadata, parameters=tuple(
+                (name, tuple(map(int, one.shape)), str(one.dtype)) for name, one in named))
+            builder = relax.BlockBuilder(module)
+            with builder.function("_metadata", params=[]):
+                builder.emit_func_output(tvm.ir.StringImm(metadata.to_json()))
+            built = relax.build(builder.get(), target=goal.target,
+                                relax_pipeline=relax.get_default_pipeline(goal.target))
+    except Exception as error:
+        reason = str(error).strip().rsplit("\n", 1)[-1]
+        raise ModelError(f"TVM cannot compile this model for target {goal.text!r}: {reason}") from error
+    path = folder / goal.library
+    link(built, path, goal)
     return path.stat().st_size, metadata
 
 
-def find_target(text: str) -> Any:
-    """The target that a text names, which this machine can compile for; ConfigError or ModelError if there is none."""
-    import tvm
-
-    first, *options = text.split() or [""]
-    if first != "llvm":
-        raise ConfigError(f"target {text!r} is not supported, only llvm, perhaps with -mcpu=...", "target")
-    if wrong := [option for option in options if not (option.startswith("-") and "=" in option)]:
-        raise ConfigError(f"target {text!r}: {wrong[0]!r} must be of the form -mcpu=NAME", "target")
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        raise ModelError("linking a compiled model needs g++ or clang++: install one")
-    system = tvm.target.codegen
-    said = dict(option.lstrip("-").split("=", 1) for option in options) or {"mcpu": system.llvm_get_system_cpu()}
-    try:
-        found = tvm.target.Target({"kind": "llvm", **said})
-    except Exception as error:
-        reason = str(error).strip().rsplit("\n", 1)[-1]
-        raise ConfigError(f"target {text!r} is not one that TVM knows: {reason}", "target") from error
-    cpu, triple = said.get("mcpu"), said.get("mtriple") or system.llvm_get_system_triple()
-    if options and cpu and not system.llvm_is_valid_cpu(cpu, triple):
-        raise ConfigError(f"target {text!r}: LLVM knows no processor {cpu!r} of {triple}", "target")
-    return found
-
-
-def _machine(target: Any) -> str:
-    triple = str(target.attrs.get("mtriple", "")) if "mtriple" in target.attrs else ""
-    return triple.partition("-")[0] or platform.machine()
-
-
-def _needs(target: Any) -> tuple[str, ...]:
-    """The instructions that the processor must have: for this one's own code all that it has."""
-    import tvm
-
-    host = tvm.target.codegen.llvm_get_system_cpu()
-    return processor_flags() if str(target.attrs.get("mcpu", "")) == host else ()
+def quantization(dtype: str) -> str:
+    return "q0f16" if dtype == "float16" else "q0f32"
 
 
 def _in_order(config: ModelConfig, tensors: dict[str, Tensor],
@@ -138,7 +117,7 @@ def _in_order(config: ModelConfig, tensors: dict[str, Tensor],
     """The library's parameters, made of the model's tensors, which are taken out as it goes."""
     for name, shape, dtype in wanted:
         array = _made(config, tensors, name)
-        array = _panels(array) if len(shape) == 3 else array
+        array = panels(array) if len(shape) == 3 else array
         assert array.shape == shape, f"{name} is {array.shape} instead of {shape}"
         yield name, np.ascontiguousarray(array.astype(dtype))
 
@@ -185,12 +164,3 @@ _CHANGES: Final = {
     "taps": lambda tensor, offset: tensor.squeeze(1).T,
     "decay": lambda tensor, offset: -tensor.exp(),
 }
-
-
-def _panels(matrix: NDArray[Any]) -> NDArray[Any]:
-    """matrix [outputs, inputs] -> [panels, inputs, LANES], the last one filled up with zeros."""
-    outputs, inputs = matrix.shape
-    count = -(-outputs // LANES)
-    if count * LANES != outputs:
-        matrix = np.concatenate([matrix, np.zeros((count * LANES - outputs, inputs), matrix.dtype)])
-    return matrix.reshape(count, LANES, inputs).transpose(0, 2, 1)

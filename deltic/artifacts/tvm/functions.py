@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deltic.artifacts.tvm.device import Device
 from deltic.artifacts.tvm.metadata import Convention
-from deltic.artifacts.tvm.parameters import ALIGNMENT
 from deltic.errors import ModelError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Functions:
     find: gives a function of the library by its name, None if it has none of it.
     """
 
-    ffi: Any
+    device: Device
     convention: Convention
     find: Callable[[str], Any]
 
@@ -35,10 +35,10 @@ class Functions:
     def logits(self, tokens: Sequence[int], caches: Sequence[Any], parameters: Any) -> NDArray[np.float32]:
         """The logits [1, width] of the last of these tokens, which are appended to the sequence that has begun."""
         count, embed = len(tokens), self._first("embed")
-        embedded, last = embed(self._tensor(tokens), parameters), self._tensor([count - 1])
+        embedded, last = embed(self.device.integers(tokens), parameters), self.device.integers([count - 1])
         if self.convention == "mlc":
-            reshape = self.ffi.get_global_func("vm.builtin.reshape")
-            embedded = reshape(embedded, self.ffi.Shape([1, *embedded.shape[-2:]]))
+            reshape = self.device.ffi.get_global_func("vm.builtin.reshape")
+            embedded = reshape(embedded, self.device.ffi.Shape([1, *embedded.shape[-2:]]))
             batched = self.find("batch_prefill" if count > 1 else "batch_decode")
             run = batched or self._first("prefill" if count > 1 else "decode")
             positions = [last] if batched and count > 1 else []
@@ -47,7 +47,7 @@ class Functions:
             found = self._first("decode")(embedded, *caches, parameters)
         else:
             found = self._first("prefill")(embedded, last, *caches, parameters)
-        rows = np.asarray(np.from_dlpack(found[0]), np.float32)
+        rows = self.device.numpy(found[0])
         return rows.reshape(1, rows.shape[-1])
 
     def _first(self, *names: str) -> Any:
@@ -56,11 +56,3 @@ class Functions:
             raise ModelError(f"the library has no function {names[0]}: it is no language model that deltic or mlc-llm "
                              "compiled")
         return found
-
-    def _tensor(self, numbers: Sequence[int]) -> Any:
-        """int32, at an address that kernels take for granted."""
-        room = np.empty(len(numbers) + ALIGNMENT // 4, np.int32)
-        skip = -room.ctypes.data % ALIGNMENT // 4
-        array = room[skip:skip + len(numbers)]
-        array[:] = numbers
-        return self.ffi.from_dlpack(array)

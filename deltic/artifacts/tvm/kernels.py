@@ -38,7 +38,7 @@ def linear(inputs: int, panels: int, dtype: str):
         for panel in T.parallel(panels):
             for tile in T.serial(T.ceildiv(n, T.int64(_ROWS))):
                 with T.sblock("tile"):
-                    total = T.sblock_alloc_buffer((_ROWS, LANES), "float32")
+                    total = T.sblock_alloc_buffer((_ROWS, LANES), "float32", scope="local")
                     for r in T.unroll(_ROWS):
                         for lane in T.vectorized(LANES):
                             total[r, lane] = T.float32(0)
@@ -65,7 +65,7 @@ def linear_one(inputs: int, panels: int, dtype: str):
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         for panel in T.parallel(panels):
             with T.sblock("panel"):
-                total = T.sblock_alloc_buffer((split, LANES), "float32")
+                total = T.sblock_alloc_buffer((split, LANES), "float32", scope="local")
                 for r in T.unroll(split):
                     for lane in T.vectorized(LANES):
                         total[r, lane] = T.float32(0)
@@ -114,8 +114,8 @@ def add_norm(hidden: int, eps: float, width: int):
         y = T.match_buffer(y_handle, (n, hidden), "float32")
         for t in T.serial(n):
             with T.sblock("token"):
-                squares = T.sblock_alloc_buffer((lanes,), "float32")
-                factor = T.sblock_alloc_buffer((1,), "float32")
+                squares = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
+                factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
                 for lane in T.vectorized(lanes):
                     squares[lane] = T.float32(0)
                 for i in T.serial(hidden // lanes):
@@ -168,7 +168,7 @@ def short_conv(channels: int, kernel: int, width: int):
         for block in T.parallel(channels // lanes):
             for t in T.serial(n):
                 with T.sblock("token"):
-                    total = T.sblock_alloc_buffer((lanes,), "float32")
+                    total = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
                     for lane in T.vectorized(lanes):
                         total[lane] = T.float32(0)
                     for tap in T.unroll(kernel):
@@ -206,7 +206,7 @@ def delta_gates(value_heads: int, start: int, width: int):
         y = T.match_buffer(y_handle, (n, 2, value_heads), "float32")
         for t, h in T.grid(n, value_heads):
             with T.sblock("head"):
-                sum = T.sblock_alloc_buffer((1,), "float32")
+                sum = T.sblock_alloc_buffer((1,), "float32", scope="local")
                 sum[0] = x[t, start + value_heads + h] + dt_bias[h]
                 sum[0] = T.max(sum[0], T.float32(0)) + T.log1p(T.exp(T.float32(0) - T.abs(sum[0])))  # softplus
                 y[t, 0, h] = T.exp(decay[h] * sum[0])
@@ -238,9 +238,10 @@ def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
                         after[0, h, d, v * lanes + lane] = before[0, h, d, v * lanes + lane]
             for t in T.serial(n):
                 with T.sblock("token"):
-                    unit = T.sblock_alloc_buffer((2,), "float32")  # what makes query and key as long as they shall be
-                    update = T.sblock_alloc_buffer((value_dim,), "float32")
-                    output = T.sblock_alloc_buffer((value_dim,), "float32")
+                    # the factors that give query and key their length
+                    unit = T.sblock_alloc_buffer((2,), "float32", scope="local")
+                    update = T.sblock_alloc_buffer((value_dim,), "float32", scope="local")
+                    output = T.sblock_alloc_buffer((value_dim,), "float32", scope="local")
                     for part in T.unroll(2):
                         unit[part] = T.float32(0)
                         for d in T.serial(key_dim):
@@ -286,7 +287,7 @@ def gated_norm(value_heads: int, value_dim: int, start: int, eps: float, width: 
         o = T.match_buffer(o_handle, (n, value_heads * value_dim), "float32")
         for t, h in T.grid(n, value_heads):
             with T.sblock("head"):
-                factor = T.sblock_alloc_buffer((1,), "float32")
+                factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
                 factor[0] = T.float32(0)
                 for v in T.serial(value_dim):
                     factor[0] = factor[0] + y[t, h * value_dim + v] * y[t, h * value_dim + v]
@@ -316,9 +317,9 @@ def heads(query_heads: int, kv_heads: int, dim: int, rotary: int, gated: bool, e
         y = T.match_buffer(y_handle, (n, total, dim), "float32")
         for t, h in T.grid(n, query_heads + kv_heads):
             with T.sblock("head"):
-                factor = T.sblock_alloc_buffer((1,), "float32")
-                start = T.sblock_alloc_buffer((1,), "int64")
-                normed = T.sblock_alloc_buffer((dim,), "float32")
+                factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                start = T.sblock_alloc_buffer((1,), "int64", scope="local")
+                normed = T.sblock_alloc_buffer((dim,), "float32", scope="local")
                 start[0] = T.if_then_else(h < query_heads, h * step, queries + (h - query_heads) * dim)
                 factor[0] = T.float32(0)
                 for d in T.serial(dim):

@@ -49,6 +49,21 @@ def runtime() -> Any:
     return tvm_ffi
 
 
+def load_device(ffi: Any, kind: str, needs: str) -> None:
+    """Load the part of TVM's runtime that drives a device, unless it is there. ModelError if it cannot be. needs: what
+    the artifact needs, and what to do."""
+    if ffi.get_global_func(f"device_api.{kind}", allow_missing=True) is not None:
+        return
+    name = f"libtvm_runtime_{kind}{_SUFFIX}"
+    found = next((path for place in _places() if (path := place / name).is_file()), None)
+    if found is None:
+        raise ModelError(f"{needs}. TVM's runtime here has no {name}, and cannot drive such a device")
+    try:
+        ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise ModelError(f"{needs}. TVM's runtime for {kind} cannot be loaded: {error}") from error
+
+
 def accepting_older_names(constructor: Callable[..., Any]) -> Callable[..., Any]:
     """The constructor of the paged cache, for kernels that are tagged by any name of their backend: each kernel is
     given as a list that begins with it, whether it serves prompts (paged, ragged), decoding or trees. ModelError for
@@ -67,10 +82,15 @@ def _renamed(argument: Any) -> Any:
     return [canonical(BACKENDS, tag, "attention backend"), *kernel]
 
 
-def _libraries() -> Iterator[Path]:
+def _places() -> list[Path]:
+    """Where the runtime's libraries may lie."""
     given, package = os.environ.get(PLACE), find_spec("tvm")
-    places = [Path(given)] if given else [Path(place) / "lib" for place in (
+    return [Path(given)] if given else [Path(place) / "lib" for place in (
         package.submodule_search_locations or () if package else ())]
+
+
+def _libraries() -> Iterator[Path]:
+    places = _places()
     if not places:
         raise ModelError("TVM's runtime is not here: pip install 'deltic[tvm]', or set "
                          f"{PLACE} to the directory with {_LIBRARIES[0]}{_SUFFIX}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,11 @@ VERSION: Final = "0.1.0"
 """Of the layout of `CONFIG`."""
 DESCRIPTORS: Final[Mapping[Generation, str]] = {"v2": "tensor-cache.json", "v1": "ndarray-cache.json"}
 """The file that describes the parameters of a generation, in the order in which they are looked for."""
-_FLAGS: Final = ("sse4_2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "asimd")
+_MACHINES: Final = {"arm64": "aarch64", "AMD64": "x86_64"}
+"""Other names of processors."""
+ENCODERS: Final = ("bert", "roberta")
+"""Architectures that give states, not logits."""
+FLAGS: Final = ("sse4_2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "asimd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,9 @@ class Metadata:
     vocabulary: ids that the model knows; logits may be longer.
     machine, needs: for which processors the code is, and what they must have.
     convention: by which the library's functions are called: as deltic compiles them, or as mlc-llm does.
+    device: what runs the kernels, by TVM's name: cpu, cuda, metal, ...
+    system: the operating system that the library is for.
+    target: as it was given.
     """
 
     generation: Generation
@@ -51,6 +59,9 @@ class Metadata:
     machine: str
     needs: tuple[str, ...] = ()
     convention: Convention = "deltic"
+    device: str = "cpu"
+    system: str = sys.platform
+    target: str = "llvm"
 
     def to_json(self) -> str:
         """As the library's function `_metadata` gives it."""
@@ -62,7 +73,8 @@ class Metadata:
         return {"generation": self.generation, "model_type": self.architecture, "quantization": self.quantization,
                 "context_window_size": self.context_window_size, "prefill_chunk_size": self.prefill_chunk_size,
                 "sliding_window_size": -1, "attention_sink_size": -1, "tensor_parallel_shards": 1,
-                "vocab_size": self.vocabulary, "machine": self.machine, "needs": [*self.needs]}
+                "vocab_size": self.vocabulary, "machine": self.machine, "needs": [*self.needs],
+                "device": self.device, "system": self.system, "target": self.target}
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], parameters: bool, config: Metadata | None = None) -> Metadata:
@@ -76,7 +88,8 @@ class Metadata:
             raise ModelError(f"sliding_window_size {show(mapping['sliding_window_size'])} is not supported, only -1")
         if mapping.get("tensor_parallel_shards", 1) != 1:
             raise ModelError("tensor_parallel_shards must be 1")
-        found = architecture(mapping["model_type"])
+        name = mapping["model_type"]
+        found = name if name in ENCODERS else architecture(name)
         generation = canonical(GENERATIONS, str(mapping.get("generation", _generation_of(found))), "generation")
         size = integer(mapping, "context_window_size", 1, 1 << 31)
         known = {} if config is None or "generation" in mapping else {"vocab_size": config.vocabulary}
@@ -89,7 +102,8 @@ class Metadata:
             prefill_chunk_size=integer({"prefill_chunk_size": size, **mapping}, "prefill_chunk_size", 1, 1 << 31),
             vocabulary=vocabulary, machine=str(mapping.get("machine", platform.machine())),
             needs=tuple(map(str, mapping.get("needs", ()))),
-            convention="deltic" if "generation" in mapping else "mlc")
+            convention="deltic" if "generation" in mapping else "mlc",
+            **{name: str(mapping[name]) for name in ("device", "system", "target") if name in mapping})
 
 
 def _generation_of(architecture: str) -> Generation:
@@ -122,20 +136,33 @@ def write_config(folder: Path, metadata: Metadata, config: ModelConfig, mapping:
 
 def read_config(folder: Path) -> tuple[Metadata, ModelConfig, GenerationDefaults]:
     """What a directory says of itself; ModelError naming file and key of what cannot be used or does not agree."""
+    metadata, mapping = read_metadata(folder)
+    if metadata.architecture in ENCODERS:
+        raise ModelError(f"{folder} is a compiled encoder, which gives vectors or scores and no text: use "
+                         "`deltic embed`, `deltic rerank`, `deltic serve` or Encoder")
+    config, generation = _sidecar(folder, mapping)
+    check_architecture(folder, metadata, config.architecture)
+    return metadata, config, generation
+
+
+def read_metadata(folder: Path) -> tuple[Metadata, dict[str, Any]]:
+    """What `CONFIG` says, and all of it; ModelError naming the key that cannot be used."""
     path = folder / CONFIG
     try:
         mapping = load_json(path)
         version = mapping.get("version", VERSION)
         if version != VERSION:
             raise ModelError(f"version {show(version)} is not known, only {VERSION}: compile the model anew")
-        metadata = Metadata.of(mapping, parameters=False)
+        return Metadata.of(mapping, parameters=False), mapping
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    config, generation = _sidecar(folder, mapping)
-    if config.architecture != metadata.architecture:
-        raise ModelError(f"{path} is of a {metadata.architecture}, but {folder / 'config.json'} of a "
-                         f"{config.architecture}: they are not of one model")
-    return metadata, config, generation
+
+
+def check_architecture(folder: Path, metadata: Metadata, architecture: str) -> None:
+    """ModelError if config.json is of another architecture than the metadata."""
+    if architecture != metadata.architecture:
+        raise ModelError(f"{folder / CONFIG} is of a {metadata.architecture}, but {folder / 'config.json'} of a "
+                         f"{architecture}: they are not of one model")
 
 
 def _sidecar(folder: Path, mapping: Mapping[str, Any]) -> tuple[ModelConfig, GenerationDefaults]:
@@ -157,10 +184,12 @@ def _sidecar(folder: Path, mapping: Mapping[str, Any]) -> tuple[ModelConfig, Gen
 def check_machine(metadata: Metadata, folder: Path) -> None:
     """ModelError if the code is for another processor: it would die of an instruction that this one does not know."""
     missing = sorted(set(metadata.needs) - set(processor_flags()))
-    if metadata.machine != platform.machine() or missing:
-        wanted = metadata.machine + (f" with {', '.join(missing)}" if missing else "")
-        raise ModelError(f"{folder} was compiled for {wanted}, and this machine is {platform.machine()}"
-                         f"{' without' if missing else ''}: compile it here, or with --target llvm -mcpu=...")
+    here, there = (_MACHINES.get(name, name) for name in (platform.machine(), metadata.machine))
+    if (here, sys.platform) != (there, metadata.system) or missing:
+        wanted = f"{metadata.machine} ({metadata.system})" + (f" with {', '.join(missing)}" if missing else "")
+        raise ModelError(f"{folder} was compiled for {wanted}, with --target {metadata.target!r}, and this machine is "
+                         f"{platform.machine()} ({sys.platform}){' without' if missing else ''}: compile it here, or "
+                         "with --target llvm -mcpu=...")
 
 
 def processor_flags() -> tuple[str, ...]:
@@ -168,7 +197,7 @@ def processor_flags() -> tuple[str, ...]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return ()
+        return FLAGS  # another system, which does not tell
     lines = (line.partition(":") for line in text.splitlines())
     known = next((set(rest.split()) for name, _, rest in lines if name.strip() in ("flags", "Features")), set())
-    return tuple(flag for flag in _FLAGS if flag in known)
+    return tuple(flag for flag in FLAGS if flag in known)

@@ -9,8 +9,9 @@ from tvm import relax as rx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op, spec
 from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache, RopeMode, TIRPagedKVCache
+from tvm.target import Target
 
-from deltic.artifacts.tvm import kernels
+from deltic.artifacts.tvm import gpu_kernels, kernels
 from deltic.artifacts.tvm.kernels import LANES
 from deltic.config import LinearConfig, ModelConfig
 
@@ -18,10 +19,22 @@ STATE, CONV = 0, 1
 """The states of a recurrent layer."""
 
 
-def _call(kernel: Any, name: str, arguments: list[Any], *shapes: tuple[Any, ...]) -> Any:
+def call(kernel: Any, name: str, arguments: list[Any], *shapes: tuple[Any, ...]) -> Any:
     """What a kernel makes of its arguments: float32 tensors of these shapes."""
+    if on_gpu():
+        kernel = gpu_kernels.spread(kernel)
     out = [nn.Tensor.placeholder(shape, "float32", name) for shape in shapes]
     return op.tensor_ir_op(kernel, name, arguments, out[0] if len(out) == 1 else out)
+
+
+def on_gpu() -> bool:
+    """Whether what is being built is for a GPU."""
+    return Target.current().kind.name != "llvm"
+
+
+def _state_copy(shape: tuple[int, ...], stores: bool) -> Any:
+    kernel = kernels.state_copy(shape, stores)
+    return gpu_kernels.spread(kernel) if on_gpu() else kernel
 
 
 class StateStore(nn.Object):
@@ -56,7 +69,8 @@ class Matrix(nn.Module):
         """x [n, inputs] -> [n, width]."""
         n = x.shape[0]
         kernel = kernels.linear_one if isinstance(n, int) and n == 1 else kernels.linear
-        return _call(kernel(self.inputs, self.panels, self.dtype), kernel.__name__, [x, self.weight], (n, self.width))
+        kernel = gpu_kernels.linear if on_gpu() else kernel
+        return call(kernel(self.inputs, self.panels, self.dtype), kernel.__name__, [x, self.weight], (n, self.width))
 
 
 class Recurrent(nn.Module):
@@ -77,17 +91,18 @@ class Recurrent(nn.Module):
         conv = (shape.conv_kernel - 1, shape.conv_dim)
         state = (shape.num_value_heads, shape.key_head_dim, shape.value_head_dim)
         projected = self.in_proj(x)
-        mixed, inputs = _call(
+        mixed, inputs = call(
             kernels.short_conv(shape.conv_dim, shape.conv_kernel, self.in_proj.width), "short_conv",
             [projected, states.get(self.store, CONV, conv), self.conv], (n, shape.conv_dim), (1, *conv))
         heads, width = shape.num_value_heads, self.in_proj.width
-        gates = _call(kernels.delta_gates(heads, shape.conv_dim + shape.value_dim, width), "delta_gates",
+        gates = call(kernels.delta_gates(heads, shape.conv_dim + shape.value_dim, width), "delta_gates",
                       [projected, self.decay, self.dt_bias], (n, 2, heads))
-        rule = kernels.delta_rule(shape.num_key_heads, heads, shape.key_head_dim, shape.value_head_dim)
-        out, after = _call(rule, "delta_rule", [mixed, gates, states.get(self.store, STATE, state)],
+        rule = (gpu_kernels if on_gpu() else kernels).delta_rule(
+            shape.num_key_heads, heads, shape.key_head_dim, shape.value_head_dim)
+        out, after = call(rule, "delta_rule", [mixed, gates, states.get(self.store, STATE, state)],
                            (n, shape.value_dim), (1, *state))
         norm = kernels.gated_norm(heads, shape.value_head_dim, shape.conv_dim, self.eps, width)
-        out = _call(norm, "gated_norm", [out, self.norm, projected], (n, shape.value_dim))
+        out = call(norm, "gated_norm", [out, self.norm, projected], (n, shape.value_dim))
         states = states.set(self.store, CONV, inputs).set(self.store, STATE, after)
         return self.out_proj(out), states
 
@@ -110,11 +125,11 @@ class Attention(nn.Module):
         heads = kernels.heads(query_heads, kv_heads, dim, config.rope.rotary_dim, config.attention_output_gate,
                               config.rms_norm_eps, width)
         total = query_heads + 2 * kv_heads
-        split = _call(heads, "heads", [projected, self.q_norm, self.k_norm, positions, frequencies], (n, total, dim))
+        split = call(heads, "heads", [projected, self.q_norm, self.k_norm, positions, frequencies], (n, total, dim))
         found = cache.attention_with_fused_qkv(self.store, op.reshape(split, (1, n, total, dim)), query_heads,
                                                dim ** -0.5)
         if config.attention_output_gate:
-            found = _call(kernels.output_gate(query_heads, dim, width), "output_gate",
+            found = call(kernels.output_gate(query_heads, dim, width), "output_gate",
                           [op.reshape(found, (n, query_heads, dim)), projected], (n, query_heads * dim))
         return self.o_proj(op.reshape(found, (n, query_heads * dim)))
 
@@ -135,7 +150,7 @@ class Block(nn.Module):
 
     def feed_forward(self, x: nn.Tensor) -> nn.Tensor:
         product = kernels.swiglu(self.inner, self.gate_up.width)
-        return self.down(_call(product, "swiglu", [self.gate_up(x)], (x.shape[0], self.inner)))
+        return self.down(call(product, "swiglu", [self.gate_up(x)], (x.shape[0], self.inner)))
 
 
 class Network(nn.Module):
@@ -157,7 +172,7 @@ class Network(nn.Module):
     def embed(self, input_ids: nn.Tensor) -> nn.Tensor:
         """input_ids [n] -> [n, hidden]."""
         kernel = kernels.embed(self.config.hidden_size, self.table.panels, self.dtype)
-        return _call(kernel, "embed_rows", [input_ids, self.table.weight],
+        return call(kernel, "embed_rows", [input_ids, self.table.weight],
                      (input_ids.shape[0], self.config.hidden_size))
 
     def create_paged_kv_cache(self, max_batch_size: Any, max_total_seq_len: Any, prefill_chunk_size: Any,
@@ -178,7 +193,7 @@ class Network(nn.Module):
         linear, builder = self.config.linear, rx.BlockBuilder.current()
         shapes = ((linear.num_value_heads, linear.key_head_dim, linear.value_head_dim),
                   (linear.conv_kernel - 1, linear.conv_dim))
-        gets, sets = ([builder.add_func(kernels.state_copy(shape, stores).with_attr("global_symbol", symbol), symbol)
+        gets, sets = ([builder.add_func(_state_copy(shape, stores).with_attr("global_symbol", symbol), symbol)
                        for kind, shape in enumerate(shapes) for symbol in [f"state_{name}_{kind}"]]
                       for name, stores in (("get", False), ("set", True)))
         call = rx.call_pure_packed(
@@ -203,11 +218,11 @@ class Network(nn.Module):
     def _norm(self, residual: nn.Tensor, delta: nn.Tensor, scale: nn.Tensor) -> Any:
         hidden = self.config.hidden_size
         kernel = kernels.add_norm(hidden, self.config.rms_norm_eps, delta.shape[1])
-        return _call(kernel, "add_norm", [residual, delta, scale], (residual.shape[0], hidden),
+        return call(kernel, "add_norm", [residual, delta, scale], (residual.shape[0], hidden),
                      (residual.shape[0], hidden))
 
     def _row(self, x: nn.Tensor, position: nn.Tensor) -> nn.Tensor:
-        return _call(kernels.row(self.config.hidden_size), "row", [x, position], (1, self.config.hidden_size))
+        return call(kernels.row(self.config.hidden_size), "row", [x, position], (1, self.config.hidden_size))
 
     def _logits(self, x: nn.Tensor) -> nn.Tensor:
         return (self.head or self.table)(x)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,16 +58,17 @@ def generation_of(folder: Path) -> Generation:
                      "files of the artifact")
 
 
-def load(folder: Path, generation: Generation, metadata: Metadata, tvm_ffi: Any) -> Any:
-    """The parameters as a TVM array in the order of the metadata, mapped. ModelError naming a shard or parameter that
-    is missing, damaged or of another shape."""
+def load(folder: Path, generation: Generation, metadata: Metadata, tvm_ffi: Any,
+         put: Callable[[NDArray[Any]], Any]) -> Any:
+    """The parameters as a TVM array in the order of the metadata, mapped. put: makes a tensor of an array. ModelError
+    naming a shard or parameter that is missing, damaged or of another shape."""
     path = folder / DESCRIPTORS[generation]
     try:
         stored = read_descriptor(folder, load_json(path))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     found = [(name, _mapped(path, name, stored, shape, dtype)) for name, shape, dtype in metadata.parameters]
-    tensors = [(name, tvm_ffi.from_dlpack(array)) for name, array in found]
+    tensors = [(name, put(array)) for name, array in found]
     if generation == "v1" and metadata.convention == "deltic":
         return tvm_ffi.convert([tensor for _, tensor in tensors])
     return _through_cache(tensors, tvm_ffi)

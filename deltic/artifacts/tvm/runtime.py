@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from struct import Struct
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from deltic.artifacts.opening import LIBRARIES
 from deltic.artifacts.program import ProgramInfo
-from deltic.artifacts.tvm import parameters
 from deltic.artifacts.tvm.functions import Functions
-from deltic.artifacts.tvm.library import runtime
-from deltic.artifacts.tvm.metadata import DESCRIPTORS, Metadata, check_machine, read_config
+from deltic.artifacts.tvm.metadata import Metadata, read_config
+from deltic.artifacts.tvm.opened import OpenedLibrary
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
-from deltic.errors import ConfigError, ModelError
+from deltic.errors import ConfigError
 from deltic.types import PAGE
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
-
-_CPU, _POOLED = 1, 2
-_ELF: Final = Struct("<4s36xQ10xHH")
-"""Of a library's header: its mark, where the table of sections begins, bytes of an entry, entries."""
-_BIG: Final = 1
-"""The mode of TVM's threads in which their number is ours to say."""
 
 
 def open_program(path: Path, options: EngineConfig) -> TvmProgram:
@@ -48,16 +36,9 @@ class TvmProgram:
 
     def __init__(self, folder: Path, options: EngineConfig) -> None:
         said, config, defaults = read_config(folder)
-        check_machine(said, folder)
-        generation = parameters.generation_of(folder)
-        if generation != said.generation and said.convention == "deltic":
-            raise ModelError(f"{folder} is an artifact of generation {said.generation}, but its parameters are "
-                             f"described by {DESCRIPTORS[generation]}, as those of {generation} are: compile it anew")
-        self._ffi, self._threads, self._thread = runtime(), options.threads_for(config.parameter_count), 0
-        self._vm = self._load(folder)
-        self.metadata = self._checked(folder, said, config)
-        self._functions = Functions(self._ffi, self.metadata.convention, self._find)
-        self._parameters = parameters.load(folder, generation, self.metadata, self._ffi)
+        self._library = OpenedLibrary(folder, said, config.vocab_size, options.threads_for(config.parameter_count))
+        self._ffi, self.metadata = self._library.device.ffi, self._library.metadata
+        self._functions = Functions(self._library.device, self.metadata.convention, self._library.find)
         self._positions: dict[int, int] = {}
         self._cache = self._states = None
         self._call = {name: self._ffi.get_global_func(f"vm.builtin.{name}") for name in (
@@ -78,7 +59,7 @@ class TvmProgram:
         self._cache = self._functions.paged_cache()(
             shape([slots]), shape([pages * PAGE]), shape([self.metadata.prefill_chunk_size]), shape([PAGE]), shape([0]))
         if self.info.config.linear_layers:
-            self._states = self._vm["create_rnn_state"](shape([slots]), shape([history]))
+            self._states = self._library.function("create_rnn_state")(shape([slots]), shape([history]))
 
     def start(self, slot: int) -> None:
         """Make the slot's sequence empty."""
@@ -124,13 +105,11 @@ class TvmProgram:
     def _step(self, slot: int, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append a chunk. A sequence whose step failed is gone: part of it may have come into its states."""
         shape, count = self._ffi.Shape, len(tokens)
-        if self._thread != get_ident():  # each thread that calls has helpers of its own
-            self._thread = get_ident()
-            self._ffi.get_global_func("runtime.config_threadpool")(_BIG, self._threads)
+        self._library.enter()
         try:
             self._each("kv_state_begin_forward", shape([slot]), shape([count]))
             caches = [self._cache] if self._states is None else [self._cache, self._states]
-            found = self._functions.logits(tokens, caches, self._parameters)
+            found = self._functions.logits(tokens, caches, self._library.parameters)
             self._each("kv_state_end_forward")
         except BaseException:
             with suppress(Exception):
@@ -139,59 +118,11 @@ class TvmProgram:
         self._positions[slot] += count
         return found[0, :self.metadata.vocabulary]
 
-    def _find(self, name: str) -> Any:
-        """A function of the library, None if it has none of this name."""
-        try:
-            return self._vm[name]
-        except AttributeError:
-            return None
-
     def _each(self, name: str, *arguments: Any) -> None:
         """Call a function of both caches: they move together."""
         for cache in (self._cache, self._states):
             if cache is not None:
                 self._call[name](cache, *arguments)
-
-    def _load(self, folder: Path) -> Any:
-        path = next(path for name in LIBRARIES for path in sorted(folder.glob(name)))
-        _check_whole(path)
-        try:
-            machine = self._ffi.load_module(str(path))["vm_load_executable"]()
-            machine["vm_initialization"](_CPU, 0, _POOLED)
-        except Exception as error:
-            raise ModelError(f"{path} cannot be loaded by TVM's runtime, compile the model anew: {_line(error)}"
-                             ) from error
-        return machine
-
-    def _checked(self, folder: Path, said: Metadata, config: ModelConfig) -> Metadata:
-        """What the library says of itself; ModelError if the directory says something else."""
-        try:
-            found = Metadata.of(json.loads(self._vm["_metadata"]()), parameters=True, config=said)
-        except ModelError as error:
-            raise ModelError(f"{folder}: the library's metadata: {error}") from error
-        except Exception as error:
-            raise ModelError(f"{folder}: the library says nothing of itself: {_line(error)}") from error
-        pairs = {name: (getattr(found, name), getattr(said, name)) for name in (
-            "generation", "architecture", "quantization", "vocabulary")}
-        for name, (inside, outside) in pairs.items():
-            if inside != outside:
-                raise ModelError(f"{folder}: {name} is {inside} in the library and {outside} in its config: they are "
-                                 "not of one model")
-        if config.vocab_size != found.vocabulary:
-            raise ModelError(f"{folder}: config.json has a vocabulary of {config.vocab_size}, the library of "
-                             f"{found.vocabulary}: they are not of one model")
-        return found
-
-
-def _check_whole(path: Path) -> None:
-    """A library is mapped, and one that is cut would end the process; of ELF files the table of sections comes last."""
-    if not path.is_file():
-        raise ModelError(f"{path} is no file: compile the model anew")
-    with path.open("rb") as file:
-        mark, start, size, count = _ELF.unpack(file.read(_ELF.size).ljust(_ELF.size, b"\0"))
-    wanted, found = start + size * count, path.stat().st_size
-    if mark == b"\x7fELF" and found < wanted:
-        raise ModelError(f"{path} has {found:,} bytes instead of {wanted:,}: it is cut off; copy it again")
 
 
 def _info(folder: Path, config: ModelConfig, defaults: GenerationDefaults, metadata: Metadata) -> ProgramInfo:
@@ -202,8 +133,3 @@ def _info(folder: Path, config: ModelConfig, defaults: GenerationDefaults, metad
     token = 2 * number * config.num_key_value_heads * config.head_dim * len(config.attention_layers)
     return ProgramInfo(config, defaults, folder, metadata.context_window_size,
                        state * len(config.linear_layers), token)
-
-
-def _line(error: Exception) -> str:
-    """The last line of an error of TVM's, which has a traceback above it."""
-    return str(error).strip().rsplit("\n", 1)[-1]

@@ -32,8 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="also check that this model can be found and fits; it is neither loaded nor downloaded")
     parser.add_argument("--model", dest="named", type=text, metavar="MODEL", help="the same as MODEL")
     parser.add_argument("--deep", action="store_true",
-                        help="load MODEL, or all models of a directory, let them answer questions and compare with "
-                             "what is known of them; prints a report to send back")
+                        help="load MODEL, or all models of a directory, ask each some questions and compare with "
+                             "known answers; prints a report to send back")
     parser.add_argument("--cache-dir", type=path_name, metavar="DIR",
                         help="also check this directory for conversations")
     parser.add_argument("--no-run", dest="run_model", action="store_false",

@@ -76,8 +76,10 @@ def _not_downloaded(name: str) -> Finding:
 
 def _encoder(encoder: StoredEncoder) -> Finding:
     """Whether the weights have room in memory as float32; what is quantized may take less."""
+    from deltic.encoders.weights import expected_tensors
+
     config, free = encoder.config, available_memory()
-    weights = 4 * sum(prod(source.shape) for source in encoder.sources.values())
+    weights = 4 * sum(prod(shape) for shape in expected_tensors(config).values())
     fact = (f"{config.family}, for vectors or scores (deltic embed, rerank), weights {gib(weights)} as float32, "
             f"{gib(free)} of memory free, texts up to {config.max_length:,} tokens")
     return Finding.of("model", fact, [("warning", _NO_ROOM)] if weights > free else [])

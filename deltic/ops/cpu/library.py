@@ -22,7 +22,7 @@ from deltic.ops.records import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 12, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 13, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """What the library must say of itself, so that both sides mean the same bytes."""
 _NO_MEMORY, _UNREAD = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
@@ -162,7 +162,7 @@ class Mtp(Structure):
     """`deltic_mtp`."""
 
     _fields_ = (("model", Model), ("fc", LinearWeight), ("kv", LinearWeight), ("norm_embedding", c_void_p),
-                ("norm_hidden", c_void_p))
+                ("norm_hidden", c_void_p), ("tokens", c_void_p))
 
 
 class LayerNorm(Structure):
@@ -197,7 +197,7 @@ class Drawing(Structure):
     """`deltic_drawing`."""
 
     _fields_ = (*((name, c_void_p) for name in ("temperatures", "top_k", "top_p", "min_p", "keys")),
-                ("filtered", c_int64))
+                ("filtered", c_int64), ("tokens", c_void_p))
 
 
 _P, _I = c_void_p, c_int64
@@ -208,6 +208,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_packed_bytes": (_I, [_I, _I, _I]),
     "deltic_pack": (None, [_I, _P, _I, _I, _I, _P]),
     "deltic_unpack_rows": (None, [POINTER(Matrix), _P, _I, _P]),
+    "deltic_copy_rows": (None, [POINTER(Matrix), _P, _I, POINTER(Matrix), _P]),
     "deltic_quantize": (c_int, [_I, _P, _I, _I, _P]),
     "deltic_linear": (c_int, [_P, _P, _I, POINTER(LinearWeight), _P]),
     "deltic_gdn": (c_int, [_P, POINTER(GdnLayer), POINTER(States), POINTER(StepBatch), _P, _P]),

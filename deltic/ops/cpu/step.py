@@ -85,7 +85,7 @@ def mtp_step(pool: Pool, ops: Ops, weights: MtpWeights, views: CacheViews, slots
         return None
     model, kept = _model(decoder, views)
     head = Mtp(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
-               address(weights.norm_hidden))
+               address(weights.norm_hidden), address(weights.tokens))
     kept += [weights, head, slots]
     by_reference = byref(head)
 

@@ -97,7 +97,7 @@ class RowKeys(Arguments):
 
 
 class Choice(Arguments):
-    _fields_ = fields("logits temperature key score bounds token chosen landing", "", "vocabulary parts rows")
+    _fields_ = fields("logits temperature key ids score bounds token chosen landing", "", "vocabulary parts rows")
 
 
 class PromptConv(Arguments):

@@ -202,7 +202,8 @@ class Head:
             work = self._step.work(batch, "few", residual)
             self._enter(batch, x, work.turns, residual, goes_on=depth > 0)
             self._step._multiply(self._weights.fc, x, None, residual, STORE)
-            choose(self._step.layers(work), temperature.view(torch.float32), keys, tokens[depth])
+            choose(self._step.layers(work), temperature.view(torch.float32), keys, tokens[depth],
+                   self._weights.tokens)
 
     def _enter(self, batch: Batch, x: Tensor, turns: Tensor, hidden: Tensor, last: Tensor | None = None,
                goes_on: bool = False) -> None:

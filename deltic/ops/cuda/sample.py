@@ -51,14 +51,15 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     return Sampled(tokens, healthy, healthy, landed=sampling.landing is not None)
 
 
-def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor) -> None:
+def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, ids: Tensor | None) -> None:
     """Launch what draws from logits [R, V] float32, without filters and penalties. temperature [R] float32, keys [R]
-    int64. chosen [2, R] int64: tokens, then whether the logits are sound."""
+    int64. chosen [2, R] int64: tokens, then whether the logits are sound. ids [V] int64: the tokens whose logits these
+    are, as of when the device comes to it; None: all, in order."""
     module, (rows, vocabulary) = _module(logits.device), logits.shape
     assert module is not None, "the kernels that draw cannot be compiled"
     parts = _parts(rows)
     scratch = torch.empty(3, rows * parts, dtype=torch.int64, device=logits.device)
-    given = Choice(logits=logits, temperature=temperature, key=keys, score=scratch[0], bounds=scratch[1],
+    given = Choice(logits=logits, temperature=temperature, key=keys, ids=ids, score=scratch[0], bounds=scratch[1],
                    token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
     module.launch("k_choose_part", (parts, rows), 256, given, overlap=False)
     module.launch("k_choose", (rows,), 32, given, overlap=False)
@@ -73,8 +74,8 @@ def _drawer(module: Module, rows: int, vocabulary: int, thread: int
     numbers = torch.empty(rows * (2 + 3 * parts), dtype=torch.int64, device=device)
     chosen: Tensor
     chosen, token, score, bounds = numbers.split((2 * rows, *(rows * parts,) * 3))
-    given = Choice(logits=None, temperature=None, key=None, score=score, bounds=bounds, token=token, chosen=chosen,
-                   landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
+    given = Choice(logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token,
+                   chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
     tokens, sound = chosen.view(2, -1)
     steps = (module.prepare("k_choose_part", (parts, rows), 256, given),
              module.prepare("k_choose", (rows,), 32, given))

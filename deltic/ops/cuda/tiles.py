@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -25,15 +25,17 @@ PIECE: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A form of tiles: its number and the bytes of a tile, as in kernels/packed.cuh."""
+    """A form of tiles: its number and the bytes of a tile, as in kernels/packed.cuh. row: bytes of a row's columns in a
+    file."""
 
     number: int
     nbytes: int
+    row: int
 
 
 KINDS: Final[Mapping[str, Kind]] = {
-    "Q8_0": Kind(0, 2176), "Q4_K": Kind(1, 1184), "Q6_K": Kind(2, 1680), "Q5_K": Kind(3, 1696), "BF16": Kind(4, 4096),
-    "FP8": Kind(5, 2112)}
+    "Q8_0": Kind(0, 2176, 272), "Q4_K": Kind(1, 1184, 144), "Q6_K": Kind(2, 1680, 210), "Q5_K": Kind(3, 1696, 176),
+    "BF16": Kind(4, 4096, 512), "FP8": Kind(5, 2112, 264)}
 PLAIN_KINDS: Final = frozenset({"BF16", "FP8"})
 """Those that are multiplied as bfloat16, with an input that is bfloat16."""
 _AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
@@ -68,8 +70,15 @@ class Tiles(QTensor):
     def dequantize(self) -> Tensor:
         return _numbers(self.type, self.data, self.columns).flatten(0, 1)[:self.rows]
 
-    def first(self, rows: int) -> Tiles:
-        return replace(self, rows=rows, data=self.data[:-(-rows // ROWS)])
+    def room_for(self, rows: int) -> Tiles:
+        return replace(self, rows=rows, data=self.data.new_zeros(-(-rows // ROWS), self.data.shape[1]))
+
+    def put(self, places: Tensor, source: QTensor, rows: Tensor) -> None:
+        own = _bytes_of_rows(self.type, self.data.device)
+        to, of = (matrix.data.unflatten(1, (-1, self.kind.nbytes)) for matrix in (self, source))
+        tiles = torch.arange(to.shape[1], device=self.data.device)[:, None]
+        to[(places // ROWS)[:, None, None], tiles, own[places % ROWS][:, None]] = of[
+            (rows // ROWS)[:, None, None], tiles, own[rows % ROWS][:, None]]
 
     def halves(self) -> tuple[Tiles, Tiles]:
         """The rows of both, where they fill units."""
@@ -110,6 +119,14 @@ def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_
                      for index in range(count))
     whole = pack_tiles(type, number, count * rows, columns, row_bytes, read, device)
     return tuple(replace(whole, rows=rows, data=data) for data in whole.data.chunk(count))
+
+
+@cache
+def _bytes_of_rows(type: str, device: torch.device) -> Tensor:
+    """Which bytes of a tile belong to each of its rows, int64 [8, bytes / 8]: those that change when the row does."""
+    rows = (255 * torch.eye(ROWS, dtype=torch.uint8)).flatten()[:, None].expand(-1, KINDS[type].row).contiguous()
+    changed = _PACK[type](rows) != _PACK[type](torch.zeros_like(rows))
+    return changed.nonzero()[:, 1].view(ROWS, -1).to(device)
 
 
 def tiles_of(weight: Tensor) -> Tiles:

@@ -75,7 +75,7 @@ class Services:
             record = record_of(request)
             salt = salt_of(record.prefix_owner, salt)
             job = await record.work(lambda: service.encoder.submit(
-                [replace(item, cache_salt=salt) for item in items] if salt else items))
+                [replace(item, cache_salt=salt) for item in items] if salt else items, client=record.client_id))
             self._jobs.add(job)
             return sound(await while_connected(request.receive, _done(asyncio.wrap_future(job.future))))
         finally:
@@ -109,6 +109,8 @@ class Services:
             "text_tokens_total": ("counter", "Their tokens.", [(name, each.tokens) for name, each in counts]),
             "text_batches_total": ("counter", "Batches that they came in.",
                                    [(name, each.batches) for name, each in counts]),
+            "text_requests_displaced_total": ("counter", "Requests that gave their places to those of clients with "
+                                              "fewer tokens.", [(name, each.displaced) for name, each in counts]),
             "text_tokens_waiting": ("gauge", "Tokens of texts that are not done.",
                                     [(name, each.waiting) for name, each in counts])}) if counts else ""
 

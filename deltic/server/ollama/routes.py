@@ -151,8 +151,8 @@ class _Endpoints:
                 raise ProblemError(Problem(404, "this server has no model of vectors", "model", "model_not_found"))
             return self.services.find(body.model)
 
-        service, _, (items, asked) = await self.intake.read(request, schema, choose, _to_embed)
-        return service, items, await self.services.run(service, request, items, asked.salt) if items else [], asked
+        service, body, (items, asked) = await self.intake.read(request, schema, choose, _to_embed)
+        return service, items, await self.services.run(service, request, items, body.salt) if items else [], asked
 
 
 def _to_embed(service: EmbeddingService, body: OllamaEmbedRequest | OllamaEmbeddingsRequest

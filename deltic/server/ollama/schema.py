@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from deltic.config import Limits
 from deltic.errors import RequestError, show
-from deltic.server.body import Fields, read_fields, renamed, unknown_field
+from deltic.server.body import Fields, SaltedFields, read_fields, renamed, unknown_field
 from deltic.server.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 
 _OPTIONS = frozenset((*SamplingFields.model_fields, "temperature", "top_p", "stop"))
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 Names = dict[str, str]
 
 
-class OllamaRequest(Fields):
+class OllamaRequest(SaltedFields):
     """What /api/chat and /api/generate have in common."""
 
     model: str | None = None
@@ -46,7 +46,7 @@ class OllamaRequest(Fields):
         if options.get("num_predict") == -2:  # as many as the context holds
             options["num_predict"] = -1
         self.ignored.extend(name for name in ("truncate", "shift") if getattr(self, name))
-        fields = options | {"response_format": _format(self.format), **given}
+        fields = options | {"response_format": _format(self.format), "cache_salt": self.cache_salt, **given}
         with renamed(names):
             found = read_fields({name: value for name, value in fields.items() if value is not None}, schema, limits,
                                 self.lenient)
@@ -125,7 +125,7 @@ class OllamaGenerateRequest(OllamaRequest):
             raise RequestError(f"{wrong} is not supported: no pictures are made here", wrong)
 
 
-class OllamaEmbedRequest(Fields):
+class OllamaEmbedRequest(SaltedFields):
     """The body of /api/embed."""
 
     counted: ClassVar[Mapping[str, str]] = {"input": "max_texts"}
@@ -138,7 +138,7 @@ class OllamaEmbedRequest(Fields):
     keep_alive: Any = None
 
 
-class OllamaEmbeddingsRequest(Fields):
+class OllamaEmbeddingsRequest(SaltedFields):
     """The body of /api/embeddings, the older form."""
 
     model: str | None = None

@@ -71,7 +71,7 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     jobs = list[Job]()
     for place, prompt in enumerate(prompts):
         with of_prompt(f"prompt[{place}]") if len(prompts) > 1 else nullcontext():
-            job = _roomy(served, body).complete(_infilled(served, prompt, infill, body.suffix), sampling, wanted,
+            job = _roomy(served, body).complete(_infilled(served, prompt, infill, body), sampling, wanted,
                                                 body.add_special_tokens)
             jobs.append(_told(_cut(served, body, job), body))
             if len(prompts) > 1:  # else the engine itself says what is wrong
@@ -88,14 +88,19 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     return jobs, echo
 
 
-def _infilled(served: ServedModel, prompt: str | list[int], infill: Infill | None, suffix: str | None
+def _infilled(served: ServedModel, prompt: str | list[int], infill: Infill | None, body: CompletionRequest
               ) -> str | list[int]:
-    """The prompt, or with a suffix the ids that ask for what comes between them."""
-    if infill is None or suffix is None:
+    """The prompt, or with a suffix the ids that ask for what comes between them, behind what its tokenizer puts before
+    a raw prompt."""
+    if infill is None or body.suffix is None:
         return prompt
-    bound = prompt_bound(served.llm.engine.max_context, served.limits)
-    encode = partial(served.llm.chat_processor.tokenizer.encode, bound=bound)
-    return infill.ids(encode(prompt) if isinstance(prompt, str) else prompt, encode(suffix))
+    tokenizer, bound = served.llm.chat_processor.tokenizer, prompt_bound(served.llm.engine.max_context, served.limits)
+    behind = tokenizer.encode(body.suffix, bound=bound)
+    if not isinstance(prompt, str):
+        return infill.ids(prompt, behind)
+    before, _ = tokenizer.around if body.add_special_tokens is not False else ([], [])
+    ids = tokenizer.encode(prompt, bound=bound)
+    return [*before, *infill.ids(ids[len(before):] if ids[:len(before)] == before else ids, behind)]
 
 
 def _roomy(served: ServedModel, body: ChatRequest | CompletionRequest) -> ServedModel:

@@ -212,8 +212,8 @@ class _Endpoints:
                     pass
             response = spliced(making.head, making.now(choice, error))
             if making.keeps:
-                kept = b'{"response":%b,"input":%b,"owner":%b}'
-                self.store.put(making.id, kept % (response, making.input, json.dumps(making.asked.owner).encode()))
+                kept, owner = b'{"response":%b,"input":%b,"owner":%b}', making.asked.owner
+                self.store.put(making.id, kept % (response, making.input, json.dumps(owner).encode()), owner)
             return response
         return await making.asked.work(work)
 

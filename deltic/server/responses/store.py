@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 from deltic.config import Limits
 from deltic.server.responses.schema import response_of
 from deltic.text.notes import NoteStore
+from deltic.text.owned_entries import OwnedEntries
 
 _MOST_WAITING = 64 << 20  # bytes for a slow disk; beyond that they are not written
 
@@ -23,33 +23,35 @@ Record = dict[str, Any]
 
 class ResponseStore:
     """The responses used last, within the limits of their count and bytes, each for its owner alone; without keys
-    everybody is None. Its methods may read and write files: for threads, which may share it.
+    everybody is None. Beyond the limits the owner that holds most loses its oldest. Its methods may read and write
+    files: for threads, which may share it.
 
     notes: keeps them beyond the process, within its own budget.
     """
 
     def __init__(self, limits: Limits, notes: NoteStore | None) -> None:
-        self._count, self._bytes, self._notes = limits.max_stored_responses, limits.max_stored_mib << 20, notes
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._notes = notes
+        self._kept: OwnedEntries[bytes] = OwnedEntries(limits.max_stored_mib << 20, limits.max_stored_responses)
         self._unwritten: dict[str, bytes] = {}  # what comes to disk later; b"" of what goes from there
-        self._size = self._waiting = self._deleted = 0
+        self._waiting = self._deleted = 0
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "responses")
 
-    def put(self, id: str, data: bytes) -> None:
-        """Keep a record, as JSON."""
-        self._keep(id, data)
+    def put(self, id: str, data: bytes, owner: str | None = None) -> None:
+        """Keep a record of an owner, as JSON."""
+        self._keep(id, data, owner)
         self._write_later(id, data)
 
     def get(self, id: str, owner: str | None = None) -> Record | None:
         """A record; None if it is gone, is damaged, or is somebody else's."""
         with self._lock:
-            data, deleted = self._kept.get(id, self._unwritten.get(id)), self._deleted
+            data, deleted = self._kept.get(owner, id), self._deleted
+            data = self._unwritten.get(id) if data is None else data
         if data is None and self._notes is not None:
             data = self._notes.get(_key(id))
         record = _read(id, owner, data) if data else None
         if record and data:
-            self._keep(id, data, deleted)
+            self._keep(id, data, owner, deleted)
         return record
 
     def delete(self, id: str, owner: str | None = None) -> bool:
@@ -57,7 +59,7 @@ class ResponseStore:
         if self.get(id, owner) is None:
             return False
         with self._lock:
-            self._size -= len(self._kept.pop(id, b""))
+            self._kept.pop(owner, id)
             self._deleted += 1
             if self._notes is not None:
                 self._unwritten[id] = b""
@@ -98,15 +100,11 @@ class ResponseStore:
         """Wait until what was put is written."""
         self._writer.shutdown()
 
-    def _keep(self, id: str, data: bytes, deleted: int | None = None) -> None:
+    def _keep(self, id: str, data: bytes, owner: str | None, deleted: int | None = None) -> None:
         """deleted: nothing is kept if others than so many have been deleted: it may be among them."""
         with self._lock:
-            if deleted not in (None, self._deleted):
-                return
-            self._size += len(data) - len(self._kept.pop(id, b""))
-            self._kept[id] = data
-            while self._kept and (len(self._kept) > self._count or self._size > self._bytes):
-                self._size -= len(self._kept.popitem(last=False)[1])
+            if deleted in (None, self._deleted):
+                self._kept.put(owner, id, data, len(data))
 
     def _write_later(self, id: str, data: bytes) -> None:
         if self._notes is None:

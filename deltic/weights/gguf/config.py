@@ -18,6 +18,7 @@ from deltic.config.model import FAMILIES, Family, architecture
 from deltic.config.reading import integer, number
 from deltic.errors import ModelError, show
 from deltic.weights.gguf.blocks import fill
+from deltic.weights.gguf.bundled import bundled_heads
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.names import ROPE_FACTORS
 from deltic.weights.gguf.tokenizer import end_tokens
@@ -105,7 +106,7 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "sliding_window": keys.get("attention.sliding_window") or None,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
-        "mtp_num_hidden_layers": keys.integer_or("nextn_predict_layers", 0, 0, 64),
+        "mtp_num_hidden_layers": keys.integer_or("nextn_predict_layers", bundled_heads(file.tensors), 0, 64),
         "rope_parameters": _rope(keys, family), **keys.integers(_INTEGERS),
         **(_experts(keys, family) if family.experts
            else {"intermediate_size": keys.uniform("feed_forward_length", 1 << 20)}),

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltic.errors import ModelError
-from deltic.weights.gguf.header import GgufTensor, Header, read_header
+from deltic.weights.gguf.header import GgufTensor, Header, concatenated, read_header
+from deltic.weights.gguf.names import EXPERT
 
 _SHARD: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _REVISION: Final = "download all parts of one revision"
@@ -19,7 +20,8 @@ _REVISION: Final = "download all parts of one revision"
 class GgufFile:
     """Metadata and tensors of a model; the data stays on disk until `GgufTensor.read` asks for it.
 
-    paths: its files, in order. metadata: that of the first. tensors: of all files, by name, in file order.
+    paths: its files, in order. metadata: that of the first. tensors: of all files, by name, in file order; experts
+    that are stored one by one are stacked.
     """
 
     paths: tuple[Path, ...]
@@ -38,7 +40,7 @@ class GgufFile:
         headers = [header if part == given else _part(part, given) for part in parts]
         if len(parts) > 1:
             _check_parts(parts, headers)
-        return cls(parts, headers[0].metadata, dict(_union(parts, headers)))
+        return cls(parts, headers[0].metadata, dict(_with_stacks(dict(_union(parts, headers)))))
 
 
 def _parts(path: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
@@ -81,3 +83,19 @@ def _union(paths: tuple[Path, ...], headers: list[Header]) -> Iterator[tuple[str
                 raise ModelError(f"tensor {tensor.name!r} is in both {seen[tensor.name].name} and {path}; {_REVISION}")
             seen[tensor.name] = path
             yield tensor.name, tensor
+
+
+def _with_stacks(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors with the experts of a draft head stacked, as those of the trunk are in files."""
+    stacks: dict[str, dict[int, GgufTensor]] = {}
+    for name, tensor in tensors.items():
+        found = EXPERT.fullmatch(name)
+        if found is None:
+            yield name, tensor
+        else:
+            stacks.setdefault(f"{found[1]}ffn_{found[3]}_exps.weight", {})[int(found[2])] = tensor
+    for name, experts in stacks.items():
+        if sorted(experts) != list(range(len(experts))):
+            raise ModelError(f"{experts[min(experts)].path}: experts are missing among those of {name!r}; download the "
+                             "file again")
+        yield name, concatenated(name, [experts[index] for index in range(len(experts))], stack=True)

@@ -6,7 +6,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -64,6 +64,37 @@ class GgufTensor:
         if found.size != wanted:
             raise ModelError(f"{self.path} ended while it was read; is it still being downloaded?")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatenatedTensor(GgufTensor):
+    """Several tensors of the file, one type and path, whose bytes follow each other; `offset` is the first one's."""
+
+    parts: tuple[GgufTensor, ...]
+
+    def read(self, start: int = 0, count: int | None = None) -> Bytes:
+        """As that of one tensor."""
+        end, first, pieces = self.nbytes if count is None else start + count, 0, list[Bytes]()
+        for part in self.parts:
+            low, high = max(start - first, 0), min(end - first, part.nbytes)
+            if low < high:
+                pieces.append(part.read(low, high - low))
+            first += part.nbytes
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
+
+
+def concatenated(name: str, parts: Sequence[GgufTensor], stack: bool = False) -> ConcatenatedTensor:
+    """Tensors one after another along their first axis, or along a new one (`stack`).
+
+    Raises ModelError if they differ in type, in their other axes or, to be stacked, in shape."""
+    first = parts[0]
+    if any(part.type is not first.type or part.path != first.path
+           or part.shape[not stack:] != first.shape[not stack:] for part in parts):
+        raise ModelError(f"{first.path}: the parts of {name!r}, such as {first.name!r}, differ in type or shape; "
+                         "take another file")
+    shape = (len(parts), *first.shape) if stack else (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return ConcatenatedTensor(name, first.type, shape, first.path, first.offset, sum(part.nbytes for part in parts),
+                              tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)

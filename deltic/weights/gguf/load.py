@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -21,7 +21,7 @@ from deltic.ops.records import Block, Weight
 from deltic.weights.gguf.blocks import Bytes, fill
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.header import GgufTensor
-from deltic.weights.gguf.names import ASIDE, ROPE_FACTORS, Place, gguf_name, place
+from deltic.weights.gguf.names import ROPE_FACTORS, TOWER, Place, gguf_name, place
 from deltic.weights.names import (
     HEAD,
     Shape,
@@ -151,17 +151,6 @@ def _warn_few_bits(sources: list[GgufSource]) -> None:
                        "model with deltic convert", few[0].path, len(few), few[0].name, few[0].type.name)
 
 
-def report_aside(file: GgufFile) -> None:
-    """Log which parts of a file are not read."""
-    kinds = {found[1] for name in file.tensors if (found := ASIDE.fullmatch(name))}
-    if kinds & {"v", "mm"}:
-        logger.warning("%s: the vision tower inside the file (tensors v.*) is not read, so that pictures are refused: "
-                       "put the model's mmproj file beside it", file.paths[0])
-    if "mtp" in kinds:
-        logger.warning("%s: the multi-token-prediction head inside the file (tensors mtp.*) is not read: take a file "
-                       "with nextn tensors, or put the head beside it (deltic mtp)", file.paths[0])
-
-
 def wants_packing(file: GgufFile) -> bool:
     """Whether a model should stay packed: it has types of 256 weights, or is large."""
     tensors = file.tensors.values()
@@ -258,7 +247,7 @@ def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mt
     """Sources of the tensors of the trunk or of the head."""
     served: dict[str, str] = {}
     for stored in file.tensors.values():
-        if stored.name == ROPE_FACTORS or ASIDE.fullmatch(stored.name):
+        if stored.name == ROPE_FACTORS or TOWER.fullmatch(stored.name):
             continue
         found = place(stored.name, config.architecture, config.layer_types)
         if found.mtp != mtp:
@@ -271,21 +260,23 @@ def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mt
                 raise ModelError(f"{stored.path}: tensor {name!r} is given twice, as {served[name]!r} and "
                                  f"{stored.name!r}")
             served[name] = stored.name
-        source = GgufSource(stored, found, tuple(expected[name] for name in found.names))
-        _check_shape(source, config)
-        yield source
+        yield _checked(GgufSource(stored, found, tuple(expected[name] for name in found.names)), config)
 
 
-def _check_shape(source: GgufSource, config: ModelConfig) -> None:
+def _checked(source: GgufSource, config: ModelConfig) -> GgufSource:
+    """The source, whose single row may be stored as a matrix of one."""
     wanted = source.place.form.shape(source.shapes[0], config)
     if len(source.shapes) > 1:
         wanted = (*wanted[:-2], sum(shape[-2] for shape in source.shapes), wanted[-1])
+    if source.stored.shape == (1, *wanted):
+        source = replace(source, stored=replace(source.stored, shape=wanted))
     if source.stored.shape != wanted:
         raise ModelError(f"{source.stored.path}: tensor {source.stored.name!r} has shape {list(source.stored.shape)}, "
                          f"but the metadata asks for {list(wanted)}")
     if not source.stored.type.readable:
         raise ModelError(f"{source.stored.path}: tensor {source.stored.name!r} is of type {source.stored.type.name}, "
                          "which is not supported; choose another quantization, such as Q4_K_M or Q8_0")
+    return source
 
 
 def _check_complete(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape],

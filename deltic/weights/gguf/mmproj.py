@@ -40,6 +40,8 @@ TYPES: Final[Mapping[str, int]] = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
 _PATCH: Final = "visual.patch_embed.proj.weight"
 _FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """What the patch embedding is in files: a convolution for each of the two frames."""
+_BOTH_FRAMES: Final = "v.patch_embed.weight"
+"""What it is in files of Ollama: one for both, with its two axes of channels as one."""
 _TOP: Final[Mapping[str, str]] = {
     "v.patch_embd.bias": "visual.patch_embed.proj.bias", "v.position_embd.weight": "visual.pos_embed.weight",
     "v.post_ln": "visual.merger.norm", "mm.0": "visual.merger.linear_fc1", "mm.2": "visual.merger.linear_fc2"}
@@ -166,7 +168,7 @@ def load_mmproj(file: GgufFile, config: VisionConfig, dtype: DType, device: str 
                 ) -> dict[str, Block]:
     """The tower under our names: norms, biases and positions float32, matrices of `dtype` or, where they are quantized
     and `form` serves their type, as they are."""
-    found = dict[str, Block]()
+    found, shapes = dict[str, Block](), expected_tower(config)
     for name, parts in _plan(file, config).items():
         stored = parts[0]
         columns = stored.shape[-1]
@@ -175,39 +177,41 @@ def load_mmproj(file: GgufFile, config: VisionConfig, dtype: DType, device: str 
                                     stored.type.size(columns), stored.read)
         else:
             kept = torch.float32 if KEPT.search(name) else TORCH_DTYPES[dtype]
-            found[name] = _read(parts, kept).to(device)
+            found[name] = _read(parts, kept, shapes[name]).to(device)
     return found
 
 
 def read_mmproj(file: GgufFile, config: VisionConfig, name: str) -> Tensor:
     """One tensor of the tower, by our name, in float32."""
-    return _read(_plan(file, config)[name], torch.float32)
+    return _read(_plan(file, config)[name], torch.float32, expected_tower(config)[name])
 
 
-def _read(parts: tuple[GgufTensor, ...], dtype: torch.dtype) -> Tensor:
+def _read(parts: tuple[GgufTensor, ...], dtype: torch.dtype, shape: Shape) -> Tensor:
     plain = [torch.empty(part.shape, dtype=dtype) for part in parts]
     for tensor, part in zip(plain, parts, strict=True):
         try:
             fill(tensor, part.type, part.read)
         except ModelError as error:
             raise ModelError(f"{part.path}: tensor {part.name!r}: {error}") from error
-    return plain[0] if len(plain) == 1 else torch.stack(plain, 2)
+    return plain[0].view(shape) if len(plain) == 1 else torch.stack(plain, 2)
 
 
 def _plan(file: GgufFile, config: VisionConfig) -> dict[str, tuple[GgufTensor, ...]]:
     """Our names and what is stored for each; all but the data is checked."""
     found, known = dict[str, tuple[GgufTensor, ...]](), set[str]()
     for name, shape in expected_tower(config).items():
-        theirs = gguf_names(name)
+        theirs, wanted = gguf_names(name), stored_shape(name, shape)
+        if name == _PATCH and _BOTH_FRAMES in file.tensors:
+            theirs, wanted = (_BOTH_FRAMES,), (shape[0] * shape[1], *shape[2:])
         missing = [each for each in theirs if each not in file.tensors]
         if missing:
             raise ModelError(f"tensor {missing[0]!r} is absent; download the file again")
         found[name] = parts = tuple(file.tensors[each] for each in theirs)
         known.update(theirs)
         for part in parts:
-            if part.shape != stored_shape(name, shape):
+            if part.shape != wanted:
                 raise ModelError(f"tensor {part.name!r} has shape {list(part.shape)}, but the metadata asks for "
-                                 f"{list(stored_shape(name, shape))}")
+                                 f"{list(wanted)}")
             if not part.type.readable:
                 raise ModelError(f"tensor {part.name!r} is of type {part.type.name}, which is not supported; choose "
                                  "another file, such as F16 or Q8_0")

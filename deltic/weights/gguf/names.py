@@ -235,9 +235,13 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "ssm_dt": "ssm_dt.bias", "ssm_dt.weight": "ssm_dt.bias", "ssm_a.weight": "ssm_a",
     "ssm_ba_a.weight": "ssm_alpha.weight", "ssm_ba_b.weight": "ssm_beta.weight"}
 """What other converters, Ollama's above all, call tensors of a block."""
-ASIDE: Final = re.compile(r"(v|mm|mtp)\..+")
-"""Tensors beside the text model's in one file, as Ollama writes them: a vision tower and a draft head."""
-_BLOCK_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
+_BUNDLED_HEAD: Final[Table] = {name: (name, PLAIN) for name, _ in _NEXTN.values()}
+"""A draft head inside a text model's file as Ollama wrote it: what the layers have besides, as checkpoints have it."""
+TOWER: Final = re.compile(r"(v|mm)\..+")
+"""Tensors of a vision tower inside a text model's file (`bundled`)."""
+EXPERT: Final = re.compile(r"(mtp\.layers\.\d{1,5}\.)mlp\.experts\.(\d{1,5})\.(gate|up|down)_proj\.weight")
+"""One expert's matrix in such a head; `ffn_gate_exps` and so on are their stacks."""
+_BLOCK_NAME: Final = re.compile(r"(blk|mtp\.layers)\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
 _LAYER_NAME: Final = re.compile(r"(model|mtp)\.layers\.(0|[1-9]\d{0,4})\.([A-Za-z0-9_.]+)")
 
 
@@ -257,14 +261,15 @@ def place(name: str, architecture: str, layers: Sequence[LayerType]) -> Place:
 
     Blocks behind the trunk's are the draft head's. Raises ModelError for a name that means nothing to us.
     """
-    found = _TOP.get(name)
+    found = {**_TOP, **_BUNDLED_HEAD}.get(name)
     block = _BLOCK_NAME.fullmatch(name)
     if block is not None:
-        inner = _OTHER_NAMES.get(block[2], block[2])
-        found = _in_block(int(block[1]), inner, architecture, layers)
-        parts = () if found else _fused(int(block[1]), inner, architecture, layers)
+        index = int(block[2]) + (0 if block[1] == "blk" else len(layers))
+        inner = _OTHER_NAMES.get(block[3], block[3])
+        found = _in_block(index, inner, architecture, layers)
+        parts = () if found else _fused(index, inner, architecture, layers)
         if parts:
-            prefix = _prefix(int(block[1]), len(layers))
+            prefix = _prefix(index, len(layers))
             return Place(tuple(prefix + part for part in parts), PLAIN, prefix.startswith("mtp."))
     if found is None:
         raise ModelError(f"tensor {name[:200]!r} has no place in a {architecture} model of {len(layers)} layers; "

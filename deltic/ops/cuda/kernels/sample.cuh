@@ -5,6 +5,7 @@ struct Choice {
     const float *logits;       // [L, V]
     const float *temperature;  // [L]; 0: greedy
     const i64 *key;            // [L]
+    const i64 *ids;            // [V]: the tokens whose logits these are; null: token i has the logit i
     double *score;             // [L, parts]
     float *bounds;             // [L, parts, 2]: lowest, highest; NaN if there is one
     i64 *token;                // [L, parts]
@@ -87,7 +88,7 @@ DEVICE void choose_part(const Choice &a) {
         best_logit(best, logits, begin, end);
     else for (int i = begin + threadIdx.x; i < end; i += 256) {
         const float x = __ldcg(logits + i);
-        best.join(temperature == 0 ? double(x) : double(x) / fmax(double(temperature), 1e-9) + noise(key, i), i, x, x,
+        best.join(temperature == 0 ? double(x) : double(x) / fmax(double(temperature), 1e-9) + noise(key, a.ids ? a.ids[i] : i), i, x, x,
                   x - x == 0);
     }
     best.reduce(scores, tokens, bounds);
@@ -114,7 +115,7 @@ DEVICE void choose(const Choice &a) {
         best.join(s, t, l, h, __shfl_xor_sync(~0u, int(best.sound), i));
     }
     if (threadIdx.x == 0) {
-        const i64 token = best.token < a.vocabulary ? best.token : 0;
+        const i64 place = best.token < a.vocabulary ? best.token : 0, token = a.ids ? a.ids[place] : place;
         const i64 sound = best.sound && best.high - best.low >= 1e-6f;
         a.chosen[row] = token, a.chosen[a.rows + row] = sound;
         if (a.landing) a.landing[row] = token, a.landing[a.rows + row] = sound;

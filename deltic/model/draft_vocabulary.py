@@ -1,0 +1,169 @@
+"""Which tokens a shortened draft head can draft: a base that stays, and rows that follow the tokens that occur.
+
+A draft reads the matrix of the logits once, which is the largest of a small model. Rows of an eighth of a vocabulary
+of 250,000 cost little; which tokens they stand for decides how much of a text can be drafted (docs/speculation.md has
+the shares by language).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from deltic.ops.cuda.numbers import on_device
+from deltic.ops.qtensor import PANEL, QTensor
+from deltic.ops.records import Block
+
+_ADAPTIVE: Final = 9
+"""Of so many rows one follows the tokens that occur: 4,000 beside a base of 32,000. A conversation has some hundred
+tokens outside the base, so that there is room for those of a dozen conversations."""
+_FIRST: Final = 0.7
+"""The share of the base that goes to the lowest ids, which are English and programs in the vocabularies of the family.
+Less would cost English and programs more than two of a hundred tokens; more would cost Korean and Arabic ten."""
+_PIECE: Final = 4096
+"""Rows that are copied at a time when a model is loaded."""
+_LEAD: Final = re.compile("[\xc2-\xf4]")
+"""The first byte of a character beyond ASCII, as byte-level tokenizers spell it. There are some fifty in use, each of
+one script or a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What of a tokenizer.json matters for drafts. ids: of its tokens, by their spelling. added: ids of special tokens
+    and of others that stand beside the vocabulary, such as markers of tool calls."""
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    added: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> Tokens:
+        """Of the file's text; empty where it has another form."""
+        try:
+            ids = _member(text, "vocab")
+            if not isinstance(ids, dict):
+                ids = {token: id for id, (token, _) in enumerate(ids)}
+            return cls(ids, tuple([int(token["id"]) for token in _member(text, "added_tokens")]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return NOTHING
+
+
+NOTHING: Final = Tokens()
+
+
+def _member(text: str, name: str) -> Any:
+    """A member of this name in a JSON text. To read all of it would be to read the merges, which take longest."""
+    found = re.search(rf'"{name}"\s*:\s*', text)
+    return json.JSONDecoder().raw_decode(text, found.end())[0] if found else ()
+
+
+def draftable(base: int, size: int, tokens: Tokens = NOTHING, ends: Iterable[int] = ()) -> list[int] | None:
+    """The tokens of a head's rows: the first `base` of them stay, the others are where it begins. None: all `size`.
+
+    Always there are `ends` and the added tokens. Of the rest of the base 0.7 are the lowest ids: byte-pair tokenizers
+    number their tokens by frequency (FastMTP, arXiv 2509.18362), but vocabularies that were extended begin anew for the
+    scripts that were added. So the others are the first tokens of each script, as large a share of all scripts.
+    """
+    rows = -(-(base + -(-base // (_ADAPTIVE - 1))) // PANEL) * PANEL
+    if not base or rows >= size:
+        return None
+    first = int(base * _FIRST) if tokens.ids else base
+    own = dict.fromkeys(chain(ends, tokens.added, range(first), _by_script(tokens.ids, first)))
+    own = dict.fromkeys(islice((id for id in own if 0 <= id < size), base))
+    return [*islice(dict.fromkeys(chain(own, range(size))), rows)]
+
+
+def _by_script(ids: Mapping[str, int], first: int) -> list[int]:
+    """Tokens with letters beyond ASCII, from the id `first` on, by their place among those of the same script."""
+    scripts = defaultdict[str, list[int]](list)
+    for spelling, id in ids.items():
+        lead = _LEAD.search(spelling) if id >= first else None
+        if lead:
+            scripts[lead[0]].append(id)
+    places = [(place / len(script), id) for script in scripts.values() for place, id in enumerate(sorted(script), 1)]
+    return [id for _, id in sorted(places)]
+
+
+class DraftVocabulary:
+    """The rows of a shortened head, and the tokens that they stand for.
+
+    head [N, H]: the rows, in the form of the whole matrix. ids [N] int64, beside it: their tokens. Both are overwritten
+    in place, by the thread that drafts, between two drafts. A device does that in the order of its stream, so that
+    recorded graphs stay valid, and no draft has rows of one step with tokens of another.
+    size: tokens of the whole vocabulary. copied: rows that were overwritten until now.
+    """
+
+    def __init__(self, whole: Block, tokens: List[int]) -> None:
+        """whole [V, H]: the matrix of all logits, which is kept. tokens: as `draftable` gives them."""
+        self.size, self.copied = len(whole), 0
+        self.ids = torch.tensor(tokens, device=whole.data.device)
+        # oneDNN's layout has no rows that could be read one by one: of such a matrix they stay as they are
+        self._whole = None if isinstance(whole, Tensor) and whole.is_mkldnn else whole
+        self.head = _picked(whole, self.ids)
+        base = len(tokens) - len(tokens) // _ADAPTIVE
+        self._base = frozenset(tokens[:base])
+        self._recent = OrderedDict((tokens[row], row) for row in reversed(range(base, len(tokens))))
+        """The other tokens and their rows: first those that were never seen, then the one that was seen longest ago."""
+
+    def __contains__(self, token: object) -> bool:
+        """Whether it has a row."""
+        return token in self._base or token in self._recent
+
+    @torch.inference_mode()
+    def see(self, tokens: Iterable[int]) -> None:
+        """Have these tokens among the rows, in place of those that were not seen for longest. It takes some operations
+        for each of them, and a copy of a row for each that is new."""
+        if self._whole is None:
+            return
+        changed = dict[int, int]()
+        for token in tokens:
+            if token in self._base:
+                continue
+            if token in self._recent:
+                self._recent.move_to_end(token)
+            else:
+                row = self._recent.popitem(last=False)[1]
+                self._recent[token], changed[row] = row, token
+        if changed:
+            self._overwrite(changed)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits [T, N] of the rows -> [T, V] of all tokens, -inf where a token has no row."""
+        return logits.new_full((len(logits), self.size), -torch.inf).index_copy_(1, self.ids, logits)
+
+    def _overwrite(self, tokens: Mapping[int, int]) -> None:
+        """tokens: of rows, the new ones."""
+        assert self._whole is not None
+        host = torch.tensor([*tokens, *tokens.values()])
+        rows, ids = (host if self.ids.device.type == "cpu" else on_device(host, self.ids.device)).chunk(2)
+        _put(self.head, rows, self._whole, ids)
+        self.ids.index_copy_(0, rows, ids)
+        self.copied += len(tokens)
+
+
+def _picked(whole: Block, ids: Tensor) -> Block:
+    """A copy of these rows."""
+    if isinstance(whole, Tensor):
+        return (whole.to_dense() if whole.is_mkldnn else whole).index_select(0, ids)
+    head = whole.room_for(len(ids))
+    for first in range(0, len(ids), _PIECE):
+        part = ids[first:first + _PIECE]
+        head.put(torch.arange(first, first + len(part), device=ids.device), whole, part)
+    return head
+
+
+def _put(head: Block, rows: Tensor, whole: Block, ids: Tensor) -> None:
+    if isinstance(head, QTensor):
+        assert isinstance(whole, QTensor)
+        head.put(rows, whole, ids)
+    else:
+        assert isinstance(whole, Tensor)
+        head.index_copy_(0, rows, whole.index_select(0, ids))
