@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Literal
@@ -94,6 +95,15 @@ def test_a_tool_is_called(served: Served, schema: dict[str, Any]) -> None:
 def test_any_object(served: Served) -> None:
     choice = asked(served, 0.0, response_format={"type": "json_object"})
     assert choice["finish_reason"] == "stop" and isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+def test_an_object_without_a_schema_may_have_the_names_that_programs_give() -> None:
+    """DSPy asks for `json_object` and names its outputs in the prompt: `final_answer`, `next_tool_args`."""
+    (pattern,) = Bounds(120, 8).on({"type": "object"})["patternProperties"]
+    for name in ("answer", "final_answer", "next_tool_name", "city2", "firstName"):
+        assert re.search(pattern, name), name
+    for name in ("", "_", "2nd", "a b", "a" * 25):
+        assert not re.search(pattern, name), name
 
 
 def test_bounds_leave_those_of_the_schema_alone() -> None:

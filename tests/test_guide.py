@@ -327,7 +327,7 @@ def test_a_budget_ends_the_thinking_and_the_model_answers(speculate: str) -> Non
         assert found.reasoning == spelled(free.tokens[:budget]).rstrip()
         again, = llm.generate([[*job.request.prompt, *closed]], MOST)
         assert found.tokens[len(closed):] == again.choices[0].tokens and found.finish == "stop"
-        assert found.text == again.text != ""
+        assert found.text == again.text.replace("</think>\n\n", "") != ""  # it may end a thought that was cut
 
 
 def test_choices_and_streams_and_log_probabilities() -> None:

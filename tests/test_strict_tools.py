@@ -125,8 +125,8 @@ KEPT: dict[str, Any] = {
 @pytest.mark.covering
 def test_strict_tools_keep_their_schemas(name: str, parser: str, served: dict[str, Served]) -> None:
     seen = 0
-    for temperature, seed in ((0.0, 1), (1.5, 2)):
-        arguments = called(served[parser], KEPT[name], temperature, seed)
+    for attempt, temperature in enumerate((0.0, 1.5, 0.7, 1.0), 1):  # a few more where long texts never ended
+        arguments = called(served[parser], KEPT[name], temperature, attempt) if attempt < 3 or not seen else None
         if arguments is not None:
             fits(arguments, KEPT[name])
             seen += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Literal
@@ -64,7 +65,6 @@ class CalendarEvent(BaseModel):
 class User(BaseModel):
     name: str
     age: int
-    email: str | None = None
 
 
 class Users(BaseModel):
@@ -86,6 +86,17 @@ class Lasagna(BaseModel):
     recipe: Recipe
 
 
+class Containing(str):
+    """Equals the texts in which it is: a fact may be given as a word or as a sentence."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and str(self) in other
+
+    __hash__ = str.__hash__
+
+
 EXTRACT = "Extract the event information."
 CASES: list[tuple[type[BaseModel], str, str, dict[str, Any]]] = [
     (Capital, "", "What is the capital of France?", {"country": "France", "capital": "Paris"}),
@@ -94,7 +105,7 @@ CASES: list[tuple[type[BaseModel], str, str, dict[str, Any]]] = [
     (City, "", "Tell me about Paris.", {"name": "Paris", "population": 2_100_000}),
     (Country, "", "Tell me about Italy.",
      {"name": "Italy", "capital": "Rome", "languages": ["Italian"], "continent": "Europe"}),
-    (Answer, "", "What is the capital of Spain?", {"answer": "The capital of Spain is Madrid."}),
+    (Answer, "", "What is the capital of Spain?", {"answer": Containing("Madrid")}),
     (Sum, "", "What is 2 + 3?", {"result": 5}),
     (Colors, "", "List three colors.", {"colors": ["red", "blue", "green"]}),
     (Sentiment, "", "Classify the sentiment: I love this movie!", {"sentiment": "positive"}),
@@ -102,9 +113,9 @@ CASES: list[tuple[type[BaseModel], str, str, dict[str, Any]]] = [
     (Review, "", "This phone is really great.", {"mood": "positive"}),
     (CalendarEvent, EXTRACT, "Alice and Bob are going to a science fair on Friday.",
      {"name": "science fair", "date": "Friday", "participants": ["Alice", "Bob"]}),
-    (User, "", "Jason is 25 years old.", {"name": "Jason", "age": 25, "email": None}),
+    (User, "", "Jason is 25 years old.", {"name": "Jason", "age": 25}),
     (Users, "", "Extract the users: Anna is 31 and Tom is 7.",
-     {"users": [{"name": "Anna", "age": 31, "email": None}, {"name": "Tom", "age": 7, "email": None}]}),
+     {"users": [{"name": "Anna", "age": 31}, {"name": "Tom", "age": 7}]}),
 ]  # fmt: skip
 IDS = [f"{model.__name__}-{number}" for number, (model, *_) in enumerate(CASES)]
 cases = pytest.mark.parametrize(("model", "system", "question", "wanted"), CASES, ids=IDS)
@@ -133,8 +144,7 @@ def kept(model: type[BaseModel], found: Any) -> Any:
 def test_openai_parse(served: Served, model: type[BaseModel], system: str, question: str, wanted: Any) -> None:
     with client(served) as openai:
         found = openai.chat.completions.parse(model="default", messages=messages(system, question),
-            response_format=model,
-                                              temperature=0, max_tokens=400)
+                                              response_format=model, temperature=0, max_tokens=400)
     assert kept(model, found.choices[0].message.parsed) == wanted
 
 
@@ -156,8 +166,8 @@ def test_schema_in_the_prompt_as_ai_sdk_puts_it(served: Served, model: type[Base
     said = (f"JSON schema:\n{json.dumps(schema, separators=(',', ':'))}\n"
             "You MUST answer with a JSON object that matches the JSON schema above.")
     asking = messages(f"{system}\n\n{said}".strip(), question)
-    answer = served.post("/v1/chat/completions", messages=asking, temperature=0, max_tokens=400)
-    assert kept(model, json.loads(answer.json()["choices"][0]["message"]["content"])) == wanted
+    for form in ({}, {"response_format": {"type": "json_object"}}):
+        assert kept(model, json.loads(answered(served, asking, **form))) == wanted
 
 
 @cases
@@ -178,25 +188,30 @@ GOAL = "\nIn adhering to this structure, your objective is: \n" + " " * 8 + (
     "Given the fields `question`, produce the fields `answer`.")
 
 
-@pytest.mark.parametrize(("question", "wanted"), [
-    ("What is the capital of France?", "The capital of France is Paris."), ("What is 3 + 4?", "3 + 4 = 7."),
-    ("What colour is a banana?", "A banana is yellow.")])
-def test_dspy_question_and_answer(served: Served, question: str, wanted: str) -> None:
+@pytest.mark.parametrize(("field", "question", "wanted"), [
+    ("answer", "What is the capital of France?", "Paris"), ("answer", "What is 3 + 4?", "7"),
+    ("answer", "What colour is a banana?", "yellow"), ("final_answer", "What is the capital of France?", "Paris"),
+    ("final_answer", "What colour is a banana?", "yellow")])
+def test_dspy_question_and_answer(served: Served, field: str, question: str, wanted: str) -> None:
     """What `dspy.Predict("question -> answer")` sends: first by its chat adapter, then by its JSON adapter."""
+    head, goal = HEAD.replace("`answer`", f"`{field}`"), GOAL.replace("`answer`", f"`{field}`")
     asked = f"[[ ## question ## ]]\n{question}\n\n"
-    sections = "[[ ## question ## ]]\n{question}\n\n[[ ## answer ## ]]\n{answer}\n\n[[ ## completed ## ]]"
-    system = f"{HEAD}{HOW}{sections}{GOAL}"
-    user = (f"{asked}Respond with the corresponding output fields, starting with the field `[[ ## answer ## ]]`, and "
+    sections = f"[[ ## question ## ]]\n{{question}}\n\n[[ ## {field} ## ]]\n{{{field}}}\n\n[[ ## completed ## ]]"
+    system = f"{head}{HOW}{sections}{goal}"
+    user = (f"{asked}Respond with the corresponding output fields, starting with the field `[[ ## {field} ## ]]`, and "
             "then ending with the marker for `[[ ## completed ## ]]`.")
-    answer = served.post("/v1/chat/completions", messages=messages(system, user), temperature=0, max_tokens=200)
-    assert answer.json()["choices"][0]["message"]["content"] == f"[[ ## answer ## ]]\n{wanted}\n\n[[ ## completed ## ]]"
-    system = (f"{HEAD}{HOW}Inputs will have the following structure:\n\n[[ ## question ## ]]\n{{question}}\n\nOutputs "
-              f"will be a JSON object with the following fields.\n\n{{\n  \"answer\": \"{{answer}}\"\n}}{GOAL}")
-    user = f"{asked}Respond with a JSON object in the following order of fields: `answer`."
+    said = answered(served, messages(system, user))
+    assert re.fullmatch(rf"\[\[ ## {field} ## ]]\n[^\n]*{wanted}[^\n]*\n\n\[\[ ## completed ## ]]", said), said
+    system = (f"{head}{HOW}Inputs will have the following structure:\n\n[[ ## question ## ]]\n{{question}}\n\nOutputs "
+              f"will be a JSON object with the following fields.\n\n{{\n  \"{field}\": \"{{{field}}}\"\n}}{goal}")
+    user = f"{asked}Respond with a JSON object in the following order of fields: `{field}`."
     for form in ({}, {"response_format": {"type": "json_object"}}):
-        answer = served.post("/v1/chat/completions", messages=messages(system, user), temperature=0, max_tokens=200,
-            **form)
-        assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"answer": wanted}
+        assert json.loads(answered(served, messages(system, user), **form)) == {field: Containing(wanted)}
+
+
+def answered(served: Served, asking: list[Any], **more: Any) -> str:
+    answer = served.post("/v1/chat/completions", messages=asking, temperature=0, max_tokens=400, **more)
+    return str(answer.json()["choices"][0]["message"]["content"])
 
 
 def test_the_lasagna_of_the_ai_sdk(served: Served) -> None:
@@ -207,3 +222,11 @@ def test_the_lasagna_of_the_ai_sdk(served: Served) -> None:
     assert recipe is not None and recipe.recipe.name == "Lasagna"
     assert {"cheese", "tomato sauce"} <= {part.name for part in recipe.recipe.ingredients}
     assert len(recipe.recipe.steps) == 3
+
+
+def test_any_object_has_the_form_that_fits_the_question(served: Served) -> None:
+    """`json_object` without a schema anywhere: the model chooses names, lists and objects within."""
+    form = {"response_format": {"type": "json_object"}}
+    assert "Paris" in json.loads(answered(served, messages("", "What is the capital of France?"), **form)).values()
+    (recipe,) = json.loads(answered(served, messages("", "Generate a lasagna recipe."), **form)).values()
+    assert recipe["name"] == "Lasagna" and {"name", "amount"} == {*recipe["ingredients"][0]} and recipe["steps"]

@@ -25,8 +25,8 @@ _MOST_COUNTED = 1 << 30  # of characters or items: no answer has more
 _MOST_SAID = 10_000_000_000
 _STEP = 0.01  # numbers get no more decimals
 _KEYS = {"patternProperties", "unevaluatedProperties", "maxProperties", "$ref", "anyOf", "oneOf"}
-_SHORT, _SCALARS = "^[a-z]{1,12}$", ["string", "integer", "boolean", "null"]
-_MOST_NAMES, _MOST_NESTED = 100, 64
+_NAME, _SCALARS = "^[a-zA-Z][a-zA-Z0-9_]{0,23}$", ["string", "integer", "boolean", "null"]
+_MOST_NAMES, _MOST_NESTED, _MOST_WITHIN = 100, 64, 3
 _MOST_PROBES, _MOST_STEPS = 5_000, 16
 _ROOT = "root"
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
@@ -243,8 +243,16 @@ class Bounds:
             return
         part["additionalProperties"] = False
         if "properties" not in part:
-            part["patternProperties"] = {_SHORT: others if isinstance(others, Mapping) else {"type": _SCALARS}}
+            part["patternProperties"] = {_NAME: others if isinstance(others, Mapping) else self._value(_MOST_WITHIN)}
             part["maxProperties"] = max(self.items, part.get("minProperties", 0))
+
+    def _value(self, levels: int) -> dict[str, Any]:
+        """Any value, with lists and objects so many levels deep."""
+        if not levels:
+            return {"type": _SCALARS}
+        inner = self._value(levels - 1)
+        return {"type": [*_SCALARS, "array", "object"], "items": inner, "patternProperties": {_NAME: inner},
+                "additionalProperties": False, "maxProperties": self.items}
 
 
 def _alone(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
