@@ -25,7 +25,7 @@ EXAMPLE = ROOT / "examples" / "tiny"
 jsonschema = pytest.importorskip("jsonschema")
 sys.path.insert(0, str(EXAMPLE))
 import batches  # noqa: E402
-import clients  # noqa: E402
+import client_prompts  # noqa: E402
 import data  # noqa: E402
 import facts  # noqa: E402
 import schemas  # noqa: E402
@@ -79,7 +79,7 @@ def test_objects_follow_their_schemas(split):
 
 
 def test_every_kind_of_task_and_every_client_is_there():
-    found = [clients.object_sample(1, i, TRAIN) for i in range(1500)]
+    found = [client_prompts.object_sample(1, i, TRAIN) for i in range(1500)]
     assert len(Counter(sample.category for sample in found)) > 20
     prompts = [str(sample.messages) for sample in found if not sample.forced]
     for mark in ("MUST answer with a JSON object that matches", "genius expert", "[[ ## completed ## ]]",
@@ -87,13 +87,13 @@ def test_every_kind_of_task_and_every_client_is_there():
                  "$defs", "anyOf", "#/$defs/", "additionalProperties"):  # fmt: skip
         assert any(mark in prompt for prompt in prompts), mark
     assert sum(bool(sample.tools) for sample in found) > 150
-    share = sum(data.make_sample(1, i, TRAIN) != clients.training_sample(1, i) for i in range(2000)) / 2000
+    share = sum(data.make_sample(1, i, TRAIN) != client_prompts.training_sample(1, i) for i in range(2000)) / 2000
     assert 0.15 < share < 0.3
 
 
 def test_no_heldout_question_or_text_frame_is_trained():
-    trained = {clients.object_sample(2, i, TRAIN).messages[-1]["content"] for i in range(1500)}
-    held = [clients.object_sample(2, i, HELDOUT).messages[-1]["content"] for i in range(300)]
+    trained = {client_prompts.object_sample(2, i, TRAIN).messages[-1]["content"] for i in range(1500)}
+    held = [client_prompts.object_sample(2, i, HELDOUT).messages[-1]["content"] for i in range(300)]
     assert not any(text.startswith("Read this and give me") for text in trained)
     assert sum(text.startswith("Read this and give me") for text in held) > 20
 
@@ -108,7 +108,7 @@ def test_tokens_of_training_are_those_that_the_grammar_allows(llm):
     grammars = llm.chat_processor.grammars
     assert isinstance(grammars, Grammars)
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    enforced = [s for i in range(150) if (s := clients.object_sample(3, i, TRAIN)).forced == "{\""]
+    enforced = [s for i in range(150) if (s := client_prompts.object_sample(3, i, TRAIN)).forced == "{\""]
     assert len(enforced) > 50
     for sample in enforced:
         *_, (forced, said), (rest, _) = batches.tokens_of(tokenizer, [sample])[0]
@@ -135,7 +135,7 @@ def infer(value: Any) -> dict[str, Any]:
 
 def test_the_end_of_a_forced_answer_is_what_inference_renders():
     for i in range(200):
-        sample = clients.object_sample(4, i, TRAIN)
+        sample = client_prompts.object_sample(4, i, TRAIN)
         text = render([*sample.messages, sample.target], sample.tools)
         cut = list(data.pieces(text, sample.forced))
         assert "".join(part for part, _ in cut) == text

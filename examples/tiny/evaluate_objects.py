@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clients import WAYS
+from client_prompts import WAYS
 from data import Dialogue, Sample
 from phrases import HELDOUT
 from schemas import Object, camel, pydantic

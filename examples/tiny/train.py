@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from batches import Batch, Steps
-from clients import training_sample
+from client_prompts import training_sample
 from data import samples
 from model import CONTROL, MARKUP, load_model, save_model, save_tokenizer, train_tokenizer
 from network import Network, fresh
