@@ -207,6 +207,6 @@ def scores_of(logits: Tensor, tokens: List[int], top: int) -> Scores:
     """
     chances = logits.double().log_softmax(-1)
     known = chances.gather(1, torch.tensor(list(tokens), device=logits.device)[:, None])
-    best = [row.topk(top) for row in chances]
-    return Scores(known[:, 0].float(), (chances > known).sum(1) + 1, torch.stack([values for values, _ in best]).float(),
-                  torch.stack([names for _, names in best]))
+    ranks = (chances > known).sum(1) + 1
+    values, names = (torch.stack(column) for column in zip(*(row.topk(top) for row in chances), strict=True))
+    return Scores(known[:, 0].float(), ranks, values.float(), names)
