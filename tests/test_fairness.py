@@ -102,8 +102,8 @@ def settled(times: StepTimes, fixed: float, by_token: float, answers: bool, budg
 @pytest.mark.parametrize("answers", [False, True])
 def test_steps_with_prompts_settle_at_the_longest_that_nobody_notices(answers: bool) -> None:
     times = StepTimes()
-    assert 0.04 < settled(times, 0.001, 0.0006, answers) <= 0.05, "a small model after a long context"
-    assert 0.04 < settled(times, 0.001, 0.0003, answers) <= 0.05, "the machine has become faster"
+    assert 0.024 < settled(times, 0.001, 0.0006, answers) <= 0.03, "a small model after a long context"
+    assert 0.024 < settled(times, 0.001, 0.0003, answers) <= 0.03, "the machine has become faster"
     assert times.limit(4, answers) == 4
 
 

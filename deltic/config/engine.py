@@ -78,7 +78,7 @@ class EngineConfig:
                                     "drafts, no pictures, no vectors")
     max_stall_ms: int | None = _option(None, "milliseconds that a step with prompts takes at most while an answer "
                                              "waits for it; prompts are read in smaller chunks then and take longer "
-                                             "(default: 50, or 4 times a step without prompts)")
+                                             "(default: 30, or 4 times a step without prompts)")
     prefix_cache: bool = _option(True, "keep the states of prompts and answers, and resume where a prompt repeats them")
     host_memory: str | None = _option(None, "host memory for prefixes for which the device has no room, such as 16GiB; "
                                             "0: none (default: with a GPU a quarter of what is free, else none)")

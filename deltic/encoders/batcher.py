@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -25,7 +26,7 @@ from deltic.errors import BusyError, DelticError, RequestError, UnavailableError
 log = logging.getLogger("deltic")
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Job:
     """Items of one caller, and what came of them. future: done when all are; whoever cancels it wants no more.
     on_item: called in the batcher's thread for each item that is done; what it raises ends the job. client: who has one
@@ -127,7 +128,7 @@ class Batcher:
             self._make_room(job)
             self._queues.setdefault(job.turn, OrderedDict())[job] = None
             self._unfinished[job] = None
-            job.future.add_done_callback(lambda _: self._forget(job))
+            job.future.add_done_callback(partial(_forget, weakref.ref(self), weakref.ref(job)))
             if self._thread is None:
                 self._thread = ComputeThread(self._serve, "deltic-texts", self._leave)
                 self._thread.start()
@@ -145,7 +146,7 @@ class Batcher:
             each.fail(BusyError("the server is full, and this client has most of the texts in it: these have given "
                                 "their place to another client's (max_live_tokens): try again later"))
 
-    def _forget(self, job: Job) -> None:
+    def forget(self, job: Job) -> None:
         """A job is over: all is done, it has failed, or nobody wants it any more."""
         if self._forked:
             return
@@ -231,7 +232,7 @@ class Batcher:
             for (job, index), vectors in zip(places, found, strict=True):
                 job.put(index, vectors)
                 if job.future.done():
-                    self._forget(job)
+                    self.forget(job)
         return end
 
     def _next(self, wait: bool) -> list[tuple[Job, int]]:
@@ -265,6 +266,14 @@ class Batcher:
             if not queue:
                 del self._queues[client]
         return batch
+
+
+def _forget(batcher: weakref.ref[Batcher], job: weakref.ref[Job], future: Future[list[Vectors]]) -> None:
+    """Take a job that is over out of its batcher. A future keeps its callbacks: with references that count, the job
+    would hold the batcher, and its thread the model, until the next garbage collection."""
+    owner, over = batcher(), job()
+    if owner is not None and over is not None:
+        owner.forget(over)
 
 
 def _failed(items: Sequence[Item], error: Exception) -> list[Vectors]:
