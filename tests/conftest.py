@@ -65,6 +65,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return max(1, min(fit, os.cpu_count() or 1))
 
 
+def pytest_collection_finish() -> None:
+    """Keep libraries and tests out of garbage collections: in a process with all of them, each takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a grid that is marked `covering`, all cases are slow but a few, which hold everything that the grid holds."""
