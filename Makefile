@@ -50,8 +50,7 @@ bench: .venv/.installed-dev
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-# Of the thousands of modules that come with torch and transformers few are used: Python compiles those when it does.
-INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
 
 .venv/.installed: $(SOURCES) | .venv/bin/python

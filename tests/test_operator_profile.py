@@ -159,11 +159,12 @@ def test_bench_shows_a_profile(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr("deltic.cli.bench.floors", lambda *_: {})  # takes seconds, and is not looked at
     assert main([*BENCH, "--speculate", "off", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["profile"]["phases"]["prefill"]["tokens"] == 240
-    assert found["profile"]["phases"]["decode"]["operators"]["gdn_mixer"]["calls"] > 0
+    phases = found["profile"]["phases"]  # a prompt that is read in chunks is read in steps with answers too
+    assert sum(phases[name]["tokens"] for name in ("prefill", "mixed") if name in phases) >= 240
+    assert phases["decode"]["operators"]["gdn_mixer"]["calls"] > 0
     assert main(BENCH) == 0
     text = capsys.readouterr().out
-    assert "prefill tokens per second" in text and re.search(r"^prefill: \d+ steps, 2\d\d tokens", text, re.MULTILINE)
+    assert "prefill tokens per second" in text and re.search(r"^prefill: \d+ steps, \d+ tokens", text, re.MULTILINE)
     assert main([*BENCH, "--scenario", "edit"]) == 2
     assert "leave out --scenario edit" in capsys.readouterr().err
 
