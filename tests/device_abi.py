@@ -6,10 +6,12 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections.abc import Iterator
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
+LIBRARY = Path(__file__).parents[1] / "deltic" / "ops" / "cpu" / "libdeltic.so"
 NO_MEMORY, BAD_ARGUMENT, NO_DEVICE, DEVICE_FAILED = -1, -2, -4, -5
 CPU, CUDA = 0, 1
 
@@ -231,3 +233,10 @@ def check_all(library: Path) -> int:
 
 if __name__ == "__main__":
     print(check_all(Path(sys.argv[1])))
+
+
+def opened() -> Iterator[Devices]:
+    """A fixture: the devices of the compiled library."""
+    found = Devices(LIBRARY)
+    yield found
+    found.close()

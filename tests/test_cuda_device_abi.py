@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import device_abi
 import pytest
 import torch
-from device_abi import CUDA, NO_MEMORY, Devices, refused
+from device_abi import CUDA, LIBRARY, NO_MEMORY, Devices, refused
 
-import deltic
-
-LIBRARY = Path(deltic.__file__).parent / "ops" / "cpu" / "libdeltic.so"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 
-@pytest.fixture
-def devices() -> Iterator[Devices]:
-    found = Devices(LIBRARY)
-    yield found
-    found.close()
+devices = pytest.fixture(device_abi.opened)
 
 
 @pytest.mark.parametrize("check", device_abi.CHECKS, ids=lambda check: check.__name__)

@@ -9,26 +9,21 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import device_abi
 import pytest
-from device_abi import BAD_ARGUMENT, NO_DEVICE, Devices, Refused, refused
+from device_abi import BAD_ARGUMENT, LIBRARY, NO_DEVICE, Devices, Refused, refused
 
-from deltic.ops.cpu import library, missing
+from deltic.ops.cpu import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 HERE = Path(__file__).parent
-LIBRARY = Path(library.__file__).with_name("libdeltic.so")
 needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="there is no gcc")
 
 
-@pytest.fixture
-def devices() -> Iterator[Devices]:
-    found = Devices(LIBRARY)
-    yield found
-    found.close()
+devices = pytest.fixture(device_abi.opened)
 
 
 @pytest.mark.parametrize("check", device_abi.CHECKS, ids=lambda check: check.__name__)

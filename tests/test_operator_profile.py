@@ -18,6 +18,7 @@ from test_cuda_source import MODELS, packed_mixture, packed_shapes, shapes_of
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.cli import main
 from deltic.engine import operator_profile
+from deltic.engine.depth import FixedDepth
 from deltic.engine.operator_profile import Profile, _Account, account_kernels, profiling
 from deltic.errors import RequestError
 from deltic.ops.cuda import draft, prompts
@@ -32,6 +33,8 @@ PROMPTS = [list(numbers(seed, 5 + 40 * seed, 500)) for seed in range(4)]
 def llm() -> Iterator[LLM]:
     """The embedded model with its draft head."""
     with LLM(memory="64MiB", dtype="float32", threads=1, token_budget=64, speculate="mtp:2") as model:
+        # phases and drafts are counted, which may not depend on how long steps take
+        model.engine.scheduler.times, model.engine.speculator.depth = None, FixedDepth(2)
         yield model
         model.worker.call(lambda engine: engine.check())
 
@@ -159,8 +162,8 @@ def test_bench_shows_a_profile(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr("deltic.cli.bench.floors", lambda *_: {})  # takes seconds, and is not looked at
     assert main([*BENCH, "--speculate", "off", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    phases = found["profile"]["phases"]  # a prompt that is read in chunks is read in steps with answers too
-    assert sum(phases[name]["tokens"] for name in ("prefill", "mixed") if name in phases) >= 240
+    phases = found["profile"]["phases"]  # "mixed" too, where a prompt is read in chunks beside an answer
+    assert sum(phase["tokens"] for phase in phases.values()) == 3 * 80 + 3 * 3 and phases["prefill"]["tokens"] >= 80
     assert phases["decode"]["operators"]["gdn_mixer"]["calls"] > 0
     assert main(BENCH) == 0
     text = capsys.readouterr().out
@@ -228,7 +231,7 @@ def test_a_card_s_steps_are_marked_and_stay_as_they_are(llm: LLM, monkeypatch: p
     assert total(profile, "gdn_mixer") == sum(phase.steps for phase in profile.phases.values())
     marks = [name.removeprefix("k_mark_") for name in card.names if name.startswith("k_mark_")]
     assert {"prefill", "decode", "sample", "mtp", "model"} <= set(marks)
-    assert all(after == "model" for mark, after in pairwise(marks) if mark in ("sample", "mtp"))
+    assert all(after == "model" for mark, after in pairwise(marks) if mark in ("sample", "mtp")), marks
 
 
 def test_names_of_all_kernels_of_a_step_say_their_operator() -> None:

@@ -10,8 +10,8 @@ from deltic.errors import ConfigError
 _COMPILED: Final = ("device", "dtype", "kv_dtype", "state_dtype", "quant", "packed_weights", "batch_invariant",
                     "debug_layers", "cache_dir", "host_memory", "aot_dir", "mmproj", "expert_memory", "expert_cap",
                     "gpu_memory_utilization")
-"""Options of the engine that are of no use for a program: what they say is compiled in, or lies where nobody else can
-reach it."""
+"""Options of the engine that a compiled program cannot use: the compiler fixed their values, or the program hides the
+data that they act on."""
 
 
 def check_compiled(options: EngineConfig) -> None:

@@ -96,8 +96,8 @@ class Batcher:
 
     def __init__(self, model: TextModel, max_tokens: int) -> None:
         self._model, self._most = model, max_tokens
-        self._queues: OrderedDict[Hashable, OrderedDict[Job, None]] = OrderedDict()  # by client, the next one first
-        self._unfinished: dict[Job, None] = {}  # as they came; also those of which all items are running
+        self._queues: OrderedDict[Hashable, OrderedDict[Job, None]] = OrderedDict()  # by client, the next first
+        self._unfinished: dict[Job, None] = {}  # in order of arrival; includes jobs whose items all run
         self._process = os.getpid()
         self._closed: str | None = None  # why
         self._leaving = False  # the process ends

@@ -1,4 +1,4 @@
-"""What goes into the directory of a compiled encoder beside its library."""
+"""Writes the files of a compiled encoder's directory: all but the library."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from deltic.errors import ModelError
 
 _FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json",
                  "config_sentence_transformers.json", "sentence_*_config.json", "sparse_linear.pt", "colbert_linear.pt")
-"""Of a model's directory: what its architecture, tokenizer and vectors are."""
+"""Files of a model's directory that define its architecture, tokenizer and pooling."""
 
 
 def write_encoder_files(stored: StoredEncoder, folder: Path) -> None:
-    """Copy what says how texts become tokens, and states vectors; ModelError if the model is a GGUF file."""
+    """Copy the tokenizer and pooling files; ModelError if the model is a GGUF file or is compiled already."""
     place = stored.place
     if stored.compiled or not place.is_dir():
         kind = "is compiled already" if stored.compiled else "is a GGUF file"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -140,15 +141,16 @@ class _Account:
         self._phase, self._began, self._ended = PhaseProfile(), 0.0, 0.0
 
 
-class _Profiler:
+class _Profiler(ABC):
     """Puts wrapped operators in the place of a runtime's own, and the own ones back."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.profile = Profile(str(runtime.device))
         self._runtime, self._account, self._undo = runtime, _Account(self.profile), list[Callable[[], None]]()
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Put the wrapped operators in their place."""
 
     def stop(self) -> None:
         self._restore()

@@ -73,7 +73,7 @@ def _generation(config: ModelConfig, asked: Generation | None) -> Generation:
 
 def _language_model(config: ModelConfig, generation: Generation, dtype: str, goal: Goal, context: int, chunk: int,
                     folder: Path) -> tuple[int, Metadata]:
-    """Write the library; returns its bytes, and what it says of itself."""
+    """Write the library; returns its size in bytes and its metadata."""
     from deltic.artifacts.tvm.network import AttentionNetwork, HybridNetwork, specification
 
     kind = HybridNetwork if config.linear_layers else AttentionNetwork
@@ -85,7 +85,7 @@ def _language_model(config: ModelConfig, generation: Generation, dtype: str, goa
 
 def build_library(network: Callable[[], Any], specification: Callable[[Any], Any], metadata: Metadata, goal: Goal,
            folder: Path) -> tuple[int, Metadata]:
-    """Write the library of a network; returns its bytes, and what it says of itself, its parameters too."""
+    """Write the library of a network; returns its size in bytes and its metadata with all parameters."""
     import tvm
     from tvm import relax
 

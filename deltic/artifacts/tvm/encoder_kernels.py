@@ -99,10 +99,11 @@ def bias_gelu(inner: int, width: int):
 
 @cache
 def attention(heads: int, dim: int, width: int):
-    """x [n, width], of which the first are queries, keys, values [3 * heads * dim], and their bias; starts, ends [n]
-    int32: of each token's sequence -> attention over the whole sequence [n, heads * dim].
+    """Attention of each token over its whole sequence [n, heads * dim].
 
-    A softmax that goes along: largest score, sum and weighted values are kept as keys come (arXiv 1805.02867)."""
+    x [n, width]: the first 3 * heads * dim columns are queries, keys and values; bias: of these columns. starts, ends
+    [n] int32: the first token of each token's sequence, and the end of the sequence. The softmax is computed online:
+    the kernel updates the largest score, the sum and the weighted values with each key (arXiv 1805.02867)."""
     lanes, hidden = lanes_of(dim), heads * dim
 
     @T.prim_func(s_tir=True, private=True)

@@ -72,7 +72,7 @@ class OpenedLibrary:
         return machine
 
     def _checked(self, folder: Path, said: Metadata, vocabulary: int) -> Metadata:
-        """What the library says of itself; ModelError if the directory says something else."""
+        """The library's own metadata; ModelError if it differs from the directory's."""
         try:
             found = Metadata.of(json.loads(self._vm["_metadata"]()), parameters=True, config=said)
         except ModelError as error:
