@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import sys
 import threading
 import time
 import weakref
@@ -191,6 +193,14 @@ def test_work_after_the_end_is_refused() -> None:
     with pytest.raises(RuntimeError):
         executor.submit("one", lambda: 1)
     assert executor.waiting() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
+def test_its_threads_have_less_of_the_processor_than_others() -> None:
+    executor = FairExecutor(1, "test")
+    found = executor.submit("one", lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
+    executor.shutdown()
+    assert found == min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 4, 19)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 0.2)), min_size=1, max_size=60))

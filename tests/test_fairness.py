@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -206,6 +207,21 @@ def test_a_short_prompt_is_answered_at_once_beside_a_long_one(common: int, when:
     engine.add(ask("short", common, 20 - common))
     assert steps_to(engine, "short") <= 3
     assert steps_to(engine, "long") <= 1.05 * alone
+
+
+def test_a_known_prompt_is_answered_in_a_step_that_reads_no_other() -> None:
+    engine = engine_of()
+    first = ask("first", 40)
+    engine.add(first)
+    steps_to(engine, "first")
+    engine.scheduler.times = Mock(limit=lambda budget, answers: 64)
+    engine.add(ask("long", 5000))
+    engine.step()
+    engine.add(replace(first, id="again"))
+    fed = engine.runtime.fed  # type: ignore[attr-defined]
+    assert steps_to(engine, "again") == 1 and engine.runtime.fed == fed  # type: ignore[attr-defined]
+    engine.step()
+    assert engine.runtime.fed == fed + 64  # type: ignore[attr-defined]
 
 
 def test_a_long_prompt_gets_its_half_however_many_short_ones_come() -> None:
