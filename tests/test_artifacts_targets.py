@@ -44,6 +44,15 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.parametrize(("triple", "library"), [
+    ("x86_64-pc-windows-gnu", "rt.dll"), ("arm64-apple-macosx", "rt.dylib"), ("arm64-apple-ios", "rt.dylib"),
+    ("aarch64-linux-android", "rt.so")])
+def test_a_named_compiler_links_what_the_system_loads(triple: str, library: str, monkeypatch: pytest.MonkeyPatch
+                                                      ) -> None:
+    monkeypatch.setenv("CXX", "c++")
+    assert find_goal(f"llvm -mtriple={triple}").library == library
+
+
 @pytest.mark.parametrize(("target", "machine", "system", "library", "device"), [
     ("llvm", "x86_64", "linux", "rt.so", "cpu"),
     ("llvm -mtriple=aarch64-linux-android", "aarch64", "android", "rt.tar", "cpu"),

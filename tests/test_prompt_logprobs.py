@@ -25,6 +25,7 @@ from test_server_harness import USER, Served, serving, tiny
 from deltic import SamplingParams
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
+from deltic.engine.sampler import scores_of
 from deltic.types import Request, TokenLogprobs
 
 Found = tuple[TokenLogprobs, ...]
@@ -257,3 +258,16 @@ def test_an_answer_has_so_many_values_at_most() -> None:
             response = served.post("/v1/completions", max_tokens=1, **fields)
             assert response.status_code == 400 and "max_answer_values" in response.json()["error"]["message"]
         assert json.loads(served.http.get("/health").content)["requests"] == 0
+
+
+def test_scores_are_exact_whatever_else_is_scored() -> None:
+    """Logits as bfloat16 has them, of which many are equal."""
+    logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    tokens = [*range(0, 270, 30)]
+    found = scores_of(logits, tokens, 5).report()
+    for row, token, score in zip(logits, tokens, found, strict=True):
+        chances = row.double().log_softmax(-1)
+        assert score.token == float(chances[token].float()) and score.rank == 1 + int((row > row[token]).sum())
+        assert [probability for _, probability in score.top] == chances.sort(descending=True)[0][:5].float().tolist()
+        assert all(float(chances[name].float()) == probability for name, probability in score.top)
+    assert [scores_of(logits[i:i + 1], tokens[i:i + 1], 5).report()[0] for i in range(9)] == found
