@@ -9,8 +9,8 @@ from contextlib import suppress
 
 
 def lower_priority(niceness: int) -> None:
-    """Let the calling thread have less of a busy processor, by `nice` levels: 0 as before, 19 only what others leave.
-    Without effect except on Linux, where threads have a priority of their own."""
+    """Lower the priority of the calling thread by `niceness` levels (19: lowest). Only Linux has priorities
+    of threads; elsewhere this does nothing."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):

@@ -1,8 +1,8 @@
-"""One thread that runs a model for many callers: what they ask for at the same time shares batches.
+"""Batches the texts of many callers and runs the model on them in one thread.
 
-Batches are filled item by item: clients take turns, and the jobs of one client do. A client with ten thousand texts,
-in one job or many, holds up another one's single text by no more than the batch that is running, on a device by that
-and the next one. Where all together would be more than may wait, the client that holds most gives up its newest job.
+Batches are filled item by item. Clients take turns, and so do the jobs of one client. A client with ten thousand texts
+delays another client's single text by at most the running batch; on a device, by the running and the next batch. When
+the queue is full, the client with the most tokens loses its newest job.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Batcher:
                                 "their place to another client's (max_live_tokens): try again later"))
 
     def forget(self, job: Job) -> None:
-        """A job is over: all is done, it has failed, or nobody wants it any more."""
+        """Remove a job that is done, failed or cancelled."""
         if self._forked:
             return
         with self._changed:
@@ -269,8 +269,8 @@ class Batcher:
 
 
 def _forget(batcher: weakref.ref[Batcher], job: weakref.ref[Job], future: Future[list[Vectors]]) -> None:
-    """Take a job that is over out of its batcher. A future keeps its callbacks: with references that count, the job
-    would hold the batcher, and its thread the model, until the next garbage collection."""
+    """Remove a finished job from its batcher. A future keeps its callbacks: with strong references, job and future
+    would form a cycle that keeps the batcher and its model alive until the next garbage collection."""
     owner, over = batcher(), job()
     if owner is not None and over is not None:
         owner.forget(over)

@@ -23,8 +23,8 @@ _STALL = 0.03
 _MARGIN = 0.9
 """Share of the longest step that is aimed at: times scatter."""
 _BESIDE_ANSWERS, _ALONE = 4, 20
-"""How many times as long as a step without prompts a step with prompts may always last. Each step reads the weights
-again: this takes at most a quarter of the time while somebody gets an answer, and a twentieth while nobody does."""
+"""A step with prompts may always last this many times as long as a step without prompts. Each step reads the weights
+again, which then takes at most a quarter of the time while an answer runs, and a twentieth while none does."""
 
 
 def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int]:
@@ -99,12 +99,11 @@ def _reading(budget: int, others: int, own: int, nearer: int = 0) -> int:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Limits how long a step with prompts takes, because an answer gets its next token, and a new request its first
-    step, only after it. The limit is a number of prompt tokens that follows from the times of the last steps, so that
-    it needs no model of the machine.
+    """Limits the duration of a step with prompts: running answers and new requests wait until it ends. The limit is a
+    number of prompt tokens, computed from the durations of the last steps.
 
-    longest: seconds that such a step may take while somebody gets an answer, also where most of it goes into reading
-    the weights; None: the default.
+    longest: upper bound in seconds while an answer runs; None: the default, which grows with the time that a step
+    without prompts takes.
     """
 
     longest: float | None = None
@@ -114,14 +113,14 @@ class StepTimes:
     """Seconds by prompt token of the last steps with at least a page of them."""
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took so long, with all else in it."""
+        """Record the duration of a step in seconds and its prompt tokens."""
         if not tokens:
             self.without.append(seconds)
         elif tokens >= PAGE:
             self.by_token.append(seconds / tokens)
 
     def limit(self, budget: int, answers: bool) -> int:
-        """Prompt tokens of a step; answers: whether somebody gets an answer in it."""
+        """Upper bound for the prompt tokens of a step. answers: the step also decodes."""
         if not self.by_token:
             wanted = budget // 4 if answers else budget
         else:

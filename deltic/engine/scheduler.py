@@ -135,7 +135,7 @@ class Scheduler:
 
     def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
               ) -> list[tuple[Sequence, int]]:
-        """How many tokens of which prompts a step reads that also has so many tokens of answers."""
+        """The prompts that a step reads and their token counts. answers: tokens of answers in the same step."""
         budget = max(self.token_budget - answers, 1)
         readable = _readable([sequence for sequence in prompts if sequence.lease])
         goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)

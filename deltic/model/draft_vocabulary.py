@@ -24,8 +24,8 @@ from deltic.ops.qtensor import PANEL, QTensor
 from deltic.ops.records import Block
 
 _ADAPTIVE: Final = 9
-"""Of so many rows one follows the tokens that occur: 4,000 beside a base of 32,000. A conversation has some hundred
-tokens outside the base, so that there is room for those of a dozen conversations."""
+"""One row in this many is adaptive: 4,000 for a base of 32,000. A conversation uses a few hundred tokens outside the
+base, so that a dozen conversations fit."""
 _FIRST: Final = 0.7
 """The share of the base that goes to the lowest ids, which are English and programs in the vocabularies of the family.
 Less would cost English and programs more than two of a hundred tokens; more would cost Korean and Arabic ten."""
@@ -38,8 +38,8 @@ one script or a part of it."""
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What of a tokenizer.json matters for drafts. ids: of its tokens, by their spelling. added: ids of special tokens
-    and of others that stand beside the vocabulary, such as markers of tool calls."""
+    """The parts of a tokenizer.json that drafts need. ids: token ids by spelling. added: ids of the added tokens:
+    special tokens and others, such as the markers of tool calls."""
 
     ids: Mapping[str, int] = field(default_factory=dict)
     added: tuple[int, ...] = ()
@@ -93,10 +93,10 @@ def _by_script(ids: Mapping[str, int], first: int) -> list[int]:
 
 
 class DraftVocabulary:
-    """The rows of a shortened head, and the tokens that they stand for.
+    """The rows of a shortened head and the token of each row.
 
-    head [N, H]: the rows, in the form of the whole matrix. ids [N] int64, beside it: their tokens. Both are overwritten
-    in place, by the thread that drafts, between two drafts. A device does that in the order of its stream, so that
+    head [N, H]: the rows, in the format of the whole matrix. ids [N] int64, on the same device: their tokens. The
+    drafting thread overwrites both in place, between two drafts. A device does that in the order of its stream, so that
     recorded graphs stay valid, and no draft has rows of one step with tokens of another.
     size: tokens of the whole vocabulary. copied: rows that were overwritten until now.
     """

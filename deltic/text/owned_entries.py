@@ -1,4 +1,4 @@
-"""What several owners keep within one bound: none pushes out another's entries as long as it holds more itself."""
+"""A bounded LRU store shared by owners: an owner that holds more than another cannot evict the other's entries."""
 
 from __future__ import annotations
 

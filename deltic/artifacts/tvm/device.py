@@ -67,8 +67,7 @@ class Device:
 
 
 def open_device(ffi: Any, kind: str, folder: Path) -> Device:
-    """The device that a directory was compiled for. ModelError saying what is missing: the GPU, or the part of TVM's
-    runtime that drives it."""
+    """The device that a directory was compiled for. ModelError if the GPU or TVM's runtime for it is missing."""
     device = Device(ffi, kind)
     if kind == "cpu":
         return device

@@ -1,4 +1,4 @@
-"""For which processors and GPUs the installed TVM can compile, and what it needs for each."""
+"""The targets that the installed TVM can compile for, and what each of them needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SYSTEMS: Final = (("android", "android"), ("ios", "ios"), ("darwin", "darwin"),
                    ("windows", "win32"), ("linux", "linux"))
 """What a triple contains, and what Python calls the system."""
 _CUDA: Final = "sm_80"
-"""The architecture that CUDA code is for where no card is here and none is named."""
+"""The default CUDA architecture where the machine has no GPU."""
 
 _MACHINES: Final = ("x86_64", "aarch64", "arm64", "armv7a", "riscv64")
 """Processors, as triples begin with them."""
@@ -37,9 +37,12 @@ _FEATURES: Final = {"sse4_2": "sse4.2", "avx512_bf16": "avx512bf16", "asimd": "n
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is compiled for. target: TVM's. text: as it was given. device: what runs the kernels. machine, system: of
-    the library. needs: instructions that the processor must have. compiler: what links, None if there is none for the
-    machine: the objects are then left as they are."""
+    """A compilation target.
+
+    target: TVM's object. text: the option's text. device: the TVM device that runs the kernels. machine, system: the
+    library's processor and operating system. needs: instruction sets that the processor must have. compiler: the
+    linker; None: there is none for this machine, and the library stays an archive of object files.
+    """
 
     target: Any
     text: str
