@@ -26,13 +26,13 @@ import torch
 from common import record
 
 from deltic import RandomModel, Session
-from deltic.artifacts.executorch.export import CHUNK, Form, export
-from deltic.artifacts.executorch.names import sidecar_of
-from deltic.artifacts.opening import open_program
-from deltic.artifacts.program import generation_config, hf_config
-from deltic.artifacts.sidecar import write_json
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
-from deltic.weights.random import random_weights
+from deltic.export.executorch.export import CHUNK, Form, export
+from deltic.export.executorch.names import sidecar_of
+from deltic.export.opening import open_program
+from deltic.export.program import generation_config, hf_config
+from deltic.export.sidecar import write_json
+from deltic.loader.dummy import random_weights
 
 PROMPT, CONTEXT = 64, 512
 _PLAIN, _QUANTIZED = Form("fp32", CONTEXT, CHUNK), Form("8da4w", CONTEXT, CHUNK)

@@ -21,17 +21,17 @@ from unittest.mock import patch
 from common import record, spread
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.cache.disk import Disk
-from deltic.cache.host import Host
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.ledger import Ledger
-from deltic.cache.pools import CachePools
-from deltic.cache.prefix import Source
-from deltic.cache.tier_index import TierIndex
-from deltic.cache.tree import PrefixTree
+from deltic.cache.block_pool import Ledger
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.prefix_items import Source
+from deltic.cache.radix_tree import PrefixTree
+from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime
-from deltic.types import PAGE, Request
+from deltic.params import PAGE, Request
+from deltic.runner.model_runner import Runtime
 
 ANSWER, NEW = 24, 50
 METHODS = ("admit", "fetch", "known", "emit", "keep_emitted", "release", "reserve", "commit")

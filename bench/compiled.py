@@ -24,8 +24,8 @@ from common import environment, record
 _COMPILED = """
 import sys, time
 from pathlib import Path
-from deltic.artifacts.conversation import Conversation
-from deltic.artifacts.opening import open_program
+from deltic.export.conversation import Conversation
+from deltic.export.opening import open_program
 from deltic.config import EngineConfig
 talk = Conversation(open_program(Path(sys.argv[1]), EngineConfig()))
 talk.read([1])
@@ -45,8 +45,8 @@ Session(sys.argv[1], "float32", max_batch=1, max_context=2048).prefill([1])
 _SPEED = """
 import json, sys, time
 from pathlib import Path
-from deltic.artifacts.conversation import Conversation
-from deltic.artifacts.opening import kind_of, open_program
+from deltic.export.conversation import Conversation
+from deltic.export.opening import kind_of, open_program
 from deltic.config import EngineConfig
 path, prompt, found = Path(sys.argv[1]), list(range(1, 65)), {}
 if kind_of(path):
@@ -104,11 +104,11 @@ def _models(folder: Path, preset: str, layers: int | None) -> tuple[Path, Path, 
     """A checkpoint with random weights in float32, and the same compiled; how long that took, if it was done now."""
     from safetensors.torch import save_file
 
-    from deltic.artifacts.program import hf_config
-    from deltic.artifacts.tvm.compiler import compile_model
     from deltic.config import ModelConfig
-    from deltic.weights.hub import open_model
-    from deltic.weights.random import random_weights
+    from deltic.export.program import hf_config
+    from deltic.export.tvm.compiler import compile_model
+    from deltic.loader.dummy import random_weights
+    from deltic.loader.hub import open_model
 
     model, compiled = folder / "model", folder / "compiled"
     if compiled.is_dir():

@@ -24,7 +24,7 @@ from common import record, spread
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.engine.engine import Engine
-from deltic.types import Request
+from deltic.params import Request
 
 TINY = "tiny"
 WORDS = ("river", "lake", "sea", "hill", "cloud", "stone", "tree", "bird", "road", "town")

@@ -176,8 +176,8 @@ class Model:
 
 def _model(path: Path) -> Model:
     """Of a file with a head of its own, the embedding is not counted: a step reads one row of it."""
-    from deltic.weights.gguf.config import config_from_gguf
-    from deltic.weights.gguf.file import GgufFile
+    from deltic.loader.gguf.config import config_from_gguf
+    from deltic.loader.gguf.file import GgufFile
 
     file = GgufFile.open(path)
     config, tensors = config_from_gguf(file), file.tensors

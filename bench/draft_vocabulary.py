@@ -23,8 +23,8 @@ import real_vocabulary
 import torch
 from common import record
 
+from deltic.chat.tokenizer import Tokenizer
 from deltic.model.draft_vocabulary import DraftVocabulary, Tokens, draftable
-from deltic.text.tokenizer import Tokenizer
 
 CONTEXT: Final = 500
 """Tokens that are read before any is counted."""

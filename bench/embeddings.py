@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from deltic import Encoder
-from deltic.encoders.items import Item
+from deltic.embeddings.types import Item
 
 Run = Callable[[list[str]], Any]
 _BATCHES = (4, 16, 32)

@@ -21,7 +21,7 @@ from common import ROOT, Answer, Worker, environment, record, spread, work
 if TYPE_CHECKING:
     from deltic.cli.measure import Case
     from deltic.engine.engine import Engine
-    from deltic.types import Event
+    from deltic.params import Event
 
 QUESTION = "What is the capital of France?"
 
@@ -105,9 +105,9 @@ def _contexts(args: argparse.Namespace) -> None:
     """Writing down a step of eight sequences that decode, by the length of their contexts; kernels run none."""
     import torch
 
-    from deltic.engine.batch import BatchMemory, build
-    from deltic.engine.plan import Plan, Row
-    from deltic.types import PAGE
+    from deltic.engine.step_plan import Plan, Row
+    from deltic.params import PAGE
+    from deltic.runner.input_batch import BatchMemory, build
 
     for context in (1_000, 262_000):
         pages = [list(range(index, context * 8 // PAGE + 16, 8)) for index in range(8)]

@@ -36,7 +36,7 @@ from llama_python import Llama
 from programs import Program, Resident, Task
 
 from deltic.config import available_cores
-from deltic.types import Request, SamplingParams
+from deltic.params import Request, SamplingParams
 
 TASKS = (Task("decode", 128, 64), Task("decode", 128, 32, 8), Task("prefill", 512, 1))
 PROGRAMS = ("deltic", "llama.cpp")

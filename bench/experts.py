@@ -47,12 +47,12 @@ from random_gguf import _tokenizer
 
 from deltic.config import GenerationDefaults, ModelConfig, available_cores
 from deltic.config.machine import parse_bytes
-from deltic.weights.gguf.blocks import Bytes
-from deltic.weights.gguf.convert import FILE_TYPES, target_of
-from deltic.weights.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
-from deltic.weights.gguf.quantize import quantize
-from deltic.weights.gguf.write import NewTensor, write_gguf
-from deltic.weights.names import expected_head, expected_tensors
+from deltic.loader.gguf.blocks import Bytes
+from deltic.loader.gguf.convert import FILE_TYPES, target_of
+from deltic.loader.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
+from deltic.loader.gguf.quantize import quantize
+from deltic.loader.gguf.write import NewTensor, write_gguf
+from deltic.loader.names import expected_head, expected_tensors
 
 TOPICS, STAYS, WORDS = 16, 48, 4096
 COMMON, SPREAD = 12.0, 4.0
@@ -164,8 +164,8 @@ class Said:
 
 
 def compare(args: argparse.Namespace) -> None:
-    from deltic.weights.gguf.config import config_from_gguf
-    from deltic.weights.gguf.file import GgufFile
+    from deltic.loader.gguf.config import config_from_gguf
+    from deltic.loader.gguf.file import GgufFile
 
     file = GgufFile.open(args.model)
     experts = config_from_gguf(file).experts
@@ -281,7 +281,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 def _deltic(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from deltic import Session
     from deltic.cli.machine import peak_memory_mib
-    from deltic.engine.runtime import Runtime
+    from deltic.runner.model_runner import Runtime
 
     session = Session(settings["model"], threads=settings["threads"], memory="256MiB", max_context=8192,
                       packed_weights="on", **settings["options"])

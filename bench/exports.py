@@ -22,10 +22,10 @@ from typing import get_args
 
 from common import record
 
-from deltic.artifacts.executorch.export import CHUNK, KINDS, Form, export
-from deltic.artifacts.executorch.mixers import Operators
 from deltic.config import GenerationDefaults, ModelConfig
-from deltic.weights.random import random_weights
+from deltic.export.executorch.export import CHUNK, KINDS, Form, export
+from deltic.export.executorch.mixers import Operators
+from deltic.loader.dummy import random_weights
 
 
 def main() -> int:

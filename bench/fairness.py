@@ -24,8 +24,8 @@ from deltic import RandomModel, SamplingParams
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.model import Model
-from deltic.types import Request
+from deltic.params import Request
+from deltic.runner.model import Model
 
 ANSWER, LONG_SHARE = 16, 0.1
 STALLS = (None, 1000, 500, 250, 100, 50)

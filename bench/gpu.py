@@ -22,13 +22,13 @@ from speculation import DEPTH, Forced, plain_runtime, serve
 
 from deltic.cli.floors import prompt_operations, step_bytes
 from deltic.config import EngineConfig
-from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
-from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
-from deltic.engine.speculator import drafter_of
-from deltic.types import Request, SamplingParams, TokenOut
+from deltic.params import Request, SamplingParams, TokenOut
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.controller import drafter_of
+from deltic.spec_decode.draft_length import AdaptiveDepth, Depth, FixedDepth
+from deltic.spec_decode.proposers import MtpDrafter
 
 BANDWIDTH = 4.4e12
 """Bytes a second that a kernel which only reads reaches on an H200."""

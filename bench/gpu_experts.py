@@ -26,11 +26,11 @@ from gpu import _request
 
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.experts import Experts
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
 from deltic.ops.cuda.card_store import CardStore
-from deltic.types import TokenOut
+from deltic.params import TokenOut
+from deltic.runner.expert_offload import Experts
+from deltic.runner.model_runner import Runtime
 
 FIRST = 8
 """Steps of a full batch that are not counted: they record graphs."""

@@ -18,11 +18,11 @@ from statistics import median
 import torch
 from common import record
 
-from deltic.cache.hybrid import HybridCache
+from deltic.cache.manager import HybridCache
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.types import Request, SamplingParams
+from deltic.params import Request, SamplingParams
 
 ANSWER = 24
 

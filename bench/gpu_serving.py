@@ -26,7 +26,7 @@ from http_load import Reply, percentile, post
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
-    from deltic.types import Event
+    from deltic.params import Event
 
 SHARE = 0.9
 """Of the requests that the engine can answer in a second, so many come."""
@@ -74,8 +74,8 @@ import json, shutil, sys
 from pathlib import Path
 from safetensors.torch import save_file
 from deltic.config import ModelConfig
-from deltic.weights.hub import resolve
-from deltic.weights.random import random_tensors
+from deltic.loader.hub import resolve
+from deltic.loader.dummy import random_tensors
 target, device = Path(sys.argv[2]), sys.argv[3]
 config = ModelConfig.preset(sys.argv[1], int(sys.argv[4]) or None)
 shutil.copytree(resolve(None), target, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -184,8 +184,8 @@ def _prompt(args: argparse.Namespace, index: int) -> list[int]:
 def _serve(args: argparse.Namespace) -> None:
     import deltic.server.app as app_module
     from deltic import LLM, RandomModel
-    from deltic.types import Request, SamplingParams
-    from deltic.weights.hub import resolve
+    from deltic.loader.hub import resolve
+    from deltic.params import Request, SamplingParams
 
     options = {"max_batch": args.batch, "max_context": 2048}
     llm = LLM(RandomModel(args.model, args.layers), device=args.device, dtype="bfloat16", speculate="off", **options)

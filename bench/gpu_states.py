@@ -16,13 +16,13 @@ import torch
 from common import record
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import decoding, step_of
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import DEFERRED
-from deltic.ops.cuda.step import Step
-from deltic.ops.records import Batch, GdnWeights
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops.cuda.decode import Step
+from deltic.ops.types import Batch, GdnWeights
+from deltic.runner.input_batch import decoding, step_of
+from deltic.runner.model_runner import Runtime
 
 DONE, TIMES = 100, 10
 """Tokens of every row; rounds through all layers that are timed together."""

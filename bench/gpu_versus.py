@@ -20,16 +20,16 @@ from common import record
 from torch import Tensor
 
 from deltic.config import EngineConfig, ModelConfig
-from deltic.engine.batch import decoding, step_of
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.ops.cuda import nvrtc
-from deltic.ops.cuda.record import record as record_graph
-from deltic.ops.cuda.shapes import shapes_of
-from deltic.ops.records import Batch
+from deltic.ops.cuda.graph import record as record_graph
+from deltic.ops.cuda.kernel_config import shapes_of
+from deltic.ops.types import Batch
+from deltic.runner.input_batch import decoding, step_of
+from deltic.runner.model_runner import Runtime
 
-steps = import_module("deltic.ops.cuda.step")
+steps = import_module("deltic.ops.cuda.decode")
 """The module; the package has a function of this name."""
 DONE, REPLAYS = 180, 40
 """Tokens of the row; replays that are timed together."""

@@ -36,12 +36,12 @@ import torch
 from random_gguf import random_gguf
 
 from deltic import LLM, RandomModel, SamplingParams
+from deltic.chat.tokenizer import Tokenizer
 from deltic.config import ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
-from deltic.text.tokenizer import Tokenizer
-from deltic.weights.gguf.convert import FILE_TYPES
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf
-from deltic.weights.hub import resolve
+from deltic.loader.gguf.convert import FILE_TYPES
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_gguf
+from deltic.loader.hub import resolve
 
 EQUAL = ModelConfig(
     architecture="qwen3_5", vocab_size=3072, hidden_size=128, intermediate_size=192, num_hidden_layers=8,

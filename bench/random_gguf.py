@@ -17,12 +17,12 @@ from pathlib import Path
 import real_vocabulary
 from safetensors.torch import save_file
 
+from deltic.chat.tokenizer_files import read_tokenizer_files
 from deltic.config import DType, GenerationDefaults, ModelConfig
-from deltic.text.files import read_tokenizer_files
-from deltic.weights.gguf.convert import FILE_TYPES, Written, convert
-from deltic.weights.gguf.tokenizer import TokenizerTexts
-from deltic.weights.hub import ModelFiles, resolve
-from deltic.weights.random import random_weights
+from deltic.loader.dummy import random_weights
+from deltic.loader.gguf.convert import FILE_TYPES, Written, convert
+from deltic.loader.gguf.tokenizer import TokenizerTexts
+from deltic.loader.hub import ModelFiles, resolve
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from deltic.chat.tokenizer import byte_letters
+from deltic.chat.tokenizer_files import read_tokenizer_files
 from deltic.config.splitters import SPLITTERS
-from deltic.text.files import read_tokenizer_files
-from deltic.text.tokenizer import byte_letters
-from deltic.weights.gguf.tokenizer import TokenizerTexts
-from deltic.weights.hub import resolve
+from deltic.loader.gguf.tokenizer import TokenizerTexts
+from deltic.loader.hub import resolve
 
 _ORDINARY: Final = ("tool_call", "tool_response", "think", "<|fim_", "<|repo_name", "<|file_sep")
 """Parts of those added tokens that are no special tokens."""

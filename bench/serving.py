@@ -262,7 +262,7 @@ def _serve(settings: dict[str, Any]) -> None:
 
 def _load(settings: dict[str, Any]) -> LLM:
     from deltic import LLM, RandomModel
-    from deltic.weights.hub import resolve
+    from deltic.loader.hub import resolve
 
     options = {"max_batch": STREAMS, "max_context": 2048, "memory": "2GiB", "threads": settings["threads"],
                "quant": settings["quant"]}
@@ -294,7 +294,7 @@ def _cpu(_: LLM, __: Any) -> dict[str, float]:
 
 def _alone(llm: LLM, asked: Any) -> dict[str, float]:
     """The engine without HTTP: seconds from the first request to the first token and to the last."""
-    from deltic.types import SamplingParams
+    from deltic.params import SamplingParams
 
     jobs = [llm.chat_processor.chat(body["messages"], SamplingParams(
         temperature=0, max_tokens=body["max_tokens"], ignore_eos=True, max_repeat=0),

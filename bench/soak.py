@@ -20,7 +20,7 @@ from deltic import SamplingParams
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.types import PAGE, Request
+from deltic.params import PAGE, Request
 
 CHECK_EVERY = 50
 """Finished requests between two looks at all accounts."""

@@ -32,17 +32,17 @@ from experts import Said, text
 
 from deltic import LLM, RandomModel
 from deltic.config import EngineConfig
-from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth, Growth
-from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
-from deltic.engine.launch import InFlight
 from deltic.engine.loading import load
-from deltic.engine.promise import Promise, Wants
-from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
-from deltic.engine.speculator import drafter_of
 from deltic.ops.drafted import Drafted
-from deltic.types import Request, SamplingParams
+from deltic.params import Request, SamplingParams
+from deltic.runner.launch import InFlight
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.controller import drafter_of
+from deltic.spec_decode.draft_length import AdaptiveDepth, Depth, FixedDepth, Growth
+from deltic.spec_decode.pending_drafts import Promise, Wants
+from deltic.spec_decode.proposers import MtpDrafter
 
 DEPTH = 3
 

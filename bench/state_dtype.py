@@ -31,7 +31,7 @@ from common import ROOT, record
 from torch import Tensor
 
 from deltic import LLM
-from deltic.engine.session import Session
+from deltic.session import Session
 
 SIZE = 128
 """Rows and columns of a state."""

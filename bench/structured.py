@@ -21,11 +21,11 @@ from typing import Any
 from common import record, spread
 
 from deltic import LLM, RandomModel, SamplingParams
+from deltic.chat.output_router import AnswerText, Router
+from deltic.chat.response_format import JsonSchema
+from deltic.chat.structured import GrammarConstraint, Grammars
 from deltic.engine.engine import Engine
-from deltic.text.grammar import GrammarConstraint, Grammars
-from deltic.text.output_format import JsonSchema
-from deltic.text.stream import AnswerText, Router
-from deltic.types import Constraint, Request
+from deltic.params import Constraint, Request
 
 SCHEMA = {"type": "object", "additionalProperties": False, "required": ["name", "age", "tags", "when"], "properties": {
     "name": {"type": "string", "minLength": 400}, "age": {"type": "integer"},

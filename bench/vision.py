@@ -28,15 +28,15 @@ from safetensors.torch import save_file
 
 import deltic
 from deltic import LLM, SamplingParams
-from deltic.artifacts.program import hf_config
 from deltic.config import ModelConfig
 from deltic.config.vision import VisionConfig
-from deltic.model.vision import Tower, build_tower
+from deltic.export.program import hf_config
+from deltic.loader.dummy import random_tensors
+from deltic.loader.quantize import quantize_tower
+from deltic.loader.vision import expected_tower
+from deltic.model.vision_tower import Tower, build_tower
 from deltic.ops import select
 from deltic.ops.cpu import use_torch_threads
-from deltic.weights.quant import quantize_tower
-from deltic.weights.random import random_tensors
-from deltic.weights.vision import expected_tower
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ int deltic_quantize(int64_t type, const float *x, int64_t rows, int64_t columns,
  * with float32. A row of y does not depend on how many tokens there are. */
 int deltic_linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *weight, float *y);
 
-/* ---- A step: one ragged batch. Rows of one token come first. See deltic/ops/records.py, class Batch. */
+/* ---- A step: one ragged batch. Rows of one token come first. See deltic/ops/types.py, class Batch. */
 
 typedef struct {
     int64_t rows, tokens, logits, emits, table, given; /* table: pages per row of `pages` */

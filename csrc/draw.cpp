@@ -1,4 +1,4 @@
-// Drawing a token of each row: filters and keyed noise as deltic/ops/ref.py and deltic/ops/noise.py have them.
+// Drawing a token of each row: filters and keyed noise as deltic/ops/reference.py and deltic/ops/noise.py have them.
 //
 // What the filters keep are the first tokens of a row, best first. The candidates are looked at first; a row for which
 // they might not do is ordered further, by itself, so that no row depends on another.

@@ -1,4 +1,4 @@
-// Rows of numbers to GGUF blocks, to the bit as deltic/weights/gguf/quantize.py makes them, which has the reasons.
+// Rows of numbers to GGUF blocks, to the bit as deltic/loader/gguf/quantize.py makes them, which has the reasons.
 //
 // Compiled once, for any processor: vectors of four numbers, sums in an order that does not depend on their width.
 #include "deltic.h"

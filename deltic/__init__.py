@@ -9,16 +9,16 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "DelticError", "Encoder", "Prompt", "RandomModel", "SamplingParams", "Session", "__version__"]
 
 if TYPE_CHECKING:
-    from deltic.encoders.encoder import Encoder
-    from deltic.engine.llm import LLM
+    from deltic.embeddings.encoder import Encoder
     from deltic.engine.loading import RandomModel
-    from deltic.engine.session import Session
     from deltic.errors import DelticError
-    from deltic.types import Prompt, SamplingParams
+    from deltic.llm import LLM
+    from deltic.params import Prompt, SamplingParams
+    from deltic.session import Session
 
-_HOMES = {"LLM": "deltic.engine.llm", "RandomModel": "deltic.engine.loading", "Session": "deltic.engine.session",
-          "DelticError": "deltic.errors", "Encoder": "deltic.encoders.encoder", "Prompt": "deltic.types",
-          "SamplingParams": "deltic.types"}
+_HOMES = {"LLM": "deltic.llm", "RandomModel": "deltic.engine.loading", "Session": "deltic.session",
+          "DelticError": "deltic.errors", "Encoder": "deltic.embeddings.encoder", "Prompt": "deltic.params",
+          "SamplingParams": "deltic.params"}
 
 
 def __getattr__(name: str) -> Any:

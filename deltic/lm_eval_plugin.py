@@ -15,9 +15,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from deltic.engine.llm import LLM
-from deltic.text.tokenizer import Tokenizer
-from deltic.types import SamplingParams
+from deltic.chat.tokenizer import Tokenizer
+from deltic.llm import LLM
+from deltic.params import SamplingParams
 
 _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=1)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")

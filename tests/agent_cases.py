@@ -24,16 +24,16 @@ from support import odd_shape, with_sample
 from test_server_harness import Served, serving
 from test_text_history import EOS, TINY, TOKENIZER
 
+from deltic.chat.processor import ChatProcessor
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
 from deltic.errors import RequestError
 from deltic.ops.noise import sample_key
-from deltic.ops.records import Sampled, Sampling
-from deltic.text.chat_processor import ChatProcessor
-from deltic.types import Request, SamplingParams, TokenOut
+from deltic.ops.types import Sampled, Sampling
+from deltic.params import Request, SamplingParams, TokenOut
+from deltic.runner.model_runner import Runtime
 
 CONTEXT = 131_072
 PATIENCE = 600.0  # seconds for a program that ends by itself

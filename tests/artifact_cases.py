@@ -11,11 +11,11 @@ from support import DECIDED, numbers, odd_shape, same_logits, stepwise_logits
 from torch import Tensor
 
 from deltic import Session
-from deltic.artifacts.opening import kind_of
-from deltic.artifacts.program import hf_config
 from deltic.config import ModelConfig, RopeConfig
-from deltic.weights.hub import open_model
-from deltic.weights.random import random_weights
+from deltic.export.opening import kind_of
+from deltic.export.program import hf_config
+from deltic.loader.dummy import random_weights
+from deltic.loader.hub import open_model
 
 SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), max_position_embeddings=256)
 ATTENTION = odd_shape(architecture="qwen3", num_hidden_layers=2, layer_types=("full_attention",) * 2, linear=None,
@@ -33,7 +33,7 @@ def checkpoint(folder: Path, shape: ModelConfig, spread: float) -> Path:
 
 def compiled(folder: Path, source: Path | None, **options: object) -> Path:
     """A model's directory, None for the embedded one, compiled by TVM."""
-    from deltic.artifacts.tvm.compiler import compile_model
+    from deltic.export.tvm.compiler import compile_model
 
     folder.mkdir(parents=True)
     compile_model(open_model(source), folder, **options)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def compiled(folder: Path, source: Path | None, **options: object) -> Path:
 
 def exported(path: Path, source: Path | None, **form: object) -> Path:
     """A model, None for the embedded one, as a program of ExecuTorch's."""
-    from deltic.artifacts.executorch.export import Form, export_files
+    from deltic.export.executorch.export import Form, export_files
 
     path.parent.mkdir(parents=True, exist_ok=True)
     export_files(open_model(source), path, Form(**form))  # type: ignore[arg-type]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltic.text.arguments import Arguments, Said
-from deltic.text.calls import CallReader
-from deltic.text.deltas import Answer, Delta, Region, join
-from deltic.text.markers import THINK, THINK_END, Markers
-from deltic.text.stream import Calls, Router
-from deltic.text.tools import MINIMAX, PARSERS, QWEN, CallForm
+from deltic.chat.deltas import Answer, Delta, Region, join
+from deltic.chat.markers import THINK, THINK_END, Markers
+from deltic.chat.output_router import Calls, Router
+from deltic.chat.tool_arguments import Arguments, Said
+from deltic.chat.tool_parsers import CallReader
+from deltic.chat.tools import MINIMAX, PARSERS, QWEN, CallForm
 
 THINKING = (THINK, THINK_END)
 _ALL = {marker.encode() for marker in (*THINKING, *QWEN.block, *MINIMAX.block)}

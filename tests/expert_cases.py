@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.loading import load
-from deltic.engine.runtime import Runtime
-from deltic.weights.random import random_weights
+from deltic.loader.dummy import random_weights
+from deltic.runner.model_runner import Runtime
 
 FEW = 2
 """Experts of a layer that `pooled_runtime` has in memory, of 11."""

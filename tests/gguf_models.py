@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, quants
 from support import moe_shape, odd_shape, qwen2_shape
 
 from deltic.config import ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
-from deltic.weights.gguf.names import gguf_name
+from deltic.loader.gguf.names import gguf_name
 
 QWEN3 = ModelConfig(
     architecture="qwen3", vocab_size=101, hidden_size=24, intermediate_size=20, num_hidden_layers=3,

@@ -14,22 +14,22 @@ import torch.nn.functional as F
 from support import numbers, serve
 from torch import Tensor
 
-from deltic.cache.accounts import Accounts
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.lease import Lease
-from deltic.cache.pools import CachePools
-from deltic.cache.tree import Checkpoint
+from deltic.cache.block_accounts import Accounts
+from deltic.cache.handles import Lease
+from deltic.cache.manager import HybridCache
+from deltic.cache.radix_tree import Checkpoint
+from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
-from deltic.engine import graphs
 from deltic.engine.loading import RandomModel, load
-from deltic.ops.cuda import draft
+from deltic.ops.cuda import mtp
+from deltic.ops.cuda.decode import Step
 from deltic.ops.cuda.driver import Arguments, Module, fields
 from deltic.ops.cuda.long_attention import GRAIN, Attend, Attended, Context
 from deltic.ops.cuda.nvrtc import headers
-from deltic.ops.cuda.step import Step
 from deltic.ops.kv import as_bytes, take
-from deltic.ops.records import Batch, KvView
-from deltic.types import PAGE, Request, SamplingParams
+from deltic.ops.types import Batch, KvView
+from deltic.params import PAGE, Request, SamplingParams
+from deltic.runner import cuda_graphs
 
 VOCABULARY = 5003
 DENSE, MIXTURE, NARROW = "qwen3.5-4b", "qwen3.5-35b-a3b", {"intermediate_size": 2560}
@@ -129,7 +129,7 @@ def launch_everything() -> None:
     are the inputs before a sequence's first that convolutions read and do not use. Of a page that is copied only the
     tokens are that are in it. What libraries compute is computed by a plain kernel: initcheck does not see what theirs
     write, and racecheck makes them fail."""
-    begin, enter, of_torch = Step.work, draft.Head._enter, F.linear
+    begin, enter, of_torch = Step.work, mtp.Head._enter, F.linear
     share, keep, copy = Accounts.share_pages, HybridCache._keep, CachePools._copy
     written: dict[int, int] = {}  # tokens of pages that are copies of such as are not full
 
@@ -158,7 +158,7 @@ def launch_everything() -> None:
         found.core.zero_()
         return found
 
-    def enter_head(head: draft.Head, batch: Batch, x: Tensor, *args: Any, **options: Any) -> None:
+    def enter_head(head: mtp.Head, batch: Batch, x: Tensor, *args: Any, **options: Any) -> None:
         x.zero_()
         enter(head, batch, x, *args, **options)
 
@@ -168,12 +168,12 @@ def launch_everything() -> None:
     def mm(x: Tensor, y: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return product(x, y.t(), out_dtype)
 
-    Step.work, draft.Head._enter = work, enter_head  # type: ignore[method-assign]
+    Step.work, mtp.Head._enter = work, enter_head  # type: ignore[method-assign]
     Accounts.share_pages, HybridCache._keep = share_pages, keep_here  # type: ignore[method-assign]
     CachePools._copy = copy_some  # type: ignore[method-assign]
     F.linear, torch.mm, Attend.__call__ = linear, mm, attend  # type: ignore[assignment, method-assign]
-    graphs.Graphs.capture = lambda self, padded: None  # type: ignore[method-assign]
-    draft.record = lambda launch, pool=None: (Launched(launch), launch())  # type: ignore[assignment]
+    cuda_graphs.Graphs.capture = lambda self, padded: None  # type: ignore[method-assign]
+    mtp.record = lambda launch, pool=None: (Launched(launch), launch())  # type: ignore[assignment]
 
 
 def run(name: str) -> None:

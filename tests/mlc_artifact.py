@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from deltic.artifacts.tvm.targets import find_goal
 from deltic.config import ModelConfig
+from deltic.export.tvm.targets import find_goal
 
 GROUPS = {"q3": (3, 40), "q4": (4, 32), "q8": (8, 32)}
 """Bits of a number, and numbers that share a scale."""

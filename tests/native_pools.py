@@ -15,7 +15,7 @@ from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import LEVELS, Pool, library
 
 if TYPE_CHECKING:
-    from deltic.engine.runtime import Runtime
+    from deltic.runner.model_runner import Runtime
 
 _IN_USE: list[Pool] = []
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.ops import Ops, ref
-from deltic.ops.records import (
+from deltic.ops import Ops, reference
+from deltic.ops.types import (
     PAGE,
     RING,
     AttentionSpec,
@@ -55,7 +55,7 @@ class Row:
     @property
     def after(self) -> int:
         """What the target is as of after the step."""
-        return ref.next_base(self.base, self.done, self.chunk, self.append)
+        return reference.next_base(self.base, self.done, self.chunk, self.append)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltic.cache.hybrid import HybridCache
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.prefix_items import ANYTHING, OpenDoor
 from deltic.cache.operations import (
     CopyPage,
     CopySlot,
@@ -23,11 +24,10 @@ from deltic.cache.operations import (
     RestoreItem,
     StoreItem,
 )
-from deltic.cache.prefix import ANYTHING, OpenDoor
-from deltic.engine.plan import Plan, Row, base_after
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Origin, Sequence
-from deltic.types import PAGE, RING, Request, SamplingParams
+from deltic.engine.step_plan import Plan, Row, base_after
+from deltic.params import PAGE, RING, Request, SamplingParams
 
 State = tuple[int, ...]
 """A state: the tokens that it has seen."""

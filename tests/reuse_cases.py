@@ -14,11 +14,11 @@ from support import (
     small_runtime,
 )
 
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.tier_index import TierIndex
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime
-from deltic.types import Request, SamplingParams, Usage
+from deltic.params import Request, SamplingParams, Usage
+from deltic.runner.model_runner import Runtime
 
 PROMPT, ANSWER, WHOLE, SEED = 83, 24, 512, 77
 FREE = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)

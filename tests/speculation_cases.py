@@ -23,15 +23,15 @@ from support import (
     stepwise_logits,
 )
 
+from deltic.chat.processor import ChatProcessor
+from deltic.chat.tokenizer import Tokenizer
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.promise import Wants
-from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.tokenizer import Tokenizer
-from deltic.types import Request, SamplingParams
+from deltic.params import Request, SamplingParams
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.pending_drafts import Wants
 
 PROMPT, ANSWER, SEED = 83, 40, 77
 FORCED = {0: 11, 5: 12, 6: 12, 7: 13, 20: 14, 39: 15}

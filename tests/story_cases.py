@@ -12,14 +12,14 @@ from typing import Any
 from speculation_cases import PATTERNS, Dictate, EndingAt, headed, moe_headed
 from support import fresh_pools, moe_runtime, odd_runtime, qwen3_runtime
 
-from deltic.cache.disk import Disk
-from deltic.cache.host import Host
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.policy import MemoryPlan
-from deltic.cache.tier_index import TierIndex
-from deltic.cache.tier_store import TierStore
-from deltic.engine.runtime import Runtime
-from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
+from deltic.cache.manager import HybridCache
+from deltic.cache.memory_plan import MemoryPlan
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.types import TierStore
+from deltic.params import MAX_DRAFTS, PAGE, Request, SamplingParams
+from deltic.runner.model_runner import Runtime
 
 MODELS = {"odd": odd_runtime, "headed": headed, "qwen3": qwen3_runtime, "moe": moe_runtime, "moe, headed": moe_headed}
 TIERS: dict[str, Callable[[str], TierStore]] = {

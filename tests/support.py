@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 import deltic
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.policy import MemoryPlan
-from deltic.cache.pools import CachePools, Extras, allocate
+from deltic.cache.manager import HybridCache
+from deltic.cache.memory_plan import MemoryPlan
+from deltic.cache.tensors import CachePools, Extras, allocate
+from deltic.chat.tokenizer_files import read_tokenizer_files
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
-from deltic.engine.session import Session
+from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.ops.noise import gumbel, sample_key
-from deltic.ops.records import Batch, Sampled, Sampling
-from deltic.text.files import read_tokenizer_files
-from deltic.types import PAGE, Request, SamplingParams, TokenOut
-from deltic.weights.gguf.tokenizer import TokenizerTexts
+from deltic.ops.types import Batch, Sampled, Sampling
+from deltic.params import PAGE, Request, SamplingParams, TokenOut
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
 
 DEVICE = os.environ.get("DELTIC_TEST_DEVICE", "cpu")
 """Where the tests' engines run: pytest's option --device."""
@@ -246,7 +246,7 @@ def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: 
 
 def session_over(runtime: Runtime, **limits: Any) -> Session:
     """A Session over an already loaded model."""
-    with patch("deltic.engine.session.load_any", lambda *_: small_runtime(runtime, **limits)):
+    with patch("deltic.session.load_any", lambda *_: small_runtime(runtime, **limits)):
         return Session()
 
 

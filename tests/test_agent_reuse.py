@@ -16,18 +16,18 @@ import pytest
 from support import Answers, fresh_pools, odd_shape, take
 from test_text_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOKENIZER, TOOLS, Talk, cut_small
 
-from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.policy import MemoryPlan
-from deltic.cache.tier_index import TierIndex
+from deltic.cache.manager import HybridCache
+from deltic.cache.memory_plan import MemoryPlan
+from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.index import TierIndex
+from deltic.chat.processor import ChatProcessor, Job
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
 from deltic.ops.noise import sample_key
-from deltic.ops.records import Sampled, Sampling
-from deltic.text.chat_processor import ChatProcessor, Job
-from deltic.types import PAGE, Request, SamplingParams, common_length
+from deltic.ops.types import Sampled, Sampling
+from deltic.params import PAGE, Request, SamplingParams, common_length
+from deltic.runner.model_runner import Runtime
 
 TITLE = [{"role": "system", "content": "Give the conversation a title."}]
 CONTEXT = 16_384

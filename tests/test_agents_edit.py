@@ -16,9 +16,9 @@ import pytest
 from agent_cases import Player, Room, Seen, Turn, call, from_npm, from_python, playing
 from test_text_history import TOKENIZER
 
-from deltic.cache.policy import grid_spacing
+from deltic.cache.memory_plan import grid_spacing
 from deltic.cli import main
-from deltic.types import common_length
+from deltic.params import common_length
 
 TASK, NEXT = ("Replace Hello with Goodbye in hello.py", "Replace Goodbye with Farewell in hello.py")
 FILE = 'print("Hello")\n'

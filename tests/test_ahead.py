@@ -15,16 +15,16 @@ from speculation_cases import Dictate, EndingAt, headed
 from support import Answers, Watch, drain, embedded_runtime, greedy, numbers, odd_runtime, qwen3_runtime, take
 from test_prefix_tree import tokens_of
 
-from deltic.engine import launch
-from deltic.engine.batch import build, decodes, has_bucket
-from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
-from deltic.engine.launch import InFlight, Launcher, _on_host
-from deltic.engine.plan import Plan
-from deltic.engine.runtime import Runtime
-from deltic.ops.records import Sampled
-from deltic.types import Request, TokenOut
+from deltic.engine.step_plan import Plan
+from deltic.ops.types import Sampled
+from deltic.params import Request, TokenOut
+from deltic.runner import launch
+from deltic.runner.input_batch import build, decodes, has_bucket
+from deltic.runner.launch import InFlight, Launcher, _on_host
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.proposers import NgramDrafter
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime, "headed": headed, "embedded": embedded_runtime}
 BATCH = 4

@@ -16,11 +16,11 @@ from encoder_models import TEXTS, encoded, padded_hidden, save_encoder, save_m3,
 from starlette.testclient import TestClient
 
 from deltic import Encoder
-from deltic.artifacts.opening import kind_of
 from deltic.cli import main
 from deltic.config import Limits
-from deltic.encoders.open import is_encoder
+from deltic.embeddings.open import is_encoder
 from deltic.errors import ConfigError, ModelError
+from deltic.export.opening import kind_of
 from deltic.server.embeddings.app import create_encoder_app
 from deltic.server.embeddings.service import EmbeddingService
 

@@ -24,25 +24,25 @@ from artifact_cases import ATTENTION, checkpoint, exported, says_the_same, sessi
 from support import TAU, numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams, Session
-from deltic.artifacts.program import generation_config, hf_config
-from deltic.artifacts.sidecar import write_json
 from deltic.cli import main
 from deltic.config import EngineConfig, GenerationDefaults
 from deltic.config.model import ExpertsConfig
 from deltic.errors import DelticError, ModelError
+from deltic.export.program import generation_config, hf_config
+from deltic.export.sidecar import write_json
+from deltic.loader.dummy import random_weights
+from deltic.loader.hub import resolve
 from deltic.ops.cpu import missing
-from deltic.weights.hub import resolve
-from deltic.weights.random import random_weights
 
 pytest.importorskip("executorch", reason="the extra deltic[executorch] is not installed")
 
-from deltic.artifacts.executorch import export as export_module
-from deltic.artifacts.executorch import library, runtime
-from deltic.artifacts.executorch.calls import Bound, Calls, Native
-from deltic.artifacts.executorch.export import Form, Kind, check, export
-from deltic.artifacts.executorch.mixers import Operators
-from deltic.artifacts.executorch.names import sidecar_of
-from deltic.artifacts.executorch.parts import Experts, QuantizedExperts
+from deltic.export.executorch import export as export_module
+from deltic.export.executorch import library, runtime
+from deltic.export.executorch.calls import Bound, Calls, Native
+from deltic.export.executorch.export import Form, Kind, check, export
+from deltic.export.executorch.mixers import Operators
+from deltic.export.executorch.names import sidecar_of
+from deltic.export.executorch.parts import Experts, QuantizedExperts
 
 ROOT = Path(__file__).parents[1]
 SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), max_position_embeddings=96)
@@ -392,7 +392,7 @@ def test_what_lies_where_the_files_go_is_named(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_command_names_what_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("deltic.artifacts.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("deltic.export.extras.find_spec", lambda name: None)
     assert main(["export", "tiny", "-o", str(tmp_path / "model.pte")]) == 2
     assert "pip install 'deltic[executorch]'" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())

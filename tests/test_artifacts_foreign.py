@@ -16,15 +16,15 @@ import torch
 from artifact_cases import ATTENTION, SHAPE, checkpoint, says_the_same, session
 
 from deltic import LLM, SamplingParams, Session
-from deltic.artifacts.program import ProgramInfo, hf_config
 from deltic.cli import main
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ConfigError, ModelError
-from deltic.weights.random import random_weights
+from deltic.export.program import ProgramInfo, hf_config
+from deltic.loader.dummy import random_weights
 
 pytest.importorskip("executorch", reason="the extra deltic[executorch] is not installed")
 
-from deltic.artifacts.executorch.foreign import ForeignProgram, call_size, read_params
+from deltic.export.executorch.foreign import ForeignProgram, call_size, read_params
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 WORDS = json.loads((TINY / "config.json").read_text(encoding="utf-8"))

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from support import numbers
 
 from deltic import Session
-from deltic.artifacts.opening import open_program
-from deltic.artifacts.program import hf_config
 from deltic.config import EngineConfig
 from deltic.errors import ModelError
-from deltic.weights.random import random_weights
+from deltic.export.opening import open_program
+from deltic.export.program import hf_config
+from deltic.loader.dummy import random_weights
 
 pytest.importorskip("tvm_ffi", reason="needs deltic[tvm]")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -28,15 +28,15 @@ from op_cases import (
 from torch import Tensor, nn
 
 from deltic.errors import ModelError
-from deltic.ops import ref
+from deltic.ops import reference
 from deltic.ops.cpu import missing
-from deltic.ops.records import AttentionSpec, GdnSpec, Rope, RopeSpec
+from deltic.ops.types import AttentionSpec, GdnSpec, Rope, RopeSpec
 
 pytest.importorskip("executorch", reason="the extra deltic[executorch] is not installed")
 
-from deltic.artifacts.executorch import library
-from deltic.artifacts.executorch.export import lower, quiet
-from deltic.artifacts.executorch.mixers import DelticAttention, DelticRecurrent, Table
+from deltic.export.executorch import library
+from deltic.export.executorch.export import lower, quiet
+from deltic.export.executorch.mixers import DelticAttention, DelticRecurrent, Table
 
 pytestmark = pytest.mark.skipif(bool(missing()) or not shutil.which("g++"), reason="needs g++ and the kernels")
 
@@ -64,7 +64,7 @@ class Core(nn.Module):
 
 def method_of(core: Core, width: int, path: Path) -> Any:
     """The program's method, in ExecuTorch's runtime."""
-    import deltic.artifacts.executorch.operators  # noqa: F401
+    import deltic.export.executorch.operators  # noqa: F401
 
     example = (torch.zeros(3, width), torch.zeros(1, dtype=torch.int64))
     with quiet(), torch.no_grad():
@@ -97,8 +97,8 @@ def test_recurrent_layers_are_the_references(spec: GdnSpec, tmp_path: Path) -> N
     weights = replace(gdn_weights(3, torch.float32, spec), in_proj=torch.eye(width), out_proj=torch.eye(spec.values))
     case, x = build_batch([Row(33)]), randn(generator(1), 33, width).float()
     view = empty_state(case.slots, torch.float32, spec)
-    wanted = ref.gdn_mixer(x, weights, view, case.batch)
-    method = method_of(Core(DelticRecurrent(weights, torch.float32), ref.rope(torch.zeros(3, 1), ROPE)), width,
+    wanted = reference.gdn_mixer(x, weights, view, case.batch)
+    method = method_of(Core(DelticRecurrent(weights, torch.float32), reference.rope(torch.zeros(3, 1), ROPE)), width,
                        tmp_path / "core.pte")
     for chunks in CHUNKS:
         assert_close(in_chunks(method, x, chunks), wanted, 5e-6)
@@ -111,9 +111,9 @@ def test_attention_is_the_references(name: str, tmp_path: Path) -> None:
     width = spec.queries * (2 if spec.gate else 1) + 2 * spec.kv
     weights = replace(attention_weights(3, torch.float32, spec), qkv=torch.eye(width), o_proj=torch.eye(spec.queries))
     weights = replace(weights, q_norm=None, k_norm=None) if name == "without norms" else weights
-    table = ref.rope(torch.arange(PLACES).expand(3, -1), RopeSpec(1e4, spec.rotary_dim))
+    table = reference.rope(torch.arange(PLACES).expand(3, -1), RopeSpec(1e4, spec.rotary_dim))
     case, x = build_batch([Row(33)]), randn(generator(1), 33, width).float()
-    wanted = ref.attention_mixer(x, weights, kv_view(case, torch.float32, spec), case.batch,
+    wanted = reference.attention_mixer(x, weights, kv_view(case, torch.float32, spec), case.batch,
                                  Rope(table.cos[:33], table.sin[:33]))
     method = method_of(Core(DelticAttention(weights, PLACES, torch.float32), table), width, tmp_path / "core.pte")
     for chunks in CHUNKS:

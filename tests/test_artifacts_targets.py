@@ -16,16 +16,16 @@ from artifact_cases import CHUNK, SHAPE, checkpoint, compiled, says_the_same, se
 from encoder_models import TEXTS, save_encoder
 
 from deltic import Encoder
-from deltic.artifacts.opening import open_program
-from deltic.artifacts.tvm.metadata import read_metadata
 from deltic.cli import main
 from deltic.config import EngineConfig, RopeConfig
 from deltic.errors import ConfigError, ModelError
+from deltic.export.opening import open_program
+from deltic.export.tvm.metadata import read_metadata
 
 pytest.importorskip("tvm", reason="needs deltic[tvm]")
 
-from deltic.artifacts.tvm import gpu_kernels, kernels, network, targets
-from deltic.artifacts.tvm.targets import find_goal
+from deltic.export.tvm import gpu_kernels, kernels, network, targets
+from deltic.export.tvm.targets import find_goal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

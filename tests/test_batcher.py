@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deltic.encoders.batcher import Batcher, Job
-from deltic.encoders.items import Item, Output, Vectors
+from deltic.embeddings.batcher import Batcher, Job
+from deltic.embeddings.types import Item, Output, Vectors
 from deltic.errors import BusyError
 
 DENSE: frozenset[Output] = frozenset({"dense"})

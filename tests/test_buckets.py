@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deltic.engine.batch import buckets
-from deltic.engine.buckets import NAME, recorded_buckets
 from deltic.errors import ConfigError
+from deltic.runner.buckets import NAME, recorded_buckets
+from deltic.runner.input_batch import buckets
 
 
 def test_without_a_file_all_are_recorded(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from deltic.cache import folder as layout
-from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.folder import Label
-from deltic.cache.itemfile import encode
-from deltic.cache.tier_store import Item, TierStoreError
+from deltic.cache.offload import item_folder as layout
+from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.item_file import encode
+from deltic.cache.offload.item_folder import Label
+from deltic.cache.offload.types import Item, TierStoreError
 from deltic.errors import ConfigError
 
 MODEL, OTHER = "ab" * 16, "cd" * 16
@@ -426,7 +426,7 @@ def test_what_killed_writers_left_goes_at_the_next_look(disk, tmp_path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from deltic.cache.folder import write_whole
+from deltic.cache.offload.item_folder import write_whole
 def pieces():
     yield b"1"
     print("begun", flush=True)
@@ -561,8 +561,8 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.tier_store import Item
+from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.types import Item
 torch.set_num_threads(1)
 directory, chance = Path(sys.argv[1]), random.Random(5)
 for life in range(40):
@@ -597,8 +597,8 @@ CROWD = """
 import random, sys, time
 from pathlib import Path
 import torch
-from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.tier_store import Item, TierStoreError
+from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.types import Item, TierStoreError
 torch.set_num_threads(1)
 disk, notes = Disk(Path(sys.argv[1]), sys.argv[2], 1), DiskNotes(Path(sys.argv[1]), sys.argv[2], 1 << 20)
 chance, end, read = random.Random(int(sys.argv[3])), time.monotonic() + 1.5, 0

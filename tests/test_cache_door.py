@@ -16,14 +16,14 @@ from reuse_cases import runtime_of, serve, usage_of
 from support import greedy, numbers, odd_runtime, reference, same_tokens
 from torch import Tensor
 
-from deltic.cache import folder as layout
-from deltic.cache.disk import Disk
-from deltic.cache.door import PoolDoor
-from deltic.cache.itemfile import encode
-from deltic.cache.tier_index import TierIndex
-from deltic.cache.tier_store import Item, TierStoreError
+from deltic.cache.offload import item_folder as layout
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.item_file import encode
+from deltic.cache.offload.item_validator import PoolDoor
+from deltic.cache.offload.types import Item, TierStoreError
 from deltic.engine.engine import Engine
-from deltic.types import PAGE
+from deltic.params import PAGE
 
 PROMPT = numbers(1, 100, 500)
 OPENING = replace(greedy(PROMPT, 8), boundaries=(40,))

@@ -25,13 +25,13 @@ from test_cache_tiers import Delayed, Recording, TierIndexMachine, source_of
 from test_prefix_tree import run_programs
 from torch import Tensor
 
-from deltic.cache import folder as layout
-from deltic.cache import tier_index
-from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.tier_index import TierIndex
-from deltic.cache.tier_store import FullError, Item
+from deltic.cache.offload import index
+from deltic.cache.offload import item_folder as layout
+from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.types import FullError, Item
 from deltic.engine.engine import Engine
-from deltic.types import Request
+from deltic.params import Request
 
 
 def request_of(seed: int, length: int = 60) -> Request:
@@ -179,14 +179,14 @@ class NarrowMachine(TierIndexMachine):
 
 
 def test_a_tier_over_a_full_store_keeps_its_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
+    monkeypatch.setattr(index, "_PAUSE", -1.0)
     run_programs(NarrowMachine, 60, 40)
 
 
 @pytest.mark.slow
 def test_a_tier_over_a_full_store_keeps_its_accounts_in_thousands_of_programs(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
+    monkeypatch.setattr(index, "_PAUSE", -1.0)
     run_programs(NarrowMachine, 2000, 50, derandomize=False)
 
 
@@ -238,7 +238,7 @@ def test_a_shortage_while_pools_are_copied_harms_nobody(monkeypatch: pytest.Monk
 
     def refuse(*_: Any) -> Any:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-    monkeypatch.setattr("deltic.cache.pools._read_kv", refuse)
+    monkeypatch.setattr("deltic.cache.tensors._read_kv", refuse)
     engine = Engine(runtime_of(odd_runtime(), batch=2, tiers=[TierIndex(Recording(1 << 20), threads=False)]))
     request = request_of(20)
     same_tokens(reference(odd_runtime(), request.prompt, 3), serve(engine, request)[("a", 0)].tokens)
@@ -247,7 +247,7 @@ def test_a_shortage_while_pools_are_copied_harms_nobody(monkeypatch: pytest.Monk
 
 
 def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_index, "_BACKLOG", 2000)
+    monkeypatch.setattr(index, "_BACKLOG", 2000)
     tier = TierIndex(Recording(1 << 20), threads=False)
     writer, copies = Delayed(), []
     tier._writer = writer

@@ -21,18 +21,18 @@ from hypothesis import given, settings
 from support import numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.folder import WEIGHTS, Label, folders, read_label, root_of
-from deltic.cache.late import LateNotes
+from deltic.cache.offload.deferred_open import LateNotes
+from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.item_folder import WEIGHTS, Label, folders, read_label, root_of
+from deltic.chat.history_store import Note, Notebook, digest_of
 from deltic.cli import main
 from deltic.engine import identity
 from deltic.errors import ModelError
+from deltic.loader import fingerprint
+from deltic.loader.files import find_tensors
+from deltic.loader.fingerprint import FileMark, hash_file
+from deltic.loader.hub import resolve
 from deltic.ops.cpu.library import LEVELS, load
-from deltic.text.notes import Note, Notebook, digest_of
-from deltic.weights import fingerprint
-from deltic.weights.files import find_tensors
-from deltic.weights.fingerprint import FileMark, hash_file
-from deltic.weights.hub import resolve
 
 PROMPT = list(numbers(1, 100, 500))
 OTHER = list(numbers(2, 60, 500))
@@ -163,7 +163,7 @@ RANDOM = RandomModel(shape=odd_shape(), initializer_range=0.1)
 @pytest.mark.parametrize("change", [
     {"model": replace(RANDOM, seed=1)}, {"model": replace(RANDOM, initializer_range=0.1001)},
     {"model": replace(RANDOM, shape=odd_shape(rms_norm_eps=1e-5))}, {"dtype": "bfloat16"}, {"ops": ("mlp=torch",)},
-    {"ops": ("ref",)}, {"debug_layers": True}], ids=str)
+    {"ops": ("reference",)}, {"debug_layers": True}], ids=str)
 def test_whatever_changes_bits_is_told_apart(change: dict[str, Any], kept: Path) -> None:
     options = {"model": RANDOM, **change}
     model = options.pop("model")

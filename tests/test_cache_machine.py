@@ -24,15 +24,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.lease import Lease, Snapshot
-from deltic.cache.ledger import Ledger
+from deltic.cache.block_pool import Ledger
+from deltic.cache.handles import Lease, Snapshot
+from deltic.cache.manager import HybridCache
+from deltic.cache.memory_plan import MemoryNeeds, enough, grid_spacing, split_memory
 from deltic.cache.operations import CopyPage, CopySlot
-from deltic.cache.policy import MemoryNeeds, enough, grid_spacing, split_memory
-from deltic.cache.pools import CachePools
+from deltic.cache.tensors import CachePools
 from deltic.errors import ConfigError, DelticError
 from deltic.ops import backends
-from deltic.types import PAGE
+from deltic.params import PAGE
 
 MODULUS = 2_147_483_647
 NAN = float("nan")

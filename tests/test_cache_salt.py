@@ -16,15 +16,15 @@ from support import Answers, drain, greedy, numbers, odd_runtime, reference, sam
 from test_prompts import PROMPT as SHOWN
 from test_prompts import request as shown
 
-from deltic.cache.disk import Disk
-from deltic.cache.host import Host
-from deltic.cache.tier_index import TierIndex
-from deltic.engine.depth import FixedDepth
-from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import Drafter, MtpDrafter, NgramDrafter
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime
-from deltic.types import Embed, Event, Request, SamplingParams, VectorOut, common_length
+from deltic.params import Embed, Event, Request, SamplingParams, VectorOut, common_length
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_model import ModelDrafter
+from deltic.spec_decode.proposers import Drafter, MtpDrafter, NgramDrafter
 
 TEXT, COUNT = numbers(1, 150, 500), 12
 MINE, YOURS = {"cache_salt": "mine"}, {"cache_salt": "yours"}

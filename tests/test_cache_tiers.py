@@ -24,17 +24,17 @@ from test_prefix_tree import PHASES, PROMPTS, Prefix, ReuseMachine, Wanted, run_
 from torch import Tensor
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.cache import tier_index
-from deltic.cache.disk import Disk
-from deltic.cache.host import Host
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.prefix import Loaded, LostError, Source
-from deltic.cache.tier_index import TierIndex
-from deltic.cache.tier_store import Item, PrefixHash, TierStoreError
-from deltic.cache.tiers import Fetch
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload import index as tier_index
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.prefix_items import Loaded, LostError, Source
+from deltic.cache.offload.tiers import Fetch
+from deltic.cache.offload.types import Item, PrefixHash, TierStoreError
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
-from deltic.types import PAGE
+from deltic.params import PAGE
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +297,7 @@ def test_a_file_that_cannot_be_read_now_stays(code: int, tmp_path: Path, monkeyp
         raise OSError(code, "not now", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltic.cache.folder.open_regular", refuse)
+        patch.setattr("deltic.cache.offload.item_folder.open_regular", refuse)
         fetch = Fetch(prompt, 0, (tier,))
         assert fetch.poll() and fetch.loaded is None
     assert sorted(tmp_path.rglob("*")) == files

@@ -14,7 +14,7 @@ from support import transformers_model
 from deltic.cli import main
 from deltic.cli.doctor import deep
 from deltic.config import PRESETS
-from deltic.weights.hub import resolve
+from deltic.loader.hub import resolve
 
 QUIET = ["--no-run", "--json"]
 

@@ -87,10 +87,12 @@ def test_engine_options_reach_the_engine():
     from deltic.cli.options import engine_options
 
     argv = ["--device", "cpu", "--dtype", "float32", "--threads", "2", "--memory", "1GiB", "--max-context", "9",
-            "--max-batch", "3", "--token-budget", "64", "--ops", "mlp=ref", "--ops", "rope=ref", "--debug-layers"]
+            "--max-batch", "3", "--token-budget", "64",
+            "--ops", "mlp=reference", "--ops", "rope=reference", "--debug-layers"]
     options = engine_options(command_parser("bench").parse_mixed(argv))
     assert options == {"device": "cpu", "dtype": "float32", "threads": 2, "memory": "1GiB", "max_context": 9,
-                       "max_batch": 3, "token_budget": 64, "ops": ["mlp=ref", "rope=ref"], "debug_layers": True}
+                       "max_batch": 3, "token_budget": 64, "ops": ["mlp=reference", "rope=reference"],
+                       "debug_layers": True}
     assert engine_options(command_parser("bench").parse_mixed([])) == {}
 
 
@@ -127,7 +129,7 @@ BAD = [
     (["run", "hi", "--memory", "lots"], "memory must be a size"),
     (["run", "hi", "--max-batch", "0"], "--max-batch"),
     (["run", "hi", "--ops", "mlp"], "ops"),
-    (["run", "hi", "--ops", "fly=ref"], "fly=ref"),
+    (["run", "hi", "--ops", "fly=reference"], "fly=reference"),
     (["run", "hi", "--chat-template", "/nowhere.jinja"], "--chat-template: there is no file '/nowhere.jinja'"),
     (["run", "hi", "--tools", "/nowhere.json"], "--tools: there is no file"),
     (["run", "hi", "--random", "qwen3.5-0.8b"], "random weights have no tokenizer"),
@@ -313,7 +315,7 @@ def test_serve_hands_over(monkeypatch):
 
 
 def test_inspect(capsys):
-    assert main(["inspect", "--json", "--memory", "64MiB", "--ops", "mlp=ref"]) == 0
+    assert main(["inspect", "--json", "--memory", "64MiB", "--ops", "mlp=reference"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["config"]["pattern"] == "2 x (3 linear_attention + 1 full_attention)"
     assert facts["weights"]["dtype"] == "bfloat16"
@@ -322,7 +324,7 @@ def test_inspect(capsys):
     assert memory["pages"] * memory["page_bytes"] + memory["slots"] * memory["slot_bytes"] <= 64 << 20
     assert memory["max_batch"] == 16 and memory["max_context"] == 32768
     assert facts["tokenizer"]["ends_with"] == ["<|im_end|>", "<|endoftext|>"] and facts["tokenizer"]["chat_template"]
-    assert facts["ops"]["mlp"] == "ref" and len(facts["ops"]) > 5
+    assert facts["ops"]["mlp"] == "reference" and len(facts["ops"]) > 5
 
 
 def test_inspect_shows_who_drafts(capsys):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_cache_disk import KEY, MODEL, OLD, OTHER, file_of, home, names, put
 
-from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.tier_store import Item, PrefixHash
+from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.types import Item, PrefixHash
 from deltic.cli import main
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from deltic.cli import chat, main
 from deltic.cli.answer import Screen
-from deltic.engine.llm import LLM
-from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
+from deltic.llm import LLM
+from deltic.runner.model_runner import Runtime
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--max-tokens", "4", "--threads", "1"]

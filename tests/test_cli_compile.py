@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from deltic.artifacts.tvm import compiler, targets
 from deltic.cli import main
 from deltic.errors import ConfigError, DelticError
-from deltic.weights import hub
-from deltic.weights.gguf import convert, mmproj
-from deltic.weights.hub import ModelFiles
+from deltic.export.tvm import compiler, targets
+from deltic.loader import hub
+from deltic.loader.gguf import convert, mmproj
+from deltic.loader.hub import ModelFiles
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ from encoder_models import save_encoder
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from deltic.cache.folder import folder_name, make_folder, root_of
+from deltic.cache.offload.item_folder import folder_name, make_folder, root_of
 from deltic.cli import doctor, main
 from deltic.cli.doctor import installation, machine, models, places
-from deltic.engine.llm import LLM
+from deltic.llm import LLM
+from deltic.loader.dummy import random_head
+from deltic.loader.hub import open_model, resolve
 from deltic.ops.cpu import library
-from deltic.weights.hub import open_model, resolve
-from deltic.weights.random import random_head
 
 ZEN4 = "flags\t\t: fpu avx2 bmi1 bmi2 f16c fma movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16\n"
 GIB = 1 << 30

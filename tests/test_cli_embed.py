@@ -24,7 +24,7 @@ from encoder_models import TEXTS, save_encoder, save_recipe
 
 from deltic import Encoder
 from deltic.cli import embed, main
-from deltic.encoders import encoder as encoder_module
+from deltic.embeddings import encoder as encoder_module
 
 LINES = [text for text in TEXTS if text] * 3
 

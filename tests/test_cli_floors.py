@@ -8,8 +8,8 @@ from support import moe_runtime, odd_runtime, qwen3_runtime
 from deltic.cli.floors import floors, prompt_operations, step_bytes
 from deltic.cli.measure import Case
 from deltic.config import ModelConfig
-from deltic.engine.runtime import Runtime
-from deltic.ops.records import MoeWeights
+from deltic.ops.types import MoeWeights
+from deltic.runner.model_runner import Runtime
 
 
 def state_bytes(runtime: Runtime) -> int:

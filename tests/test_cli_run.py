@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from deltic.chat.deltas import AnswerCall, Delta
 from deltic.cli import main
 from deltic.cli.answer import Meter, Screen
-from deltic.engine.runtime import Runtime
-from deltic.text.deltas import AnswerCall, Delta
+from deltic.runner.model_runner import Runtime
 
 SHORT = ["--max-tokens", "6", "--threads", "1"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import fresh_pools, numbers, odd_runtime, small_runtime
 
-from deltic.cache.hybrid import HybridCache
+from deltic.cache.manager import HybridCache
 from deltic.cli import main
 from deltic.cli.bench_run import BenchRun, Restartable, Summary, Timed, medians, run_scenario, serve
 from deltic.cli.scenarios import SCENARIOS, Ask, Group, Scenario, Script, Sizes, advance, drawing, rehearse

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from deltic.chat.deltas import AnswerCall, Delta
 from deltic.cli import main, run
 from deltic.cli.answer import Screen
 from deltic.cli.parser import UsageError, text
 from deltic.cli.terminal import takes_colors, takes_escapes
-from deltic.text.deltas import AnswerCall, Delta
-from deltic.types import Usage
+from deltic.params import Usage
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "deltic" / "models" / "tiny")
@@ -27,8 +27,8 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace as Of
 from deltic.cli import answer, main, run
-from deltic.text.deltas import Delta
-from deltic.types import Usage
+from deltic.chat.deltas import Delta
+from deltic.params import Usage
 
 def read_answer(llm, ask, show):
     show(Delta("content", repr(ask())))

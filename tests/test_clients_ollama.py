@@ -21,10 +21,10 @@ from test_server_embeddings import LIMITS, running
 from test_server_harness import CALL, THOUGHT, USER, Scripted, Served, scripted, serving, tiny
 
 from deltic import Encoder
+from deltic.chat.deltas import AnswerCall
 from deltic.server.embeddings.service import EmbeddingService
 from deltic.server.fields import IGNORED_HEADER
-from deltic.server.ollama.shapes import AnswerShape
-from deltic.text.deltas import AnswerCall
+from deltic.server.ollama.formatting import AnswerShape
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 TOOLS: list[Any] = [{"type": "function", "function": {

@@ -27,7 +27,7 @@ from deltic.config import (
     parse_bytes,
 )
 from deltic.errors import ConfigError, ModelError
-from deltic.weights.names import expected_tensors
+from deltic.loader.names import expected_tensors
 
 ODD = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 5, "num_attention_heads": 6,
            "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
@@ -375,7 +375,7 @@ def test_engine_options_document_themselves():
     assert EngineConfig(threads=3).threads_for(1) == EngineConfig(threads=3).threads_for(10**9) == 3
     assert EngineConfig().threads_for(1_000_000) == 1
     assert EngineConfig().threads_for(10**9) == available_cores()
-    assert EngineConfig(ops=["attention_mixer=ref", "mlp=torch"]).ops == ("attention_mixer=ref", "mlp=torch")
+    assert EngineConfig(ops=["rope=reference", "mlp=torch"]).ops == ("rope=reference", "mlp=torch")
 
 
 @pytest.mark.parametrize("option,value", [
@@ -384,8 +384,8 @@ def test_engine_options_document_themselves():
     ("max_context", 0), ("max_batch", 0), ("max_batch", None), ("max_batch", True), ("token_budget", 0),
     ("max_stall_ms", 0), ("max_stall_ms", 1.5),
     ("token_budget", 1 << 30), pytest.param("max_context", 10**5000, id="huge"),
-    ("ops", "mlp=ref"), ("ops", ("mlp=",)),
-    ("ops", ("mlp=ref", "mlp=torch")), ("ops", (3,)), ("ops", 5), ("ops", None), ("ops", {"mlp": "ref"}),
+    ("ops", "mlp=reference"), ("ops", ("mlp=",)),
+    ("ops", ("mlp=reference", "mlp=torch")), ("ops", (3,)), ("ops", 5), ("ops", None), ("ops", {"mlp": "reference"}),
     ("debug_layers", "yes"), ("vision", "no"), ("allow_image_urls", 1), ("dtype", torch.float32), ("quant", []),
     ("speculate", None), ("mmproj", b"x")])
 def test_engine_option_out_of_range_is_refused_by_name(option, value):

@@ -29,10 +29,10 @@ from support import (
     take,
 )
 
-from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
-from deltic.engine.masks import SLOW, Masks, forbids, offsets
-from deltic.types import Request, SamplingParams
+from deltic.params import Request, SamplingParams
+from deltic.runner.logit_masks import SLOW, Masks, forbids, offsets
+from deltic.spec_decode.draft_length import FixedDepth
 
 PROMPT, ANSWER, VOCABULARY = 83, 40, 509
 

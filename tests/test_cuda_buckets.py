@@ -11,7 +11,11 @@ import torch
 from support import numbers
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import (
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops.cuda.staging import MOST, _pieces, on_device
+from deltic.ops.types import PAGE, Layout
+from deltic.runner.input_batch import (
     BatchMemory,
     PageTable,
     Promised,
@@ -26,12 +30,8 @@ from deltic.engine.batch import (
     verifies,
     verifying,
 )
-from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.engine.upload import Upload
-from deltic.ops.cuda.numbers import MOST, _pieces, on_device
-from deltic.ops.records import PAGE, Layout
+from deltic.runner.model_runner import Runtime
+from deltic.runner.upload import Upload
 
 CPU = torch.device("cpu")
 

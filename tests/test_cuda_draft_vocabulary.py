@@ -16,20 +16,20 @@ from test_cuda_verify import LARGE, SMALL, plain_of
 from torch import Tensor
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import verifying
-from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.promise import Promise
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.model.draft_vocabulary import DraftVocabulary, draftable
 from deltic.ops.cuda.sample import choose
 from deltic.ops.noise import gumbel, sample_key
-from deltic.ops.qtensor import QTensor
-from deltic.ops.records import Sampling
-from deltic.types import SamplingParams
+from deltic.ops.quantized import QTensor
+from deltic.ops.types import Sampling
+from deltic.params import SamplingParams
+from deltic.runner.input_batch import verifying
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.pending_drafts import Promise
+from deltic.spec_decode.proposers import MtpDrafter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 MODELS = {"0.8b": (SMALL, "none", 4000), "0.8b q4_k": (SMALL, "q4_k", 4000), "4b fp8": (LARGE, "fp8", 4000),

@@ -13,9 +13,9 @@ import torch
 from encoder_models import TEXTS, WORDS, save_encoder, save_m3, save_recipe
 
 from deltic import LLM, Encoder, SamplingParams
-from deltic.encoders.items import Item
+from deltic.embeddings.types import Item
 from deltic.errors import ConfigError
-from deltic.ops.cuda.record import record
+from deltic.ops.cuda.graph import record
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 FAMILIES = ("bert", "xlm-roberta")

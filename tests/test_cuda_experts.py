@@ -15,20 +15,20 @@ from test_cuda_verify import Known, plain_of
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
-from deltic.engine.batch import build
-from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.errors import ConfigError
-from deltic.ops import ref
+from deltic.ops import reference
 from deltic.ops.cuda import arguments
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.experts import ALL, Experts, ExpertsShape, Real, shape_of
+from deltic.ops.cuda.moe import ALL, Experts, ExpertsShape, Real, shape_of
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.records import MlpWeights, MoeWeights
-from deltic.types import SamplingParams
+from deltic.ops.types import MlpWeights, MoeWeights
+from deltic.params import SamplingParams
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 TRUE = ExpertsShape(2048, 512, 256, 8, True, True)
@@ -135,7 +135,7 @@ def mixture(request: pytest.FixtureRequest) -> Mixture:
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16])
 def test_few_tokens(mixture: Mixture, tokens: int) -> None:
     residual, normed, logits = mixture.input(tokens)
-    wanted = ref.moe(normed, mixture.wide)
+    wanted = reference.moe(normed, mixture.wide)
     found = mixture.few(residual, logits)
     assert error(found.double() - residual.double(), wanted) < 6e-3
     for token in range(tokens):
@@ -152,7 +152,7 @@ def test_many_tokens(mixture: Mixture, tokens: int) -> None:
     x = normed.bfloat16()
     sample = sorted({0, tokens // 3, tokens - 1})
     found = mixture.experts.many(mixture.weights, x)
-    wanted = ref.moe(x[sample].double(), mixture.wide)
+    wanted = reference.moe(x[sample].double(), mixture.wide)
     assert bool(found.isfinite().all()) and error(found[sample], wanted) < 8e-3
     assert not bool(mixture.experts._counts.any())
     again = mixture.experts.many(mixture.weights, x)

@@ -17,23 +17,23 @@ from test_cuda_source import compiles, members
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
-from deltic.engine.batch import build
 from deltic.engine.engine import Engine
-from deltic.engine.experts import host_share
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.ops import ref
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops import reference
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.beside import Beside
 from deltic.ops.cpu.library import library
-from deltic.ops.cuda import arguments, beside
-from deltic.ops.cuda.beside import HostExperts
+from deltic.ops.cpu.offloaded_experts import Beside
+from deltic.ops.cuda import arguments, cpu_experts
+from deltic.ops.cuda.cpu_experts import HostExperts
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.expert_store import ExpertStore, hosted_experts
-from deltic.ops.cuda.experts import ALL, Experts, ExpertsShape, Real, shape_of
+from deltic.ops.cuda.moe import ALL, Experts, ExpertsShape, Real, shape_of
 from deltic.ops.cuda.nvrtc import headers
-from deltic.ops.records import MoeWeights
+from deltic.ops.types import MoeWeights
+from deltic.runner.expert_offload import host_share
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 HOSTED = [replace(shape, host=True) for shape in (*SHAPES, TRUE)]
@@ -172,7 +172,7 @@ def test_few_tokens(pair: tuple[Mixture, Mixture], tokens: int) -> None:
     if host.shape.per_token > 1 and bool(host.store._hosted.all()):
         assert host.threads.computed() > before, "nobody asked the host"
     assert error(found.double() - residual.double(), other.double() - residual.double()) < 4e-3
-    assert error(found.double() - residual.double(), ref.moe(normed, host.wide)) < 6e-3
+    assert error(found.double() - residual.double(), reference.moe(normed, host.wide)) < 6e-3
     for token in range(tokens):
         alone = host.few(residual[token:token + 1], logits[token:token + 1])
         assert torch.equal(alone[0], found[token]), "a token's sums depend on the batch"
@@ -383,7 +383,7 @@ def test_answers(record_property: Any) -> None:
 
 @needs_card
 def test_a_host_that_ends_is_an_error_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "PATIENCE", 0.1)
+    monkeypatch.setattr(cpu_experts, "PATIENCE", 0.1)
     runtime = loaded(SOME_PASS, 5, "host")
     engine = Engine(runtime)
     for seed in range(3):

@@ -12,14 +12,14 @@ from support import drain, greedy, numbers
 from test_cuda_kernels import batch_of, error, randn, served
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import decoding, step_of
-from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.ops.records import GdnWeights, StateView
+from deltic.engine.step_plan import Plan, Row
 from deltic.ops.torch import gdn as torch_gdn
+from deltic.ops.types import GdnWeights, StateView
+from deltic.runner.input_batch import decoding, step_of
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

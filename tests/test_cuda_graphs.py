@@ -16,12 +16,12 @@ from support import greedy, numbers, serve
 
 from deltic import LLM
 from deltic.config import EngineConfig
-from deltic.engine.batch import decoding, step_of
 from deltic.engine.loading import load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.engine.session import Session
-from deltic.types import SamplingParams
+from deltic.engine.step_plan import Plan, Row
+from deltic.params import SamplingParams
+from deltic.runner.input_batch import decoding, step_of
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,8 +13,8 @@ from support import Answers, drain, greedy, numbers, serve
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.runtime import Runtime
-from deltic.types import Request
+from deltic.params import Request
+from deltic.runner.model_runner import Runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

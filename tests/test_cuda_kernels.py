@@ -11,17 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import build, step_of
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.ops import ref
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops import reference
 from deltic.ops.cuda.arguments import Product
+from deltic.ops.cuda.decode import Step
 from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.kernel_config import (
+    ADD,
+    GATE,
+    STORE,
+    WARPS,
+    Multiply,
+    Shapes,
+    gdn_slice,
+    heads_product,
+    heads_stride,
+)
 from deltic.ops.cuda.sample import sample
-from deltic.ops.cuda.shapes import ADD, GATE, STORE, WARPS, Multiply, Shapes, gdn_slice, heads_product, heads_stride
-from deltic.ops.cuda.step import Step
-from deltic.ops.records import (
+from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch import gdn as torch_gdn
+from deltic.ops.types import (
     PAGE,
     AttentionWeights,
     Batch,
@@ -33,8 +43,8 @@ from deltic.ops.records import (
     Sampling,
     StateView,
 )
-from deltic.ops.torch import OPS as TORCH
-from deltic.ops.torch import gdn as torch_gdn
+from deltic.runner.input_batch import build, step_of
+from deltic.runner.model_runner import Runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 NAN = float("nan")
@@ -239,14 +249,14 @@ def test_gdn(runtime: Runtime, done: list[int], moved: bool) -> None:
     wanted = proj.double()
     wanted[:, :spec.channels] = wanted[:, :spec.channels].bfloat16().double()
     slow = StateView(before.recurrent.clone(), before.conv.clone())
-    core = ref.gdn_core if runtime.name == "tiny" else torch_gdn._core
+    core = reference.gdn_core if runtime.name == "tiny" else torch_gdn._core
     output = core(wanted, wide, slow, replace(batch, memo={}))
     found = work.y.view(-1)[:output.numel()].view(output.shape)
     if step._spreads(spec, work):
         found = normed_slices(work.core, spec)
     assert error(found, output) < 5e-3
     assert error(state.recurrent, slow.recurrent) < 2e-5
-    if core is ref.gdn_core or not {1, 2} & {*done}:  # the torch op clears places of positions before 0
+    if core is reference.gdn_core or not {1, 2} & {*done}:  # the torch op clears places of positions before 0
         assert torch.equal(state.conv.double(), slow.conv)
     others = torch.ones(len(before.recurrent), dtype=torch.bool, device="cuda")
     others[batch.target] = False
@@ -311,12 +321,12 @@ def test_attention(runtime: Runtime, done: list[int]) -> None:
     for tensor in (work.y, work.mixed, work.mass):
         tensor.fill_(NAN)
     step._mix(layer, work, proj, width)
-    table = ref.rope(batch.positions.cpu(), runtime.decoder.weights.rope)
+    table = reference.rope(batch.positions.cpu(), runtime.decoder.weights.rope)
     half = table.cos.shape[1] // 2
     assert error(work.turns, torch.cat((table.cos[:, :half], table.sin[:, :half]), 1)) < 1e-6
     mixer = AttentionWeights(spec, torch.eye(width).cuda().double(), layer.mixer.q_norm.double(),
                              layer.mixer.k_norm.double(), torch.eye(spec.queries).cuda().double())
-    naive = ref if runtime.name == "tiny" else TORCH
+    naive = reference if runtime.name == "tiny" else TORCH
     output = naive.attention_mixer(proj.double(), mixer, slow, replace(batch, memo={}),
                                    Rope(table.cos.cuda(), table.sin.cuda()))
     assert error(work.y.view(-1)[:output.numel()].view(output.shape), output) < 6e-3

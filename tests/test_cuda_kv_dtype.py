@@ -22,26 +22,26 @@ from test_cuda_verify import Known, plain_of
 from test_kv_dtype import EVERY, all_kinds
 from torch import Tensor
 
-from deltic.cache.hybrid import HybridCache
+from deltic.cache.manager import HybridCache
 from deltic.config import EngineConfig
-from deltic.engine.batch import step_of, verifying
-from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.engine.session import Session
-from deltic.ops import ref
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops import reference as ref
 from deltic.ops.cuda import long_attention
-from deltic.ops.cuda import prompts as prompts_module
+from deltic.ops.cuda import prefill as prompts_module
 from deltic.ops.cuda.driver import Arguments, Module, fields
+from deltic.ops.cuda.kernel_config import entry
 from deltic.ops.cuda.nvrtc import headers
-from deltic.ops.cuda.shapes import entry
 from deltic.ops.kv import FP8, is_finite, rounded
-from deltic.ops.records import PAGE, AttentionWeights, Batch, KvView, Padded, Rope
 from deltic.ops.torch import OPS as TORCH
-from deltic.types import SamplingParams
+from deltic.ops.types import PAGE, AttentionWeights, Batch, KvView, Padded, Rope
+from deltic.params import SamplingParams
+from deltic.runner.input_batch import step_of, verifying
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.proposers import MtpDrafter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 NAN = float("nan")
@@ -298,7 +298,7 @@ def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
 
 def session_over(runtime: Runtime) -> Session:
     """A Session with the runtime's pools."""
-    with patch("deltic.engine.session.load_any", lambda *_: replace(runtime, cache=HybridCache(runtime.pools))):
+    with patch("deltic.session.load_any", lambda *_: replace(runtime, cache=HybridCache(runtime.pools))):
         return Session()
 
 

@@ -19,21 +19,21 @@ from torch import Tensor
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError
+from deltic.loader.dummy import random_weights
+from deltic.loader.gguf.convert import convert
+from deltic.loader.hub import ModelFiles
+from deltic.loader.quantize import FP8, quantize_tensors
 from deltic.ops.cuda.arguments import Enter
+from deltic.ops.cuda.decode import Step
 from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Shapes, gdn_slice
 from deltic.ops.cuda.nvrtc import compile_source
-from deltic.ops.cuda.packed import PackedMultiply, launch, product_of, unpack
-from deltic.ops.cuda.shapes import ADD, GATE, STORE, Shapes, gdn_slice
-from deltic.ops.cuda.step import Step
-from deltic.ops.cuda.tiles import KINDS, PLAIN_KINDS, Tiles, form, tiles_of
-from deltic.ops.records import GdnSpec
-from deltic.types import Request, SamplingParams
-from deltic.weights.gguf.convert import convert
-from deltic.weights.hub import ModelFiles
-from deltic.weights.quant import FP8, quantize_tensors
-from deltic.weights.random import random_weights
+from deltic.ops.cuda.quantized import PackedMultiply, launch, product_of, unpack
+from deltic.ops.cuda.quantized_gemm import KINDS, PLAIN_KINDS, Tiles, form, tiles_of
+from deltic.ops.types import GdnSpec
+from deltic.params import Request, SamplingParams
+from deltic.runner.model_runner import Runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 BLOCKS = 24

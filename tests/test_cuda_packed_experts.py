@@ -20,35 +20,28 @@ from test_cuda_tiles import random_blocks, random_float8
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
-from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.memory import working_bytes
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.errors import ConfigError
+from deltic.loader.dummy import random_tensors, random_weights
+from deltic.loader.gguf.blocks import BY_NAME, decode
+from deltic.loader.gguf.convert import convert
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_packed, unserved_experts
+from deltic.loader.hub import ModelFiles
+from deltic.loader.quantize import FP8_TYPE, quantize_tensors
 from deltic.model.decoder import build as build_decoder
-from deltic.ops import ref, select
-from deltic.ops.cuda import arguments, tiles
+from deltic.ops import reference, select
+from deltic.ops.cuda import arguments, quantized_gemm
 from deltic.ops.cuda.driver import Module, architecture
-from deltic.ops.cuda.experts import ALL, ExpertsShape, Real
+from deltic.ops.cuda.moe import ALL, ExpertsShape, Real
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.cuda.packed_experts import (
-    Kinds,
-    PackedExperts,
-    PackedShape,
-    experts_shape,
-    knows_packed,
-    scratch_bytes,
-)
-from deltic.ops.cuda.tiles import KINDS, Tiles, pack_stack
-from deltic.ops.records import Block, MlpWeights, MoeWeights
-from deltic.weights.gguf.blocks import BY_NAME, decode
-from deltic.weights.gguf.convert import convert
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_packed, unserved_experts
-from deltic.weights.hub import ModelFiles
-from deltic.weights.quant import FP8_TYPE, quantize_tensors
-from deltic.weights.random import random_tensors, random_weights
+from deltic.ops.cuda.quantized_gemm import KINDS, Tiles, pack_stack
+from deltic.ops.cuda.quantized_moe import Kinds, PackedExperts, PackedShape, experts_shape, knows_packed, scratch_bytes
+from deltic.ops.types import Block, MlpWeights, MoeWeights
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 GIB = 1 << 30
@@ -171,7 +164,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_experts_of_a_file_become_tiles(file: Path) -> None:
     """Also if they are quantized at load; and all layers have one set of kernels."""
-    form, opened = tiles.form("cpu"), GgufFile.open(file)
+    form, opened = quantized_gemm.form("cpu"), GgufFile.open(file)
     assert not unserved_experts(opened, form)
     weights = {"file": load_packed(opened, SMALL, form=form),
                "quantized": quantize_tensors(random_tensors(SMALL, "bfloat16"), "q4_k", SMALL, form)}
@@ -246,7 +239,7 @@ class Mixture:
     def wanted(self, normed: Tensor) -> Tensor:
         """By the oracle, which knows tiles as their numbers."""
         assert isinstance(self.weights.router, Tensor)
-        return ref.moe(normed, replace(self.weights, router=self.weights.router.double()))
+        return reference.moe(normed, replace(self.weights, router=self.weights.router.double()))
 
     def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
         """What is given to the residual."""

@@ -23,24 +23,24 @@ from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig
 from deltic.engine import packed_weights
-from deltic.engine.batch import build
-from deltic.engine.experts import check_experts
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.errors import ConfigError, ModelError
-from deltic.ops.cuda import card_store, tile_store, tiles
+from deltic.loader.dummy import random_tensors
+from deltic.loader.gguf.blocks import BY_NAME
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_packed
+from deltic.loader.quantize import quantize_tensors
+from deltic.ops.cuda import card_store, quantized_gemm, tile_store
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.experts import ALL, Real, shape_of
-from deltic.ops.cuda.packed_experts import Kinds, PackedExperts, PackedShape, experts_shape
+from deltic.ops.cuda.moe import ALL, Real, shape_of
+from deltic.ops.cuda.quantized_gemm import KINDS, Tiles, pack_stack
+from deltic.ops.cuda.quantized_moe import Kinds, PackedExperts, PackedShape, experts_shape
 from deltic.ops.cuda.tile_store import TileStore, form, pack_beside, pointers_of, rows_of, take_stacks
-from deltic.ops.cuda.tiles import KINDS, Tiles, pack_stack
-from deltic.ops.records import MlpWeights, MoeWeights
-from deltic.weights.gguf.blocks import BY_NAME
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_packed
-from deltic.weights.quant import quantize_tensors
-from deltic.weights.random import random_tensors
+from deltic.ops.types import MlpWeights, MoeWeights
+from deltic.runner.expert_offload import check_experts
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -441,7 +441,7 @@ def test_what_cannot_be_is_refused(file: Path) -> None:
 @needs_card
 def test_loading_takes_little_of_the_card(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than all experts do, and in the end none for them."""
-    monkeypatch.setattr(tiles, "PIECE", 1 << 18)
+    monkeypatch.setattr(quantized_gemm, "PIECE", 1 << 18)
     monkeypatch.setattr(tile_store, "PIECE", 1 << 18)
     device = torch.device("cuda", torch.cuda.current_device())
     many = replace(SMALL, experts=ExpertsConfig(64, 4, 256, 256), num_hidden_layers=8,

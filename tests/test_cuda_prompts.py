@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.ops import ref
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops import reference
 from deltic.ops.cuda import long_attention
-from deltic.ops.cuda import prompts as prompts_module
-from deltic.ops.cuda.prompts import Prompts, plan_of
-from deltic.ops.cuda.step import Step
-from deltic.ops.qtensor import QTensor
-from deltic.ops.records import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights, KvView, Rope, StateView
+from deltic.ops.cuda import prefill as prompts_module
+from deltic.ops.cuda.decode import Step
+from deltic.ops.cuda.prefill import Prompts, plan_of
+from deltic.ops.quantized import QTensor
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch import gdn as torch_gdn
 from deltic.ops.torch.delta import Gates, chunked, cut
+from deltic.ops.types import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights, KvView, Rope, StateView
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 NAN = float("nan")
@@ -102,7 +102,7 @@ def test_gdn(runtime: Runtime, case: str, moved: bool) -> None:
     y = mix(prompts, layer, proj, batch)
     wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
                                    for name in ("conv", "decay", "dt_bias", "norm")})
-    core = ref.gdn_core if runtime.name == "tiny" and batch.layout.tokens < 150 else torch_gdn._core
+    core = reference.gdn_core if runtime.name == "tiny" and batch.layout.tokens < 150 else torch_gdn._core
     output = core(proj.double(), wide, slow, replace(batch, memo={}))
     assert error(y, output) < 8e-3
     written = sorted({*batch.target.tolist(), *batch.emit_slot.tolist()})
@@ -121,7 +121,7 @@ def mix(prompts: Prompts, layer: object, proj: Tensor, batch: Batch) -> Tensor:
 
 
 def _turns(step: Step, batch: Batch) -> Tensor:
-    table = ref.rope(batch.positions.cpu(), step._decoder.rope)
+    table = reference.rope(batch.positions.cpu(), step._decoder.rope)
     half = table.cos.shape[1] // 2
     return torch.cat((table.cos[:, :half], table.sin[:, :half]), 1).cuda()
 
@@ -184,7 +184,7 @@ def test_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
     width = spec.queries * 2 + 2 * spec.kv
     proj = randn(batch.layout.tokens, width, seed=3, dtype=torch.bfloat16)
     y = mix(prompts, layer, proj, batch)
-    table = ref.rope(batch.positions.cpu(), runtime.decoder.weights.rope)
+    table = reference.rope(batch.positions.cpu(), runtime.decoder.weights.rope)
     mixer = AttentionWeights(spec, torch.eye(width).cuda().double(), layer.mixer.q_norm.double(),
                              layer.mixer.k_norm.double(), torch.eye(spec.queries).cuda().double())
     output = TORCH.attention_mixer(proj.double(), mixer, slow, replace(batch, memo={}),

@@ -21,7 +21,7 @@ from deltic.cli.eval import perplexity
 from deltic.config import ExpertsConfig
 from deltic.engine.operator_profile import Profile
 from deltic.errors import RequestError
-from deltic.weights.random import random_weights
+from deltic.loader.dummy import random_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 TINY = Path(deltic.__file__).parent / "models" / "tiny"

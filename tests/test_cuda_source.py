@@ -17,13 +17,9 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, draft, encoder, numbers, nvrtc, prompts, rings
+from deltic.ops.cuda import arguments, encoder, mtp, nvrtc, prefill, staging, state_delta_log
 from deltic.ops.cuda.driver import Arguments
-from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
-from deltic.ops.cuda.packed import PackedMultiply
-from deltic.ops.cuda.packed_experts import Kinds, PackedShape
-from deltic.ops.cuda.sample import source
-from deltic.ops.cuda.shapes import (
+from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
     MOST,
@@ -36,8 +32,12 @@ from deltic.ops.cuda.shapes import (
     heads_product,
     states_at_once,
 )
+from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
+from deltic.ops.cuda.quantized import PackedMultiply
+from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
+from deltic.ops.cuda.sample import source
 from deltic.ops.cuda.tower import tower_source
-from deltic.ops.records import AttentionSpec, CacheViews, GdnSpec
+from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
 
 steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("step", "sample"))
 """The modules; the package has functions of these names."""
@@ -158,8 +158,8 @@ def test_products_of_tiles_fit(name: str, shapes_of: Callable[[str], Shapes]) ->
 def test_models_fit(name: str) -> None:
     shapes = shapes_of(name)
     assert shapes.shared <= BLOCK and shapes.gdn
-    assert 4 * (prompts.terms_shared(shapes.gdn.key_dim) + 1024) <= MULTIPROCESSOR
-    assert prompts.scan_shared(shapes.gdn.key_dim) <= BLOCK
+    assert 4 * (prefill.terms_shared(shapes.gdn.key_dim) + 1024) <= MULTIPROCESSOR
+    assert prefill.scan_shared(shapes.gdn.key_dim) <= BLOCK
 
 
 def test_a_packed_mixture_fits() -> None:
@@ -207,9 +207,9 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     elif model in MODELS:
         shapes = replace({"packed": packed_shapes, "float8": float8_shapes}.get(part, shapes_of)(model), rings=True)
         text = {"": shapes.source, "packed": shapes.source, "float8": shapes.source,
-                "prompts": lambda: prompts.source(shapes), "drafts": lambda: draft.source(shapes)}[part]()
+                "prompts": lambda: prefill.source(shapes), "drafts": lambda: mtp.source(shapes)}[part]()
     else:
-        text = {"draws": source, "numbers": numbers.source, "folds": rings.fold_source,
+        text = {"draws": source, "numbers": staging.source, "folds": state_delta_log.fold_source,
                 "encoder": lambda: encoder.source(1000), "towers": lambda: tower_source(1152, 72)}[name]()
     compiles(text, tmp_path, newer)
 
@@ -220,8 +220,8 @@ def test_sources_for_float8_compile(size: int, tmp_path: Path, monkeypatch: pyte
     """Of what reads or writes keys and values."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shapes = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8")
-    for text in (shapes.source(), draft.source(shapes), prompts.source(shapes)):
-        compiles(text, tmp_path, text == prompts.source(shapes))
+    for text in (shapes.source(), mtp.source(shapes), prefill.source(shapes)):
+        compiles(text, tmp_path, text == prefill.source(shapes))
 
 
 @pytest.mark.slow
@@ -230,10 +230,10 @@ def test_sources_for_bfloat16_states_compile(name: str, tmp_path: Path, monkeypa
     """Of what reads or writes states."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if name == "folds":
-        return compiles(rings.fold_source(STATES[torch.bfloat16]), tmp_path, False)
+        return compiles(state_delta_log.fold_source(STATES[torch.bfloat16]), tmp_path, False)
     shapes = replace(shapes_of(name), products=(), attention=None, rings=True, state=STATES[torch.bfloat16])
-    for text in (shapes.source(), prompts.source(shapes)):
-        compiles(text, tmp_path, text == prompts.source(shapes))
+    for text in (shapes.source(), prefill.source(shapes)):
+        compiles(text, tmp_path, text == prefill.source(shapes))
 
 
 def test_states_that_pass_through_a_block_fill_it() -> None:

@@ -24,18 +24,18 @@ from test_cuda_verify import Known, fill_with_nan, plain_of
 from test_state_dtype import check_preempted
 from torch import Tensor
 
-from deltic.cache.hybrid import HybridCache
+from deltic.cache.manager import HybridCache
 from deltic.config import EngineConfig
-from deltic.engine.batch import decoding, power_of_two, step_of, verifying
-from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import DEFERRED
-from deltic.ops import explain, ref
-from deltic.ops.records import Batch, GdnWeights, Layer, RingView, StateView
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops import explain, reference
 from deltic.ops.torch import gdn as torch_gdn
+from deltic.ops.types import Batch, GdnWeights, Layer, RingView, StateView
+from deltic.runner.input_batch import decoding, power_of_two, step_of, verifying
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 pytestmark = needs_card
@@ -201,12 +201,12 @@ def check_rings(runtime: Runtime, batch: Batch, rows: tuple[Row, ...], blocks: i
     proj = inputs(layer, bucket.layout.tokens, bucket.layout.tokens <= 16)
     found = run_layer(runtime, bucket, proj, blocks)
     real = replace(batch, append=batch.append.bool(), padded=None)
-    output = ref.gdn_core(proj[:batch.layout.tokens].double(), weights_in_float64(layer), slow, real)
+    output = reference.gdn_core(proj[:batch.layout.tokens].double(), weights_in_float64(layer), slow, real)
     assert error(found[:len(output)], output) < 5e-3
     written = []
     for row in rows:
         assert row.base is not None
-        after = ref.next_base(row.base, row.done, len(row.tokens), row.append)
+        after = reference.next_base(row.base, row.done, len(row.tokens), row.append)
         slot = row.slot if row.target is None else row.target
         if after > row.base:
             written.append(slot)
@@ -226,8 +226,8 @@ def test_folding(runtime: Runtime) -> None:
     runtime.decoder.ops.fold_ring(states, 3, 1, 19, 30, 5)
     runtime.decoder.ops.fold_ring(states, 4, 2, 0, 7, 4)
     for layer, exact in enumerate(slow):
-        ref.fold_ring((exact,), 3, 1, 19, 30, 5)
-        ref.fold_ring((exact,), 4, 2, 0, 7, 4)
+        reference.fold_ring((exact,), 3, 1, 19, 30, 5)
+        reference.fold_ring((exact,), 4, 2, 0, 7, 4)
         check_states(pools.recurrent[layer], exact.recurrent, before[layer], [4, 5], 2e-3)
         for slot, first in ((5, 26), (4, 3)):
             places = [position % 4 for position in range(first, first + 4)]

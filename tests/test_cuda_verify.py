@@ -15,19 +15,19 @@ from test_cuda_kernels import error, randn
 from tokenizers import Tokenizer
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import build, step_of, verifying
-from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.engine.session import Session
-from deltic.ops import ref
-from deltic.ops.cuda.step import Step
-from deltic.ops.records import GdnWeights, RingView, StateView
-from deltic.types import SamplingParams
-from deltic.weights.hub import resolve
+from deltic.engine.step_plan import Plan, Row
+from deltic.loader.hub import resolve
+from deltic.ops import reference
+from deltic.ops.cuda.decode import Step
+from deltic.ops.types import GdnWeights, RingView, StateView
+from deltic.params import SamplingParams
+from deltic.runner.input_batch import build, step_of, verifying
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.proposers import MtpDrafter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 SMALL, LARGE = (RandomModel(name, 4, initializer_range=0.05, head=True) for name in ("qwen3.5-0.8b", "qwen3.5-4b"))
@@ -95,12 +95,12 @@ def test_rings(runtime: Runtime, case: str) -> None:
     wanted[:, :spec.channels] = wanted[:, :spec.channels].bfloat16().double()
     real = verifying(Plan(rows), pools.device)
     real = replace(real, append=real.append.bool(), padded=None)
-    output = ref.gdn_core(wanted[:real.layout.tokens], wide, slow, real)
+    output = reference.gdn_core(wanted[:real.layout.tokens], wide, slow, real)
     found = work.y.view(-1)[:output.numel()].view(output.shape)
     assert error(found, output) < 5e-3
     assert error(state.recurrent, slow.recurrent) < 2e-5
     for row, (done, base, count) in zip(rows, CASES[case], strict=True):
-        after = ref.next_base(base, done, count, row.append)
+        after = reference.next_base(base, done, count, row.append)
         if after > base:
             for position in range(max(after - 3, 0), after):
                 assert torch.equal(state.conv[row.slot, position % 4].double(), slow.conv[row.slot, position % 4])
@@ -283,7 +283,7 @@ def test_drafts_are_those_of_the_torch_ops(runtime: Runtime) -> None:
         slow = verifying(Plan(moved), pools.device)
     layer.keys.copy_(kept[0])
     layer.values.copy_(kept[1])
-    from deltic.ops.records import Sampling
+    from deltic.ops.types import Sampling
 
     zeros = torch.zeros(12, device="cuda")
     found = head._step.draft(batch, torch.full((3,), 4), Sampling(zeros, zeros.long(), zeros + 1, zeros, zeros.long()))

@@ -11,10 +11,10 @@ from vision_models import GREEDY, directory, drawing, shows
 
 from deltic import LLM
 from deltic.config.vision import VisionConfig
-from deltic.model.vision import Tower, build_tower
+from deltic.loader.files import read_json
+from deltic.loader.vision import load_tower, plan_tower
+from deltic.model.vision_tower import Tower, build_tower
 from deltic.ops import select
-from deltic.weights.files import read_json
-from deltic.weights.vision import load_tower, plan_tower
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 __all__ = ["directory"]

@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel, Field
 from test_server_harness import Served, serving, tiny
 
+from deltic.chat.json_schema import Bounds
 from deltic.config import GenerationDefaults
-from deltic.text.json_schema import Bounds
 
 jsonschema = pytest.importorskip("jsonschema")
 

@@ -8,9 +8,9 @@ import pytest
 
 from deltic.config import ModelConfig
 from deltic.config.speculation import parse_speculation
-from deltic.engine.depth import Acceptance, AdaptiveDepth, Growth
 from deltic.errors import ConfigError
-from deltic.types import Auto, Draft, Mtp, Ngram
+from deltic.params import Auto, Draft, Mtp, Ngram
+from deltic.spec_decode.draft_length import Acceptance, AdaptiveDepth, Growth
 
 BASE, PER_DRAFT = 0.02, 0.003
 

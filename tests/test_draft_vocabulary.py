@@ -25,23 +25,23 @@ from torch import Tensor
 
 from deltic import Session
 from deltic.config import EngineConfig
-from deltic.engine import drafters
-from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
-from deltic.engine.sampler import Draw, sampling_of
+from deltic.loader.gguf.blocks import BY_NAME
+from deltic.loader.gguf.convert import convert
+from deltic.loader.hub import open_model
 from deltic.model.draft_vocabulary import NOTHING, DraftVocabulary, Tokens, draftable
 from deltic.ops import backends
 from deltic.ops.cpu import missing
 from deltic.ops.memory import Arena
-from deltic.ops.qtensor import QTensor, pack_rows
-from deltic.ops.records import Block
-from deltic.types import Request, SamplingParams
-from deltic.weights.gguf.blocks import BY_NAME
-from deltic.weights.gguf.convert import convert
-from deltic.weights.hub import open_model
+from deltic.ops.quantized import QTensor, pack_rows
+from deltic.ops.types import Block
+from deltic.params import Request, SamplingParams
+from deltic.runner.model_runner import Runtime
+from deltic.runner.sampling import Draw, sampling_of
+from deltic.spec_decode import proposers
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.proposers import MtpDrafter
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -211,7 +211,7 @@ def test_a_step_shows_the_head_a_bounded_number_of_tokens() -> None:
         before = len(head.tokens)
         drafter._see(sequences)  # type: ignore[arg-type]
         counts.append(len(head.tokens) - before)
-    assert max(counts) <= drafters._SHOWN + len(sequences) and counts[0] > drafters._SHOWN / 2
+    assert max(counts) <= proposers._SHOWN + len(sequences) and counts[0] > proposers._SHOWN / 2
     assert sorted(head.tokens) == sorted([*range(100_000), *range(5_000), *range(10)])
     sequences[2].tokens.append(7)
     drafter._see(sequences)  # type: ignore[arg-type]

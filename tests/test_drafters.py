@@ -39,22 +39,22 @@ from support import (
     take,
 )
 
-from deltic.cache.disk import Disk
-from deltic.cache.tier_index import TierIndex
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.index import TierIndex
 from deltic.config import EngineConfig
-from deltic.engine.depth import FixedDepth
-from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import MtpDrafter, NgramDrafter, _Ngrams
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.memory import share_memory
-from deltic.engine.mtp import MtpRunner
-from deltic.engine.promise import Wants
-from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.errors import ConfigError
-from deltic.ops.records import Batch
-from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
+from deltic.ops.types import Batch
+from deltic.params import MAX_DRAFTS, PAGE, Request, SamplingParams
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_model import ModelDrafter
+from deltic.spec_decode.mtp import MtpRunner
+from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.proposers import MtpDrafter, NgramDrafter, _Ngrams
 
 # The other drafters
 

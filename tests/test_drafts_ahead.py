@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from deltic.engine.drafters import MtpDrafter, _has_room
-from deltic.engine.launch import InFlight, Share
-from deltic.engine.plan import Plan, Row
-from deltic.engine.promise import Promise
-from deltic.ops.cuda.numbers import row_keys
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops.cuda.staging import row_keys
 from deltic.ops.drafted import Drafted
 from deltic.ops.noise import answer_key, sample_key
-from deltic.types import SamplingParams
+from deltic.params import SamplingParams
+from deltic.runner.launch import InFlight, Share
+from deltic.spec_decode.pending_drafts import Promise
+from deltic.spec_decode.proposers import MtpDrafter, _has_room
 
 
 @dataclass(eq=False)

@@ -19,20 +19,20 @@ from support import Answers, embedded_runtime, every, numbers, odd_runtime, take
 from test_ahead import plain, tell
 from test_prefix_tree import tokens_of
 
-from deltic.cache.host import Host
-from deltic.cache.tier_index import TierIndex
-from deltic.engine import launch
-from deltic.engine.batch import BatchMemory, Promised, build
-from deltic.engine.depth import FixedDepth
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.engine.launch import InFlight, Launcher
-from deltic.engine.plan import UNKNOWN, Plan, Row
-from deltic.engine.promise import Promise, Wants
-from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence
+from deltic.engine.step_plan import UNKNOWN, Plan, Row
 from deltic.ops.drafted import Drafted
-from deltic.ops.records import Batch
-from deltic.types import PAGE, RING, Request
+from deltic.ops.types import Batch
+from deltic.params import PAGE, RING, Request
+from deltic.runner import launch
+from deltic.runner.input_batch import BatchMemory, Promised, build
+from deltic.runner.launch import InFlight, Launcher
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.pending_drafts import Promise, Wants
 
 
 @pytest.fixture(autouse=True)

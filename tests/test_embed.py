@@ -14,15 +14,15 @@ from support import numbers, odd_runtime, qwen3_runtime, reference, same_tokens,
 from test_prompts import PROMPT as PICTURES
 from test_prompts import with_rotary
 
-from deltic.cache.host import Host
-from deltic.cache.tier_index import TierIndex
-from deltic.engine.batch import build
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.errors import RequestError
 from deltic.ops import backends
-from deltic.types import Embed, Event, Prompt, Request, SamplingParams, TokenOut, VectorOut
+from deltic.params import Embed, Event, Prompt, Request, SamplingParams, TokenOut, VectorOut
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime, "headed": headed}
 INSTRUCTION, TEXTS = numbers(1, 40, 500), [numbers(10 + seed, 5 + 30 * seed, 500) for seed in range(4)]
@@ -57,7 +57,7 @@ def vector(event: Event) -> torch.Tensor:
 def expected(model: str, prompt: tuple[int, ...] | Prompt) -> torch.Tensor:
     """By the reference's ops, token by token."""
     runtime = small_runtime(MODELS[model](), batch=1)
-    runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["ref"]))
+    runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["reference"]))
     ids, rotary = with_rotary(prompt, ()) if isinstance(prompt, Prompt) else (list(prompt), [0] * len(prompt))
     lease = runtime.cache.admit(ids)
     assert lease is not None and runtime.cache.reserve(lease, len(ids)) == len(ids)

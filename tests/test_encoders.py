@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, processors
 
 import deltic
 from deltic import Encoder
-from deltic.encoders.items import Item
-from deltic.encoders.recipe import Recipe
-from deltic.encoders.texts import Texts, backend_of
+from deltic.embeddings.sentence_transformers import Recipe
+from deltic.embeddings.tokenize import Texts, backend_of
+from deltic.embeddings.types import Item
 from deltic.errors import ConfigError, GenerationError, LongPromptError, ModelError, RequestError, UnavailableError
 
 WAYS: dict[str, dict[str, Any]] = {"kernels": {"threads": 2}, "portable": {"cpu_level": "portable"},
@@ -562,15 +562,15 @@ def test_a_stored_tokenizer_that_is_none_is_named(panics: bool, monkeypatch: pyt
     if panics:
         def panic(stored: str) -> None:
             raise type("PanicException", (BaseException,), {})("index out of bounds")
-        monkeypatch.setattr("deltic.encoders.texts.Backend", SimpleNamespace(from_str=panic))
+        monkeypatch.setattr("deltic.embeddings.tokenize.Backend", SimpleNamespace(from_str=panic))
     with pytest.raises(ModelError, match=r"m.gguf has not a valid tokenizer \("):
         backend_of("x", Path("m.gguf"))
 
 
 def test_columns_of_outliers_keep_their_weights() -> None:
     """Of a block with a column that weighs much, that column is more exact, and the others are as good as before."""
-    from deltic.encoders.rounding import q8_0_blocks
-    from deltic.weights.gguf.blocks import BY_NAME, decode
+    from deltic.embeddings.rounding import q8_0_blocks
+    from deltic.loader.gguf.blocks import BY_NAME, decode
 
     rng = torch.Generator().manual_seed(0)
     matrix, weights = torch.randn(50, 96, generator=rng), torch.ones(96)

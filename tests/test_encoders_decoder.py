@@ -18,12 +18,12 @@ from support import transformers_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from deltic import Encoder
-from deltic.cache.policy import MemoryPlan
-from deltic.cache.pools import page_bytes, slot_bytes
+from deltic.cache.memory_plan import MemoryPlan
+from deltic.cache.tensors import page_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, Limits, ModelConfig
-from deltic.encoders.decoder import _AFTER, _BEFORE, _INSTRUCTION
-from deltic.encoders.open import is_encoder
+from deltic.embeddings.decoder import _AFTER, _BEFORE, _INSTRUCTION
+from deltic.embeddings.open import is_encoder
 from deltic.engine.memory import plan_memory
 from deltic.errors import ConfigError, ModelError, RequestError
 from deltic.server.embeddings.app import create_encoder_app

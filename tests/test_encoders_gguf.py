@@ -14,8 +14,8 @@ from tokenizers.decoders import WordPiece as WordPieceDecoder
 
 from deltic import Encoder
 from deltic.cli import main
-from deltic.encoders import bert
-from deltic.encoders.weights import read_weights
+from deltic.embeddings import bert
+from deltic.embeddings.weights import read_weights
 from deltic.errors import ModelError
 
 FAMILIES = ("bert", "xlm-roberta")

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from deltic.config import GenerationDefaults
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime
 from deltic.errors import RequestError
-from deltic.ops import ref
-from deltic.ops.records import Batch
-from deltic.types import Request, SamplingParams
+from deltic.ops import reference as ref
+from deltic.ops.types import Batch
+from deltic.params import Request, SamplingParams
+from deltic.runner.model_runner import Runtime
 
 VOCABULARY = 509
 PROMPT = (3, 14, 15, 92, 65)

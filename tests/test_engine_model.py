@@ -10,21 +10,21 @@ import torch
 from support import drain, greedy, odd_runtime, odd_shape, reference, small_runtime
 from torch import Tensor
 
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.policy import MemoryPlan
-from deltic.cache.pools import allocate
+from deltic.cache.manager import HybridCache
+from deltic.cache.memory_plan import MemoryPlan
+from deltic.cache.tensors import allocate
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
-from deltic.engine.batch import Numbers
-from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
-from deltic.engine.model import Model
-from deltic.engine.mtp import MtpRunner
-from deltic.engine.pictures import Encode
 from deltic.ops import backends
-from deltic.ops.records import Batch, Sampled, Sampling
-from deltic.types import PAGE
+from deltic.ops.types import Batch, Sampled, Sampling
+from deltic.params import PAGE
+from deltic.runner.image_embeds import Encode
+from deltic.runner.input_batch import Numbers
+from deltic.runner.model import Model
+from deltic.spec_decode.mtp import MtpRunner
+from deltic.spec_decode.proposers import NgramDrafter
 
-OPS = backends()["ref"]
+OPS = backends()["reference"]
 PAGES, SLOTS = 12, 6
 
 

@@ -38,13 +38,13 @@ from deltic.cli import main
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.metrics import snapshot
-from deltic.engine.runtime import Runtime
+from deltic.engine.stats import snapshot
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.dummy import random_weights
 from deltic.ops.cpu import missing
+from deltic.params import Request
+from deltic.runner.model_runner import Runtime
 from deltic.server.metrics import exposition
-from deltic.types import Request
-from deltic.weights.random import random_weights
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 COUNT, EACH = 7, 3

@@ -20,9 +20,9 @@ from test_scheduler import VOCABULARY, Toy
 from torch import Tensor
 
 from deltic.engine.engine import Engine
-from deltic.engine.fairness import Meeting, StepTimes, hurry, share
-from deltic.ops.records import Batch
-from deltic.types import Request, SamplingParams
+from deltic.engine.policy import Meeting, StepTimes, hurry, share
+from deltic.ops.types import Batch
+from deltic.params import Request, SamplingParams
 
 BUDGETS = st.integers(1, 600)
 PENDING = st.lists(st.integers(1, 5000), min_size=1, max_size=20)

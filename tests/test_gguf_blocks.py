@@ -10,8 +10,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from deltic.errors import ModelError
-from deltic.weights.gguf.blocks import BY_NAME, LAYOUTS, TYPES, decode, dequantize
-from deltic.weights.safetensors import TORCH_DTYPES
+from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, TYPES, decode, dequantize
+from deltic.loader.safetensors import TORCH_DTYPES
 
 READABLE = sorted(LAYOUTS)
 

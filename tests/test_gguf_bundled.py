@@ -21,11 +21,11 @@ from vision_models import GREEDY, directory, drawing, picture, shows
 from deltic import LLM
 from deltic.cli import main
 from deltic.errors import ModelError
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.names import is_norm
-from deltic.weights.random import random_head
-from deltic.weights.vision import expected_tower
+from deltic.loader.dummy import random_head
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.names import is_norm
+from deltic.loader.vision import expected_tower
 
 __all__ = ["directory"]
 Arrays = dict[str, Any]

@@ -19,23 +19,23 @@ from support import odd_shape, tiny_texts
 from test_gguf_metadata import CORPUS, TINY, tokenizer_metadata
 
 from deltic import LLM, SamplingParams
+from deltic.chat.tokenizer import Tokenizer
 from deltic.cli import command_parser, main
 from deltic.config import GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.errors import DelticError, ModelError
-from deltic.text.tokenizer import Tokenizer
-from deltic.weights.gguf.blocks import BY_NAME, decode
-from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
-from deltic.weights.gguf.convert import FILE_TYPES, Written, convert
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf
-from deltic.weights.gguf.metadata import config_to_gguf, tokenizer_to_gguf
-from deltic.weights.gguf.names import gguf_name
-from deltic.weights.gguf.quantize import _ENCODERS, quantize
-from deltic.weights.gguf.tokenizer import tokenizer_from_gguf
-from deltic.weights.gguf.write import NewTensor, write_gguf
-from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.random import random_weights
-from deltic.weights.safetensors import load_directory
+from deltic.loader.dummy import random_weights
+from deltic.loader.gguf.blocks import BY_NAME, decode
+from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
+from deltic.loader.gguf.convert import FILE_TYPES, Written, convert
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_gguf
+from deltic.loader.gguf.metadata import config_to_gguf, tokenizer_to_gguf
+from deltic.loader.gguf.names import gguf_name
+from deltic.loader.gguf.quantize import _ENCODERS, quantize
+from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
+from deltic.loader.gguf.write import NewTensor, write_gguf
+from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.safetensors import load_directory
 
 THEIRS = [name for name in _ENCODERS if name not in ("Q4_K", "Q5_K", "Q6_K")]
 STEP = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "Q4_1": 1.02 / 15,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltic.errors import ModelError
-from deltic.weights.gguf.file import GgufFile
+from deltic.loader.gguf.file import GgufFile
 
 U32, U64, STRING, ARRAY = 4, 10, 8, 9
 PEAK = 4 << 20

@@ -16,14 +16,14 @@ from transformers.models.qwen2 import tokenization_qwen2
 from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 import deltic
+from deltic.chat.tokenizer import Tokenizer
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
-from deltic.text.tokenizer import Tokenizer
-from deltic.weights.gguf.blocks import BY_NAME
-from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf, model_name
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.header import GgufTensor
-from deltic.weights.gguf.tokenizer import tokenizer_from_gguf
+from deltic.loader.gguf.blocks import BY_NAME
+from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf, model_name
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.reader import GgufTensor
+from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
 
 TINY = Path(deltic.__file__).parent / "models" / "tiny"
 

@@ -17,13 +17,13 @@ from vision_models import GREEDY, directory, drawing, shows
 from deltic import LLM
 from deltic.cli import main
 from deltic.errors import ConfigError, ModelError, RequestError
-from deltic.ops.qtensor import QTensor, host_form
-from deltic.weights.gguf.blocks import BY_NAME
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.mmproj import beside, gguf_names, load_mmproj, write_mmproj
-from deltic.weights.gguf.write import NewTensor, write_gguf
-from deltic.weights.hub import open_model
-from deltic.weights.vision import expected_tower
+from deltic.loader.gguf.blocks import BY_NAME
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.mmproj import beside, gguf_names, load_mmproj, write_mmproj
+from deltic.loader.gguf.write import NewTensor, write_gguf
+from deltic.loader.hub import open_model
+from deltic.loader.vision import expected_tower
+from deltic.ops.quantized import QTensor, host_form
 
 __all__ = ["directory"]
 

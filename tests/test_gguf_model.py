@@ -12,14 +12,14 @@ from support import odd_shape
 
 from deltic.config import LinearConfig
 from deltic.errors import ModelError
-from deltic.weights.gguf.blocks import BY_NAME, LAYOUTS
-from deltic.weights.gguf.config import config_from_gguf
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf
-from deltic.weights.gguf.names import gguf_name, place
-from deltic.weights.names import expected_head, expected_tensors, tensor_dtype
-from deltic.weights.random import random_weights
-from deltic.weights.safetensors import TORCH_DTYPES
+from deltic.loader.dummy import random_weights
+from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS
+from deltic.loader.gguf.config import config_from_gguf
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_gguf
+from deltic.loader.gguf.names import gguf_name, place
+from deltic.loader.names import expected_head, expected_tensors, tensor_dtype
+from deltic.loader.safetensors import TORCH_DTYPES
 
 
 def assert_same(found, expected, config):

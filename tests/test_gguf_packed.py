@@ -26,20 +26,20 @@ from torch import Tensor
 
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.dummy import random_weights
+from deltic.loader.gguf import load as loading
+from deltic.loader.gguf.convert import FILE_TYPES, convert
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_gguf, load_packed
+from deltic.loader.gguf.names import ROPE_FACTORS
+from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.names import expected_tensors
 from deltic.ops import explain
 from deltic.ops.cpu import library, missing, overlay
 from deltic.ops.cpu.library import LEVELS
-from deltic.ops.qtensor import QTensor
-from deltic.weights.gguf import load as loading
-from deltic.weights.gguf.convert import FILE_TYPES, convert
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf, load_packed
-from deltic.weights.gguf.names import ROPE_FACTORS
-from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.names import expected_tensors
-from deltic.weights.random import random_weights
+from deltic.ops.quantized import QTensor
+from deltic.runner.model_runner import Runtime
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -261,14 +261,14 @@ def test_logits_are_those_of_rounded_activations(written: Written, name: str, ki
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("ops", ["cpu", "torch", "ref", *(f"{op}=torch" for op in (
+@pytest.mark.parametrize("ops", ["cpu", "torch", "reference", *(f"{op}=torch" for op in (
     "gdn_mixer", "attention_mixer", "mlp", "head", "embed", "add_norm"))])
 @pytest.mark.covering
 def test_every_backend_takes_packed_weights(written: Written, ops: str, dtype: str) -> None:
     """In every dtype. Those of other backends dequantize them, and round no activations."""
     path = written("three to a key", "Q4_K_M")
     found = logits(path, 10, packed_weights="on", ops=(ops,), dtype=dtype)
-    exact = ops in ("torch", "ref") and dtype == "float32"
+    exact = ops in ("torch", "reference") and dtype == "float32"
     assert off(found, logits(path, 10, packed_weights="off")) <= (1e-5 if exact else FEW_BITS)
 
 
@@ -393,9 +393,9 @@ def test_a_loaded_model_says_who_really_serves() -> None:
     assert {served[op] for op in ("head", "mlp", "gdn_mixer", "attention_mixer")} == {
         "torch (the weights are not packed)"}
     assert served["step"].startswith("the ops one by one") and served["sample"] == "cpu"
-    mixed = load(model, options(ops=("mlp=ref",), dtype="float32"))
+    mixed = load(model, options(ops=("mlp=reference",), dtype="float32"))
     served = explain(mixed.decoder.ops, mixed.decoder.weights, mixed.views)
-    assert (served["mlp"], served["head"]) == ("ref", "cpu") and served["step"].startswith("the ops one by one")
+    assert (served["mlp"], served["head"]) == ("reference", "cpu") and served["step"].startswith("the ops one by one")
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_K_M"])
@@ -422,7 +422,7 @@ LOADING = """
 import json, resource, sys, torch
 from deltic.config import EngineConfig
 from deltic.engine.loading import load
-from deltic.weights.hub import open_model
+from deltic.loader.hub import open_model
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

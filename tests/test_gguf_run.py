@@ -13,11 +13,11 @@ from support import numbers
 from test_gguf_metadata import TINY, tokenizer_metadata
 
 from deltic import LLM, SamplingParams
+from deltic.chat.deltas import AnswerCall
 from deltic.errors import ModelError
-from deltic.text.deltas import AnswerCall
-from deltic.weights.hub import open_model
-from deltic.weights.random import random_weights
-from deltic.weights.safetensors import load_directory
+from deltic.loader.dummy import random_weights
+from deltic.loader.hub import open_model
+from deltic.loader.safetensors import load_directory
 
 QUESTION = "What is the capital of France?"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)

@@ -32,18 +32,18 @@ from test_server_harness import USER, Served, serving, tiny
 from test_text_support import QWEN_LIKE
 
 from deltic import LLM, SamplingParams
+from deltic.chat.conversation import Conversation
+from deltic.chat.output_router import AnswerText, chat_router
+from deltic.chat.processor import ChatProcessor
+from deltic.chat.template import ChatTemplate
+from deltic.chat.thinking import Closing, ThinkingBudget
+from deltic.chat.tokenizer import Tokenizer
+from deltic.chat.tokenizer_files import TokenizerFiles
 from deltic.cli import main
-from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError, RequestError
-from deltic.text.chat import Conversation
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.files import TokenizerFiles
-from deltic.text.stream import AnswerText, chat_router
-from deltic.text.template import ChatTemplate
-from deltic.text.thinking import Closing, ThinkingBudget
-from deltic.text.tokenizer import Tokenizer
-from deltic.types import Guide, Request
+from deltic.params import Guide, Request
+from deltic.spec_decode.draft_length import FixedDepth
 
 PROMPT, ANSWER = 83, 40
 

@@ -16,66 +16,66 @@ from test_house import ROOT, TREES, functions, shown
 from deltic.ops.cpu import library, missing
 
 CACHES = {
-    **{f"deltic/artifacts/tvm/kernels.py {name}": "source of code, which nobody changes" for name in (
+    **{f"deltic/export/tvm/kernels.py {name}": "source of code, which nobody changes" for name in (
         "add_norm", "delta_gates", "delta_rule", "embed", "gated_norm", "heads", "linear", "linear_one", "output_gate",
         "row", "short_conv", "state_copy", "swiglu")},
-    **{f"deltic/artifacts/tvm/encoder_kernels.py {name}": "source of code, which nobody changes" for name in (
+    **{f"deltic/export/tvm/encoder_kernels.py {name}": "source of code, which nobody changes" for name in (
         "add_layer_norm", "attention", "bias_gelu", "embeddings")},
-    **{f"deltic/artifacts/tvm/gpu_kernels.py {name}": "source of code, which nobody changes" for name in (
+    **{f"deltic/export/tvm/gpu_kernels.py {name}": "source of code, which nobody changes" for name in (
         "delta_rule", "linear")},
-    "deltic/artifacts/tvm/library.py runtime": "a library that can be loaded once",
-    "deltic/cache/outgoing.py _beside": "a stream of a device, which orders what is put into it",
-    "deltic/cache/outgoing.py _staging": "pinned memory through which a thread copies",
-    "deltic/ops/cuda/tiles.py _bytes_of_rows": "a constant that is never written to",
-    "deltic/ops/cuda/numbers.py _pieces": "pinned memory that small tensors go through",
-    "deltic/cache/pools.py _beside": "a stream of a device, which orders what is put into it",
+    "deltic/export/tvm/library.py runtime": "a library that can be loaded once",
+    "deltic/cache/offload/device_copies.py _beside": "a stream of a device, which orders what is put into it",
+    "deltic/cache/offload/device_copies.py _staging": "pinned memory through which a thread copies",
+    "deltic/ops/cuda/quantized_gemm.py _bytes_of_rows": "a constant that is never written to",
+    "deltic/ops/cuda/staging.py _pieces": "pinned memory that small tensors go through",
+    "deltic/cache/tensors.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py _launcher": "the same library",
     "deltic/ops/cuda/nvrtc.py _library": "a library without a state that we know of",
-    "deltic/ops/cuda/numbers.py _module": "compiled code",
-    "deltic/ops/cuda/prompts.py _module": "compiled code",
-    "deltic/ops/cuda/rings.py _module": "compiled code",
+    "deltic/ops/cuda/staging.py _module": "compiled code",
+    "deltic/ops/cuda/prefill.py _module": "compiled code",
+    "deltic/ops/cuda/state_delta_log.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _module": "compiled code",
-    "deltic/ops/cuda/step.py _module": "compiled code",
+    "deltic/ops/cuda/decode.py _module": "compiled code",
     "deltic/ops/cuda/tower.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
-    "deltic/engine/batch.py _no_appends": "a constant that is never written to",
-    "deltic/engine/masks.py _table": "a constant that is never written to",
-    "deltic/engine/sampler.py _greedy": "constants that are never written to",
+    "deltic/runner/input_batch.py _no_appends": "a constant that is never written to",
+    "deltic/runner/logit_masks.py _table": "a constant that is never written to",
+    "deltic/runner/sampling.py _greedy": "constants that are never written to",
     "deltic/ops/torch/basic.py frequencies": "a constant that is never written to",
     "deltic/ops/workspace.py guard": "torch has one memory of a device for the process",
     "deltic/server/page/__init__.py _files": "files of the package, as they are",
-    "deltic/text/chat.py _aside": "what a template makes of a few messages: a pure function of texts, few of them kept",
-    "deltic/text/stream.py _pattern": "a compiled expression",
-    "deltic/text/template.py _compile": "a compiled template",
-    "deltic/weights/hub.py opened": "lives as long as one checkpoint is being read",
+    "deltic/chat/conversation.py _aside": "renders of a few messages: a pure function of texts, few of them kept",
+    "deltic/chat/output_router.py _pattern": "a compiled expression",
+    "deltic/chat/template.py _compile": "a compiled template",
+    "deltic/loader/hub.py opened": "lives as long as one checkpoint is being read",
 }
 """Functions that remember their results."""
 CHANGED = {
-    "deltic/artifacts/tvm/library.py sys": "while one package is imported, which would import torch if it could",
+    "deltic/export/tvm/library.py sys": "while one package is imported, which would import torch if it could",
     "deltic/cli/__init__.py sys": "a command without standard streams gets some",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
 }
 """Places that change what belongs to a module or a class."""
 MADE = {
-    "deltic/artifacts/tvm/parameters.py Lock": "TVM has one cache of parameters for the process",
-    "deltic/cache/prefix.py OpenDoor": "it has no fields",
-    "deltic/text/template.py Watchdog": "deadlines of what threads render, and a thread that waits for them",
-    "deltic/cache/tiers.py Fetch": "a look that is over: nothing changes it",
+    "deltic/export/tvm/parameters.py Lock": "TVM has one cache of parameters for the process",
+    "deltic/cache/offload/prefix_items.py OpenDoor": "it has no fields",
+    "deltic/chat/template.py Watchdog": "deadlines of what threads render, and a thread that waits for them",
+    "deltic/cache/offload/tiers.py Fetch": "a look that is over: nothing changes it",
 }
 """Objects of classes that are not frozen, made where a module is defined."""
 SETTINGS = {
-    "deltic/artifacts/executorch/export.py simplefilter": "until the export is over, which takes a process of its own",
+    "deltic/export/executorch/export.py simplefilter": "until the export is over, which takes a process of its own",
     "deltic/cli/doctor/installation.py simplefilter": "until the check is over, in a process of its own",
     "deltic/engine/heap.py mallopt": "where freed memory goes: no results depend on it",
     "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step or batch sets its model's",
     "deltic/server/connections.py setrlimit": "a server is a process of its own",
-    "deltic/server/listen.py setswitchinterval": "a server is a process of its own, and takes it back",
+    "deltic/server/run.py setswitchinterval": "a server is a process of its own, and takes it back",
     "deltic/vision/decoder_process.py nice": "in the child, a process of its own",
     "deltic/vision/decoder_process.py setrlimit": "in the child, a process of its own",
     "deltic/threads.py setpriority": "of the calling thread alone",
-    "deltic/weights/random.py manual_seed": "of a generator of its own",
+    "deltic/loader/dummy.py manual_seed": "of a generator of its own",
 }
 """Calls that set something for more than an object."""
 VARIABLES = {

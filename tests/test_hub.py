@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from deltic.errors import ModelError
-from deltic.weights.hub import open_model, resolve
-from deltic.weights.repository import select
-from deltic.weights.safetensors import load_directory
+from deltic.loader.hub import open_model, resolve
+from deltic.loader.repository import select
+from deltic.loader.safetensors import load_directory
 
 TEXT = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
@@ -62,7 +62,7 @@ def test_embedded_model_loads():
 
 
 def test_embedded_model_that_was_not_installed(monkeypatch, tmp_path):
-    monkeypatch.setattr("deltic.weights.hub.files", lambda _: tmp_path)
+    monkeypatch.setattr("deltic.loader.hub.files", lambda _: tmp_path)
     with pytest.raises(ModelError, match="reinstall"):
         resolve("tiny")
 

@@ -14,8 +14,8 @@ from huggingface_hub import constants
 from deltic import LLM
 from deltic.cli import main
 from deltic.errors import ModelError
-from deltic.weights import checksums
-from deltic.weights.hub import resolve
+from deltic.loader import checksums
+from deltic.loader.hub import resolve
 
 WEIGHTS = bytes(range(256)) * 40
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 from test_server_harness import tiny
 
+from deltic.chat.response_format import JsonSchema
+from deltic.chat.structured import Grammar, Grammars
 from deltic.errors import RequestError
-from deltic.text.grammar import Grammar, Grammars
-from deltic.text.output_format import JsonSchema
 
 PAGE = Path(__file__).parents[1] / "docs" / "server.md"
 ROW = re.compile(r"\| (all|some|none) of the suite's schemas enforced \| (.*) \|")

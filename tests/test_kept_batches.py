@@ -10,13 +10,13 @@ import torch
 from test_penalties import sequence_of
 from torch import Tensor
 
-from deltic.engine.batch import BatchMemory, build
-from deltic.engine.plan import Plan, Row
-from deltic.engine.sampler import Draw, SamplingTable, sampling_of
+from deltic.engine.step_plan import Plan, Row
 from deltic.ops import backends
 from deltic.ops.noise import sample_key
-from deltic.ops.records import PAGE, Batch, Sampled, Sampling
-from deltic.types import SamplingParams
+from deltic.ops.types import PAGE, Batch, Sampled, Sampling
+from deltic.params import SamplingParams
+from deltic.runner.input_batch import BatchMemory, build
+from deltic.runner.sampling import Draw, SamplingTable, sampling_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 2000

@@ -20,29 +20,29 @@ from reuse_cases import usage_of
 from support import drain, fresh_pools, greedy, numbers, odd_runtime, small_runtime
 from torch import Tensor
 
-from deltic.cache.disk import Disk
-from deltic.cache.folder import Label, folders, read_label, root_of
-from deltic.cache.host import Host
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.itemfile import encode
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.item_file import encode
+from deltic.cache.offload.item_folder import Label, folders, read_label, root_of
+from deltic.cache.offload.types import Item
 from deltic.cache.operations import CopyPage
-from deltic.cache.pools import page_bytes, slot_bytes
-from deltic.cache.tier_index import TierIndex
-from deltic.cache.tier_store import Item
+from deltic.cache.tensors import page_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.identity import Identity
 from deltic.engine.memory import plan_memory
-from deltic.engine.runtime import Runtime
-from deltic.engine.tiers import open_tiers
+from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
-from deltic.ops import Ops, backends, ref
+from deltic.ops import Ops, backends, reference
 from deltic.ops.cuda.nvrtc import FOLDER
 from deltic.ops.kv import FP8, is_finite, rounded, store, take
-from deltic.ops.records import KvView
 from deltic.ops.torch.attention import _attend
-from deltic.types import PAGE
+from deltic.ops.types import KvView
+from deltic.params import PAGE
+from deltic.runner.model_runner import Runtime
 
 NAN, INFINITY = float("nan"), float("inf")
 EVERY = torch.arange(256).to(torch.uint8).view(FP8)
@@ -182,18 +182,18 @@ CASE = build_batch([Row(1, 5), Row(1, 0), Row(1, 33), Row(3, 14), Row(40, 7), Ro
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["torch", "ref", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "cpu"])
 def test_attention(backend: str, dtype: torch.dtype) -> None:
     """The new tokens' keys and values are read as they are stored, so that it is attention over what the pages hold."""
     ops: Ops | None = backends().get(backend)
     if ops is None:
         pytest.skip("the kernels are not compiled")
     x, weights = hidden_states(CASE, dtype), attention_weights(3, dtype)
-    view, rope = kv_view(CASE, FP8), rope_table(ref.OPS, CASE)
+    view, rope = kv_view(CASE, FP8), rope_table(reference.OPS, CASE)
     slow = KvView(view.keys.clone(), view.values.clone())
     before = kv_view(CASE, torch.bfloat16)
     found = ops.attention_mixer(x, weights, view, CASE.fresh(), rope)
-    wanted = ref.attention_mixer(x.double(), attention_weights(3, torch.float64), slow, CASE.fresh(), rope)
+    wanted = reference.attention_mixer(x.double(), attention_weights(3, torch.float64), slow, CASE.fresh(), rope)
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
     assert found.dtype == dtype and relative_rms(found, wanted) < tolerance
     coarse = relative_rms(found, ops.attention_mixer(

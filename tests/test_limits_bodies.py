@@ -16,13 +16,13 @@ import httpx
 import pytest
 from test_server_harness import USER, Scripted, Served, read_all, serving, tiny, wait_until
 
+from deltic.chat.processor import ChatProcessor
 from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.server import body
 from deltic.server.body import parse
 from deltic.server.executors import LARGE
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
-from deltic.text.chat_processor import ChatProcessor
 
 MIB = 1 << 20
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "x" * 300}}

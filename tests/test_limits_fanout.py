@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, serving, tiny
 
+from deltic.params import Request, SamplingParams, TokenOut
 from deltic.server import request_handle as handles
 from deltic.server.request_handle import RequestHandle, Unread
-from deltic.types import Request, SamplingParams, TokenOut
 
 UNBOUND = Unread(1 << 20, 60, lambda: None)
 

@@ -24,7 +24,7 @@ def texts(answer: str) -> str:
 
 
 def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.server.listen._SEND_BUFFER", 4096)  # that the kernel takes little is soon seen
+    monkeypatch.setattr("deltic.server.run._SEND_BUFFER", 4096)  # that the kernel takes little is soon seen
     endless = {**LONG, "max_tokens": 400}  # none shall be over before it is noticed that nobody reads it
     with serving(limited(tiny(), max_unread_tokens=64)) as served:
         asleep = [served.send("/v1/chat/completions", 4096, **endless, seed=seed) for seed in range(30)]
@@ -67,7 +67,7 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
     if steady:  # as much as the client takes is written again before anybody looks
         monkeypatch.setattr(Transport, "get_write_buffer_size", lambda counted: 1 << 16, raising=False)
         monkeypatch.setattr("deltic.server.connections.fcntl.ioctl", lambda *arguments: bytes(4))
-    monkeypatch.setattr("deltic.server.listen._SEND_BUFFER", 4096)  # the system shall not hold the rest of the answer
+    monkeypatch.setattr("deltic.server.run._SEND_BUFFER", 4096)  # the system shall not hold the rest of the answer
     checks, check, engine = list[Connection](), Connection.check, Scripted()
     monkeypatch.setattr(Connection, "check", lambda known, limits: (check(known, limits), checks.append(known)))
     with serving(engine.model(max_unread_tokens=16, unread_seconds=2)) as served:
@@ -111,7 +111,7 @@ def test_a_large_answer_is_written_in_pieces(path: str, monkeypatch: pytest.Monk
 
 def test_answers_that_wait_to_be_read_are_bounded_together(monkeypatch: pytest.MonkeyPatch,
                                                            caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("deltic.server.listen._SEND_BUFFER", 4096)
+    monkeypatch.setattr("deltic.server.run._SEND_BUFFER", 4096)
     body = {"prompt": ["x"] * 16, "max_tokens": 1000, "logprobs": 1}
     with serving(Scripted().model(max_unsent_mib=1)) as served, caplog.at_level(logging.WARNING):
         size, outbox = len(served.post("/v1/completions", **body).content), served.app.state.records.outbox

@@ -20,21 +20,21 @@ from tokenizers import Tokenizer as Backend
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from deltic.chat.tokenizer import Tokenizer
 from deltic.config import GenerationDefaults, ModelConfig, RopeConfig, architecture
 from deltic.errors import ModelError
+from deltic.loader.dummy import random_weights
+from deltic.loader.gguf.config import config_from_gguf
+from deltic.loader.gguf.convert import convert
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_gguf, load_packed
+from deltic.loader.gguf.names import ROPE_FACTORS
+from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
+from deltic.loader.hub import ModelFiles
+from deltic.loader.names import expected_tensors
 from deltic.ops.cpu import missing
-from deltic.ops.records import RopeSpec
 from deltic.ops.torch.basic import frequencies
-from deltic.text.tokenizer import Tokenizer
-from deltic.weights.gguf.config import config_from_gguf
-from deltic.weights.gguf.convert import convert
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf, load_packed
-from deltic.weights.gguf.names import ROPE_FACTORS
-from deltic.weights.gguf.tokenizer import tokenizer_from_gguf
-from deltic.weights.hub import ModelFiles
-from deltic.weights.names import expected_tensors
-from deltic.weights.random import random_weights
+from deltic.ops.types import RopeSpec
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}
@@ -302,7 +302,7 @@ def test_sentencepiece_merges_by_score(seed: int) -> None:
 
 
 def test_a_sentencepiece_tokenizer_is_not_written(tmp_path: Path) -> None:
-    from deltic.weights.gguf.metadata import tokenizer_to_gguf
+    from deltic.loader.gguf.metadata import tokenizer_to_gguf
 
     texts = tokenizer_from_gguf(sentencepiece_metadata(0))
     with pytest.raises(ModelError, match="no byte-level BPE"):

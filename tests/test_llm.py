@@ -14,16 +14,16 @@ import pytest
 from support import numbers, odd_runtime, odd_shape, reference, same_tokens
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.engine.depth import FixedDepth
+from deltic.chat.deltas import join
+from deltic.chat.processor import ChatConfig
 from deltic.engine.engine import Engine
-from deltic.engine.llm import Stream
-from deltic.engine.promise import Wants
 from deltic.engine.sequence import Sequence
 from deltic.engine.start_times import StartTimes
 from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError
-from deltic.text.chat_processor import ChatConfig
-from deltic.text.deltas import join
+from deltic.llm import Stream
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.pending_drafts import Wants
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.engine.engine import Engine
-from deltic.engine.llm import Output
 from deltic.engine.mailbox import Mailbox
-from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
 from deltic.errors import GenerationError, RequestError, UnavailableError
-from deltic.ops.records import Batch
-from deltic.types import Request, TokenOut
+from deltic.llm import Output
+from deltic.ops.types import Batch
+from deltic.params import Request, TokenOut
+from deltic.runner.model_runner import Runtime
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ["What is the capital of France?", "1+1=", "What is the opposite of hot?", "Say something.",

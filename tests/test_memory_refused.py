@@ -17,14 +17,14 @@ import torch
 from support import Answers, drain, greedy, numbers, odd_runtime, odd_shape, reference, serve, take
 
 from deltic import LLM, RandomModel
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.pools import CachePools, allocate
+from deltic.cache.manager import HybridCache
+from deltic.cache.tensors import CachePools, allocate
 from deltic.config import available_memory
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError
 from deltic.ops import backends, memory
-from deltic.ops.records import Batch
+from deltic.ops.types import Batch
+from deltic.runner.model_runner import Runtime
 
 
 @pytest.fixture

@@ -17,16 +17,16 @@ from safetensors.torch import load_file, save_file
 from support import odd_shape, transformers_model
 from test_gguf_metadata import TINY, tokenizer_metadata
 
+from deltic.chat.tokenizer_files import read_tokenizer_files
 from deltic.errors import ModelError
-from deltic.text.files import read_tokenizer_files
-from deltic.weights.gguf.config import config_from_gguf
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf, load_packed
-from deltic.weights.gguf.mmproj import beside
-from deltic.weights.gguf.tokenizer import tokenizer_from_gguf
-from deltic.weights.hub import open_model
-from deltic.weights.random import random_weights
-from deltic.weights.safetensors import load_directory
+from deltic.loader.dummy import random_weights
+from deltic.loader.gguf.config import config_from_gguf
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_gguf, load_packed
+from deltic.loader.gguf.mmproj import beside
+from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
+from deltic.loader.hub import open_model
+from deltic.loader.safetensors import load_directory
 
 ODD = odd_shape()
 ZEROS = np.zeros((8, 8), np.float32)

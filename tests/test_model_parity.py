@@ -17,12 +17,12 @@ from torch import Tensor
 
 from deltic.config import EngineConfig
 from deltic.engine.loading import load
-from deltic.engine.runtime import Runtime
-from deltic.engine.session import Session
+from deltic.loader.safetensors import load_directory
 from deltic.model.decoder import build
-from deltic.ops import Ops, backends, ref
-from deltic.ops.records import Batch, GdnWeights, Rope, RopeSpec, StateView
-from deltic.weights.safetensors import load_directory
+from deltic.ops import Ops, backends, reference
+from deltic.ops.types import Batch, GdnWeights, Rope, RopeSpec, StateView
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
 
 LINEAR, FULL = "linear_attention", "full_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
@@ -176,7 +176,7 @@ def their_answer(pair: Pair, prompt: Sequence[int], count: int) -> tuple[list[in
 
 def test_the_reference_backend_too(pair: Pair) -> None:
     tokens = pair.prompt(40, seed=5)
-    slow = session_over(with_ops(pair.ours, ref.OPS), budget=13)
+    slow = session_over(with_ops(pair.ours, reference.OPS), budget=13)
     check(pair, tokens, pair.expected(tokens), slow.prefill(tokens, all_logits=True))
 
 
@@ -321,17 +321,17 @@ def updates_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         _, _, update = original(state, query, key, value, decay, beta)
         update = update.bfloat16().float()
         heads = len(value)
-        state = state * decay[:, None, None] + ref.spread(key, heads)[..., None] * update[:, None]
-        output = (state * (ref.spread(query, heads)[..., None] / state.shape[-2] ** 0.5)).sum(-2)
+        state = state * decay[:, None, None] + reference.spread(key, heads)[..., None] * update[:, None]
+        output = (state * (reference.spread(query, heads)[..., None] / state.shape[-2] ** 0.5)).sum(-2)
         return state, output, update
 
-    original = ref.gated_delta_step
-    monkeypatch.setattr(ref, "gated_delta_step", step)
+    original = reference.gated_delta_step
+    monkeypatch.setattr(reference, "gated_delta_step", step)
     yield
 
 
 def reference_ops(pair: Pair) -> Runtime:
-    return with_ops(pair.ours, replace(pair.ours.decoder.ops, gdn_mixer=backends()["ref"].gdn_mixer))
+    return with_ops(pair.ours, replace(pair.ours.decoder.ops, gdn_mixer=backends()["reference"].gdn_mixer))
 
 
 def test_the_reference_op_is_equal(untied: Pair, long_answer: tuple[tuple[int, ...], Tensor]) -> None:

@@ -24,19 +24,19 @@ from deltic.cli import main
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.errors import ModelError
+from deltic.loader.dummy import random_head, random_weights
+from deltic.loader.gguf.config import config_from_gguf
+from deltic.loader.gguf.convert import convert
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_gguf, load_packed
+from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.mtp_head import directory_checkpoint, extract_head
+from deltic.loader.names import expected_tensors
+from deltic.loader.quantize import quantize_tensors, quantize_weights
+from deltic.loader.safetensors import load_directory
 from deltic.ops.cpu import missing
-from deltic.ops.qtensor import QTensor
-from deltic.ops.records import MoeWeights
-from deltic.weights.gguf.config import config_from_gguf
-from deltic.weights.gguf.convert import convert
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf, load_packed
-from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.mtp import directory_checkpoint, extract_head
-from deltic.weights.names import expected_tensors
-from deltic.weights.quant import quantize_tensors, quantize_weights
-from deltic.weights.random import random_head, random_weights
-from deltic.weights.safetensors import load_directory
+from deltic.ops.quantized import QTensor
+from deltic.ops.types import MoeWeights
 
 STACK = ".mlp.experts."
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -307,7 +307,7 @@ def test_a_head_is_loaded_and_extracted(with_head: Path, tmp_path: Path) -> None
 def test_extracting_needs_little_memory(with_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read and written piece by piece, whatever the size of a projection."""
     checkpoint, counts = directory_checkpoint(with_head), []
-    monkeypatch.setattr("deltic.weights.mtp._PIECE", 100)
+    monkeypatch.setattr("deltic.loader.mtp_head._PIECE", 100)
 
     def read(name: str, offset: int, count: int) -> bytes:
         counts.append(count)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deltic.config import EngineConfig
 from deltic.engine.loading import load
-from deltic.ops import Ops, backends, ref
-from deltic.ops.records import MlpWeights, MoeWeights
+from deltic.ops import Ops, backends, reference
+from deltic.ops.types import MlpWeights, MoeWeights
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "experts": {},
@@ -54,7 +54,7 @@ def test_one_token_at_a_time_and_cut_anywhere(pair: Pair) -> None:
         same_logits(expected, pair.session(budget).prefill(tokens, all_logits=True))
 
 
-@pytest.mark.parametrize("ops", ["ref", "torch"])
+@pytest.mark.parametrize("ops", ["reference", "torch"])
 def test_the_other_backends_too(pair: Pair, ops: str) -> None:
     tokens = pair.prompt(20, seed=2)
     slow = session_over(with_ops(pair.ours, backends()[ops]), budget=13)
@@ -148,6 +148,6 @@ def test_the_comparison_notices_a_softmax_over_the_chosen_alone(tmp_path: Any) -
     pair = paired(tmp_path, family="qwen3_moe", norm_topk_prob=False)
     tokens = pair.prompt(60, seed=9)
     bug = changed(lambda weights: replace(weights, normalised=True))
-    broken = session_over(with_ops(pair.ours, bug(ref.OPS)), budget=512)
+    broken = session_over(with_ops(pair.ours, bug(reference.OPS)), budget=512)
     with pytest.raises(Mismatch, match=r"best token|differ by"):
         same_logits(pair.expected(tokens), broken.prefill(tokens, all_logits=True))

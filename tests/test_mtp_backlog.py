@@ -11,11 +11,11 @@ from speculation_cases import headed as odd_headed
 from support import Answers, greedy, numbers, session_over, take
 
 from deltic.config import EngineConfig, ModelConfig
-from deltic.engine import mtp
-from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode import mtp
+from deltic.spec_decode.draft_length import FixedDepth
 
 PROMPTS = {"a": 5, "b": 30, "c": 17, "d": 40, "e": 9}
 LENGTHS = {"a": 60, "b": 35, "c": 5, "d": 21, "e": 44}

@@ -23,10 +23,10 @@ from test_mtp_weights import save_shards, split
 from deltic.cli import main
 from deltic.config import ModelConfig
 from deltic.errors import DelticError, ModelError
-from deltic.weights import mtp
-from deltic.weights.hub import open_checkpoint, open_model
-from deltic.weights.mtp import directory_checkpoint, extract_head
-from deltic.weights.random import random_head, random_weights
+from deltic.loader import mtp_head
+from deltic.loader.dummy import random_head, random_weights
+from deltic.loader.hub import open_checkpoint, open_model
+from deltic.loader.mtp_head import directory_checkpoint, extract_head
 
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_5_text", "vocab_size": 29, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4,
@@ -120,14 +120,14 @@ def test_a_head_in_a_folder_of_its_own_can_be_extracted(source: Path, tmp_path: 
 
 
 def test_in_pieces_with_progress(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mtp, "_PIECE", 100)
+    monkeypatch.setattr(mtp_head, "_PIECE", 100)
     checkpoint, reads, seen = directory_checkpoint(source), list[int](), list[tuple[int, int]]()
 
     def read(name: str, offset: int, count: int) -> bytes:
         reads.append(count)
         return checkpoint.read(name, offset, count)
 
-    extract_head(mtp.Checkpoint(source, checkpoint.sizes, read), tmp_path / "h.safetensors", "x",
+    extract_head(mtp_head.Checkpoint(source, checkpoint.sizes, read), tmp_path / "h.safetensors", "x",
                  lambda done, total: seen.append((done, total)))
     assert_extracted(tmp_path / "h.safetensors")
     total = sum(tensor.nbytes for tensor in HEAD.values())
@@ -193,7 +193,7 @@ def test_a_file_that_ends_early_leaves_nothing(source: Path, tmp_path: Path) -> 
         return found[:-1] if count == HEAD["mtp.norm.weight"].nbytes else found
 
     with pytest.raises(ModelError, match=r"safetensors ended while it was read"):
-        extract_head(mtp.Checkpoint(source, checkpoint.sizes, read), tmp_path / "x.safetensors", "x")
+        extract_head(mtp_head.Checkpoint(source, checkpoint.sizes, read), tmp_path / "x.safetensors", "x")
     assert left_in(tmp_path) == []
 
 

@@ -15,22 +15,22 @@ from support import numbers, odd_shape, transformers_model
 from torch import Tensor, nn
 
 from deltic import Session
-from deltic.cache.pools import allocate
+from deltic.cache.tensors import allocate
 from deltic.config import EngineConfig, ModelConfig
-from deltic.engine.batch import build as build_batch
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
+from deltic.engine.step_plan import Plan, Row
+from deltic.loader.dummy import random_head, random_weights
+from deltic.loader.gguf.convert import FILE_TYPES, target_of
+from deltic.loader.names import canonical_head, expected_head, packed_parts, split_packed
+from deltic.loader.quantize import quantize_weights
+from deltic.loader.safetensors import load_directory
 from deltic.model.decoder import Decoder, build
-from deltic.model.mtp import Mtp, build_head
+from deltic.model.mtp_head import Mtp, build_head
 from deltic.ops import Ops, backends
 from deltic.ops.cpu import missing
-from deltic.ops.records import AttentionWeights, Batch, Block, CacheViews, KvView
-from deltic.types import PAGE
-from deltic.weights.gguf.convert import FILE_TYPES, target_of
-from deltic.weights.names import canonical_head, expected_head, packed_parts, split_packed
-from deltic.weights.quant import quantize_weights
-from deltic.weights.random import random_head, random_weights
-from deltic.weights.safetensors import load_directory
+from deltic.ops.types import AttentionWeights, Batch, Block, CacheViews, KvView
+from deltic.params import PAGE
+from deltic.runner.input_batch import build as build_batch
 
 PROMPT, DEPTH = 37, 3
 CHUNKS = (1, 7, 2, 16, 11)

@@ -20,16 +20,16 @@ from support import odd_shape, tiny_texts
 from deltic.cli import main
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
+from deltic.loader.dummy import random_head, random_weights
+from deltic.loader.gguf.config import config_from_gguf
+from deltic.loader.gguf.convert import FILE_TYPES, convert
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.metadata import config_to_gguf
+from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.names import canonical, canonical_head, expected_head, expected_tensors, is_norm, optional_head
+from deltic.loader.safetensors import load_directory
 from deltic.ops.cpu import missing
-from deltic.ops.qtensor import QTensor
-from deltic.weights.gguf.config import config_from_gguf
-from deltic.weights.gguf.convert import FILE_TYPES, convert
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.metadata import config_to_gguf
-from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.names import canonical, canonical_head, expected_head, expected_tensors, is_norm, optional_head
-from deltic.weights.random import random_head, random_weights
-from deltic.weights.safetensors import load_directory
+from deltic.ops.quantized import QTensor
 
 CONFIG = odd_shape(num_mtp_layers=1)
 BLOCKY = odd_shape(vocab_size=3072, hidden_size=256, intermediate_size=256, num_attention_heads=4, head_dim=64,

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from support import odd_shape
 
-from deltic.artifacts.program import hf_config
-from deltic.artifacts.sidecar import write_json
-from deltic.artifacts.tvm.metadata import CONFIG, Metadata, read_config, write_config
 from deltic.cli import command_parser
 from deltic.cli.parser import UsageError
 from deltic.config import ARCHITECTURES, ModelConfig, architecture
 from deltic.config.aliases import FORMATS, GENERATIONS
 from deltic.errors import ModelError
-from deltic.weights.gguf.config import config_from_gguf
-from deltic.weights.gguf.metadata import config_to_gguf
+from deltic.export.program import hf_config
+from deltic.export.sidecar import write_json
+from deltic.export.tvm.metadata import CONFIG, Metadata, read_config, write_config
+from deltic.loader.gguf.config import config_from_gguf
+from deltic.loader.gguf.metadata import config_to_gguf
 
 HYBRIDS = ("qwen35", "qwen3_5", "qwen3.5", "qwen36", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
            "qwen3_5_text", "qwen3_8")

@@ -19,10 +19,10 @@ import pytest
 
 from deltic.config.engine import _CPU_LEVELS
 from deltic.errors import ConfigError
+from deltic.loader.gguf.blocks import BY_NAME
 from deltic.ops.cpu import library, missing
-from deltic.ops.qtensor import PANEL
-from deltic.types import PAGE, RING
-from deltic.weights.gguf.blocks import BY_NAME
+from deltic.ops.quantized import PANEL
+from deltic.params import PAGE, RING
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 

@@ -19,14 +19,14 @@ from test_native_pool import in_time
 from torch import Tensor
 
 from deltic.config import EngineConfig, LinearConfig
-from deltic.engine.batch import build
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import LEVELS
-from deltic.ops.records import Batch
+from deltic.ops.types import Batch
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -204,8 +204,8 @@ def test_a_cursor_out_of_the_replay_ring_is_refused(name: str, value: int, why: 
 STORM = """
 import random, sys, threading, torch
 import test_native_models as tests
-from deltic.engine.batch import build
-from deltic.engine.plan import Plan, Row
+from deltic.runner.input_batch import build
+from deltic.engine.step_plan import Plan, Row
 runtime = tests.shared()
 
 def work(seed):

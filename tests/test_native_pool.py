@@ -22,7 +22,7 @@ from deltic.ops.cpu import kernels, missing
 from deltic.ops.cpu.kernels import native_weight
 from deltic.ops.cpu.library import Pool, library
 from deltic.ops.memory import Arena
-from deltic.ops.qtensor import QTensor, pack_tensor
+from deltic.ops.quantized import QTensor, pack_tensor
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 

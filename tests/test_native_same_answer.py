@@ -36,11 +36,11 @@ from deltic.cli.scenarios import SCENARIOS
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import fold_ring
-from deltic.ops.records import GdnSpec, GdnWeights
-from deltic.types import Request, SamplingParams
+from deltic.ops.types import GdnSpec, GdnWeights
+from deltic.params import Request, SamplingParams
+from deltic.runner.model_runner import Runtime
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 

@@ -16,13 +16,13 @@ from support import lively, numbers, odd_shape
 from torch import Tensor
 
 from deltic.config import EngineConfig, LinearConfig
-from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.ops import backends, ref
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops import backends, reference
 from deltic.ops.cpu import missing
-from deltic.ops.records import PAGE, Batch, CacheViews, GdnWeights, StateView
+from deltic.ops.types import PAGE, Batch, CacheViews, GdnWeights, StateView
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -101,7 +101,7 @@ def test_rings_change_no_bit(kind: str, threads: int) -> None:
         for sequence, ids, done, base, append, right in rows:
             assert same_bits(found[start:start + right], logits[done:done + right])
             assert same_bits(states[start:start + right], hidden[done:done + right])
-            where[sequence] = done + right, ref.next_base(base, done, len(ids), append)
+            where[sequence] = done + right, reference.next_base(base, done, len(ids), append)
             start += len(ids)
 
 
@@ -131,7 +131,7 @@ def test_hidden_states_change_no_bit_of_the_logits(kind: str) -> None:
     assert len(logits) == 0 and again is not None and same_bits(again, hidden)
 
 
-@pytest.mark.parametrize("backend", ["ref", "torch", pytest.param("cpu", marks=needs_kernels)])
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpu", marks=needs_kernels)])
 def test_the_decoder_gives_hidden_states_too(backend: str) -> None:
     runtime = model("float32")
     decoder = replace(runtime.decoder, ops=backends()[backend])

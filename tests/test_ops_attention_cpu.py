@@ -24,10 +24,10 @@ from op_cases import (
 from test_ops_torch import TOLERANCE
 from torch import Tensor
 
-from deltic.ops import backends, ref
+from deltic.ops import backends, reference
 from deltic.ops.cpu import library, missing
 from deltic.ops.cpu.kernels import attention_layer, kv_pages
-from deltic.ops.records import PAGE, AttentionSpec, KvView, Rope, RopeSpec
+from deltic.ops.types import PAGE, AttentionSpec, KvView, Rope, RopeSpec
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -56,7 +56,7 @@ def test_attention_shapes(name: str, dtype: torch.dtype) -> None:
     case = build_batch([Row(1, 5), Row(1, 511), Row(1, 1100), Row(3, 1022), Row(5, 3), Row(40, 490), Row(70, 0)], 8)
     x, weights, before = hidden_states(case, dtype), attention_weights(3, dtype, spec), kv_view(case, dtype, spec)
     slow_view, fast_view = (KvView(before.keys.clone(), before.values.clone()) for _ in range(2))
-    rope = ref.OPS.rope(case.batch.positions, ROTARY[spec.rotary_dim])
+    rope = reference.OPS.rope(case.batch.positions, ROTARY[spec.rotary_dim])
     wanted = backends()["torch"].attention_mixer(x, weights, slow_view, case.fresh(), rope)
     output = native_ops().attention_mixer(x, weights, fast_view, case.fresh(), rope)
     assert_close(output, wanted, TOLERANCE.get(dtype, 4e-3))
@@ -71,9 +71,9 @@ def test_heads_without_norms_and_with_biases(dtype: torch.dtype) -> None:
     x, before = hidden_states(case, dtype), kv_view(case, dtype, spec)
     bias = 0.3 * randn(generator(9), spec.queries + 2 * spec.kv)
     weights = replace(attention_weights(3, dtype, spec), q_norm=None, k_norm=None, bias=bias)
-    rope = ref.OPS.rope(case.batch.positions, RopeSpec(1e4, 24, (), tuple(1 + i / 4 for i in range(12))))
+    rope = reference.OPS.rope(case.batch.positions, RopeSpec(1e4, 24, (), tuple(1 + i / 4 for i in range(12))))
     views, found = [], []
-    for ops in (ref.OPS, backends()["torch"], native_ops()):
+    for ops in (reference.OPS, backends()["torch"], native_ops()):
         views.append(KvView(before.keys.clone(), before.values.clone()))
         found.append(ops.attention_mixer(x, weights, views[-1], case.fresh(), rope))
     for output, view in zip(found[1:], views[1:], strict=True):
@@ -93,7 +93,7 @@ def attend(spec: AttentionSpec, proj: Tensor, rope: Rope, case: Case, view: KvVi
 
 def in_chunks(spec: AttentionSpec, proj: Tensor, chunks: list[int], dtype: torch.dtype, others: list[int]) -> Tensor:
     """One sequence of len(proj) tokens in chunks; each comes with rows of one NaN token at these rotary positions."""
-    rope = ref.OPS.rope(torch.arange(len(proj)).expand(3, -1), ROTARY[spec.rotary_dim])
+    rope = reference.OPS.rope(torch.arange(len(proj)).expand(3, -1), ROTARY[spec.rotary_dim])
     pages = -(-len(proj) // PAGE)
     shape = (8 + pages, PAGE, spec.kv_heads, spec.head_dim)
     view, outputs, done = KvView(torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype)), [], 0

@@ -10,11 +10,11 @@ from op_cases import Row, assert_close, build_batch, gdn_weights, hidden_states,
 from test_ops_ref import clone_state
 from test_ops_torch import *  # noqa: F403  (its tests run here too, on the compiled backend)
 
-from deltic.ops import backends, explain, ref, select
+from deltic.ops import backends, explain, reference, select
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import head
 from deltic.ops.memory import Arena
-from deltic.ops.qtensor import pack_tensor
+from deltic.ops.quantized import pack_tensor
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -35,7 +35,7 @@ def test_single_tokens_in_place(dones: tuple[int, ...], dtype: torch.dtype) -> N
     case = build_batch([Row(done=done, chunk=1) for done in dones])
     x, weights, before = hidden_states(case, dtype), gdn_weights(1, dtype), state_view(case, dtype)
     slow, fast = clone_state(before), clone_state(before)
-    wanted = ref.gdn_mixer(x, weights, slow, case.fresh())
+    wanted = reference.gdn_mixer(x, weights, slow, case.fresh())
     tolerance = promises.TOLERANCE.get(dtype, 4e-3)
     assert_close(backends()["cpu"].gdn_mixer(x, weights, fast, case.fresh()), wanted, tolerance)
     assert max(state_errors(case, fast, slow, before).values()) <= tolerance

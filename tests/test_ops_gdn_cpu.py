@@ -26,11 +26,11 @@ from op_cases import (
 )
 from torch import Tensor
 
-from deltic.ops import ref
+from deltic.ops import reference
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import gdn_layer, slots
 from deltic.ops.cpu.library import LEVELS, address, library, step_batch
-from deltic.ops.records import Batch, GdnSpec, GdnWeights, StateView
+from deltic.ops.types import Batch, GdnSpec, GdnWeights, StateView
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -88,7 +88,7 @@ def test_against_the_reference(spec: GdnSpec, dtype: torch.dtype) -> None:
     x, weights = hidden_states(case, dtype), gdn_weights(3, dtype, spec)
     before = state_view(case, dtype, spec)
     slow, fast = clone_state(before), clone_state(before)
-    wanted = ref.gdn_mixer(x, weights, slow, case.fresh())
+    wanted = reference.gdn_mixer(x, weights, slow, case.fresh())
     assert_close(native_ops().gdn_mixer(x, weights, fast, case.fresh()), wanted, TOLERANCE[dtype])
     assert max(state_errors(case, fast, slow, before).values()) <= TOLERANCE[dtype]
 
@@ -170,7 +170,7 @@ def test_extreme_inputs(dtype: torch.dtype) -> None:
     for factor in (1e-30, 1e4, 1e9):
         x, before = hidden_states(case, dtype) * factor, state_view(case, dtype, spec)
         slow, fast = clone_state(before), clone_state(before)
-        wanted = ref.gdn_mixer(x, weights, slow, case.fresh())
+        wanted = reference.gdn_mixer(x, weights, slow, case.fresh())
         output = native_ops().gdn_mixer(x, weights, fast, case.fresh())
         assert_close(output, wanted, 2 * TOLERANCE[dtype])
         assert max(state_errors(case, fast, slow, before).values()) <= 2 * TOLERANCE[dtype]

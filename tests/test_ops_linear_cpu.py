@@ -19,12 +19,12 @@ from op_cases import same_bits
 from test_gguf_blocks import READABLE, random_rows, theirs
 from torch import Tensor
 
+from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import native_weight
 from deltic.ops.cpu.library import library
 from deltic.ops.memory import Arena
-from deltic.ops.qtensor import QTensor, pack_rows
-from deltic.weights.gguf.blocks import BY_NAME, LAYOUTS
+from deltic.ops.quantized import QTensor, pack_rows
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 

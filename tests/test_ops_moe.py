@@ -10,13 +10,13 @@ import torch
 from op_cases import generator, randn
 from torch import Tensor
 
-from deltic.ops import Ops, backends, ref
+from deltic.loader.gguf.blocks import BY_NAME
+from deltic.loader.gguf.quantize import _ENCODERS, quantize
+from deltic.ops import Ops, backends, reference
 from deltic.ops.cpu import missing, overlay
 from deltic.ops.memory import Arena
-from deltic.ops.qtensor import QTensor, pack_rows
-from deltic.ops.records import Block, MlpWeights, MoeWeights, Weight
-from deltic.weights.gguf.blocks import BY_NAME
-from deltic.weights.gguf.quantize import _ENCODERS, quantize
+from deltic.ops.quantized import QTensor, pack_rows
+from deltic.ops.types import Block, MlpWeights, MoeWeights, Weight
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 BACKENDS = ["torch", pytest.param("cpu", marks=needs_kernels)]
@@ -61,7 +61,7 @@ def test_as_the_oracle(backend: str, shape: tuple[int, int, int, int, int], norm
     ops, weights = backends()[backend], weights_of(shape, normalised=normalised)
     for count in (0, 1, 2, 9, 70):
         x = tokens_of(count, shape[-1])
-        expected, found = ref.moe(x, weights), ops.moe(x, packed(weights, ops))
+        expected, found = reference.moe(x, weights), ops.moe(x, packed(weights, ops))
         assert found.shape == expected.shape and found.dtype == x.dtype
         assert torch.allclose(found, expected, rtol=1e-4, atol=2e-5)
 
@@ -71,13 +71,13 @@ def test_as_the_oracle(backend: str, shape: tuple[int, int, int, int, int], norm
 def test_half_precision(backend: str, dtype: torch.dtype) -> None:
     ops, weights = backends()[backend], mapped(weights_of(SHAPES[2]), lambda matrix: matrix.to(dtype))
     x = tokens_of(30, 44).to(dtype)
-    expected = ref.moe(x.float(), mapped(weights, lambda matrix: matrix.float()))
+    expected = reference.moe(x.float(), mapped(weights, lambda matrix: matrix.float()))
     found = ops.moe(x, packed(weights, ops))
     assert found.dtype == dtype
     assert float((found.float() - expected).abs().mean() / expected.abs().mean()) < 0.01
 
 
-@pytest.mark.parametrize("backend", ["ref", *BACKENDS])
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_of_equals_the_first_is_chosen(backend: str) -> None:
     """The experts give their own number; all logits are equal, but for one."""
     ops, hidden = backends()[backend], 16
@@ -121,7 +121,7 @@ def quantized(weights: MoeWeights, kind: str) -> MoeWeights:
 def test_every_type_of_blocks(kind: str) -> None:
     weights = quantized(weights_of((6, 2, 256, 512, 256)), kind)
     x = tokens_of(13, 256)
-    found, expected = overlay(threads=2).moe(x, weights), ref.moe(x, weights)
+    found, expected = overlay(threads=2).moe(x, weights), reference.moe(x, weights)
     assert float((found - expected).norm() / expected.norm()) < 0.02
 
 
@@ -189,5 +189,5 @@ def test_blocks_are_what_they_should_be() -> None:
     x = tokens_of(4, 40)
     blocks: list[Weight | Block] = [packed(weights, overlay()).router]
     assert isinstance(blocks[0], QTensor)
-    assert torch.allclose(ref.moe(x, packed(weights, overlay())), ref.moe(x, weights), atol=1e-5)
+    assert torch.allclose(reference.moe(x, packed(weights, overlay())), reference.moe(x, weights), atol=1e-5)
     assert np.isfinite(x.numpy()).all()

@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 from test_gguf_blocks import READABLE, random_rows
 
+from deltic.loader.gguf.blocks import BY_NAME, IQ4_VALUES, MXFP4_VALUES, decode
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import Matrix, library
-from deltic.weights.gguf.blocks import BY_NAME, IQ4_VALUES, MXFP4_VALUES, decode
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 

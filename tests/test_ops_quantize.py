@@ -17,15 +17,15 @@ from support import odd_shape
 
 from deltic.config import LinearConfig, ModelConfig, RopeConfig
 from deltic.errors import ModelError
+from deltic.loader.dummy import random_weights
+from deltic.loader.gguf import quantize as quantize_module
+from deltic.loader.gguf.blocks import BY_NAME, decode
+from deltic.loader.gguf.convert import FILE_TYPES, target_of
+from deltic.loader.gguf.quantize import _encode, quantize, quantize_in_pieces
+from deltic.loader.quantize import SCHEMES, quantize_weights
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import library
-from deltic.ops.qtensor import QTensor
-from deltic.weights.gguf import quantize as quantize_module
-from deltic.weights.gguf.blocks import BY_NAME, decode
-from deltic.weights.gguf.convert import FILE_TYPES, target_of
-from deltic.weights.gguf.quantize import _encode, quantize, quantize_in_pieces
-from deltic.weights.quant import SCHEMES, quantize_weights
-from deltic.weights.random import random_weights
+from deltic.ops.quantized import QTensor
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 

@@ -37,8 +37,8 @@ from torch.nn import functional
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-from deltic.ops import ref
-from deltic.ops.records import PAGE, RING, AttentionWeights, GdnWeights, KvView, MlpWeights, RopeSpec
+from deltic.ops import reference
+from deltic.ops.types import PAGE, RING, AttentionWeights, GdnWeights, KvView, MlpWeights, RopeSpec
 
 CASES = cases()
 NEW = -1
@@ -74,10 +74,10 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
 def test_linear_takes_row_blocks() -> None:
     rng = generator(0)
     x, weight = randn(rng, 5, 9), randn(rng, 12, 9)
-    torch.testing.assert_close(ref.linear(x, weight), x @ weight.T)
-    torch.testing.assert_close(ref.linear(x, weight.split([5, 1, 6])), x @ weight.T)
-    assert ref.head(x[:0], weight).shape == (0, 12)
-    assert ref.head(x.bfloat16(), weight.bfloat16()).dtype == torch.float32
+    torch.testing.assert_close(reference.linear(x, weight), x @ weight.T)
+    torch.testing.assert_close(reference.linear(x, weight.split([5, 1, 6])), x @ weight.T)
+    assert reference.head(x[:0], weight).shape == (0, 12)
+    assert reference.head(x.bfloat16(), weight.bfloat16()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,16 +85,16 @@ def test_rms_norm_is_theirs(dtype: torch.dtype) -> None:
     module = theirs.Qwen3_5RMSNorm(HIDDEN, eps=1e-6)
     randomise(module, 1)
     x = randn(generator(2), 7, HIDDEN).to(dtype)
-    assert same_bits(ref.rms_norm(x, 1.0 + module.weight.detach(), 1e-6), module(x).detach())
+    assert same_bits(reference.rms_norm(x, 1.0 + module.weight.detach(), 1e-6), module(x).detach())
 
 
 def test_add_norm_norms_the_sum() -> None:
     rng = generator(3)
     residual, delta, weight = randn(rng, 4, 9).bfloat16(), randn(rng, 4, 9).bfloat16(), randn(rng, 9).float()
-    total, normed = ref.add_norm(residual, delta, weight, 1e-5)
+    total, normed = reference.add_norm(residual, delta, weight, 1e-5)
     assert same_bits(total, residual + delta)
-    assert same_bits(normed, ref.rms_norm(total, weight, 1e-5))
-    alone, _ = ref.add_norm(residual, None, weight, 1e-5)
+    assert same_bits(normed, reference.rms_norm(total, weight, 1e-5))
+    alone, _ = reference.add_norm(residual, None, weight, 1e-5)
     assert same_bits(alone, residual)
     assert alone.data_ptr() != residual.data_ptr()
 
@@ -104,7 +104,7 @@ def test_gated_norm_is_theirs() -> None:
     randomise(module, 4)
     rng = generator(5)
     x, gate = randn(rng, 7, HIDDEN).float(), randn(rng, 7, HIDDEN).float()
-    torch.testing.assert_close(ref.gated_norm(x, gate, module.weight.detach(), 1e-6), module(x, gate).detach())
+    torch.testing.assert_close(reference.gated_norm(x, gate, module.weight.detach(), 1e-6), module(x, gate).detach())
 
 
 def test_mlp_is_theirs() -> None:
@@ -113,7 +113,7 @@ def test_mlp_is_theirs() -> None:
     x = randn(generator(7), 5, HIDDEN)
     gate_up = (module.gate_proj.weight.detach(), module.up_proj.weight.detach())
     weights = MlpWeights(gate_up, module.down_proj.weight.detach())
-    torch.testing.assert_close(ref.mlp(x, weights), module(x).detach())
+    torch.testing.assert_close(reference.mlp(x, weights), module(x).detach())
 
 
 @pytest.mark.parametrize("sections", [(11, 11, 10), (8, 16, 8), (1, 30, 1)])
@@ -123,24 +123,24 @@ def test_rope_is_theirs_on_three_axes(sections: tuple[int, int, int]) -> None:
     module = theirs.Qwen3_5TextRotaryEmbedding(config(head_dim=256, rope_parameters=parameters))
     positions = torch.randint(0, 200_000, (3, 40), generator=generator(8))
     cos, sin = module(torch.zeros(1), positions[:, None])
-    rope = ref.rope(positions, RopeSpec(1e7, 64, sections))
+    rope = reference.rope(positions, RopeSpec(1e7, 64, sections))
     assert same_bits(rope.cos, cos[0])
     assert same_bits(rope.sin, sin[0])
 
 
 def test_rope_without_sections_is_plain() -> None:
     positions = torch.arange(30).expand(3, -1).clone()
-    plain, split = ref.rope(positions, RopeSpec(1e4, 12)), ref.rope(positions, RopeSpec(1e4, 12, (2, 2, 2)))
+    plain, split = reference.rope(positions, RopeSpec(1e4, 12)), reference.rope(positions, RopeSpec(1e4, 12, (2, 2, 2)))
     assert same_bits(plain.cos, split.cos)
     positions[1:] = 0
-    assert same_bits(plain.cos, ref.rope(positions, RopeSpec(1e4, 12)).cos)
+    assert same_bits(plain.cos, reference.rope(positions, RopeSpec(1e4, 12)).cos)
 
 
 def test_rotate_is_theirs() -> None:
     rng = generator(9)
-    x, rope = randn(rng, 8, 6, 10), ref.rope(torch.randint(0, 99, (3, 8), generator=rng), ROPE)
+    x, rope = randn(rng, 8, 6, 10), reference.rope(torch.randint(0, 99, (3, 8), generator=rng), ROPE)
     wanted, _ = theirs.apply_rotary_pos_emb(x, x, rope.cos.double(), rope.sin.double())
-    torch.testing.assert_close(ref.rotate(x, rope), wanted)
+    torch.testing.assert_close(reference.rotate(x, rope), wanted)
 
 
 # Short convolution
@@ -153,9 +153,9 @@ def test_short_conv_cut_anywhere_is_theirs() -> None:
     ring, done = torch.full((7, 9), torch.nan), 0
     for chunk in (1, 2, 3, 11, 1, 1, 7, 14):
         piece = inputs[done : done + chunk]
-        result = ref.short_conv(ring, piece, done, weight)
+        result = reference.short_conv(ring, piece, done, weight)
         torch.testing.assert_close(result, wanted[done : done + chunk], rtol=1e-5, atol=1e-6)
-        ring, done = ref.advance_conv(ring, piece, done, done + chunk), done + chunk
+        ring, done = reference.advance_conv(ring, piece, done, done + chunk), done + chunk
     places = conv_places(40, 7)
     assert same_bits(ring[places], inputs[-7:])
 
@@ -167,7 +167,7 @@ def delta_inputs(seed: int, tokens: int, heads: tuple[int, int] = (2, 6), dims: 
                  dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     """Normalised query and key, value, decay, beta."""
     rng = generator(seed)
-    query, key = (ref.unit(randn(rng, tokens, heads[0], dims[0])).to(dtype) for _ in range(2))
+    query, key = (reference.unit(randn(rng, tokens, heads[0], dims[0])).to(dtype) for _ in range(2))
     value, decay = randn(rng, tokens, heads[1], dims[1]).to(dtype), uniform(rng, tokens, heads[1]).to(dtype)
     return query, key, value, decay, uniform(rng, tokens, heads[1]).to(dtype)
 
@@ -182,35 +182,35 @@ def test_delta_rule_is_theirs(rule: str, tokens: int) -> None:
     output, last = getattr(theirs, rule)(
         query[None], key[None], value[None], g=decay.log()[None], beta=beta[None], initial_state=state[None],
         output_final_state=True, use_qk_l2norm_in_kernel=True)
-    run = ref.gated_delta(state, ref.unit(query), ref.unit(key), value, decay, beta)
+    run = reference.gated_delta(state, reference.unit(query), reference.unit(key), value, decay, beta)
     assert_close(run.outputs, output[0], 2e-6)
     assert_close(run.states[tokens], last[0], 2e-6)
 
 
 def test_delta_rule_split_anywhere_has_the_same_bits() -> None:
     inputs, state = delta_inputs(1, 50), randn(generator(2), 6, 5, 7).float()
-    whole = ref.gated_delta(state, *inputs, wanted=tuple(range(51)))
+    whole = reference.gated_delta(state, *inputs, wanted=tuple(range(51)))
     for cut in range(51):
-        rest = ref.gated_delta(whole.states[cut], *(x[cut:] for x in inputs))
+        rest = reference.gated_delta(whole.states[cut], *(x[cut:] for x in inputs))
         assert same_bits(rest.outputs, whole.outputs[cut:])
         assert same_bits(rest.states[50 - cut], whole.states[50])
 
 
 def test_fold_has_the_bits_of_the_steps() -> None:
     inputs, state = delta_inputs(3, RING), randn(generator(4), 6, 5, 7).float()
-    run = ref.gated_delta(state, *inputs, wanted=tuple(range(RING)))
+    run = reference.gated_delta(state, *inputs, wanted=tuple(range(RING)))
     for count in range(RING + 1):
-        folded = ref.fold(state, inputs[1][:count], run.updates[:count], inputs[3][:count])
+        folded = reference.fold(state, inputs[1][:count], run.updates[:count], inputs[3][:count])
         assert same_bits(folded, run.states[count])
 
 
 def test_replay_without_writing_the_state() -> None:
     state = randn(generator(5), 6, 5, 7)
     inputs = delta_inputs(6, RING + 1, dtype=torch.float64)
-    run = ref.gated_delta(state, *inputs)
+    run = reference.gated_delta(state, *inputs)
     for count in range(RING + 1):
         entries = inputs[1][:count], run.updates[:count], inputs[3][:count]
-        output, update = ref.gated_delta_replay(state, *entries, *(x[count] for x in inputs))
+        output, update = reference.gated_delta_replay(state, *entries, *(x[count] for x in inputs))
         assert_close(output, run.outputs[count], 1e-13)
         assert_close(update, run.updates[count], 1e-13)
 
@@ -219,9 +219,9 @@ def test_replay_survives_decays_that_underflow() -> None:
     state = randn(generator(7), 6, 5, 7).float()
     query, key, value, decay, beta = delta_inputs(8, RING + 1)
     decay = decay * 1e-30
-    run = ref.gated_delta(state, query, key, value, decay, beta)
+    run = reference.gated_delta(state, query, key, value, decay, beta)
     token = [x[RING] for x in (query, key, value, decay, beta)]
-    output, _ = ref.gated_delta_replay(state, key[:RING], run.updates[:RING], decay[:RING], *token)
+    output, _ = reference.gated_delta_replay(state, key[:RING], run.updates[:RING], decay[:RING], *token)
     assert_close(output, run.outputs[RING], 1e-6)
 
 
@@ -231,8 +231,8 @@ def test_delta_rule_does_not_drift(inputs: torch.dtype) -> None:
     query, key, value, decay, beta = delta_inputs(9, 4096, (2, 2), (64, 32), torch.float64)
     rounded = [x.to(inputs).float() for x in (query, key, value)] + [decay.pow(0.05).float(), beta.float()]
     zero = torch.zeros(2, 64, 32)
-    run = ref.gated_delta(zero, *rounded)
-    exact = ref.gated_delta(zero.double(), *(x.double() for x in rounded))
+    run = reference.gated_delta(zero, *rounded)
+    exact = reference.gated_delta(zero.double(), *(x.double() for x in rounded))
     assert_close(run.outputs[-512:], exact.outputs[-512:], 1.5e-6)
 
 
@@ -256,7 +256,7 @@ def run_gdn(weights: GdnWeights, x: Tensor, chunks: list[int]) -> Tensor:
         case = build_batch([Row(chunk, done)])
         view = view or state_view(case, x.dtype)
         batch = replace(case.batch, source=torch.tensor([1]), target=torch.tensor([1]), span=None)
-        outputs.append(ref.gdn_mixer(x[done : done + chunk], weights, view, batch))
+        outputs.append(reference.gdn_mixer(x[done : done + chunk], weights, view, batch))
         done += chunk
     return torch.cat(outputs)
 
@@ -302,8 +302,8 @@ def run_attention(weights: AttentionWeights, x: Tensor, positions: Tensor, chunk
         places = torch.arange(done, done + chunk)
         batch = replace(build_batch([Row(chunk, done)]).batch, pages=pages[None],
                         store=pages[places // PAGE] * PAGE + places % PAGE)
-        rope = ref.rope(positions[:, done : done + chunk], ROPE)
-        outputs.append(ref.attention_mixer(x[done : done + chunk], weights, kv, batch, rope))
+        rope = reference.rope(positions[:, done : done + chunk], ROPE)
+        outputs.append(reference.attention_mixer(x[done : done + chunk], weights, kv, batch, rope))
         done += chunk
     return torch.cat(outputs)
 
@@ -341,11 +341,12 @@ def test_attention_without_gate_ignores_no_row() -> None:
 def test_only_what_is_specified_is_touched(case: Case) -> None:
     x, view = hidden_states(case, torch.float32), state_view(case, torch.float32)
     before = clone_state(view)
-    output = ref.gdn_mixer(x, gdn_weights(1, torch.float32), view, case.batch)
+    output = reference.gdn_mixer(x, gdn_weights(1, torch.float32), view, case.batch)
     assert output.isfinite().all()
     state_errors(case, view, view, before)
     kv, kept = kv_view(case, torch.float32), kv_view(case, torch.float32)
-    mixed = ref.attention_mixer(x, attention_weights(1, torch.float32), kv, case.batch, rope_table(ref.OPS, case))
+    table = rope_table(reference.OPS, case)
+    mixed = reference.attention_mixer(x, attention_weights(1, torch.float32), kv, case.batch, table)
     assert mixed.isfinite().all()
     kv_errors(case, kv, kv, kept)
 
@@ -355,12 +356,12 @@ def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(case: Case) -> None:
     x, weights = hidden_states(case, torch.float32), gdn_weights(1, torch.float32)
     view, starts = state_view(case, torch.float32), case.batch.starts.tolist()
     fresh = clone_state(view)
-    together = ref.gdn_mixer(x, weights, view, case.batch)
+    together = reference.gdn_mixer(x, weights, view, case.batch)
     for index, row in enumerate(case.rows):
         alone = build_batch([replace(row, emits=())]).batch
         alone = replace(alone, source=case.batch.source[[index]], target=case.batch.target[[index]],
                         ring=case.batch.ring[[index]], span=None)
-        output = ref.gdn_mixer(x[starts[index] : starts[index + 1]], weights, fresh, alone)
+        output = reference.gdn_mixer(x[starts[index] : starts[index + 1]], weights, fresh, alone)
         assert same_bits(output, together[starts[index] : starts[index + 1]])
         slot = int(case.batch.target[index])
         assert same_bits(fresh.recurrent[slot], view.recurrent[slot])
@@ -377,16 +378,16 @@ def test_rows_read_before_any_row_writes() -> None:
     slot = int(case.batch.source[0])
     alone = clone_state(view)
     batch = replace(case.batch, source=torch.tensor([slot, slot]))
-    together = ref.gdn_mixer(x, weights, view, batch)
+    together = reference.gdn_mixer(x, weights, view, batch)
     second = replace(build_batch([Row(2, 10, in_place=False)]).batch, source=torch.tensor([slot]),
                      target=case.batch.target[1:])
-    assert same_bits(together[3:], ref.gdn_mixer(x[3:], weights, alone, second))
+    assert same_bits(together[3:], reference.gdn_mixer(x[3:], weights, alone, second))
 
 
 def test_copies() -> None:
     pools = tuple(randn(generator(18), 2, 6, *shape) for shape in ((3,), (4, 5)))
     before = [pool.clone() for pool in pools]
-    ref.copy_slots(pools, torch.tensor([1, 2]), torch.tensor([2, 5]))
+    reference.copy_slots(pools, torch.tensor([1, 2]), torch.tensor([2, 5]))
     for pool, old in zip(pools, before, strict=True):
         assert same_bits(pool, old[:, [0, 1, 1, 3, 4, 2]])
 
@@ -396,4 +397,4 @@ def test_the_silu_of_the_convolution_is_needed() -> None:
     rng = generator(20)
     inputs, weight = randn(rng, 6, 3), randn(rng, 3, 4)
     linear = functional.conv1d(inputs.T[None], weight[:, None], padding=3, groups=3)[0, :, :6].T
-    torch.testing.assert_close(ref.short_conv(torch.empty(4, 3), inputs, 0, weight), functional.silu(linear))
+    torch.testing.assert_close(reference.short_conv(torch.empty(4, 3), inputs, 0, weight), functional.silu(linear))

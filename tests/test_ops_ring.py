@@ -31,9 +31,9 @@ from op_cases import (
 from test_ops_gdn_cpu import core, projected
 from torch import Tensor
 
-from deltic.ops import backends, ref
+from deltic.ops import backends, reference
 from deltic.ops.cpu import kernels, missing
-from deltic.ops.records import RING, Batch, GdnSpec, GdnWeights, RingView, StateView
+from deltic.ops.types import RING, Batch, GdnSpec, GdnWeights, RingView, StateView
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 Core = Callable[[Tensor, GdnWeights, StateView, Batch], Tensor]
@@ -46,9 +46,9 @@ def test_next_base(base: int, ring: int, chunk: int, append: bool) -> None:
     done = base + ring
     if append and chunk > RING:
         with pytest.raises(ValueError, match="replay ring"):
-            ref.next_base(base, done, chunk, append)
+            reference.next_base(base, done, chunk, append)
         return
-    after = ref.next_base(base, done, chunk, append)
+    after = reference.next_base(base, done, chunk, append)
     assert after == done + chunk if not append else after in (base, done)
     assert done + chunk - after <= RING
 
@@ -205,7 +205,7 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch
 @given(st.integers(0, 1000), st.booleans())
 def test_the_reference_has_the_bits_of_plain_steps(seed: int, tiled: bool) -> None:
     weights = gdn_weights(seed, torch.float32, replace(GDN, tiled=tiled))
-    assert World(ref.gdn_core, weights, torch.float32, seed, 40, 2).history(ref.fold_ring, sound)
+    assert World(reference.gdn_core, weights, torch.float32, seed, 40, 2).history(reference.fold_ring, sound)
 
 
 _level = by_level(each_level)
@@ -282,7 +282,7 @@ def leaked_input(ring: RingView, unit: int, base: int, done: int, rejected: bool
 
 
 BUGS = [rounded_updates, doubled_decay, dropped_entry, repeated_entry, leaked_draft, leaked_input]
-CORES = [pytest.param(ref.gdn_core, ref.fold_ring, id="ref"),
+CORES = [pytest.param(reference.gdn_core, reference.fold_ring, id="reference"),
          pytest.param(core, fold_ring, id="cpu", marks=needs_kernels)]
 
 
@@ -295,17 +295,17 @@ def test_bugs_are_noticed(bug: Any, run: Core, fold: Callable[..., None]) -> Non
 
 
 def test_a_leaked_conv_input_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ref.advance_conv
-    world = World(ref.gdn_core, gdn_weights(2, torch.float32), torch.float32, 2, 40, 2)
-    monkeypatch.setattr(ref, "advance_conv", lambda ring, chunk, done, length: original(
+    original = reference.advance_conv
+    world = World(reference.gdn_core, gdn_weights(2, torch.float32), torch.float32, 2, 40, 2)
+    monkeypatch.setattr(reference, "advance_conv", lambda ring, chunk, done, length: original(
         ring, chunk.roll(1, 0), done, length))
-    assert not world.history(ref.fold_ring, sound)
+    assert not world.history(reference.fold_ring, sound)
 
 
 # Memory
 
 
-@pytest.mark.parametrize("backend", ["ref", "torch", pytest.param("cpu", marks=needs_kernels)])
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpu", marks=needs_kernels)])
 def test_fold_ring_writes_the_target_in_every_layer(backend: str) -> None:
     case = build_batch([Row(1, 12, ring=12), Row(1, 21, ring=16), Row(1, 30, ring=3), Row(1, 4, ring=0)], 3)
     fold = backends()[backend].fold_ring
@@ -314,7 +314,7 @@ def test_fold_ring_writes_the_target_in_every_layer(backend: str) -> None:
         for target in (source, 0):
             before = tuple(state_view(replace(case, seed=seed), torch.bfloat16) for seed in (1, 2))
             wanted, views = tuple(map(clone_state, before)), tuple(map(clone_state, before))
-            ref.fold_ring(wanted, source, unit, row.base, row.done, target)
+            reference.fold_ring(wanted, source, unit, row.base, row.done, target)
             fold(views, source, unit, row.base, row.done, target)
             others = [slot for slot in range(case.slots) if slot != target]
             places = conv_places(row.done, views[0].conv.shape[1])
@@ -327,7 +327,7 @@ def test_fold_ring_writes_the_target_in_every_layer(backend: str) -> None:
                 assert all(same_bits(getattr(new.ring, name), getattr(old.ring, name)) for name in RING_POOLS)
 
 
-@pytest.mark.parametrize("backend", ["ref", "torch", pytest.param("cpu", marks=needs_kernels)])
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpu", marks=needs_kernels)])
 def test_a_ring_in_another_order_than_its_layer_is_refused(backend: str) -> None:
     case = build_batch([Row(2, 0, append=True)])
     view, x = state_view(case, torch.float32), hidden_states(case, torch.float32)
@@ -336,7 +336,7 @@ def test_a_ring_in_another_order_than_its_layer_is_refused(backend: str) -> None
         backends()[backend].gdn_mixer(x, weights, view, case.batch)
 
 
-@pytest.mark.parametrize("run", [ref.gdn_core, pytest.param(core, marks=needs_kernels)])
+@pytest.mark.parametrize("run", [reference.gdn_core, pytest.param(core, marks=needs_kernels)])
 def test_slots_with_rings_that_no_row_uses(run: Core) -> None:
     """Plain rows have the same bits, and leave the rings alone."""
     case, weights = build_batch([Row(1, 4), Row(1, 0), Row(30, 5, emits=(7,))], 2), gdn_weights(3, torch.float32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltic.ops import backends
 from deltic.ops.noise import gumbel, sample_key
-from deltic.ops.records import Adjust, Sampled, Sampling
+from deltic.ops.types import Adjust, Sampled, Sampling
 
 OPS = backends()
 WORD = 1 << 64
@@ -195,7 +195,7 @@ def test_draws_have_the_exact_probabilities(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("other", [(1.2, 0, 1.0, 0.0), (1.0, 6, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)])
 def test_chi_square_notices_other_settings(other: tuple[float, int, float, float]) -> None:
-    tokens = draw_many("ref", torch.tensor(LOGITS), SETTINGS["plain"])
+    tokens = draw_many("reference", torch.tensor(LOGITS), SETTINGS["plain"])
     assert chi_square_excess(tokens, exact_chances(LOGITS, *other)) > 0
 
 
@@ -261,7 +261,7 @@ def test_backends_draw_the_same_tokens(vocabulary: int, spread: str, ties: bool)
     for settings in (mixed, hot, cold):
         for adjust in (None, random_adjust(vocabulary, rows, vocabulary)):
             sampling = make_sampling(settings, keys, adjust=adjust, top_logprobs=3)
-            slow = OPS["ref"].sample(logits.clone(), sampling)
+            slow = OPS["reference"].sample(logits.clone(), sampling)
             for name in ("torch", "cpu"):
                 assert same_reports(OPS[name].sample(logits.clone(), sampling), slow)
                 bare = OPS[name].sample(logits.clone(), replace(sampling, top_logprobs=None))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltic.ops import backends
 from deltic.ops.noise import sample_key
-from deltic.ops.records import Sampled, Sampling
+from deltic.ops.types import Sampled, Sampling
 
 OPS = backends()
 Setting = tuple[float, int, float, float]
@@ -58,7 +58,7 @@ def test_draws_are_those_of_the_reference(vocabulary: int, kind: str, backend: s
     rows = 150
     logits = logits_of(vocabulary, rows, vocabulary, kind)
     sampling = make_sampling(settings_of(vocabulary, rows), keys_of(rows))
-    wanted = OPS["ref"].sample(logits.clone(), sampling).tokens.tolist()
+    wanted = OPS["reference"].sample(logits.clone(), sampling).tokens.tolist()
     assert OPS[backend].sample(logits.clone(), sampling).tokens.tolist() == wanted
 
 
@@ -70,7 +70,7 @@ def test_draws_are_those_of_the_reference_in_a_large_vocabulary(backend: str) ->
                                (3.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (2.0, 5000, 0.9, 0.01),
                                (1.0, 257, 1.0, 0.0), (1.0, 256, 0.9, 0.0), (1.0, 40_000, 1.0, 0.0), (2.0, 0, 1.0, 1e-3)]
     sampling = make_sampling(settings, keys_of(rows, 9))
-    wanted = OPS["ref"].sample(logits.clone(), sampling).tokens.tolist()
+    wanted = OPS["reference"].sample(logits.clone(), sampling).tokens.tolist()
     assert OPS[backend].sample(logits.clone(), sampling).tokens.tolist() == wanted
 
 

@@ -22,10 +22,10 @@ from op_cases import (
 )
 from torch import Tensor
 
-from deltic.ops import Ops, backends, ref
+from deltic.ops import Ops, backends, reference
 from deltic.ops.cpu import kernels
 from deltic.ops.cpu.library import AttentionLayer, address, library, step_batch
-from deltic.ops.records import PAGE, AttentionWeights, KvView, Layout
+from deltic.ops.types import PAGE, AttentionWeights, KvView, Layout
 
 CASE = build_batch([Row(1, 5), Row(1, 0), Row(1, 33), Row(3, 14), Row(40, 7)], 8)
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16],
@@ -37,7 +37,7 @@ _level = by_level(each_level)
 
 
 def stored(ops: Ops, weights: AttentionWeights, x: Tensor, case: Case, alone: bool) -> KvView:
-    kv, rope, spec = kv_view(case, x.dtype), rope_table(ref.OPS, case), weights.spec
+    kv, rope, spec = kv_view(case, x.dtype), rope_table(reference.OPS, case), weights.spec
     batch = case.fresh()
     if not alone:
         ops.attention_mixer(x, weights, kv, batch, rope)
@@ -52,7 +52,7 @@ def in_blocks(ops: Ops, dtype: torch.dtype, gate: bool, packs: bool = True) -> A
     weights = attention_weights(3, dtype, replace(ATTENTION, gate=gate))
     assert isinstance(weights.qkv, Tensor)
     queries, others = weights.qkv.split([len(weights.qkv) - 2 * weights.spec.kv, 2 * weights.spec.kv])
-    pack = ops.pack if packs else ref.pack
+    pack = ops.pack if packs else reference.pack
     return replace(weights, qkv=(pack(queries.contiguous(), False), pack(others.contiguous(), False)))
 
 
@@ -60,12 +60,12 @@ def check(ops: Ops, weights: AttentionWeights, dtype: torch.dtype) -> None:
     x, before = hidden_states(CASE, dtype), kv_view(CASE, dtype)
     wanted, found = (stored(ops, weights, x, CASE, alone) for alone in (False, True))
     assert same_bits(found.keys, wanted.keys) and same_bits(found.values, wanted.values)
-    assert kv_errors(CASE, found, stored(ref.OPS, weights, x, CASE, False), before) <= 2e-2
+    assert kv_errors(CASE, found, stored(reference.OPS, weights, x, CASE, False), before) <= 2e-2
 
 
 @by_gate
 @by_dtype
-@pytest.mark.parametrize("backend", ["ref", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_in_torch(backend: str, dtype: torch.dtype, gate: bool) -> None:
     ops = backends()[backend]
     check(ops, in_blocks(ops, dtype, gate), dtype)

@@ -31,8 +31,8 @@ from op_cases import (
 )
 from torch import Tensor
 
-from deltic.ops import Ops, backends, explain, ref, select
-from deltic.ops.records import GdnSpec, GdnWeights, KvView, MlpWeights, RopeSpec, StateView
+from deltic.ops import Ops, backends, explain, reference, select
+from deltic.ops.types import GdnSpec, GdnWeights, KvView, MlpWeights, RopeSpec, StateView
 
 CASES = cases()
 FAST = backends()["torch"]
@@ -55,7 +55,7 @@ def test_gdn_mixer(case: Case, dtype: torch.dtype) -> None:
     x, weights, before = hidden_states(case, dtype), gdn_weights(1, dtype), state_view(case, dtype)
     kept, slow_view, fast_view = x.clone(), clone_state(before), clone_state(before)
     unchanged = frozen(weights, case.batch)
-    wanted = ref.gdn_mixer(x, weights, slow_view, case.fresh())
+    wanted = reference.gdn_mixer(x, weights, slow_view, case.fresh())
     output = FAST.gdn_mixer(x, weights, fast_view, case.fresh())
     assert same_bits(x, kept) and unchanged()
     assert output.dtype == dtype
@@ -70,9 +70,9 @@ def test_gdn_mixer(case: Case, dtype: torch.dtype) -> None:
 def test_attention_mixer(case: Case, dtype: torch.dtype) -> None:
     x, weights, before = hidden_states(case, dtype), attention_weights(1, dtype), kv_view(case, dtype)
     kept, slow_view, fast_view = x.clone(), copy_kv(before), copy_kv(before)
-    rope = rope_table(ref.OPS, case)
+    rope = rope_table(reference.OPS, case)
     unchanged = frozen(weights, case.batch, rope)
-    wanted = ref.attention_mixer(x, weights, slow_view, case.fresh(), rope)
+    wanted = reference.attention_mixer(x, weights, slow_view, case.fresh(), rope)
     output = FAST.attention_mixer(x, weights, fast_view, case.fresh(), rope)
     assert same_bits(x, kept) and unchanged()
     assert output.dtype == dtype
@@ -85,8 +85,8 @@ def test_attention_without_gate(case: Case) -> None:
     weights = attention_weights(2, torch.float32, replace(ATTENTION, gate=False))
     x, before = hidden_states(case, torch.float32), kv_view(case, torch.float32)
     slow_view, fast_view = copy_kv(before), copy_kv(before)
-    rope = rope_table(ref.OPS, case)
-    wanted = ref.attention_mixer(x, weights, slow_view, case.fresh(), rope)
+    rope = rope_table(reference.OPS, case)
+    wanted = reference.attention_mixer(x, weights, slow_view, case.fresh(), rope)
     assert_close(FAST.attention_mixer(x, weights, fast_view, case.fresh(), rope), wanted, 1e-5)
     assert kv_errors(case, fast_view, slow_view, before) <= 1e-5
 
@@ -98,7 +98,7 @@ def test_two_layers_share_a_memo(case: Case) -> None:
     for layer in (1, 2):
         weights, view = gdn_weights(layer, torch.float32), state_view(replace(case, seed=layer), torch.float32)
         slow_view = clone_state(view)
-        wanted = ref.gdn_mixer(x, weights, slow_view, case.fresh())
+        wanted = reference.gdn_mixer(x, weights, slow_view, case.fresh())
         assert_close(FAST.gdn_mixer(x, weights, view, batch), wanted, 1e-5)
 
 
@@ -110,7 +110,7 @@ def test_slots_without_rings(case: Case) -> None:
     x, weights = hidden_states(case, torch.float32), gdn_weights(1, torch.float32)
     whole = state_view(case, torch.float32)
     bare = replace(clone_state(whole), ring=None)
-    wanted = ref.gdn_mixer(x, weights, whole, case.fresh())
+    wanted = reference.gdn_mixer(x, weights, whole, case.fresh())
     assert_close(FAST.gdn_mixer(x, weights, bare, case.fresh()), wanted, 1e-5)
 
 
@@ -120,7 +120,7 @@ def test_narrow_and_wide_conv_rings(width: int) -> None:
     x, weights = hidden_states(case, torch.float32), gdn_weights(1, torch.float32)
     before = state_view(case, torch.float32, width=width)
     slow_view, fast_view = clone_state(before), clone_state(before)
-    wanted = ref.gdn_mixer(x, weights, slow_view, case.fresh())
+    wanted = reference.gdn_mixer(x, weights, slow_view, case.fresh())
     assert_close(FAST.gdn_mixer(x, weights, fast_view, case.fresh()), wanted, 1e-5)
     assert max(state_errors(case, fast_view, slow_view, before).values()) <= 1e-5
 
@@ -139,7 +139,7 @@ def test_other_layer_shapes(name: str) -> None:
     x, weights = hidden_states(case, torch.float32), gdn_weights(3, torch.float32, spec)
     before = state_view(case, torch.float32, spec)
     slow_view, fast_view = clone_state(before), clone_state(before)
-    wanted = ref.gdn_mixer(x, weights, slow_view, case.fresh())
+    wanted = reference.gdn_mixer(x, weights, slow_view, case.fresh())
     assert_close(FAST.gdn_mixer(x, weights, fast_view, case.fresh()), wanted, 1e-5)
     assert max(state_errors(case, fast_view, slow_view, before).values()) <= 1e-5
 
@@ -152,7 +152,7 @@ def test_extreme_decays(strength: float) -> None:
     weights = replace(weights, decay=torch.full_like(weights.decay, -strength))
     x, before = hidden_states(case, torch.float32), state_view(case, torch.float32)
     slow_view, fast_view = clone_state(before), clone_state(before)
-    wanted = ref.gdn_mixer(x, weights, slow_view, case.fresh())
+    wanted = reference.gdn_mixer(x, weights, slow_view, case.fresh())
     assert_close(FAST.gdn_mixer(x, weights, fast_view, case.fresh()), wanted, 1e-5)
     assert max(state_errors(case, fast_view, slow_view, before).values()) <= 1e-5
 
@@ -167,7 +167,7 @@ def test_add_norm(dtype: torch.dtype) -> None:
     kept = residual.clone()
     for change in (delta, None):
         for actual, wanted in zip(FAST.add_norm(residual, change, weight, 1e-6),
-                                  ref.add_norm(residual, change, weight, 1e-6), strict=True):
+                                  reference.add_norm(residual, change, weight, 1e-6), strict=True):
             assert actual.dtype == dtype
             assert_close(actual, wanted, min(TOLERANCE[dtype], 4e-3))
     assert same_bits(residual, kept)
@@ -181,10 +181,10 @@ def test_mlp_embed_head(dtype: torch.dtype) -> None:
     kept = x.clone()
     for gate_up in (up, tuple(up.split([11, 11])), tuple(up.split([4, 18]))):
         weights = MlpWeights(gate_up, down)
-        assert_close(FAST.mlp(x, weights), ref.mlp(x, weights), TOLERANCE[dtype])
-    assert same_bits(FAST.embed(ids, table, dtype), ref.embed(ids, table, dtype))
-    assert_close(FAST.head(x, table), ref.head(x, table), TOLERANCE[dtype])
-    assert FAST.head(x, table).dtype == ref.head(x, table).dtype
+        assert_close(FAST.mlp(x, weights), reference.mlp(x, weights), TOLERANCE[dtype])
+    assert same_bits(FAST.embed(ids, table, dtype), reference.embed(ids, table, dtype))
+    assert_close(FAST.head(x, table), reference.head(x, table), TOLERANCE[dtype])
+    assert FAST.head(x, table).dtype == reference.head(x, table).dtype
     assert FAST.head(x[:0], table).shape == (0, 40)
     assert same_bits(x, kept)
 
@@ -193,7 +193,7 @@ def test_mlp_embed_head(dtype: torch.dtype) -> None:
                                   RopeSpec(1e6, 64, (8, 16, 8))])
 def test_rope(spec: RopeSpec) -> None:
     positions = torch.randint(0, 262_144, (3, 33), generator=generator(3))
-    fast, slow = FAST.rope(positions, spec), ref.rope(positions, spec)
+    fast, slow = FAST.rope(positions, spec), reference.rope(positions, spec)
     assert fast.cos.dtype == fast.sin.dtype == torch.float32
     torch.testing.assert_close(fast.cos, slow.cos, rtol=0, atol=1e-6)
     torch.testing.assert_close(fast.sin, slow.sin, rtol=0, atol=1e-6)
@@ -206,15 +206,15 @@ def test_copies(name: str) -> None:
                   (((3,), torch.float32), ((4, 5), torch.bfloat16)))
     wanted = tuple(pool.clone() for pool in pools)
     getattr(FAST, name)(pools, source, target)
-    getattr(ref.OPS, name)(wanted, source, target)
+    getattr(reference.OPS, name)(wanted, source, target)
     assert all(same_bits(actual, pool) for actual, pool in zip(pools, wanted, strict=True))
 
 
 def test_select_replaces_single_ops() -> None:
-    mixed = select(("attention_mixer=ref",))
-    assert explain(mixed)["attention_mixer"] == "ref"
-    assert explain(mixed)["gdn_mixer"] == explain(select())["gdn_mixer"] != "ref"
-    assert set(explain(select(("ref",))).values()) == {"ref"}
+    mixed = select(("attention_mixer=reference",))
+    assert explain(mixed)["attention_mixer"] == "reference"
+    assert explain(mixed)["gdn_mixer"] == explain(select())["gdn_mixer"] != "reference"
+    assert set(explain(select(("reference",))).values()) == {"reference"}
 
 
 # Drift
@@ -260,7 +260,7 @@ def exact() -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """bfloat16 inputs, and the float64 run on them."""
     spec = DRIFT
     x = randn(generator(5), STEPS, spec.channels + spec.values + 2 * spec.value_heads).bfloat16()
-    return x, long_run(ref.OPS, x.double(), STEPS)
+    return x, long_run(reference.OPS, x.double(), STEPS)
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 64, 256])

@@ -9,7 +9,7 @@ import torch
 from native_pools import best_level
 from torch import Tensor
 
-from deltic.ops import backends, ref
+from deltic.ops import backends, reference
 from deltic.ops.cpu import missing
 from deltic.ops.cpu import tower as compiled
 from deltic.ops.cpu.library import LEVELS, Pool
@@ -57,7 +57,7 @@ def exact(shape: str) -> Tensor:
     """In float64, by the reference."""
     x, weights, scene = tower(*SHAPES[shape])
     result = x.double()
-    for _ in ref.vision(result, weights, scene):
+    for _ in reference.vision(result, weights, scene):
         pass
     return result
 

@@ -12,15 +12,15 @@ from support import Answers, drain, greedy, numbers, odd_runtime, qwen3_runtime,
 from deltic import LLM, Session
 from deltic.cache.operations import CopySlot
 from deltic.config import EngineConfig
-from deltic.engine import launch
-from deltic.engine.batch import FEW_ROWS, build, has_bucket
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.passes import passes
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.errors import ConfigError, RequestError
-from deltic.types import Embed, Request
+from deltic.params import Embed, Request
+from deltic.runner import launch
+from deltic.runner.input_batch import FEW_ROWS, build, has_bucket
+from deltic.runner.model_runner import Runtime
+from deltic.runner.passes import passes
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime}
 PAGES = (3, 4, 5)

@@ -13,10 +13,10 @@ from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
 from test_engine import POISONS, SICK, poison
 from test_prefix_reuse import answer_to
 
-from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
-from deltic.types import Request, SamplingParams
+from deltic.params import Request, SamplingParams
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.proposers import NgramDrafter
 
 PROMPT = numbers(1, 100, 500)
 KINDS: dict[str, dict[str, Any]] = {

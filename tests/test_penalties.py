@@ -18,12 +18,12 @@ from support import drain, greedy, numbers, odd_runtime
 from torch import Tensor
 
 from deltic.engine.engine import Engine
-from deltic.engine.penalties import Penalties
-from deltic.engine.sampler import Draw, sampling_of
 from deltic.engine.sequence import Sequence
 from deltic.ops import backends
-from deltic.ops.records import Adjust, Sampling
-from deltic.types import Request, SamplingParams
+from deltic.ops.types import Adjust, Sampling
+from deltic.params import Request, SamplingParams
+from deltic.runner.penalties import Penalties
+from deltic.runner.sampling import Draw, sampling_of
 
 CPU = torch.device("cpu")
 OPS = backends()
@@ -71,8 +71,8 @@ def expected(draws: List[Draw], logits: Tensor) -> Tensor:
 
 def changed(backend: str, logits: Tensor, sampling: Sampling) -> Tensor:
     """The logits from which a backend draws."""
-    if backend == "ref":
-        from deltic.ops.ref import apply_adjust
+    if backend == "reference":
+        from deltic.ops.reference import apply_adjust
 
         return apply_adjust(logits, sampling.adjust)
     given = logits.clone()

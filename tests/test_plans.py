@@ -17,20 +17,20 @@ from speculation_cases import PATTERNS, Scripted, expected
 from support import drain, embedded_runtime, fresh_pools, greedy, numbers, odd_runtime
 from torch import Tensor
 
-from deltic.cache.host import Host
-from deltic.cache.hybrid import HybridCache
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.prefix_items import Loaded
+from deltic.cache.offload.tiers import Offer
 from deltic.cache.operations import CopyPage, CopySlot, FoldRing, RestoreItem, StoreItem, operation_of, plain
-from deltic.cache.pools import CachePools
-from deltic.cache.prefix import Loaded
-from deltic.cache.tier_index import TierIndex
-from deltic.cache.tiers import Offer
-from deltic.engine.batch import build
-from deltic.engine.depth import FixedDepth
+from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
-from deltic.ops.records import Batch
-from deltic.types import SamplingParams
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops.types import Batch
+from deltic.params import SamplingParams
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
 
 WITHOUT_TORCH = """
 import runpy, sys

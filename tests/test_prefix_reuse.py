@@ -24,7 +24,7 @@ from test_engine import POISONS, SICK, Fragile, poison
 
 from deltic import LLM
 from deltic.engine.engine import Engine
-from deltic.types import PAGE, Request, SamplingParams
+from deltic.params import PAGE, Request, SamplingParams
 
 
 def test_the_same_prompt_again_reads_nothing() -> None:

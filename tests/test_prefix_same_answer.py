@@ -37,15 +37,15 @@ from test_scheduler import VOCABULARY, Toy, check_answers
 from test_scheduler import answer as toy_answer
 from torch import Tensor
 
-from deltic.cache.disk import Disk
-from deltic.cache.host import Host
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
 from deltic.cache.operations import CopyPage, CopySlot, Operation
-from deltic.cache.pools import CachePools
-from deltic.cache.tier_index import TierIndex
+from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime
-from deltic.ops.records import Sampled, Sampling
-from deltic.types import PAGE, Request, SamplingParams
+from deltic.ops.types import Sampled, Sampling
+from deltic.params import PAGE, Request, SamplingParams
+from deltic.runner.model_runner import Runtime
 
 # The grid: what the cache knows, how the prompt is cut, who else is there
 

@@ -22,13 +22,13 @@ from hypothesis.stateful import (
 )
 from test_cache_machine import PHASES, GoesBackwards, hashes, read_kv, read_state, step, toy_cache, write_state
 
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.lease import Lease, Snapshot
-from deltic.cache.ledger import Ledger
+from deltic.cache.block_pool import Ledger
+from deltic.cache.handles import Lease, Snapshot
+from deltic.cache.manager import HybridCache
 from deltic.cache.operations import CopySlot
-from deltic.cache.pools import CachePools
-from deltic.cache.tree import Checkpoint, PrefixTree
-from deltic.types import PAGE, common_length
+from deltic.cache.radix_tree import Checkpoint, PrefixTree
+from deltic.cache.tensors import CachePools
+from deltic.params import PAGE, common_length
 
 Prefix = tuple[int, ...]
 PAGES, SLOTS = 400, 100

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from test_prefix_tree import Prefix, TreeMachine, filled, tokens_of
 
-from deltic.cache.tree import PrefixTree
-from deltic.types import PAGE
+from deltic.cache.radix_tree import PrefixTree
+from deltic.params import PAGE
 
 
 def tracked() -> int:

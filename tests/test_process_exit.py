@@ -27,7 +27,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FORKING = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore")
-import deltic.encoders, deltic.engine.llm
+import deltic.embeddings, deltic.llm
 folder, scripts = sys.argv[1], json.loads(sys.argv[2])
 ends = {}
 for number, (name, script) in enumerate(scripts.items()):

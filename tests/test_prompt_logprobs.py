@@ -24,9 +24,9 @@ from test_server_harness import USER, Served, serving, tiny
 
 from deltic import SamplingParams
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime
-from deltic.engine.sampler import scores_of
-from deltic.types import Request, TokenLogprobs
+from deltic.params import Request, TokenLogprobs
+from deltic.runner.model_runner import Runtime
+from deltic.runner.sampling import scores_of
 
 Found = tuple[TokenLogprobs, ...]
 

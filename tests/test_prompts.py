@@ -25,18 +25,18 @@ from support import (
     stepwise_logits,
 )
 
-from deltic.cache.host import Host
-from deltic.cache.tier_index import TierIndex
-from deltic.engine.batch import build
-from deltic.engine.depth import FixedDepth
-from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import MtpDrafter
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.engine.plan import Plan, Row
-from deltic.engine.runtime import Runtime
+from deltic.engine.step_plan import Plan, Row
 from deltic.errors import RequestError
 from deltic.ops import backends
-from deltic.types import Prompt, Request, SamplingParams, content_keys
+from deltic.params import Prompt, Request, SamplingParams, content_keys
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_model import ModelDrafter
+from deltic.spec_decode.proposers import MtpDrafter
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime}
 COUNT = 24
@@ -96,7 +96,7 @@ def fresh_reading(runtime: Runtime, prompt: Prompt, answer: Sequence[int] = (), 
 def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice: int = 0) -> Reference:
     """By the reference's ops."""
     runtime = small_runtime(MODELS[model](), batch=1)
-    runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["ref"]))
+    runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["reference"]))
     rows = [fresh_reading(runtime, prompt)[-1]]
     tokens = [drawn(rows[-1], PARAMS[params], choice, len(prompt))]
     lease, = runtime.cache.accounts.leases.values()

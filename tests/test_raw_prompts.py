@@ -20,10 +20,10 @@ from tokenizers.processors import Sequence as Steps
 from transformers import PreTrainedTokenizerFast
 
 from deltic import LLM, SamplingParams
+from deltic.chat.tokenizer import Tokenizer
 from deltic.cli import main
-from deltic.text.tokenizer import Tokenizer
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.tokenizer import tokenizer_from_gguf
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 BOS_TEXT, EOS_TEXT = "<|endoftext|>", "<|im_end|>"

@@ -16,14 +16,14 @@ from real_models import documents, in_transformers, smollm2
 from torch import Tensor
 
 from deltic import LLM, SamplingParams
-from deltic.engine.session import Session
+from deltic.chat.tokenizer import Tokenizer
+from deltic.chat.tokenizer_files import TokenizerFiles
+from deltic.loader.gguf.config import config_from_gguf
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import load_gguf
+from deltic.loader.hub import open_model
 from deltic.ops.cpu import missing
-from deltic.text.files import TokenizerFiles
-from deltic.text.tokenizer import Tokenizer
-from deltic.weights.gguf.config import config_from_gguf
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf
-from deltic.weights.hub import open_model
+from deltic.session import Session
 
 pytestmark = pytest.mark.slow
 

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from deltic import LLM, SamplingParams
+from deltic.chat.processor import ChatProcessor
+from deltic.chat.tokenizer import Tokenizer
 from deltic.config import ModelConfig
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.tokenizer import Tokenizer
-from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.tokenizer import tokenizer_from_gguf
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 sys.path.insert(0, str(BENCH))

@@ -18,14 +18,14 @@ from deltic import LLM, RandomModel, SamplingParams
 from deltic.cli import command_parser, main
 from deltic.cli.options import engine_options
 from deltic.config import EngineConfig
-from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import Drafter, NgramDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.repeats import LONGEST, Repeats
-from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError, RequestError
-from deltic.types import Request
+from deltic.params import Request
+from deltic.runner.model_runner import Runtime
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.proposers import Drafter, NgramDrafter
 
 
 def circles(tokens: Sequence[int], times: int) -> bool:

@@ -41,15 +41,15 @@ from support import (
 from torch import Tensor
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import build
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.runtime import Runtime
+from deltic.loader.dummy import random_weights
 from deltic.model.decoder import build as build_decoder
 from deltic.ops.cpu import missing
-from deltic.ops.records import Batch
-from deltic.types import PAGE, Request, SamplingParams
-from deltic.weights.random import random_weights
+from deltic.ops.types import Batch
+from deltic.params import PAGE, Request, SamplingParams
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
 
 PROMPT, ANSWER = 83, 40
 WHOLE = 512
@@ -330,6 +330,6 @@ def wrong_page(batch: Batch) -> Batch:
 def test_l6_the_comparison_notices(bug: Callable[[Batch], Batch], monkeypatch: pytest.MonkeyPatch) -> None:
     answer = expected("odd", drawn=False)
     same_logits(answer.logits, recorded_logits())
-    monkeypatch.setattr("deltic.engine.launch.build", lambda *arguments, **options: bug(build(*arguments, **options)))
+    monkeypatch.setattr("deltic.runner.launch.build", lambda *arguments, **options: bug(build(*arguments, **options)))
     with pytest.raises(Mismatch):
         same_logits(answer.logits, recorded_logits())

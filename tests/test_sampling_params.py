@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deltic.errors import RequestError
-from deltic.types import _INTEGERS, _RANGES, SamplingParams
+from deltic.params import _INTEGERS, _RANGES, SamplingParams
 
 BAD = {"no float": 10 ** 400, "no negative float": -10 ** 400, "not printable": 10 ** 5000, "nan": math.nan,
        "infinite": math.inf, "negative infinite": -math.inf, "text": "1", "flag": True, "list": [1], "long": "x" * 999}

@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from support import Answers, drain, examples, take
 from torch import Tensor
 
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.pools import CachePools
+from deltic.cache.manager import HybridCache
+from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
-from deltic.engine.plan import Plan
 from deltic.engine.sequence import Sequence
+from deltic.engine.step_plan import Plan
 from deltic.ops import backends
-from deltic.ops.records import Batch
-from deltic.types import PAGE, Request, SamplingParams
+from deltic.ops.types import Batch
+from deltic.params import PAGE, Request, SamplingParams
 
 VOCABULARY = 97
 MODULUS = 2_147_483_647

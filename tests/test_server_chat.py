@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 from test_server_harness import USER, Served, tiny
 
-from deltic.engine.depth import FixedDepth
+from deltic.spec_decode.draft_length import FixedDepth
 
 LIMITS: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 

@@ -13,12 +13,12 @@ from test_server_harness import CALL as WEATHER_CALL
 from test_server_harness import THOUGHT, USER, Scripted, scripted, serving, tiny
 
 from deltic import __version__
+from deltic.chat.markers import closes_thinking
+from deltic.chat.processor import ChatProcessor
+from deltic.params import SamplingParams
 from deltic.server.body import unknown_field
 from deltic.server.fields import IGNORED_HEADER
 from deltic.server.openapi import BODIES
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.markers import closes_thinking
-from deltic.types import SamplingParams
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -337,7 +337,7 @@ def test_what_a_message_cannot_say_is_refused(message: dict[str, Any], hint: str
 
 
 def test_what_a_template_reads_is_no_unknown_field() -> None:
-    from deltic.text.chat_processor import ChatProcessor
+    from deltic.chat.processor import ChatProcessor
     template = "{% for m in messages %}{{ m.mood }}{{ m['tone'] }}: {{ m.content }}{% endfor %}"
     model = Scripted("x").model()
     model.chat_processor = ChatProcessor(tiny().chat_processor.tokenizer, template)
@@ -380,7 +380,7 @@ def test_an_effort_that_the_template_does_not_know() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}|{% if enable_thinking is defined %}" \
                "{{ enable_thinking }}{% endif %}|{{ documents }}"
     llm = tiny()
-    from deltic.text.chat_processor import ChatProcessor
+    from deltic.chat.processor import ChatProcessor
     engine = Scripted("x")
     model = engine.model()
     model.chat_processor = ChatProcessor(llm.chat_processor.tokenizer, template)

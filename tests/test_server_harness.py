@@ -21,15 +21,15 @@ from openai import OpenAI
 from starlette.applications import Starlette
 
 from deltic import LLM
+from deltic.chat.processor import ChatProcessor
 from deltic.config import Limits
-from deltic.engine.metrics import Progress
+from deltic.engine.stats import Progress
 from deltic.engine.worker import Worker
 from deltic.errors import RequestError
+from deltic.params import Request, TokenLogprobs, TokenOut, Usage
 from deltic.server.app import create_app
-from deltic.server.bridge import Bridge
-from deltic.server.listen import Server, listen, url_of
-from deltic.text.chat_processor import ChatProcessor
-from deltic.types import Request, TokenLogprobs, TokenOut, Usage
+from deltic.server.async_engine import Bridge
+from deltic.server.run import Server, listen, url_of
 
 USER = [{"role": "user", "content": "Hi"}]
 # What models write: a call of a tool, and a think block

@@ -14,12 +14,12 @@ from PIL import Image
 from test_documents import document
 from test_server_harness import USER, Scripted, scripted, serving, tiny, wait_until
 
+from deltic.chat.processor import ChatProcessor
 from deltic.config import Limits
 from deltic.errors import RequestError
 from deltic.server.content import ContentReader
 from deltic.server.documents import DocumentTexts, digest
 from deltic.server.fields import IGNORED_HEADER
-from deltic.text.chat_processor import ChatProcessor
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.documents import reader_process
 

@@ -20,11 +20,11 @@ from openai import AsyncOpenAI
 from test_server_harness import USER, Scripted, Served, read_all, serving, tiny, wait_until
 
 from deltic.errors import ConfigError, DelticError, UnavailableError
+from deltic.params import Request, SamplingParams, TokenOut
 from deltic.server.app import serve
-from deltic.server.bridge import Bridge
-from deltic.server.listen import listen
+from deltic.server.async_engine import Bridge
 from deltic.server.request_handle import RequestHandle, Unread
-from deltic.types import Request, SamplingParams, TokenOut
+from deltic.server.run import listen
 
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
 
@@ -264,7 +264,7 @@ def test_a_server_that_cannot_start_says_so_and_is_not_ready(monkeypatch: pytest
 FAILING = """
 import sys; sys.path.insert(0, "tests")
 from deltic.cli import main
-from deltic.server.bridge import Bridge
+from deltic.server.async_engine import Bridge
 def start(bridge): raise RuntimeError("no more threads")
 Bridge.start = start
 sys.exit(main(["serve", "tiny", "--port", "0", "--memory", "64MiB"]))

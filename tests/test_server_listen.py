@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deltic.errors import ConfigError
-from deltic.server.listen import listen_unix
+from deltic.server.run import listen_unix
 
 
 def names(place: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, serving, tiny, wait_until
 
-from deltic.text.history import History
+from deltic.chat.history import History
 
 
 class Slow:

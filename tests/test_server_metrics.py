@@ -20,7 +20,7 @@ import deltic
 from deltic import LLM, SamplingParams
 from deltic.config import Limits
 from deltic.engine.engine import Engine
-from deltic.engine.metrics import WINDOW, Distribution, Histogram, Meter, Pace, Tier, snapshot
+from deltic.engine.stats import WINDOW, Distribution, Histogram, Meter, Pace, Tier, snapshot
 from deltic.ops.stored import ExpertStatistics
 from deltic.server.body import Intake
 from deltic.server.embeddings.app import create_encoder_app

@@ -20,10 +20,10 @@ from deltic import LLM
 from deltic.cli import main
 from deltic.cli.model_set import stored_bytes
 from deltic.errors import ConfigError, ModelError
+from deltic.loader.gguf.convert import convert
+from deltic.loader.hub import open_model
 from deltic.server import model_registry
 from deltic.server.model_registry import ModelSet, ModelSource
-from deltic.weights.gguf.convert import convert
-from deltic.weights.hub import open_model
 
 
 @dataclass

@@ -12,7 +12,7 @@ from test_server_harness import Scripted, Served, limited, serving, tiny, wait_u
 
 from deltic import LLM
 from deltic.errors import RequestError
-from deltic.types import SamplingParams
+from deltic.params import SamplingParams
 
 KEYS: dict[str, str | None] = {"first": "ann", "second": "ann", "third": "bob"}
 SECRET = "The door code is 4711."

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from test_server_harness import USER, Scripted, Served, serving, tiny, wait_until
 
+from deltic.chat import structured as grammar_module
 from deltic.errors import GenerationError
+from deltic.params import Request, SamplingParams, TokenOut
 from deltic.server.request_handle import RequestHandle, Unread
-from deltic.text import grammar as grammar_module
-from deltic.types import Request, SamplingParams, TokenOut
 
 KEYS = {"key-a": "flood", "key-b": "other"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

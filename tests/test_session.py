@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deltic import DelticError, RandomModel, Session
 from deltic.errors import ConfigError, DegenerateError, ModelError, RequestError, UnavailableError
-from deltic.ops.records import Batch
+from deltic.ops.types import Batch
 
 TOKENS = numbers(0, 90, 509)
 

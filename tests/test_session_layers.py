@@ -13,7 +13,7 @@ from test_gguf_metadata import TINY, tokenizer_metadata
 
 from deltic import Session
 from deltic.errors import RequestError, UnavailableError
-from deltic.weights.random import random_weights
+from deltic.loader.dummy import random_weights
 
 TOKENS = numbers(0, 50, 509)
 

@@ -25,9 +25,9 @@ from support import (
 )
 
 from deltic import RandomModel
-from deltic.engine.runtime import Runtime
-from deltic.engine.session import Session
 from deltic.errors import ConfigError, RequestError
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -6,8 +6,8 @@ import pytest
 
 from deltic.config import PRESETS
 from deltic.errors import ModelError
-from deltic.weights import hub
-from deltic.weights.catalog import REPOSITORY, SHORT_NAMES, names_a_model, repository_of, similar
+from deltic.loader import hub
+from deltic.loader.catalog import REPOSITORY, SHORT_NAMES, names_a_model, repository_of, similar
 
 
 @pytest.mark.parametrize(("name", "repository"), [

@@ -39,13 +39,13 @@ from support import (
     take,
 )
 
-from deltic.cache.disk import Disk
-from deltic.cache.tier_index import TierIndex
-from deltic.engine.depth import FixedDepth
-from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import NgramDrafter
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.types import MAX_DRAFTS, Request, SamplingParams, TokenOut
+from deltic.params import MAX_DRAFTS, Request, SamplingParams, TokenOut
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_model import ModelDrafter
+from deltic.spec_decode.proposers import NgramDrafter
 
 # The grid
 

@@ -29,29 +29,29 @@ from reuse_cases import usage_of
 from support import drain, embedded_runtime, fresh_pools, greedy, numbers, odd_runtime, serve, small_runtime
 from torch import Tensor
 
-from deltic.artifacts.backend import _checked
-from deltic.artifacts.program import ProgramInfo
-from deltic.cache.disk import Disk
-from deltic.cache.folder import Label, folders, read_label, root_of
-from deltic.cache.host import Host
-from deltic.cache.hybrid import HybridCache
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.host import Host
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.item_folder import Label, folders, read_label, root_of
+from deltic.cache.offload.types import Item
 from deltic.cache.operations import CopySlot, FoldRing
-from deltic.cache.pools import page_bytes, ring_bytes, slot_bytes
-from deltic.cache.tier_index import TierIndex
-from deltic.cache.tier_store import Item
+from deltic.cache.tensors import page_bytes, ring_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.identity import Identity
 from deltic.engine.loading import load
 from deltic.engine.memory import plan_memory
-from deltic.engine.runtime import Runtime
-from deltic.engine.session import Session
-from deltic.engine.tiers import open_tiers
+from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
-from deltic.ops import Ops, backends, explain, ref
-from deltic.ops.records import StateView
+from deltic.export.backend import _checked
+from deltic.export.program import ProgramInfo
+from deltic.ops import Ops, backends, explain, reference
 from deltic.ops.torch import OPS as TORCH
+from deltic.ops.types import StateView
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
 
 NAN = float("nan")
 BF16 = torch.bfloat16
@@ -130,7 +130,7 @@ def run(ops: Ops, case: Case, dtype: torch.dtype, view: StateView) -> Tensor:
     return ops.gdn_mixer(hidden_states(case, dtype), gdn_weights(1, dtype), view, case.fresh())
 
 
-@pytest.mark.parametrize("backend", ["torch", "ref", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "cpu"])
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 @pytest.mark.covering
 def test_states_are_rounded_once_where_they_are_written(case: Case, backend: str) -> None:
@@ -140,7 +140,7 @@ def test_states_are_rounded_once_where_they_are_written(case: Case, backend: str
     wide = state_view(case, torch.float64)
     slow = replace(wide, recurrent=before.recurrent.double())
     output = run(backends()[backend], case, torch.float32, view)
-    wanted = run(ref.OPS, case, torch.float64, slow)
+    wanted = run(reference.OPS, case, torch.float64, slow)
     assert view.recurrent.dtype == BF16 and relative_rms(output, wanted) < 2e-5
     errors = state_errors(case, view, slow, before)
     assert errors.pop("recurrent") < 3e-3 and max(errors.values()) < 2e-5
@@ -149,7 +149,7 @@ def test_states_are_rounded_once_where_they_are_written(case: Case, backend: str
     assert found.numel() == 0 or (found != exact).float().mean() < 0.01, "others than near the middle of two numbers"
 
 
-@pytest.mark.parametrize("backend", ["torch", "ref", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "cpu"])
 def test_what_is_written_late_is_rounded_less_often(backend: str) -> None:
     """Five tokens, each into the slot; or into a ring, which is then folded."""
     ops, tokens = backends()[backend], 5
@@ -162,13 +162,13 @@ def test_what_is_written_late_is_rounded_less_often(backend: str) -> None:
             row = Row(1, 20 + index, ring=index if ring else 0, append=ring)
             case = replace(build_batch([row], 3), seed=index)
             run(ops, case, torch.float32, view)
-            run(ref.OPS, case, torch.float64, exact)
+            run(reference.OPS, case, torch.float64, exact)
             if not ring:
                 exact.recurrent.copy_(exact.recurrent.to(BF16))
         slot, unit = int(made.batch.source[0]), int(made.batch.ring[0])
         if ring:
             ops.fold_ring((view,), slot, unit, 20, 25, slot)
-            ref.fold_ring((exact,), slot, unit, 20, 25, slot)
+            reference.fold_ring((exact,), slot, unit, 20, 25, slot)
         assert (view.recurrent[slot] != exact.recurrent[slot].to(BF16)).float().mean() < 0.01
         found.append(view.recurrent[slot].double())
     assert 5e-4 < relative_rms(found[0], found[1]) < 2e-2
@@ -200,7 +200,7 @@ def test_slots_are_copied_folded_and_looked_at() -> None:
     for layer in range(len(pools.recurrent)):
         wide = StateView(pools.recurrent[layer, 3:4].double(), pools.conv[layer, 3:4].clone(),
                          pools.state_views()[layer].ring)
-        ref.fold_ring((wide,), 0, 2, 20, 24, 0)
+        reference.fold_ring((wide,), 0, 2, 20, 24, 0)
         assert (pools.recurrent[layer, 7] != wide.recurrent[0].to(BF16)).float().mean() < 0.01
 
 

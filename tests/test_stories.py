@@ -31,18 +31,18 @@ from support import (
 from test_prefix_tree import tokens_of
 from torch import Tensor
 
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.lease import Lease
-from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth, FixedDepth
-from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import Drafter, MtpDrafter, NgramDrafter
+from deltic.cache.handles import Lease
+from deltic.cache.manager import HybridCache
 from deltic.engine.engine import Engine
-from deltic.engine.promise import Wants
-from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import defers
 from deltic.engine.sequence import Sequence as Running
-from deltic.engine.session import Session
-from deltic.types import PAGE
+from deltic.params import PAGE
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
+from deltic.spec_decode.draft_length import Acceptance, AdaptiveDepth, Depth, FixedDepth
+from deltic.spec_decode.draft_model import ModelDrafter
+from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.proposers import Drafter, MtpDrafter, NgramDrafter
 
 PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime, "moe": moe_runtime,
          "moe, headed": moe_runtime}
@@ -267,7 +267,7 @@ def test_some_stories_with_deferred_updates(ahead: bool, monkeypatch: pytest.Mon
         return deferred
 
     monkeypatch.setattr("deltic.engine.scheduler.defers", counted)
-    monkeypatch.setattr("deltic.engine.ahead.defers", counted)
+    monkeypatch.setattr("deltic.engine.async_schedule.defers", counted)
     happened = tell(DEFERRING, ahead, defers=True)
     assert found[True] > 100 and found[False] > 20, found
     assert all(happened[what] > 2 for what in ("preempted", "aborted", "reused", "restored", "paused")), happened

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from test_server_harness import Served, scripted, serving, tiny
 
 from deltic import LLM, SamplingParams
+from deltic.chat.structured import Grammars
+from deltic.chat.tool_grammar import Calls, call_parts
+from deltic.chat.tools import PARSERS, QWEN, CallForm
 from deltic.errors import RequestError
-from deltic.text.call_grammar import Calls, call_parts
-from deltic.text.grammar import Grammars
-from deltic.text.tools import PARSERS, QWEN, CallForm
 
 jsonschema = pytest.importorskip("jsonschema")
 

@@ -23,12 +23,12 @@ from pydantic import BaseModel
 from test_server_harness import USER, Served, serving, tiny
 
 from deltic import LLM, SamplingParams
+from deltic.chat import structured as grammar_module
+from deltic.chat.response_format import Choice, JsonSchema, OutputFormat, Regex
+from deltic.chat.structured import GrammarConstraint, Grammars
+from deltic.chat.tools import PARSERS
 from deltic.cli import main
 from deltic.errors import RequestError
-from deltic.text import grammar as grammar_module
-from deltic.text.grammar import GrammarConstraint, Grammars
-from deltic.text.output_format import Choice, JsonSchema, OutputFormat, Regex
-from deltic.text.tools import PARSERS
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -431,7 +431,7 @@ def test_compiled_grammars_are_kept_and_bounded() -> None:
 def test_slow_tokens_are_borne_unless_they_are_many(seconds: list[float], fails: bool,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """seconds: that each token's mask takes."""
-    from deltic.text import grammar as module
+    from deltic.chat import structured as module
 
     grammar, clock = compiled(Grammars(model().chat_processor.tokenizer), Regex("a+", field="x")), [0.0]
     constraint = GrammarConstraint(grammar, SimpleNamespace(region="answer"))  # type: ignore[arg-type]
@@ -515,7 +515,7 @@ def test_what_is_no_form_is_named(served: Served, fields: dict[str, Any], param:
 
 
 def test_an_ambiguous_grammar_ends_its_own_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltic.text import grammar as module
+    from deltic.chat import structured as module
 
     monkeypatch.setattr(module, "_TOKEN_SECONDS", 0.0002)
     monkeypatch.setattr(module, "_SPARE_SECONDS", 0.01)
@@ -541,7 +541,7 @@ def test_an_ambiguous_grammar_ends_its_own_answer(served: Served, monkeypatch: p
 ])
 def test_a_form_that_cannot_be_followed_is_named_by_every_wire(
         served: Served, path: str, param: str, fields: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltic.text import grammar as module
+    from deltic.chat import structured as module
 
     monkeypatch.setattr(module, "_SPARE_SECONDS", -1.0)
     ended = served.post(path, **fields)

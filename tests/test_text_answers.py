@@ -10,10 +10,10 @@ import pytest
 from test_server_harness import USER, serving, tiny
 
 from deltic import SamplingParams
-from deltic.text.answers import Answers
-from deltic.text.stream import Router
-from deltic.text.tokenizer import Tokenizer
-from deltic.types import TokenOut, Usage
+from deltic.chat.choices import Answers
+from deltic.chat.output_router import Router
+from deltic.chat.tokenizer import Tokenizer
+from deltic.params import TokenOut, Usage
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}]
 ASKED: list[dict[str, Any]] = [

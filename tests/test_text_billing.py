@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from deltic.chat.processor import ChatProcessor
+from deltic.chat.tokenizer import Tokenizer
 from deltic.errors import RequestError
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_directory(Path(__file__).parents[1] / "deltic" / "models" / "tiny")
 HEADER = "x-anthropic-billing-header: cc_version=2.1.15.abc; cc_entrypoint=cli; cch=00000;"

@@ -12,12 +12,12 @@ from test_text_support import MARKERS, QWEN_LIKE, build_prompt, stable_boundarie
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from deltic.chat import conversation
+from deltic.chat.messages import normalise_messages
+from deltic.chat.template import ChatTemplate
+from deltic.chat.tokenizer import Tokenizer
 from deltic.errors import RequestError
-from deltic.text import chat
-from deltic.text.messages import normalise_messages
-from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
-from deltic.types import common_length
+from deltic.params import common_length
 
 TOKENIZER = Tokenizer.from_directory(Path(__file__).parents[1] / "deltic" / "models" / "tiny")
 TINY = ChatTemplate(TOKENIZER.chat_template or "", TOKENIZER.special_tokens)
@@ -229,7 +229,7 @@ def test_long_conversations_are_rendered_once(
     for variables in ({"enable_thinking": True}, {"enable_thinking": False}, {"preserve_thinking": True}):
         found, counts = [], []
         for long in (64, 1 << 30):
-            monkeypatch.setattr(chat, "_LONG", long)
+            monkeypatch.setattr(conversation, "_LONG", long)
             template = Counted(source)
             found.append(build_prompt(template, TOKENIZER, messages, TOOLS, variables))
             counts.append(template.messages)
@@ -247,7 +247,7 @@ def test_a_template_that_looks_at_the_whole_is_asked_about_the_whole(
         source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = long_talk(60, 0)[:-1]
     quick = build_prompt(ChatTemplate(source), TOKENIZER, messages)
-    monkeypatch.setattr(chat, "_LONG", 1 << 30)
+    monkeypatch.setattr(conversation, "_LONG", 1 << 30)
     assert quick == build_prompt(ChatTemplate(source), TOKENIZER, messages)
 
 

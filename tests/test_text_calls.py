@@ -8,8 +8,8 @@ import pytest
 from call_cases import Output, atoms, meaning, outputs, read, router, state, tokens
 from support import every
 
-from deltic.text.deltas import Delta, join
-from deltic.text.tools import PARSERS
+from deltic.chat.deltas import Delta, join
+from deltic.chat.tools import PARSERS
 
 OUTPUTS = outputs()
 IDS = pytest.mark.parametrize("ids", [False, True], ids=["texts", "ids"])

@@ -17,9 +17,9 @@ import pytest
 from call_cases import TOOLS, Output, atoms, outputs, read, router, tokens
 from pydantic_core import from_json
 
-from deltic.text.deltas import Delta, join
-from deltic.text.messages import normalise_messages
-from deltic.text.tools import PARSERS
+from deltic.chat.deltas import Delta, join
+from deltic.chat.messages import normalise_messages
+from deltic.chat.tools import PARSERS
 
 FEW, MANY = 1_600, 1_000_000
 SHREDS = ["<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<", ">", "</",

@@ -9,12 +9,12 @@ import pytest
 from test_text_support import QWEN_LIKE, build_prompt
 from transformers import PreTrainedTokenizerFast
 
+from deltic.chat.conversation import Conversation, load_template
+from deltic.chat.messages import normalise_messages, normalise_tools
+from deltic.chat.processor import ChatProcessor
+from deltic.chat.template import ChatTemplate
+from deltic.chat.tokenizer import Tokenizer
 from deltic.errors import RequestError, TemplateError
-from deltic.text.chat import Conversation, load_template
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.messages import normalise_messages, normalise_tools
-from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 TOKENIZER = Tokenizer.from_directory(TINY)

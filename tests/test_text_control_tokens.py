@@ -17,11 +17,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from deltic.text.chat import Conversation
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.control_tokens import MARK, any_of
-from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
+from deltic.chat.control_tokens import MARK, any_of
+from deltic.chat.conversation import Conversation
+from deltic.chat.processor import ChatProcessor
+from deltic.chat.template import ChatTemplate
+from deltic.chat.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 TOKENIZER = Tokenizer.from_directory(TINY)

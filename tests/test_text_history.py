@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from test_text_support import MARKERS, QWEN_LIKE, build_prompt
 from tokenizers import normalizers
 
+from deltic.chat.choices import Answers
+from deltic.chat.conversation import spell
+from deltic.chat.deltas import Answer
+from deltic.chat.history_store import unpack
+from deltic.chat.processor import ChatProcessor, Job
+from deltic.chat.template import ChatTemplate
+from deltic.chat.tokenizer import Tokenizer
 from deltic.errors import ConfigError, RequestError
-from deltic.text.answers import Answers
-from deltic.text.chat import spell
-from deltic.text.chat_processor import ChatProcessor, Job
-from deltic.text.deltas import Answer
-from deltic.text.notes import unpack
-from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
-from deltic.types import SamplingParams, TokenOut, Usage, common_length
+from deltic.params import SamplingParams, TokenOut, Usage, common_length
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 TOKENIZER = Tokenizer.from_directory(TINY)

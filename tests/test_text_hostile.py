@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from test_text_support import MARKERS, read_calls
 
-from deltic.text.coerce import coerce
-from deltic.text.markers import Markers
-from deltic.text.messages import normalise_messages
-from deltic.text.stream import Calls, Router
-from deltic.text.tools import tool_schemas
+from deltic.chat.markers import Markers
+from deltic.chat.messages import normalise_messages
+from deltic.chat.output_router import Calls, Router
+from deltic.chat.schema_coercion import coerce
+from deltic.chat.tools import tool_schemas
 
 SECONDS = 10.0
 CALL, CALL_END = "<tool_call>", "</tool_call>"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from deltic.chat import tokenizer as module
+from deltic.chat.conversation import Conversation, load_template, spell
+from deltic.chat.processor import ChatProcessor
+from deltic.chat.tokenizer import Tokenizer
 from deltic.config import Limits
 from deltic.errors import BusyError, LongPromptError, RequestError, TemplateError
-from deltic.text import tokenizer as module
-from deltic.text.chat import Conversation, load_template, spell
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.tokenizer import Tokenizer
-from deltic.types import SamplingParams
+from deltic.params import SamplingParams
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 LONGEST = 1000

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
-from deltic.text.coerce import loads
-from deltic.text.literal import read_literal
+from deltic.chat.python_literals import read_literal
+from deltic.chat.schema_coercion import loads
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from threading import Event
 
-from deltic.text.notes import RIVALS, Note, Notebook, digest_of, pack, unpack
-from deltic.text.owned_entries import OwnedEntries
+from deltic.chat.history_store import RIVALS, Note, Notebook, digest_of, pack, unpack
+from deltic.chat.owned_entries import OwnedEntries
 
 IDS = array("i", [1, 2, 3000])
 NOTE = Note("é", "", (("f", '{"a": "\\ud800"}'),), IDS, digest_of(IDS), "ab", 2, 1, ("", "12"), True)

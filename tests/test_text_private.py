@@ -22,10 +22,10 @@ from test_text_history import (
 )
 from test_text_support import QWEN_LIKE, build_prompt
 
-from deltic.cache.disk import DiskNotes
-from deltic.text.chat_processor import ChatProcessor, Job
-from deltic.text.template import ChatTemplate
-from deltic.types import SamplingParams
+from deltic.cache.offload.disk import DiskNotes
+from deltic.chat.processor import ChatProcessor, Job
+from deltic.chat.template import ChatTemplate
+from deltic.params import SamplingParams
 
 SECRETS = ("alpha", "bravo", "carol")
 
@@ -191,7 +191,7 @@ def test_owners_over_one_directory(again: bool, tmp_path: Path) -> None:
 
 def test_notes_of_an_earlier_form_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no owner, and who asks has none either: what they are of cannot be known."""
-    monkeypatch.setattr("deltic.text.history._FORM", 3)
+    monkeypatch.setattr("deltic.chat.history._FORM", 3)
     processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model"))
     client = Talk(processor, "preserve", True, False, size=5)
     exchange((client, "alpha"))

@@ -9,11 +9,11 @@ from test_text_boundaries import LONG
 from test_text_history import SYSTEM, THOUGHT, TINY_TEMPLATE, TOKENIZER, TOOLS, Talk
 from test_text_support import QWEN_LIKE
 
+from deltic.chat import template as module
+from deltic.chat.processor import ChatProcessor
+from deltic.chat.template import ChatTemplate
 from deltic.config import Limits
 from deltic.errors import LongPromptError
-from deltic.text import template as module
-from deltic.text.chat_processor import ChatProcessor
-from deltic.text.template import ChatTemplate
 
 TEMPLATES = pytest.mark.parametrize("template", [TINY_TEMPLATE, QWEN_LIKE], ids=["tiny", "qwen"])
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from support import examples
 from test_text_support import EOS, Vocabulary, splits
 
-from deltic.text.deltas import Region, join
-from deltic.text.stops import StopAutomaton, StopScanner, open_suffix
-from deltic.text.stream import AnswerText, AnswerTexts, chat_router, text_router
+from deltic.chat.deltas import Region, join
+from deltic.chat.output_router import AnswerText, AnswerTexts, chat_router, text_router
+from deltic.chat.stop_strings import StopAutomaton, StopScanner, open_suffix
 
 CASES = [
     ("abSTOPcd", ("STOP",), "ab"),

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from support import examples
 from test_text_support import EOS, MARKERS, Vocabulary, splits
 
-from deltic.text.deltas import Answer, Delta, Region, join
-from deltic.text.markers import Markers, start_mode
-from deltic.text.stream import Calls, Router, chat_router, text_router
-from deltic.text.tools import QWEN
+from deltic.chat.deltas import Answer, Delta, Region, join
+from deltic.chat.markers import Markers, start_mode
+from deltic.chat.output_router import Calls, Router, chat_router, text_router
+from deltic.chat.tools import QWEN
 
 TOOLS = [
     {

@@ -8,11 +8,11 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
-from deltic.text.calls import CallReader
-from deltic.text.chat import Conversation, Messages, boundaries, spell
-from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
-from deltic.text.tools import QWEN, CallForm
+from deltic.chat.conversation import Conversation, Messages, boundaries, spell
+from deltic.chat.template import ChatTemplate
+from deltic.chat.tokenizer import Tokenizer
+from deltic.chat.tool_parsers import CallReader
+from deltic.chat.tools import QWEN, CallForm
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 EOS = 1000

@@ -18,10 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from support import examples
 from test_text_support import QWEN_LIKE
 
+from deltic.chat.messages import normalise_messages
+from deltic.chat.template import ChatTemplate
+from deltic.chat.tokenizer import Tokenizer
 from deltic.errors import RequestError, TemplateError
-from deltic.text.messages import normalise_messages
-from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 TINY_TEMPLATE = Tokenizer.from_directory(TINY).chat_template or ""

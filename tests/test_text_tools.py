@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support import examples
 from test_text_support import read_calls
 
-from deltic.text.coerce import coerce, dumps, loads
-from deltic.text.tools import tool_schemas
+from deltic.chat.schema_coercion import coerce, dumps, loads
+from deltic.chat.tools import tool_schemas
 
 PROPERTIES = {
     "text": {"type": "string"},

@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 
+from deltic.chat.template import ChatTemplate, _environment
+from deltic.chat.watchdog import Watchdog
 from deltic.errors import RequestError, TemplateError
-from deltic.text.template import ChatTemplate, _environment
-from deltic.text.watchdog import Watchdog
 
 SECONDS = 0.01
 MOST = 1.0
@@ -112,7 +112,7 @@ def test_one_filter_over_a_long_list_ends_in_time(filters: str) -> None:
 
 
 def test_a_template_that_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.text.template._COMPILE_SECONDS", SECONDS)
+    monkeypatch.setattr("deltic.chat.template._COMPILE_SECONDS", SECONDS)
     with pytest.raises(TemplateError, match=r"takes more than 0.01 seconds to compile.*chat_template"):
         ChatTemplate("{{ a.b.c }}" * 50_000)
 

@@ -15,8 +15,8 @@ from pydantic import BaseModel, create_model
 from tokenizers import Tokenizer
 
 from deltic import LLM
-from deltic.text.grammar import Grammars
-from deltic.text.output_format import JsonSchema
+from deltic.chat.response_format import JsonSchema
+from deltic.chat.structured import Grammars
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "deltic" / "models" / "tiny"

@@ -18,13 +18,13 @@ from vision_models import picture
 import deltic
 from deltic import LLM, SamplingParams
 from deltic.config.vision import PictureConfig, VisionConfig
-from deltic.model.vision import build_tower
+from deltic.loader.files import read_json
+from deltic.loader.vision import load_tower, plan_tower
+from deltic.model.vision_tower import build_tower
 from deltic.ops import backends
-from deltic.types import Prompt
+from deltic.params import Prompt
 from deltic.vision.patches import patches_of
 from deltic.vision.sizes import target_size
-from deltic.weights.files import read_json
-from deltic.weights.vision import load_tower, plan_tower
 
 pytest.importorskip("safetensors.torch")
 

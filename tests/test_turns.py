@@ -9,12 +9,12 @@ import pytest
 from reuse_cases import engine_for, runtime_of
 from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
 
-from deltic.engine import turns
-from deltic.engine.depth import FixedDepth
-from deltic.engine.draft_model import ModelDrafter
+from deltic.engine import quantum
 from deltic.engine.engine import Engine
-from deltic.engine.turns import SHORT_TURN, TURN, turn_of
-from deltic.types import Request, SamplingParams
+from deltic.engine.quantum import SHORT_TURN, TURN, turn_of
+from deltic.params import Request, SamplingParams
+from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_model import ModelDrafter
 
 LONG = 6 * TURN
 
@@ -165,7 +165,7 @@ def test_clients_take_turns_however_many_requests_one_has() -> None:
 
 def test_who_has_waited_long_stands_before_nobody_elses_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the many have waited for longer than anybody shall."""
-    monkeypatch.setattr(turns, "LONGEST_WAIT", TURN)
+    monkeypatch.setattr(quantum, "LONGEST_WAIT", TURN)
     engine, _ = started(2, of("many", long_ones(12)), 2 * TURN)
     answers = Answers()
     for request in of("few", [greedy(numbers(50 + index, 20, 500), 4, name=f"new{index}") for index in range(2)]):
@@ -175,11 +175,11 @@ def test_who_has_waited_long_stands_before_nobody_elses_first(monkeypatch: pytes
 
 
 def test_who_has_waited_long_comes_before_his_clients_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "LONGEST_WAIT", TURN)
+    monkeypatch.setattr(quantum, "LONGEST_WAIT", TURN)
     engine, _ = started(1, of("one", long_ones(3)), 2 * TURN)
     patient = {sequence for sequence in engine.scheduler.waiting if engine.scheduler._step - sequence.turn >= TURN}
     engine.add(*of("one", [greedy(numbers(9, 20, 500), 4, name="new")]))
-    ordered = turns.in_turn(engine.scheduler.waiting, [], engine.scheduler._step)
+    ordered = quantum.in_turn(engine.scheduler.waiting, [], engine.scheduler._step)
     assert patient and {*ordered[:len(patient)]} == patient and ordered[len(patient)].request.id == "one-new"
 
 

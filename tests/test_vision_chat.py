@@ -18,12 +18,12 @@ from test_server_harness import Served, serving
 from vision_models import GREEDY, data_url, directory, drawing, png, shows
 
 from deltic import LLM
+from deltic.chat.processor import ChatProcessor
 from deltic.cli import main
 from deltic.cli.chat import Conversation
 from deltic.config import Limits
 from deltic.errors import RequestError
-from deltic.text.chat_processor import ChatProcessor
-from deltic.types import Prompt
+from deltic.params import Prompt
 
 __all__ = ["directory"]
 

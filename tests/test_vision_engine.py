@@ -20,13 +20,13 @@ from deltic.config import EngineConfig
 from deltic.config.vision import PictureConfig, VisionConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.runtime import Runtime
-from deltic.engine.session import Session
 from deltic.errors import RequestError
-from deltic.types import Prompt, Request, SamplingParams
+from deltic.loader.hub import open_model
+from deltic.params import Prompt, Request, SamplingParams
+from deltic.runner.model_runner import Runtime
+from deltic.session import Session
 from deltic.vision.patches import Film, Pixels, patches_of
-from deltic.vision.prompts import with_pictures
-from deltic.weights.hub import open_model
+from deltic.vision.prompt import with_pictures
 
 PICTURES = PictureConfig(min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 40)
 
@@ -167,7 +167,7 @@ def test_films_as_transformers(pair: Pair, runtime: Runtime) -> None:
     assert abs(event.logprobs.token - float(logits[0, -1].log_softmax(-1)[best])) < 1e-4
 
 
-@pytest.mark.parametrize("options", [{"token_budget": 7}, {"ops": ("ref",)}, {"speculate": "ngram"},
+@pytest.mark.parametrize("options", [{"token_budget": 7}, {"ops": ("reference",)}, {"speculate": "ngram"},
                                      {"memory": "3MiB", "max_context": 192}, {"prefix_cache": False},
                                      {"packed_weights": "off", "ops": ("mlp=torch",)}], ids=str)
 def test_however_it_is_run(pair: Pair, runtime: Runtime, options: dict[str, Any]) -> None:
@@ -271,7 +271,7 @@ def test_others_answer_while_a_picture_is_encoded(pair: Pair) -> None:
     engine.add(Request("words", tuple(range(5)), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)))
     for _ in range(3):
         engine.step()
-    import deltic.engine.pictures as module
+    import deltic.runner.image_embeds as module
 
     before = module._SLICES
     module._SLICES = 0.0

@@ -17,10 +17,10 @@ from deltic import LLM
 from deltic.config import Limits
 from deltic.config.vision import FilmConfig
 from deltic.errors import ModelError, RequestError
-from deltic.types import Prompt
-from deltic.vision.films import frame_numbers, read_film
+from deltic.params import Prompt
 from deltic.vision.patches import Film
 from deltic.vision.reader import Reading
+from deltic.vision.video import frame_numbers, read_film
 
 av = pytest.importorskip("av")
 __all__ = ["directory", "llm"]

@@ -20,17 +20,17 @@ from vision_models import picture
 from deltic.config import Limits
 from deltic.config.vision import FilmConfig, PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, RequestError
-from deltic.model.vision import Tower, build_tower
+from deltic.loader.files import read_json
+from deltic.loader.hub import open_model
+from deltic.loader.quantize import quantize_tower
+from deltic.loader.vision import load_tower, plan_tower
+from deltic.model.vision_tower import Tower, build_tower
 from deltic.ops import backends
-from deltic.ops.qtensor import QTensor
+from deltic.ops.quantized import QTensor
 from deltic.vision.patches import Film, patches_of
 from deltic.vision.positions import rotary_positions
 from deltic.vision.reader import Reading
 from deltic.vision.sizes import target_size
-from deltic.weights.files import read_json
-from deltic.weights.hub import open_model
-from deltic.weights.quant import quantize_tower
-from deltic.weights.vision import load_tower, plan_tower
 
 GRIDS = [(2, 2), (4, 6), (10, 2), (6, 14), (2, 8)]
 

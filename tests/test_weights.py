@@ -28,10 +28,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from deltic.config import ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.files import find_tensors, read_header, read_json
-from deltic.weights.names import canonical, expected_tensors, packed_parts, split_packed, tensor_dtype
-from deltic.weights.random import random_weights
-from deltic.weights.safetensors import TORCH_DTYPES, load_directory
+from deltic.loader.dummy import random_weights
+from deltic.loader.files import find_tensors, read_header, read_json
+from deltic.loader.names import canonical, expected_tensors, packed_parts, split_packed, tensor_dtype
+from deltic.loader.safetensors import TORCH_DTYPES, load_directory
 
 TEXT = {"vocab_size": 37, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4, "num_attention_heads": 6,
             "num_key_value_heads": 3, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
@@ -228,7 +228,7 @@ def test_progress_counts_bytes_to_the_total(saved, config):
 
 def test_conversion_in_pieces(monkeypatch, saved, config):
     path, tensors = saved
-    monkeypatch.setattr("deltic.weights.safetensors._CHUNK", 7)
+    monkeypatch.setattr("deltic.loader.safetensors._CHUNK", 7)
     for dtype in DTYPES:
         assert_loaded(load_directory(path, config, dtype), tensors, config, dtype)
 

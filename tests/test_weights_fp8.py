@@ -14,21 +14,21 @@ from expert_cases import text_of
 from safetensors.torch import load_file, save_file
 from support import moe_shape, odd_shape, tiny_texts
 
-from deltic.artifacts.program import hf_config
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
-from deltic.engine.batch import build
 from deltic.engine.loading import load
-from deltic.engine.plan import Plan, Row
+from deltic.engine.step_plan import Plan, Row
 from deltic.errors import ConfigError, ModelError
-from deltic.ops.cuda.tiles import Tiles, form
-from deltic.weights import fp8
-from deltic.weights.fp8 import Float8
-from deltic.weights.gguf.convert import convert
-from deltic.weights.hub import open_model
-from deltic.weights.mtp import directory_checkpoint, extract_head, find_head, load_stored_head
-from deltic.weights.names import EMBEDDING, HEAD
-from deltic.weights.quant import FP8, quantize_tensors
-from deltic.weights.random import random_head, random_weights
+from deltic.export.program import hf_config
+from deltic.loader import fp8
+from deltic.loader.dummy import random_head, random_weights
+from deltic.loader.fp8 import Float8
+from deltic.loader.gguf.convert import convert
+from deltic.loader.hub import open_model
+from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
+from deltic.loader.names import EMBEDDING, HEAD
+from deltic.loader.quantize import FP8, quantize_tensors
+from deltic.ops.cuda.quantized_gemm import Tiles, form
+from deltic.runner.input_batch import build
 
 
 def decoded(raw: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ def test_experts_one_by_one(tmp_path: Path) -> None:
 
 
 def test_large_matrices_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.weights.safetensors._CHUNK", 128 * 256)
+    monkeypatch.setattr("deltic.loader.safetensors._CHUNK", 128 * 256)
     numbers = checkpoint(shape(), tmp_path)
     found = open_model(tmp_path, progress=False).load("float32", "cpu", None)
     assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())

@@ -18,7 +18,7 @@ from test_text_support import QWEN_LIKE
 
 import deltic
 from deltic.config.vision import PictureConfig, VisionConfig
-from deltic.types import SamplingParams
+from deltic.params import SamplingParams
 from deltic.vision.patches import Pixels, pixels
 from deltic.vision.sizes import target_size
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from deltic.types import PAGE
+from deltic.params import PAGE
 
 if TYPE_CHECKING:
-    from deltic.cache.prefix import Door
+    from deltic.cache.offload.prefix_items import Door
 
 
 @dataclass(frozen=True, slots=True)

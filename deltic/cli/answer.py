@@ -13,8 +13,8 @@ from deltic.cli.machine import peak_memory_mib
 from deltic.cli.terminal import reading_bar, takes_colors
 
 if TYPE_CHECKING:
-    from deltic.engine.llm import LLM, Choice, Stream
-    from deltic.text.deltas import AnswerCall, Delta
+    from deltic.chat.deltas import AnswerCall, Delta
+    from deltic.llm import LLM, Choice, Stream
 
 _GLANCE = 0.1  # seconds between two looks at how far the prompt is read, and whether to stop
 

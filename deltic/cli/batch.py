@@ -27,7 +27,7 @@ from deltic.errors import DelticError, show
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
-    from deltic.engine.llm import LLM
+    from deltic.llm import LLM
 
 HELP = ("Answer the requests of a file of OpenAI's batch lines: {\"custom_id\": ..., \"method\": \"POST\", \"url\": "
         "\"/v1/chat/completions\", \"body\": {...}}. Their answers, and errors, go to another such file, each as soon "

@@ -20,8 +20,8 @@ from deltic.cli.table import table
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
-    from deltic.engine.llm import LLM
     from deltic.engine.operator_profile import Profile
+    from deltic.llm import LLM
 
 HELP = ("Measure reading (prefill) and writing (decode) of tokens, and say what this machine allows of them. Prompts "
         "are random token ids.")
@@ -97,7 +97,7 @@ def report(llm: LLM, case: Case, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _floors(llm: LLM, case: Case) -> dict[str, Any]:
-    from deltic.engine.runtime import Runtime
+    from deltic.runner.model_runner import Runtime
 
     return floors(llm.runtime, case) if isinstance(llm.runtime, Runtime) else {}
 

@@ -23,7 +23,7 @@ from deltic.config import EngineConfig
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
-    from deltic.engine.llm import LLM
+    from deltic.llm import LLM
 
 _NOTE = "loading and warming up the model, after a restart too, is part of no figure"
 _WARM_UP = Case(prompt_tokens=16, new_tokens=2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from deltic.cli.scenarios import Group, Scenario, Sizes, Tokens, advance, drawing
 from deltic.errors import DelticError
-from deltic.types import Event, Request, SamplingParams
+from deltic.params import Event, Request, SamplingParams
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
@@ -132,9 +132,9 @@ def _timed(name: str, first: float, last: float, end: Event) -> Timed:
 
 def _without_reuse(engine: Engine) -> Engine:
     """An engine of the same model and the same pools, which must be empty, that knows no prefixes."""
-    from deltic.cache.hybrid import HybridCache
+    from deltic.cache.manager import HybridCache
     from deltic.engine.engine import Engine
-    from deltic.engine.runtime import Runtime
+    from deltic.runner.model_runner import Runtime
 
     runtime, known = engine.runtime, engine.runtime.cache
     assert isinstance(runtime, Runtime), "its pools are not here"

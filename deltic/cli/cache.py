@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltic.cache.folder import (
+from deltic.cache.offload.item_folder import (
     Found,
     Label,
     files,

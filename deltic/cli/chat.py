@@ -24,9 +24,9 @@ from deltic.cli.signals import Interruption
 from deltic.errors import RequestError, show
 
 if TYPE_CHECKING:
-    from deltic.engine.llm import LLM, Choice
-    from deltic.text.deltas import Delta
-    from deltic.types import SamplingParams
+    from deltic.chat.deltas import Delta
+    from deltic.llm import LLM, Choice
+    from deltic.params import SamplingParams
 
 HELP = "Hold a conversation. Every line is a message; /help lists the commands. Ctrl-C stops an answer."
 
@@ -230,7 +230,7 @@ class Conversation:
 
 
 def _as_message(deltas: list[Delta]) -> Message:
-    from deltic.text.deltas import join
+    from deltic.chat.deltas import join
 
     answer = join(deltas)
     reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}

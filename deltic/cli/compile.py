@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltic.artifacts.extras import need
-from deltic.artifacts.opening import LIBRARIES, OBJECTS
 from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import table
 from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
 from deltic.errors import ModelError
+from deltic.export.extras import need
+from deltic.export.opening import LIBRARIES, OBJECTS
 
 if TYPE_CHECKING:
-    from deltic.artifacts.tvm.compiler import Compiled
+    from deltic.export.tvm.compiler import Compiled
 
 HELP = "Compile a model with TVM into a directory that `deltic run`, `chat` and `serve` take."
 
@@ -52,10 +52,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     need("tvm")
     folder = _folder(args)
-    from deltic.artifacts.sidecar import sidecar_files
-    from deltic.artifacts.tvm.targets import find_goal
-    from deltic.encoders.compiled_files import encoder_files
-    from deltic.weights.writing import check_room, replacing_files
+    from deltic.embeddings.compiled_files import encoder_files
+    from deltic.export.sidecar import sidecar_files
+    from deltic.export.tvm.targets import find_goal
+    from deltic.loader.writing import check_room, replacing_files
 
     goal = find_goal(args.target)  # before anything is downloaded
     started = time.perf_counter()
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _opened(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]]:
     """Bytes of the parameters, at least, and what compiles the model into a directory."""
-    from deltic.artifacts.tvm.compiler import compile_model, parameter_bytes
-    from deltic.encoders.compile import compile_encoder, encoder_bytes
-    from deltic.encoders.open import open_stored
-    from deltic.weights.hub import open_model, resolve
+    from deltic.embeddings.compile import compile_encoder, encoder_bytes
+    from deltic.embeddings.open import open_stored
+    from deltic.export.tvm.compiler import compile_model, parameter_bytes
+    from deltic.loader.hub import open_model, resolve
 
     common = {"dtype": args.dtype, "target": args.target}
     stored = open_stored(resolve(args.source, args.revision))
@@ -92,7 +92,7 @@ def _opened(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]]:
 def cache_folder(model: str, target: str) -> Path:
     """Where what is compiled goes if nobody says where: MODEL--TARGET--DEVICE, a hub name's slash written as two
     dashes."""
-    from deltic.artifacts.tvm.targets import KINDS
+    from deltic.export.tvm.targets import KINDS
 
     base = os.environ.get("XDG_CACHE_HOME")
     name = model if model.count("/") == 1 and not os.path.exists(model) else Path(model).resolve().name

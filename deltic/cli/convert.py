@@ -13,9 +13,9 @@ from deltic.cli.parser import UsageError, path_name, text
 from deltic.cli.table import table
 
 if TYPE_CHECKING:
-    from deltic.weights.gguf.convert import Written
-    from deltic.weights.gguf.tokenizer import TokenizerTexts
-    from deltic.weights.hub import ModelFiles
+    from deltic.loader.gguf.convert import Written
+    from deltic.loader.gguf.tokenizer import TokenizerTexts
+    from deltic.loader.hub import ModelFiles
 
 HELP = "Write a model as a GGUF file, which llama.cpp reads too."
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0")
@@ -46,11 +46,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = _target(args)
-    from deltic.encoders.convert import convert_encoder, vector_keys
-    from deltic.encoders.open import open_stored
-    from deltic.weights.gguf.convert import convert
-    from deltic.weights.gguf.metadata import ARCHITECTURES
-    from deltic.weights.hub import only_gguf, open_model, resolve
+    from deltic.embeddings.convert import convert_encoder, vector_keys
+    from deltic.embeddings.open import open_stored
+    from deltic.loader.gguf.convert import convert
+    from deltic.loader.gguf.metadata import ARCHITECTURES
+    from deltic.loader.hub import only_gguf, open_model, resolve
 
     started, bar = time.perf_counter(), _bar()
     tower = dict[str, Any]()
@@ -84,7 +84,7 @@ def _write_tower(args: argparse.Namespace, files: ModelFiles, name: str, path: P
 
     It comes first: a model is never there without its tower, and there is room for it beside that.
     """
-    from deltic.weights.gguf.mmproj import TYPES, write_mmproj
+    from deltic.loader.gguf.mmproj import TYPES, write_mmproj
 
     kind = args.mmproj or (args.type if args.type in TYPES else "Q8_0")
     if files.vision is None or kind == "NONE":
@@ -120,8 +120,8 @@ def _keep_source(path: Path, sources: Iterable[Path]) -> None:
 
 
 def _tokenizer_of(directory: Path) -> TokenizerTexts:
-    from deltic.text.files import read_tokenizer_files
-    from deltic.weights.gguf.tokenizer import TokenizerTexts
+    from deltic.chat.tokenizer_files import read_tokenizer_files
+    from deltic.loader.gguf.tokenizer import TokenizerTexts
 
     files = read_tokenizer_files(directory)
     return TokenizerTexts(files.tokenizer, files.special_tokens, files.templates)
@@ -129,7 +129,7 @@ def _tokenizer_of(directory: Path) -> TokenizerTexts:
 
 def _name(source: str, files: ModelFiles) -> str:
     """What the file says of itself, else the last part of a path or hub name."""
-    from deltic.weights.gguf.config import model_name
+    from deltic.loader.gguf.config import model_name
 
     return model_name(files.gguf) if files.gguf is not None else Path(source).resolve().name
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from deltic.encoders.encoder import Encoder
+    from deltic.embeddings.encoder import Encoder
 
 HELP = "Vectors of the texts in a file. What was interrupted goes on where it was, if it is started again."
 
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 def _to_file(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:
     output: Path = args.output
     part, note = output.with_name(output.name + ".part"), output.with_name(output.name + ".part.json")
-    from deltic.encoders.encoder import check_dimensions
-    from deltic.weights.writing import check_room, explained
+    from deltic.embeddings.encoder import check_dimensions
+    from deltic.loader.writing import check_room, explained
 
     check_dimensions(args.dimensions, encoder.dimension)
     width, total = args.dimensions or encoder.dimension, 0
@@ -144,7 +144,7 @@ def _resume(part: BinaryIO, note: Path, told: str, row: int) -> int:
 def _finish(part: Path, output: Path, shape: tuple[int, int]) -> None:
     import numpy as np
 
-    from deltic.weights.writing import check_room, replacing
+    from deltic.loader.writing import check_room, replacing
 
     size, wanted = part.stat().st_size, 4 * shape[0] * shape[1]
     if size != wanted:

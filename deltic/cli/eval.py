@@ -19,8 +19,8 @@ from deltic.cli.texts import open_lines
 from deltic.errors import show
 
 if TYPE_CHECKING:
-    from deltic.engine.llm import LLM
-    from deltic.types import TokenLogprobs
+    from deltic.llm import LLM
+    from deltic.params import TokenLogprobs
 
 HELP = "The perplexity of a text file: how well the model predicts it. Lower is better."
 
@@ -92,7 +92,7 @@ def perplexity(llm: LLM, content: str, window: int | None = None, stride: int | 
                progress: Callable[[int, int], None] = lambda done, total: None) -> Score:
     """Score every token of the text once: all but the first where the tokenizer puts nothing before it. progress: is
     called with the tokens scored, and all. UsageError for a window that the context does not hold."""
-    from deltic.types import SamplingParams
+    from deltic.params import SamplingParams
 
     words, room = llm.chat_processor.tokenizer, llm.engine.max_context - 1
     ids, before = words.encode(content), words.around[0]

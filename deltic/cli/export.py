@@ -14,7 +14,7 @@ from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import table
 
 if TYPE_CHECKING:
-    from deltic.weights.hub import ModelFiles
+    from deltic.loader.hub import ModelFiles
 
 HELP = "Export a model as a program for phones, and for programs without Python."
 _FORMATS = ("pte",)
@@ -48,11 +48,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = _target(args)
-    from deltic.artifacts.extras import need
+    from deltic.export.extras import need
 
     need("executorch")
-    from deltic.artifacts.executorch.export import CHUNK, Form, export_files
-    from deltic.weights.hub import open_model
+    from deltic.export.executorch.export import CHUNK, Form, export_files
+    from deltic.loader.hub import open_model
 
     files, steps = open_model(args.source, args.revision), Steps()
     context = min(args.max_context, files.config.max_position_embeddings)
@@ -93,8 +93,8 @@ class Steps:
 
 
 def _target(args: argparse.Namespace) -> Path:
-    from deltic.artifacts.executorch.names import sidecar_of
-    from deltic.artifacts.sidecar import sidecar_files
+    from deltic.export.executorch.names import sidecar_of
+    from deltic.export.sidecar import sidecar_files
 
     path = Path(args.output)
     if path.suffix.lower() != ".pte":
@@ -117,8 +117,8 @@ def _library(args: argparse.Namespace) -> dict[str, Any]:
     """The operator library that such a program needs on this machine, if it can be had."""
     if args.operators != "deltic":
         return {}
-    from deltic.artifacts.executorch.library import built
     from deltic.errors import ModelError
+    from deltic.export.executorch.library import built
 
     try:
         return {"library": str(built())}
@@ -135,7 +135,7 @@ def _say_what_is_left_out(files: ModelFiles) -> None:
 
 
 def _facts(args: argparse.Namespace, path: Path, size: int, max_context: int, seconds: float) -> dict[str, Any]:
-    from deltic.artifacts.executorch.names import sidecar_of
+    from deltic.export.executorch.names import sidecar_of
 
     return {"path": str(path), "files": str(sidecar_of(path)), "format": args.format, "type": args.type,
             "operators": args.operators, "bytes": size, "tokens_per_call": "1" if args.static else "any",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from deltic.config import ModelConfig
-    from deltic.engine.runtime import Runtime
+    from deltic.runner.model_runner import Runtime
 
 _BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 """What is read at once: more than caches hold, and for longer than it takes to have it done."""
@@ -38,8 +38,8 @@ def floors(runtime: Runtime, case: Case) -> dict[str, Any]:
 def step_bytes(runtime: Runtime, batch: int, context: int) -> int:
     """Bytes that a step of so many sequences with contexts of so many tokens reads and writes: weights once, states,
     keys and values. Of a mixture the experts that some token passes, if all are equally likely."""
-    from deltic.engine.batch import FEW_ROWS
     from deltic.engine.scheduler import DEFERRED
+    from deltic.runner.input_batch import FEW_ROWS
 
     decoder, pools, experts = runtime.decoder, runtime.pools, runtime.config.experts
     weights = decoder.token_bytes()
@@ -55,7 +55,7 @@ def step_bytes(runtime: Runtime, batch: int, context: int) -> int:
 
 def prompt_operations(config: ModelConfig, tokens: int) -> int:
     """Of products and attention while a prompt is read; the delta rule's and the only row of the head's are few."""
-    from deltic.weights.names import expected_tensors
+    from deltic.loader.names import expected_tensors
 
     shapes = expected_tensors(config)
     layers = sum(shape[0] * shape[1] for name, shape in shapes.items()

@@ -15,14 +15,14 @@ from deltic.cli.parser import as_typed
 from deltic.cli.table import table
 from deltic.config import DType, EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
-from deltic.types import Draft, Ngram
+from deltic.params import Draft, Ngram
 
 if TYPE_CHECKING:
-    from deltic.cache.policy import MemoryPlan
-    from deltic.cache.pools import Extras
-    from deltic.engine.llm import LLM
+    from deltic.cache.memory_plan import MemoryPlan
+    from deltic.cache.tensors import Extras
+    from deltic.chat.processor import ChatProcessor
+    from deltic.llm import LLM
     from deltic.ops import Ops
-    from deltic.text.chat_processor import ChatProcessor
 
 HELP = "Show a model's shape, its memory plan, its tokenizer and who serves each operation."
 
@@ -58,8 +58,8 @@ def layer_pattern(config: ModelConfig) -> str:
 
 def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
-    from deltic.artifacts.backend import ProgramModel
-    from deltic.cache.pools import Extras
+    from deltic.cache.tensors import Extras
+    from deltic.export.backend import ProgramModel
     from deltic.ops import explain
 
     llm = open_llm(args)
@@ -86,8 +86,8 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 def _speculation_fact(llm: LLM) -> str | None:
     """Who drafts, and how many tokens at a time."""
-    from deltic.engine.draft_model import ModelDrafter
-    from deltic.engine.drafters import MtpDrafter
+    from deltic.spec_decode.draft_model import ModelDrafter
+    from deltic.spec_decode.proposers import MtpDrafter
 
     drafter, draft = llm.engine.speculator.drafter, llm.runtime.draft
     if drafter is None:
@@ -100,7 +100,7 @@ def _speculation_fact(llm: LLM) -> str | None:
 
 def _head_fact(path: Path) -> str | None:
     """What there is of a multi-token-prediction head, or why it cannot be used."""
-    from deltic.weights.hub import open_model
+    from deltic.loader.hub import open_model
 
     try:
         kinds = open_model(path).head_kinds()
@@ -143,7 +143,7 @@ def weight_bytes(config: ModelConfig, dtype: DType) -> int:
 
 def _tensor_bytes(config: ModelConfig, dtype: DType) -> dict[str, int]:
     from deltic.config import DTYPE_BYTES
-    from deltic.weights.names import expected_tensors, tensor_dtype
+    from deltic.loader.names import expected_tensors, tensor_dtype
 
     return {name: prod(shape) * DTYPE_BYTES[tensor_dtype(name, dtype)]
             for name, shape in expected_tensors(config).items()}
@@ -151,7 +151,7 @@ def _tensor_bytes(config: ModelConfig, dtype: DType) -> dict[str, int]:
 
 def _token_bytes(config: ModelConfig, dtype: DType) -> int:
     """Bytes that are read for a token, as `Decoder.token_bytes` counts them."""
-    from deltic.weights.names import EMBEDDING, is_stack
+    from deltic.loader.names import EMBEDDING, is_stack
 
     sizes, experts = _tensor_bytes(config, dtype), config.experts
     idle = experts.count - experts.per_token if experts else 0
@@ -199,7 +199,7 @@ def _weight_facts(config: ModelConfig, dtype: DType) -> dict[str, Any]:
 def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, extras: Extras) -> dict[str, Any]:
     import torch
 
-    from deltic.cache.pools import page_bytes, ring_bytes, slot_bytes
+    from deltic.cache.tensors import page_bytes, ring_bytes, slot_bytes
 
     kind: torch.dtype = getattr(torch, _dtype(config, engine))
     kv = extras.kv or kind

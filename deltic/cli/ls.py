@@ -16,8 +16,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deltic.weights.downloads import downloads, place
-    from deltic.weights.writing import size_of
+    from deltic.loader.downloads import downloads, place
+    from deltic.loader.writing import size_of
 
     found = downloads()
     if args.json:

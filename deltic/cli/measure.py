@@ -12,11 +12,11 @@ from deltic import __version__
 from deltic.cli.machine import commit, machine_facts
 from deltic.cli.parser import UsageError
 from deltic.errors import DelticError
-from deltic.types import Request, SamplingParams
+from deltic.params import Request, SamplingParams
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
-    from deltic.engine.llm import LLM
+    from deltic.llm import LLM
 
 _WARM_UP_TOKENS = 16
 

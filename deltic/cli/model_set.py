@@ -15,7 +15,7 @@ from deltic.config import EngineConfig, parse_bytes
 from deltic.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deltic.engine.llm import LLM
+    from deltic.llm import LLM
     from deltic.server.model_registry import ModelSet, ModelSource
 
 _SHARE = 0.9  # of the memory that is free, for all models
@@ -46,9 +46,9 @@ def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> Model
     """The models that the arguments name; all of them are there, but none is loaded. prepare: for one that is."""
     from deltic.engine.memory import card_share, free_memory
     from deltic.engine.options import settled
+    from deltic.loader.hub import only_gguf, resolve
     from deltic.server.model_registry import ModelSet
     from deltic.server.served_model import short_name
-    from deltic.weights.hub import only_gguf, resolve
 
     given = engine_options(args)
     config = settled(EngineConfig(**given))

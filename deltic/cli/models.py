@@ -13,8 +13,8 @@ from deltic.config import EngineConfig, ModelConfig, available_memory
 
 if TYPE_CHECKING:
     from deltic.config import DType
-    from deltic.engine.llm import LLM
     from deltic.engine.loading import RandomModel
+    from deltic.llm import LLM
 
 _SHARE = 0.9
 _CHAT = ("chat_template", "history", "strip_billing_header", "thinking", "thinking_budget", "tool_call_parser",
@@ -28,7 +28,7 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
     options = {**defaults, **engine_options(args)}
     if args.random:
         _check_memory(args, options)
-    from deltic.engine.llm import LLM
+    from deltic.llm import LLM
 
     bar = loading_bar()
     processor = {name: getattr(args, name) for name in _CHAT if hasattr(args, name)}

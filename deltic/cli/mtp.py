@@ -31,8 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = _target(args)
-    from deltic.weights.hub import open_checkpoint
-    from deltic.weights.mtp import extract_head
+    from deltic.loader.hub import open_checkpoint
+    from deltic.loader.mtp_head import extract_head
 
     bar = _bar()
     try:

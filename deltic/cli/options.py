@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from deltic.cli.parser import ShowHelp, UsageError, existing_file, flag, text, whole
 from deltic.config import PRESETS, EngineConfig, Limits
-from deltic.types import SamplingParams
+from deltic.params import SamplingParams
 
 COMMON = ("device", "dtype", "threads", "memory", "gpu_memory_utilization", "kv_dtype", "max_context", "max_batch",
           "cache_dir", "mmproj", "quant", "expert_memory", "speculate")

@@ -18,8 +18,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deltic.weights.downloads import is_below, place
-    from deltic.weights.hub import resolve
+    from deltic.loader.downloads import is_below, place
+    from deltic.loader.hub import resolve
 
     path = resolve(args.model, args.revision, progress=sys.stderr.isatty())
     if not is_below(place(), path):

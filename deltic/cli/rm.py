@@ -17,9 +17,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deltic.weights.catalog import repository_of
-    from deltic.weights.downloads import delete, downloads, place
-    from deltic.weights.writing import size_of
+    from deltic.loader.catalog import repository_of
+    from deltic.loader.downloads import delete, downloads, place
+    from deltic.loader.writing import size_of
 
     model = next((model for model in downloads() if model.name == repository_of(args.model)), None)
     if model is None:

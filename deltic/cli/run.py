@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltic.artifacts.opening import kind_of
 from deltic.cli import chat, options
 from deltic.cli.answer import Meter, Screen, call_json, read_answer, statistics_line
 from deltic.cli.models import timed_llm
@@ -20,12 +19,13 @@ from deltic.cli.parser import MOST_BYTES, UsageError, as_typed, json_file, plain
 from deltic.cli.pictures import naming
 from deltic.cli.signals import Terminated
 from deltic.errors import show
-from deltic.weights.catalog import names_a_model
-from deltic.weights.layout import is_gguf
+from deltic.export.opening import kind_of
+from deltic.loader.catalog import names_a_model
+from deltic.loader.layout import is_gguf
 
 if TYPE_CHECKING:
-    from deltic.engine.llm import LLM, Choice, FormatOptions, Stream
-    from deltic.types import SamplingParams
+    from deltic.llm import LLM, Choice, FormatOptions, Stream
+    from deltic.params import SamplingParams
 
 HELP = "Answer one prompt. The answer, and nothing else, goes to stdout."
 

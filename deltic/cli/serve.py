@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import socket
     from ssl import SSLContext
 
-    from deltic.engine.llm import LLM
+    from deltic.llm import LLM
     from deltic.server.embeddings.service import EmbeddingService
     from deltic.server.model_registry import ModelSet
     from deltic.server.request_log import RequestLog
@@ -137,8 +137,8 @@ def _chats(args: argparse.Namespace) -> bool:
             raise UsageError(f"--task {args.task} serves one MODEL: name it, and no --model, --idle-unload or "
                              "--models-memory, which are for chat")
         return chats
-    from deltic.encoders.open import is_encoder
-    from deltic.weights.hub import resolve
+    from deltic.embeddings.open import is_encoder
+    from deltic.loader.hub import resolve
 
     encodes = is_encoder(resolve(args.model, args.revision))
     if encodes and several:
@@ -193,7 +193,7 @@ def _encoders(args: argparse.Namespace, chats: bool) -> Iterator[list[EmbeddingS
 
 @contextmanager
 def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[EmbeddingService]:
-    from deltic.encoders.encoder import Encoder
+    from deltic.embeddings.encoder import Encoder
     from deltic.server.embeddings.service import EmbeddingService
 
     bar, path = loading_bar(), Path(model)
@@ -215,7 +215,7 @@ def _serve_encoders(args: argparse.Namespace, services: list[EmbeddingService], 
 
 
 def _listener(args: argparse.Namespace) -> socket.socket:
-    from deltic.server.listen import listen, listen_unix
+    from deltic.server.run import listen, listen_unix
 
     if args.unix_socket is None:
         return listen(args.host or _HOST, _PORT if args.port is None else args.port)
@@ -229,7 +229,7 @@ def _tls(args: argparse.Namespace) -> SSLContext | None:
         raise UsageError("--tls-certificate and --tls-key belong together: give both")
     if args.tls_certificate is None:
         return None
-    from deltic.server.listen import tls_context
+    from deltic.server.run import tls_context
 
     return tls_context(args.tls_certificate, args.tls_key)
 
@@ -243,7 +243,7 @@ def _keys(args: argparse.Namespace) -> dict[str, str | None]:
         given = given or [key for key in [os.environ.get(_KEY_VARIABLE)] if key]
     owners = dict[str, str | None].fromkeys(given)
     if args.api_key_file is not None:
-        from deltic.server.keys import read_keys
+        from deltic.server.api_keys import read_keys
 
         owners |= read_keys(_content(args.api_key_file), args.api_key_file.name)
     return owners

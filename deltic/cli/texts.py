@@ -16,8 +16,8 @@ from deltic.cli.terminal import loading_bar
 from deltic.errors import show
 
 if TYPE_CHECKING:
-    from deltic.encoders.encoder import Encoder
-    from deltic.encoders.open import Task
+    from deltic.embeddings.encoder import Encoder
+    from deltic.embeddings.open import Task
 
 _LONGEST = 64 << 20  # bytes of a line
 
@@ -40,7 +40,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def open_encoder(args: argparse.Namespace, task: Task, **more: Any) -> Encoder:
     """Load what the arguments name, with a progress bar."""
     given = options.engine_options(args)
-    from deltic.encoders.encoder import Encoder
+    from deltic.embeddings.encoder import Encoder
 
     bar = loading_bar()
     try:

@@ -12,7 +12,7 @@ from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, parse_bytes
 from deltic.config.speculation import parse_speculation
 from deltic.errors import ConfigError, show
-from deltic.types import Draft, Speculation
+from deltic.params import Draft, Speculation
 
 _RANGES: Final = {
     "threads": (1, 1024),
@@ -125,7 +125,7 @@ class EngineConfig:
     max_repeat: int = _option(0, "end an answer that goes round in circles: whose end is the same group of up to 128 "
                               "tokens N times in a row (8*N tokens for groups of fewer than 8); requests may say "
                               "otherwise (default: 0, never)")
-    ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
+    ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=reference, or BACKEND for all")
     debug_layers: bool = _option(False, "log statistics of every layer's output in every step (slow)")
     limits: Limits = field(default_factory=Limits, metadata={"help": "what one client may ask for"})
 
@@ -261,7 +261,7 @@ class EngineConfig:
         object.__setattr__(self, "ops", tuple(self.ops))
         for item in self.ops:
             if not re.fullmatch(r"([a-z_]+=)?[a-z_0-9]+", item):
-                raise ConfigError("ops takes OP=BACKEND, such as attention_mixer=ref, or a BACKEND for all, "
+                raise ConfigError("ops takes OP=BACKEND, such as attention_mixer=reference, or a BACKEND for all, "
                                   f"not {item!r}", "ops")
         names = [item.rpartition("=")[0] for item in self.ops]
         twice = {name for name in names if names.count(name) > 1}

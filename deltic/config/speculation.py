@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltic.errors import ConfigError, show
-from deltic.types import MAX_DRAFTS, Auto, Draft, Mtp, Ngram, Speculation
+from deltic.params import MAX_DRAFTS, Auto, Draft, Mtp, Ngram, Speculation
 
 _FORMS = "auto, off, mtp[:N], ngram[:N] or draft:MODEL[:N]"
 

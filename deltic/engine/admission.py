@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from deltic.errors import LongPromptError, RequestError, context_bound, too_long
-from deltic.types import Embed, Prompt, Request, content_keys
+from deltic.params import Embed, Prompt, Request, content_keys
 
 _SALTED = 2  # keys: 126 bits of hashes
 

@@ -24,12 +24,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltic.cache.folder import write_whole
+from deltic.cache.offload.item_folder import write_whole
 from deltic.config import available_cores
 from deltic.engine.identity import Identity
 from deltic.errors import ConfigError
-from deltic.ops.qtensor import QTensor
-from deltic.ops.records import Weight
+from deltic.ops.quantized import QTensor
+from deltic.ops.types import Weight
 
 log = logging.getLogger("deltic")
 

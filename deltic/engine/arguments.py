@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from deltic.errors import ConfigError, RequestError, show, valid_text
-from deltic.types import LogitsProcessor, Prompt, SamplingParams
+from deltic.params import LogitsProcessor, Prompt, SamplingParams
 
 _BYTES = (bytes, bytearray, memoryview)
 

@@ -17,40 +17,31 @@ from typing import Any
 
 from torch import Tensor
 
-from deltic.cache.policy import distinct, grid_spacing, kept_positions
+from deltic.cache.memory_plan import distinct, grid_spacing, kept_positions
 from deltic.engine.admission import keys_of, salted
-from deltic.engine.ahead import plan_ahead, plan_behind_drafts
-from deltic.engine.batch import FEW_ROWS
-from deltic.engine.depth import Depth
-from deltic.engine.drafters import Drafter
+from deltic.engine.async_schedule import plan_ahead, plan_behind_drafts
 from deltic.engine.failures import Failures
-from deltic.engine.fairness import StepTimes
-from deltic.engine.known_logits import KnownLogits
-from deltic.engine.launch import Chosen, InFlight, Launcher, Share
-from deltic.engine.metrics import Meter, Progress, progress
-from deltic.engine.model import Model
-from deltic.engine.pictures import Pictures
-from deltic.engine.plan import base_after
+from deltic.engine.policy import StepTimes
 from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Origin, Sequence
-from deltic.engine.speculator import Speculator
+from deltic.engine.stats import Meter, Progress, progress
+from deltic.engine.step_plan import base_after
 from deltic.errors import RequestError
-from deltic.types import (
-    Embed,
-    Event,
-    Finish,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-    TokenOut,
-    VectorOut,
-)
+from deltic.params import Embed, Event, Finish, Request, SamplingParams, TokenLogprobs, TokenOut, VectorOut
+from deltic.runner.image_embeds import Pictures
+from deltic.runner.input_batch import FEW_ROWS
+from deltic.runner.known_logits import KnownLogits
+from deltic.runner.launch import Chosen, InFlight, Launcher, Share
+from deltic.runner.model import Model
+from deltic.spec_decode.controller import Speculator
+from deltic.spec_decode.draft_length import Depth
+from deltic.spec_decode.proposers import Drafter
 
 log = logging.getLogger("deltic")
 
 _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
-         "`debug_layers` to find the first bad layer, or with the reference ops (`ops=['ref']`)")
+         "`debug_layers` to find the first bad layer, or with the reference ops (`ops=['reference']`)")
 _NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one that a grammar allows, or all but "
               "those that min_tokens forbids too; allow at least one more")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from deltic.engine.launch import InFlight
-from deltic.engine.model import Model
-from deltic.engine.plan import Plan
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.speculator import Speculator
+from deltic.engine.step_plan import Plan
 from deltic.ops.memory import is_shortage
+from deltic.runner.launch import InFlight
+from deltic.runner.model import Model
+from deltic.spec_decode.controller import Speculator
 
 log = logging.getLogger("deltic")
 

@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 import torch
 
 from deltic import __version__
-from deltic.cache.folder import open_regular, write_whole
-from deltic.cache.pools import STATE_LAYOUT
+from deltic.cache.offload.item_folder import open_regular, write_whole
+from deltic.cache.tensors import STATE_LAYOUT
 from deltic.config import EngineConfig
 from deltic.errors import ModelError
+from deltic.loader.fingerprint import FileMark, hash_file, sample_file
 from deltic.ops import Ops, explain
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.cpu.library import load as load_library
 from deltic.threads import lower_priority
-from deltic.weights.fingerprint import FileMark, hash_file, sample_file
 
 T = TypeVar("T")
 

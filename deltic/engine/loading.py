@@ -13,14 +13,41 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deltic.artifacts.backend import ProgramModel
-from deltic.artifacts.opening import kind_of, open_artifact
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.pools import allocate
+from deltic.cache.manager import HybridCache
+from deltic.cache.tensors import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.aot import PackedFile
-from deltic.engine.batch import FEW_ROWS
-from deltic.engine.experts import (
+from deltic.engine.heap import keep_freed_memory
+from deltic.engine.identity import Identity, machine_facts
+from deltic.engine.memory import plan_memory, share_memory
+from deltic.engine.offload_tiers import open_tiers
+from deltic.engine.options import settled
+from deltic.engine.packed_weights import check_packed, dequantized_in_steps, keeps_packed, not_packed, packed_form
+from deltic.engine.start_times import StartTimes
+from deltic.errors import ConfigError, ModelError, show
+from deltic.export.backend import ProgramModel
+from deltic.export.opening import kind_of, open_artifact
+from deltic.loader.dummy import random_head, random_tensors
+from deltic.loader.fingerprint import FileMark
+from deltic.loader.fp8 import Float8
+from deltic.loader.gguf.tokenizer import TokenizerTexts
+from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.quantize import FP8, quantize_tensors, quantize_tower
+from deltic.model.decoder import Decoder, build
+from deltic.model.draft_vocabulary import Tokens, draftable
+from deltic.model.mtp_head import Mtp as MtpHead
+from deltic.model.mtp_head import build_head
+from deltic.model.vision_tower import build_tower
+from deltic.ops import Ops, explain, select
+from deltic.ops.cpu import missing, use_torch_threads
+from deltic.ops.cuda import quantized_gemm, serves_rings
+from deltic.ops.cuda.card_store import CardStore
+from deltic.ops.cuda.tile_store import TileStore
+from deltic.ops.memory import memory_for
+from deltic.ops.quantized import host_form
+from deltic.ops.types import MoeWeights, Weight
+from deltic.params import Auto, Draft, Mtp, Ngram
+from deltic.runner.expert_offload import (
     Experts,
     beside_card,
     check_experts,
@@ -29,37 +56,10 @@ from deltic.engine.experts import (
     plain_store,
     tile_store,
 )
-from deltic.engine.heap import keep_freed_memory
-from deltic.engine.identity import Identity, machine_facts
-from deltic.engine.memory import plan_memory, share_memory
-from deltic.engine.options import settled
-from deltic.engine.packed_weights import check_packed, dequantized_in_steps, keeps_packed, not_packed, packed_form
-from deltic.engine.pictures import Encode
-from deltic.engine.runtime import Runtime
-from deltic.engine.start_times import StartTimes
-from deltic.engine.tiers import open_tiers
-from deltic.errors import ConfigError, ModelError, show
-from deltic.model.decoder import Decoder, build
-from deltic.model.draft_vocabulary import Tokens, draftable
-from deltic.model.mtp import Mtp as MtpHead
-from deltic.model.mtp import build_head
-from deltic.model.vision import build_tower
-from deltic.ops import Ops, explain, select
-from deltic.ops.cpu import missing, use_torch_threads
-from deltic.ops.cuda import serves_rings, tiles
-from deltic.ops.cuda.card_store import CardStore
-from deltic.ops.cuda.tile_store import TileStore
-from deltic.ops.memory import memory_for
-from deltic.ops.qtensor import host_form
-from deltic.ops.records import MoeWeights, Weight
-from deltic.types import Auto, Draft, Mtp, Ngram
+from deltic.runner.image_embeds import Encode
+from deltic.runner.input_batch import FEW_ROWS
+from deltic.runner.model_runner import Runtime
 from deltic.vision.patches import Pixels, patches_of
-from deltic.weights.fingerprint import FileMark
-from deltic.weights.fp8 import Float8
-from deltic.weights.gguf.tokenizer import TokenizerTexts
-from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.quant import FP8, quantize_tensors, quantize_tower
-from deltic.weights.random import random_head, random_tensors
 
 log = logging.getLogger("deltic")
 
@@ -231,7 +231,7 @@ def _unpacks(loaded: _Loaded) -> bool:
     if loaded.experts:
         return isinstance(loaded.experts.store, TileStore)
     layers = loaded.decoder.weights.layers
-    return any(isinstance(block, tiles.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
+    return any(isinstance(block, quantized_gemm.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
                for part in layer.mlp.parts[:1] for block in (part.down,))
 
 

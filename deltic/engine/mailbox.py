@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from deltic.errors import UnavailableError
-from deltic.types import Event
+from deltic.params import Event
 
 
 class Mailbox:

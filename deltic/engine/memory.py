@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from deltic.cache.policy import MemoryNeeds, MemoryPlan, enough, split_memory
-from deltic.cache.pools import Extras, page_bytes, ring_bytes, slot_bytes
+from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, enough, split_memory
+from deltic.cache.tensors import Extras, page_bytes, ring_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.config.engine import option_defaults
 from deltic.errors import ConfigError
-from deltic.ops.cuda.packed_experts import scratch_bytes
+from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8
 
 log = logging.getLogger("deltic")

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from deltic.engine.runtime import Runtime
 from deltic.errors import RequestError, UnavailableError
 from deltic.ops import Ops
 from deltic.ops.cuda.marks import Marks, mark_of, operator_of
-from deltic.ops.records import Batch
-from deltic.types import MAX_DRAFTS
+from deltic.ops.types import Batch
+from deltic.params import MAX_DRAFTS
+from deltic.runner.model_runner import Runtime
 
 log = logging.getLogger("deltic")
 

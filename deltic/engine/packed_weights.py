@@ -8,15 +8,15 @@ import torch
 
 from deltic.config import DType, EngineConfig, ModelConfig
 from deltic.errors import ConfigError
+from deltic.loader.gguf.load import is_quantized, unserved_experts, wants_packing
+from deltic.loader.hub import ModelFiles
 from deltic.ops.cpu import missing
-from deltic.ops.cuda import tiles
-from deltic.ops.cuda.packed_experts import knows_packed
-from deltic.ops.cuda.shapes import knows_sizes
+from deltic.ops.cuda import quantized_gemm
+from deltic.ops.cuda.kernel_config import knows_sizes
+from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.cuda.tile_store import form as pinned_form
-from deltic.ops.qtensor import Form, host_form
-from deltic.types import Draft
-from deltic.weights.gguf.load import is_quantized, unserved_experts, wants_packing
-from deltic.weights.hub import ModelFiles
+from deltic.ops.quantized import Form, host_form
+from deltic.params import Draft
 
 log = logging.getLogger("deltic")
 _FREE_SHARE = 0.85
@@ -27,7 +27,9 @@ def packed_form(options: EngineConfig) -> Form:
     """The form of quantized matrices that the device's kernels read."""
     if options.device == "cpu":
         return host_form()
-    return pinned_form(torch.device(options.device)) if options.offloads_experts else tiles.form(options.device)
+    if options.offloads_experts:
+        return pinned_form(torch.device(options.device))
+    return quantized_gemm.form(options.device)
 
 
 def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:

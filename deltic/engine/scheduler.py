@@ -14,14 +14,14 @@ from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import partial
 
-from deltic.cache.hybrid import HybridCache
-from deltic.cache.lease import Lease
-from deltic.cache.tiers import NOTHING
-from deltic.engine.fairness import Meeting, StepTimes, hurry, share
-from deltic.engine.plan import Plan, Row, Seen
+from deltic.cache.handles import Lease
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.tiers import NOTHING
+from deltic.engine.policy import Meeting, StepTimes, hurry, share
+from deltic.engine.quantum import TURN, gives_way, in_turn, settled, turn_to_read
 from deltic.engine.sequence import Sequence
-from deltic.engine.turns import TURN, gives_way, in_turn, settled, turn_to_read
-from deltic.types import PAGE, RING, common_length
+from deltic.engine.step_plan import Plan, Row, Seen
+from deltic.params import PAGE, RING, common_length
 
 log = logging.getLogger("deltic")
 

@@ -9,11 +9,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deltic.cache.lease import Lease, Rest, Snapshot
-from deltic.cache.tiers import Fetch
-from deltic.engine.depth import Acceptance
+from deltic.cache.handles import Lease, Rest, Snapshot
+from deltic.cache.offload.tiers import Fetch
 from deltic.engine.repeats import Repeats
-from deltic.types import (
+from deltic.params import (
     PAGE,
     Constraint,
     Embed,
@@ -28,6 +27,7 @@ from deltic.types import (
     TokenLogprobs,
     Usage,
 )
+from deltic.spec_decode.draft_length import Acceptance
 
 
 @dataclass(slots=True, eq=False)

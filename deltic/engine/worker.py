@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+from deltic.engine.compute_thread import EXIT_SECONDS, ComputeThread
 from deltic.engine.engine import Engine
-from deltic.engine.exit import EXIT_SECONDS, ComputeThread
 from deltic.errors import UnavailableError, forked_from
-from deltic.types import Event, Request, TokenOut
+from deltic.params import Event, Request, TokenOut
 
 log = logging.getLogger("deltic")
 

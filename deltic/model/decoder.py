@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deltic.config import ExpertsConfig, ModelConfig
 from deltic.ops import Ops
-from deltic.ops.qtensor import PLAIN_TYPES, QTensor
-from deltic.ops.records import (
+from deltic.ops.quantized import PLAIN_TYPES, QTensor
+from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
     Batch,

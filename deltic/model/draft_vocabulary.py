@@ -19,9 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda.numbers import on_device
-from deltic.ops.qtensor import PANEL, QTensor
-from deltic.ops.records import Block
+from deltic.ops.cuda.staging import on_device
+from deltic.ops.quantized import PANEL, QTensor
+from deltic.ops.types import Block
 
 _ADAPTIVE: Final = 9
 """One row in this many is adaptive: 4,000 for a base of 32,000. A conversation uses a few hundred tokens outside the

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError
-from deltic.ops.records import (
+from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
     Batch,
@@ -107,14 +107,14 @@ def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
 
     level, threads: the instructions that the CPU's kernels use, and on how many threads of their own.
     """
-    from deltic.ops import cpu, cuda, ref, torch
+    from deltic.ops import cpu, cuda, reference, torch
 
-    return {"ref": ref.OPS, "torch": torch.OPS, "cpu": cpu.overlay(level, threads), "cuda": cuda.overlay()}
+    return {"reference": reference.OPS, "torch": torch.OPS, "cpu": cpu.overlay(level, threads), "cuda": cuda.overlay()}
 
 
 def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "auto", threads: int = 1) -> Ops:
-    """The best backend for a device with single ops replaced: `attention_mixer=ref`, or all of them: `ref`. Level and
-    threads belong to these ops alone, whatever others there are in the process."""
+    """The best backend for a device with single ops replaced: `attention_mixer=reference`, or all of them: `reference`.
+    Level and threads belong to these ops alone, whatever others there are in the process."""
     known = backends(level, threads)
     ops = known["cpu" if device == "cpu" else "cuda"]
     names = {f.name for f in fields(Ops)}

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from deltic.ops.encoder_layers import Affine as Affine
 from deltic.ops.encoder_layers import EncoderLayer as EncoderLayer
 from deltic.ops.encoder_layers import Norm as Norm
-from deltic.ops.records import Block
 from deltic.ops.torch.basic import linear
+from deltic.ops.types import Block
 
 Attend = Callable[[Tensor, int], Tensor]
 """From qkv [T, 3 H] and the number of heads to [T, H]."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.ops.records import Weight
+from deltic.ops.types import Weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)

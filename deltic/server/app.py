@@ -21,31 +21,31 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from deltic.engine.fair_executor import FairExecutor
-from deltic.engine.llm import LLM
-from deltic.engine.metrics import snapshot
+from deltic.engine.stats import snapshot
 from deltic.errors import ConfigError
+from deltic.llm import LLM
 from deltic.server import openapi, page, requests
 from deltic.server.anthropic import routes as anthropic
+from deltic.server.api_keys import Keys
+from deltic.server.async_engine import STUCK_AFTER, Bridge, Room
 from deltic.server.body import Intake
-from deltic.server.bridge import STUCK_AFTER, Bridge, Room
 from deltic.server.embeddings import routes as embeddings
 from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.executors import Executors
 from deltic.server.fields import IGNORED_HEADER
-from deltic.server.gate import Gate, refusal
+from deltic.server.host_check import Gate, refusal
 from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
-from deltic.server.keys import Keys
-from deltic.server.listen import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of
 from deltic.server.metrics import CONTENT_TYPE, ended_early, exposition
 from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, only
 from deltic.server.models import routes as model_routes
 from deltic.server.ollama import routes as ollama
 from deltic.server.openai import routes as openai
-from deltic.server.openai.shapes import error_response
+from deltic.server.openai.formatting import error_response
 from deltic.server.records import ID_HEADERS, Recorder, Records
 from deltic.server.request_log import RequestLog
 from deltic.server.responses import routes as responses
 from deltic.server.responses.store import ResponseStore
+from deltic.server.run import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of
 from deltic.server.served_model import ServedModel, names_of, public_name
 
 __all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", "listen", "listen_unix", "serve",

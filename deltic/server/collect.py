@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from deltic.chat.choices import Answers, Piece, Score
+from deltic.chat.processor import Job
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import GenerationError, RequestError
+from deltic.params import Event, Usage
+from deltic.server.async_engine import Bridge
 from deltic.server.body import renamed
-from deltic.server.bridge import Bridge
 from deltic.server.request_handle import RequestHandle
-from deltic.text.answers import Answers, Piece, Score
-from deltic.text.chat_processor import Job
-from deltic.types import Event, Usage
 
 
 class Run:

@@ -9,9 +9,9 @@ from hashlib import blake2b
 from time import monotonic
 from typing import Final
 
+from deltic.chat.owned_entries import OwnedEntries
 from deltic.config import Limits
 from deltic.errors import RequestError
-from deltic.text.owned_entries import OwnedEntries
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.documents import pdf_text
 

@@ -17,9 +17,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from deltic.config import Limits
-from deltic.server.anthropic import shapes as anthropic
+from deltic.server.anthropic import formatting as anthropic
 from deltic.server.http import Problem, dump
-from deltic.server.openai import shapes as openai
+from deltic.server.openai import formatting as openai
 
 LEAST_HEADER = 64  # bytes that a header counts for at least: short ones cost as much to handle
 LEAST_CHUNK = 64  # bytes of a body for which one more chunk is allowed

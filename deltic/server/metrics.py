@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from deltic import __version__
-from deltic.engine.metrics import WINDOW, Distribution, Snapshot, Tier
+from deltic.engine.stats import WINDOW, Distribution, Snapshot, Tier
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

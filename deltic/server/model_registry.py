@@ -24,10 +24,10 @@ from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
-from deltic.engine.llm import LLM
 from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
+from deltic.llm import LLM
+from deltic.server.async_engine import Health
 from deltic.server.body import Body, Intake, Prepared
-from deltic.server.bridge import Health
 from deltic.server.content import documents_in
 from deltic.server.http import Problem, ProblemError
 from deltic.server.pictures import PictureDecoder

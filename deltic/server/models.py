@@ -12,15 +12,15 @@ from starlette.routing import Route
 
 from deltic import __version__
 from deltic.errors import RequestError
-from deltic.server.anthropic import shapes as anthropic
+from deltic.server.anthropic import formatting as anthropic
 from deltic.server.body import Fields
 from deltic.server.codex import catalogue
 from deltic.server.embeddings.service import Services
 from deltic.server.http import Check, Endpoint, answering, json_response, written
 from deltic.server.model_registry import ModelEntry, ModelRegistry
-from deltic.server.openai.jobs import chat_job
+from deltic.server.openai.formatting import error_response
+from deltic.server.openai.preparation import chat_job
 from deltic.server.openai.schema import ChatRequest
-from deltic.server.openai.shapes import error_response
 from deltic.server.served_model import ServedModel
 
 

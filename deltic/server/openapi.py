@@ -23,8 +23,8 @@ from deltic.server.ollama.schema import (
     OllamaGenerateRequest,
     OllamaModelRequest,
 )
+from deltic.server.openai.formatting import error_response
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
-from deltic.server.openai.shapes import error_response
 from deltic.server.responses.schema import ResponsesRequest
 
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from deltic.errors import GenerationError
-from deltic.types import Event, Request, TokenOut
+from deltic.params import Event, Request, TokenOut
 
 _TURN = 32
 """Events that a reader gets at once: what it makes of them must not hold up the event loop."""

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from deltic.errors import show
 from deltic.server.http import Check, Problem, ProblemError, answering, json_response
-from deltic.server.openai.shapes import Json, error_response
+from deltic.server.openai.formatting import Json, error_response
 from deltic.server.records import Records, RequestRecord, record_of
 
 _PREPARING: Json = {"status": "preparing", "prompt_tokens": None, "prompt_tokens_read": 0, "output_tokens": 0}

@@ -10,21 +10,21 @@ from types import MappingProxyType
 
 from starlette.requests import Request
 
+from deltic.chat.choices import Piece
+from deltic.chat.processor import ChatProcessor, Job, bare_job, counting_bound, prompt_bound
+from deltic.chat.response_format import OutputFormat
+from deltic.chat.tokenizer import Bound, Tokenizer
 from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
-from deltic.engine.llm import LLM
 from deltic.errors import RequestError
+from deltic.llm import LLM
+from deltic.params import SamplingParams
+from deltic.server.async_engine import Bridge
 from deltic.server.body import renamed, sent_name
-from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.documents import DocumentTexts, TextOf
 from deltic.server.http import while_connected
 from deltic.server.records import Records, RequestRecord, record_of, salt_of
-from deltic.text.answers import Piece
-from deltic.text.chat_processor import ChatProcessor, Job, bare_job, counting_bound, prompt_bound
-from deltic.text.output_format import OutputFormat
-from deltic.text.tokenizer import Bound, Tokenizer
-from deltic.types import SamplingParams
 from deltic.vision.reader import Shown
 
 

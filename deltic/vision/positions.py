@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from deltic.types import Positions
+from deltic.params import Positions
 
 
 def rotary_positions(length: int, pictures: Iterable[tuple[int, tuple[int, int]]]) -> tuple[Positions, int]:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from deltic.config import Limits
 from deltic.config.vision import FilmConfig, Vision
 from deltic.errors import RequestError, show
-from deltic.vision.films import read_film
 from deltic.vision.images import IN_PYTHON, DecodeJob, PixelBudget, Size, named
 from deltic.vision.patches import Film, Pixels, pixels
 from deltic.vision.sizes import film_size
+from deltic.vision.video import read_film
 
 if TYPE_CHECKING:
     from PIL.Image import Image

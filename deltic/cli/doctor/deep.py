@@ -18,8 +18,8 @@ from deltic.config import PRESETS, available_memory
 from deltic.errors import DelticError, ModelError
 
 if TYPE_CHECKING:
-    from deltic.engine.llm import LLM, Choice
-    from deltic.weights.hub import ModelFiles
+    from deltic.llm import LLM, Choice
+    from deltic.loader.hub import ModelFiles
 
 TURNS: Final = (("What is the capital of France?", "Paris"), ("And of Italy?", "Rome"), ("And of Spain?", "Madrid"))
 """Questions of one conversation, and a word of each answer; only who knows the first one can answer the others."""
@@ -55,8 +55,8 @@ def examine_all(place: str, progress: Callable[[str], None]) -> Iterator[Examine
 def models_in(place: str) -> list[str]:
     """The model of this name, or the models in the directory: directories with a config.json, and GGUF files, of split
     ones the first part, but neither vision towers nor importance matrices."""
-    from deltic.weights.hub import only_gguf
-    from deltic.weights.repository import is_model
+    from deltic.loader.hub import only_gguf
+    from deltic.loader.repository import is_model
 
     directory = Path(place).expanduser()
     if not directory.is_dir() or (directory / "config.json").is_file():
@@ -78,7 +78,7 @@ def report(examined: list[Examined], findings: list[Finding]) -> str:
 
 
 def _examined(place: str) -> Examined:
-    from deltic.weights.hub import open_model
+    from deltic.loader.hub import open_model
 
     name = Path(place).name if Path(place).expanduser().exists() else place
     facts: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def _shape(found: ModelFiles) -> dict[str, Any]:
 
 def _run(found: ModelFiles, facts: dict[str, Any]) -> Iterator[str]:
     """What is wrong with the answers of a model, which go to the facts."""
-    from deltic.engine.llm import LLM
+    from deltic.llm import LLM
 
     published = _is_published(found)
     dtype = "float32" if published and _has_room(found) else "auto"
@@ -174,7 +174,7 @@ def _has_room(found: ModelFiles) -> bool:
 
 
 def _greedy(tokens: int) -> Any:
-    from deltic.types import SamplingParams
+    from deltic.params import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=tokens)
 

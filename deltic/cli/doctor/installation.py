@@ -86,8 +86,8 @@ def check_answer(args: argparse.Namespace) -> Finding | None:
     if not args.run_model:
         return None
     from deltic.cli.answer import read_answer
-    from deltic.engine.llm import LLM
-    from deltic.types import SamplingParams
+    from deltic.llm import LLM
+    from deltic.params import SamplingParams
 
     llm, plain = (LLM(memory=_ANSWER_MEMORY, speculate=drafts) for drafts in ("auto", "off"))
     sampling = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS)

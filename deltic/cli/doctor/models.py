@@ -12,12 +12,12 @@ from deltic.cli.doctor.findings import Fault, Finding, gib
 from deltic.cli.parser import as_typed
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
-from deltic.weights.catalog import REPOSITORY, repository_of
-from deltic.weights.repository import select
+from deltic.loader.catalog import REPOSITORY, repository_of
+from deltic.loader.repository import select
 
 if TYPE_CHECKING:
-    from deltic.encoders.stored import StoredEncoder
-    from deltic.weights.hub import ModelFiles
+    from deltic.embeddings.directory import StoredEncoder
+    from deltic.loader.hub import ModelFiles
 
 _SHORT_CONTEXT = 4096
 _NO_ROOM = "there is no room for it: use a smaller model or more memory"
@@ -27,9 +27,9 @@ def check_model(args: argparse.Namespace) -> Finding | None:
     """Whether MODEL can be found, read and held, by its config and its files' headers alone."""
     if args.model is None:
         return None
-    from deltic.encoders.open import open_stored
-    from deltic.weights.files import find_tensors
-    from deltic.weights.hub import open_model, resolve
+    from deltic.embeddings.open import open_stored
+    from deltic.loader.files import find_tensors
+    from deltic.loader.hub import open_model, resolve
 
     try:
         place = _local(args.model)
@@ -76,7 +76,7 @@ def _not_downloaded(name: str) -> Finding:
 
 def _encoder(encoder: StoredEncoder) -> Finding:
     """Whether the weights have room in memory as float32; what is quantized may take less."""
-    from deltic.encoders.weights import expected_tensors
+    from deltic.embeddings.weights import expected_tensors
 
     config, free = encoder.config, available_memory()
     weights = 4 * sum(prod(shape) for shape in expected_tensors(config).values())
@@ -89,8 +89,8 @@ def _room(config: ModelConfig) -> tuple[str, list[Fault]]:
     """Whether the weights, and a cache beside them, have room in memory."""
     import torch
 
-    from deltic.cache.policy import MemoryNeeds, split_memory
-    from deltic.cache.pools import page_bytes, slot_bytes
+    from deltic.cache.memory_plan import MemoryNeeds, split_memory
+    from deltic.cache.tensors import page_bytes, slot_bytes
     from deltic.cli.inspect import weight_bytes
 
     kind: torch.dtype = getattr(torch, config.dtype)

@@ -38,7 +38,7 @@ def check_cache_dir(args: argparse.Namespace) -> Finding | None:
     """Whether conversations can be kept in --cache-dir, and by whom they can be read."""
     if args.cache_dir is None:
         return None
-    from deltic.cache.folder import root_of
+    from deltic.cache.offload.item_folder import root_of
 
     root = root_of(args.cache_dir).absolute()
     existing = _existing(root)
@@ -57,7 +57,7 @@ def check_cache_dir(args: argparse.Namespace) -> Finding | None:
 
 def _kept(root: Path, refusal: str) -> Finding:
     """What is in a cache directory that is in use. refusal: why nothing can be written to it, if so."""
-    from deltic.cache.folder import files, folders
+    from deltic.cache.offload.item_folder import files, folders
 
     models = folders(root)
     sizes = [(folder / found.path, found.size) for folder in models for found in files(folder)]
@@ -91,7 +91,7 @@ def _refusal(path: Path) -> str:
 
 
 def _disk_faults(path: Path) -> list[Fault]:
-    from deltic.cache.folder import check_room
+    from deltic.cache.offload.item_folder import check_room
 
     try:
         check_room(path, 0)

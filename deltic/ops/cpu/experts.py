@@ -15,8 +15,8 @@ import torch
 
 from deltic.errors import ModelError
 from deltic.ops.cpu.library import ExpertCounts, Extent, Pool, StoredLayer, library
-from deltic.ops.records import ExpertPool
 from deltic.ops.stored import ExpertStatistics, StoredExpert
+from deltic.ops.types import ExpertPool
 
 READERS = 4
 """Threads that read: while one packs what it has read, the disk is busy for another."""

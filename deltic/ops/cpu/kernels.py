@@ -24,8 +24,11 @@ from deltic.ops.cpu.library import (
     library,
     step_batch,
 )
-from deltic.ops.qtensor import QTensor, pack_tensor
-from deltic.ops.records import (
+from deltic.ops.quantized import QTensor, pack_tensor
+from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch.basic import linear as torch_linear
+from deltic.ops.torch.gdn import core as torch_core
+from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
     Batch,
@@ -39,9 +42,6 @@ from deltic.ops.records import (
     StateView,
     Weight,
 )
-from deltic.ops.torch import OPS as TORCH
-from deltic.ops.torch.basic import linear as torch_linear
-from deltic.ops.torch.gdn import core as torch_core
 
 
 def pack(pool: Pool, weight: Tensor, table: bool) -> Block:

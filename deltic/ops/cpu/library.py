@@ -17,8 +17,8 @@ from torch import Tensor
 
 from deltic.errors import ConfigError
 from deltic.ops.memory import Arena
-from deltic.ops.qtensor import PANEL
-from deltic.ops.records import PAGE, RING, Batch
+from deltic.ops.quantized import PANEL
+from deltic.ops.types import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 

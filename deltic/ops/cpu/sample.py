@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cpu.library import Drawing, Pool, address, library, made_once
-from deltic.ops.records import Adjust, Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.sample import CANDIDATES, changed
+from deltic.ops.types import Adjust, Sampled, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,11 @@ from deltic.ops.cpu.library import (
     made_once,
     step_batch,
 )
-from deltic.ops.qtensor import QTensor
-from deltic.ops.records import (
+from deltic.ops.quantized import QTensor
+from deltic.ops.reference import frequency_axis
+from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch.basic import frequencies
+from deltic.ops.types import (
     Batch,
     CacheViews,
     DecoderWeights,
@@ -51,9 +54,6 @@ from deltic.ops.records import (
     Sampling,
     Weight,
 )
-from deltic.ops.ref import frequency_axis
-from deltic.ops.torch import OPS as TORCH
-from deltic.ops.torch.basic import frequencies
 
 
 def step(pool: Pool, ops: Ops, decoder: DecoderWeights, views: CacheViews

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deltic.ops import Ops
-from deltic.ops.cuda.draft import mtp_step
-from deltic.ops.cuda.rings import fold_ring
+from deltic.ops.cuda.decode import left_to_torch as left_to_torch
+from deltic.ops.cuda.decode import serves_rings as serves_rings
+from deltic.ops.cuda.decode import step
+from deltic.ops.cuda.mtp import mtp_step
 from deltic.ops.cuda.sample import sample
-from deltic.ops.cuda.step import left_to_torch as left_to_torch
-from deltic.ops.cuda.step import serves_rings as serves_rings
-from deltic.ops.cuda.step import step
+from deltic.ops.cuda.state_delta_log import fold_ring
 from deltic.ops.cuda.tower import Vision
 from deltic.ops.torch import OPS as TORCH_OPS
 

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.errors import ModelError
-from deltic.ops.cuda.beside import HostExperts
+from deltic.ops.cuda.cpu_experts import HostExperts
 from deltic.ops.cuda.residency import Exchange, Residency
 from deltic.ops.memory import reserve
-from deltic.ops.records import ExpertPool
 from deltic.ops.stored import ExpertStatistics
+from deltic.ops.types import ExpertPool
 
 STACKS = ("gate", "up", "down")
 """The matrices of an expert, as tensors that have those of all experts of a layer are named."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.kernel_config import entry
 from deltic.ops.cuda.nvrtc import CompileError, headers
-from deltic.ops.cuda.shapes import entry
 from deltic.ops.encoder import Affine, EncoderWeights, Norm, Ragged, attention_of, normed
 
 _WIDEST: Final = 4096

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.ops.cuda.beside import HostExperts
 from deltic.ops.cuda.card_store import STACKS, CardStore, pinned
+from deltic.ops.cuda.cpu_experts import HostExperts
 from deltic.ops.cuda.driver import tensor_map
 from deltic.ops.cuda.layout import BOX_COLUMNS, BOX_ROWS
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.kv import take
-from deltic.ops.records import PAGE, AttentionSpec, Batch, KvView
+from deltic.ops.types import PAGE, AttentionSpec, Batch, KvView
 
 _LARGE = 1 << 22
 """Products of tokens and context from which on a row has cuDNN's kernels for itself."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from deltic.ops.cuda.arguments import Choice
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.records import Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
+from deltic.ops.types import Sampled, Sampling
 
 log = logging.getLogger("deltic")
 

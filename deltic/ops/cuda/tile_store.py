@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.ops.cuda import tiles
+from deltic.ops.cuda import quantized_gemm
 from deltic.ops.cuda.card_store import STACKS, CardStore, pinned
-from deltic.ops.cuda.tiles import PIECE, ROWS, Tiles, pack_tiles
-from deltic.ops.qtensor import Form, read_from
-from deltic.ops.records import Weight
+from deltic.ops.cuda.quantized_gemm import PIECE, ROWS, Tiles, pack_tiles
+from deltic.ops.quantized import Form, read_from
+from deltic.ops.types import Weight
 
 
 class TileAddresses(NamedTuple):
@@ -53,7 +53,7 @@ class TileStore(CardStore):
 
 def form(device: torch.device) -> Form:
     """As `tiles.form`, of models whose experts lie in pinned memory of the host."""
-    return replace(tiles.form(device), stack=partial(pack_beside, device=device))
+    return replace(quantized_gemm.form(device), stack=partial(pack_beside, device=device))
 
 
 def pack_beside(type: str, number: int, count: int, rows: int, columns: int, row_bytes: int,

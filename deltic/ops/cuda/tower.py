@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda.kernel_config import entry
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.cuda.shapes import entry
 from deltic.ops.encoder_layers import Affine, EncoderLayer, Norm, Scene, VisionWeights
 from deltic.ops.torch import OPS as TORCH
 

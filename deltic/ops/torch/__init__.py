@@ -1,6 +1,6 @@
 """The default backend: the ops vectorised in plain torch, on any device."""
 
-from deltic.ops import Ops, ref
+from deltic.ops import Ops, reference
 from deltic.ops.torch.attention import attention_mixer, store_kv
 from deltic.ops.torch.basic import add_norm, copy, embed, head, mlp, moe, pack, rope
 from deltic.ops.torch.gdn import fold_ring, gdn_mixer
@@ -9,4 +9,4 @@ from deltic.ops.torch.tower import vision
 
 OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
           attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, moe=moe, head=head, sample=sample,
-          copy_slots=copy, copy_pages=copy, step=ref.step, mtp_step=ref.mtp_step, vision=vision)
+          copy_slots=copy, copy_pages=copy, step=reference.step, mtp_step=reference.mtp_step, vision=vision)

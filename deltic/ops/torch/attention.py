@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.kv import FP8, store, take
-from deltic.ops.records import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 from deltic.ops.torch.basic import linear, rms_norm
+from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 
 _SHORT = 16384
 """Up to so many K/V tokens in all, plain products in float32 are faster for single queries than the flash kernel."""

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.ops.qtensor import QTensor
-from deltic.ops.records import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weight
+from deltic.ops.quantized import QTensor
+from deltic.ops.types import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weight
 
 
 def pack(weight: Tensor, table: bool) -> Block:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.ops.records import CHUNK, Batch, GdnSpec
 from deltic.ops.torch.basic import put
+from deltic.ops.types import CHUNK, Batch, GdnSpec
 
 
 @dataclass(frozen=True, slots=True)

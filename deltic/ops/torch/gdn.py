@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.ops import ref
-from deltic.ops.records import Batch, GdnWeights, StateView
+from deltic.ops import reference
 from deltic.ops.torch.basic import linear, put, rms_norm
 from deltic.ops.torch.delta import Chunks, Gates, chunked, cut, step
+from deltic.ops.types import Batch, GdnWeights, StateView
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
@@ -24,18 +24,18 @@ def core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> T
     # the same tensor: nobody is behind, and that is known without waiting for the device
     behind = batch.base is not batch.done and bool((batch.base < batch.done).any()) if state.ring else False
     rings = state.ring is not None and (batch.layout.appends or behind)
-    return (ref.gdn_core if rings else _core)(proj, weights, state, batch)
+    return (reference.gdn_core if rings else _core)(proj, weights, state, batch)
 
 
 def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
-    ref.fold_ring(states, source, ring, base, done, target)
+    reference.fold_ring(states, source, ring, base, done, target)
 
 
 def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
     """As `core`, of rows without rings."""
     spec, plan = weights.spec, _plan(batch, state)
     qkv, z, beta, a = proj.split((spec.channels, spec.values, spec.value_heads, spec.value_heads), dim=-1)
-    dtype = ref.wide(state.recurrent)
+    dtype = reference.wide(state.recurrent)
     gates = Gates(F.softplus(a.to(dtype) + weights.dt_bias).mul_(weights.decay), beta.to(dtype).sigmoid_())
     mixed = _mix(qkv, gates, weights, state, batch, plan)
     mixed = rms_norm(mixed, weights.norm, spec.eps)
@@ -160,7 +160,7 @@ def _convolve_in_place(qkv: Tensor, conv: Tensor, state: StateView, batch: Batch
     assert batch.span is not None
     ring = state.conv[batch.span[0]:batch.span[1]]
     ring[taps.write] = qkv
-    return F.silu((ring.to(ref.wide(state.recurrent)) * conv.t()[taps.index]).sum(1), inplace=True)
+    return F.silu((ring.to(reference.wide(state.recurrent)) * conv.t()[taps.index]).sum(1), inplace=True)
 
 
 def _history(conv: Tensor, batch: Batch, plan: _Plan, count: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deltic.ops.noise import gumbel
-from deltic.ops.records import Adjust, Sampled, Sampling
+from deltic.ops.types import Adjust, Sampled, Sampling
 
 _FLAT = 1e-6
 CANDIDATES = 256

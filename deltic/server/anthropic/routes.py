@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deltic.server.anthropic.schema import CountRequest, MessagesRequest, Names
-from deltic.server.anthropic.shapes import (
+from deltic.chat.processor import Job
+from deltic.params import Usage
+from deltic.server.anthropic.formatting import (
     PING,
     UNSTOPPED,
     Blocks,
@@ -22,14 +23,13 @@ from deltic.server.anthropic.shapes import (
     stop_fields,
     usage_fields,
 )
+from deltic.server.anthropic.schema import CountRequest, MessagesRequest, Names
 from deltic.server.body import renamed, sent_name
 from deltic.server.collect import Run
 from deltic.server.http import Check, EventStream, answering, event, json_response, written
 from deltic.server.model_registry import ModelRegistry
-from deltic.server.openai.jobs import chat_job
+from deltic.server.openai.preparation import chat_job
 from deltic.server.served_model import ServedModel
-from deltic.text.chat_processor import Job
-from deltic.types import Usage
 
 
 def routes(models: ModelRegistry, check: Check) -> list[Route]:

@@ -22,12 +22,12 @@ from deltic.server.body import Intake
 from deltic.server.embeddings.routes import routes
 from deltic.server.embeddings.service import ENDING, EmbeddingService, Services
 from deltic.server.http import Check, answering, json_response
-from deltic.server.listen import Server, hosts_of, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
 from deltic.server.ollama import routes as ollama
-from deltic.server.openai.shapes import error_response
+from deltic.server.openai.formatting import error_response
 from deltic.server.records import Records
 from deltic.server.request_log import RequestLog
+from deltic.server.run import Server, hosts_of, url_of
 
 
 class EncoderAppOptions(TypedDict, total=False):

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deltic.encoders.items import Item
+from deltic.embeddings.types import Item
 from deltic.server.body import renamed
 from deltic.server.embeddings.schema import EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest
 from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.embeddings.vectors import listed, rows_of, to_embed
 from deltic.server.http import Check, answering, written
-from deltic.server.openai.shapes import error_response
+from deltic.server.openai.formatting import error_response
 
 Body = TypeVar("Body", EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest)
 Prepared = TypeVar("Prepared")

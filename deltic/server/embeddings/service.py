@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
-from deltic.encoders.batcher import Job
-from deltic.encoders.encoder import Encoder, sound
-from deltic.encoders.items import Item, Vectors
+from deltic.embeddings.batcher import Job
+from deltic.embeddings.encoder import Encoder, sound
+from deltic.embeddings.types import Item, Vectors
 from deltic.errors import BusyError, UnavailableError, show
 from deltic.server.body import Intake
 from deltic.server.http import Problem, ProblemError, while_connected

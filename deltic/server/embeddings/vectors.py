@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltic.encoders.encoder import check_dimensions, shortened
-from deltic.encoders.items import Item, Vectors
+from deltic.embeddings.encoder import check_dimensions, shortened
+from deltic.embeddings.types import Item, Vectors
 from deltic.errors import LongPromptError, RequestError
 from deltic.server.embeddings.schema import EmbeddingsRequest
 from deltic.server.embeddings.service import EmbeddingService

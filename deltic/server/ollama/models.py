@@ -5,14 +5,14 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Any, Final
 
-from deltic.engine.llm import LLM
+from deltic.chat.infill import Infill
+from deltic.chat.markers import THINK
 from deltic.errors import RequestError
+from deltic.llm import LLM
 from deltic.server.embeddings.service import EmbeddingService
 from deltic.server.model_registry import ModelEntry
-from deltic.server.ollama.shapes import stamp
+from deltic.server.ollama.formatting import stamp
 from deltic.server.served_model import ServedModel
-from deltic.text.infill import Infill
-from deltic.text.markers import THINK
 
 Json = dict[str, Any]
 TAG: Final = ":latest"

@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deltic.encoders.items import Item, Vectors
+from deltic.chat.processor import Job
+from deltic.embeddings.types import Item, Vectors
 from deltic.errors import RequestError, show
+from deltic.params import Usage
 from deltic.server.body import Fields, Intake, renamed
 from deltic.server.collect import Run
 from deltic.server.embeddings.schema import EmbeddingsRequest
@@ -22,6 +24,7 @@ from deltic.server.embeddings.vectors import rows_of, to_embed
 from deltic.server.http import Check, Problem, ProblemError, answering, dumped, json_response, written
 from deltic.server.model_registry import ModelRegistry
 from deltic.server.ollama import models as described
+from deltic.server.ollama.formatting import AnswerShape, Json, JsonLines, error_line, error_response, line
 from deltic.server.ollama.schema import (
     Names,
     OllamaChatRequest,
@@ -30,12 +33,9 @@ from deltic.server.ollama.schema import (
     OllamaGenerateRequest,
     OllamaModelRequest,
 )
-from deltic.server.ollama.shapes import AnswerShape, Json, JsonLines, error_line, error_response, line
-from deltic.server.openai.jobs import chat_job, text_jobs
+from deltic.server.openai.preparation import chat_job, text_jobs
 from deltic.server.records import RequestRecord, record_of
 from deltic.server.served_model import ServedModel
-from deltic.text.chat_processor import Job
-from deltic.types import Usage
 
 API_VERSION: Final = "0.13.0"
 """Of Ollama, whose API this is: clients ask whether it is new enough for them."""

@@ -10,12 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from deltic.chat.choices import Piece
 from deltic.server.collect import Run
 from deltic.server.http import Check, EventStream, answering, event, written
 from deltic.server.model_registry import ModelRegistry
-from deltic.server.openai.jobs import chat_job, text_jobs
-from deltic.server.openai.schema import ChatRequest, CompletionRequest
-from deltic.server.openai.shapes import (
+from deltic.server.openai.formatting import (
     ChatShape,
     CompletionShape,
     Envelope,
@@ -26,9 +25,10 @@ from deltic.server.openai.shapes import (
     total_tokens,
     usage_fields,
 )
+from deltic.server.openai.preparation import chat_job, text_jobs
+from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.server.records import record_of
 from deltic.server.served_model import ServedModel
-from deltic.text.answers import Piece
 
 _DONE = b"data: [DONE]\n\n"
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from deltic.chat.response_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.config import Limits
 from deltic.errors import RequestError, show, valid_text
+from deltic.params import SamplingParams
 from deltic.server.body import Fields, SaltedFields, renamed
 from deltic.server.parts import usable_tools
-from deltic.text.output_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
-from deltic.types import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
              "seed", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "n", "max_repeat", "prompt_logprobs")

@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from deltic.chat.choices import Choice
+from deltic.chat.processor import Job
 from deltic.errors import GenerationError, RequestError, show
 from deltic.server.body import renamed, sent_name
 from deltic.server.collect import Run
@@ -31,15 +33,13 @@ from deltic.server.http import (
     spliced,
 )
 from deltic.server.model_registry import ModelRegistry
-from deltic.server.openai.jobs import chat_job
-from deltic.server.openai.shapes import error_fields, error_response
+from deltic.server.openai.formatting import error_fields, error_response
+from deltic.server.openai.preparation import chat_job
 from deltic.server.records import RequestRecord, record_of
-from deltic.server.responses.output import Json, Output, usage_fields
+from deltic.server.responses.formatting import Json, Output, usage_fields
 from deltic.server.responses.schema import Names, ResponsesRequest, new_response
 from deltic.server.responses.store import Record, ResponseStore
 from deltic.server.served_model import ServedModel
-from deltic.text.answers import Choice
-from deltic.text.chat_processor import Job
 
 _MOST_LISTED, _LISTED = 100, 20
 _REASONS = {"length": "max_output_tokens"}

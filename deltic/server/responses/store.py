@@ -10,10 +10,10 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
+from deltic.chat.history_store import NoteStore
+from deltic.chat.owned_entries import OwnedEntries
 from deltic.config import Limits
 from deltic.server.responses.schema import response_of
-from deltic.text.notes import NoteStore
-from deltic.text.owned_entries import OwnedEntries
 
 _MOST_WAITING = 64 << 20  # bytes for a slow disk; beyond that they are not written
 

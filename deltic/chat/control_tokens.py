@@ -1,0 +1,230 @@
+"""Keeps control tokens that client text spells from becoming control tokens.
+
+A chat template writes control tokens such as `<|im_end|>` around what clients send. Text of users, tools and files may
+spell the same tokens. `Quoter` puts a MARK into each such place before the template renders it, so that the rendered
+text tells both apart; `Tokenizer.encode(quoted=True)` cuts the text at the marks and so finds no control token there.
+Text without such places is rendered and encoded as it is.
+
+Control tokens are a vocabulary's special tokens, and other added tokens that have the form of chat markup (`<think>`,
+`<tool_call>`, `<|fim_prefix|>`); added tokens that stand for HTML tags or white space are ordinary text. Two places
+keep markup that templates look for: the think block that an assistant's content begins with, and the tags around a user
+message that is a tool's result as a whole (`<tool_response>`).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+from deltic.chat.markers import THINK, THINK_END
+
+MARK: Final = "8062593714063829"
+"""The place in a control token's text where it is cut. Digits, as templates escape other rare characters, or change
+their case. No secret: where client text has it, it is replaced."""
+_REPLACED: Final = "\ufffd"
+
+_MARKUP = re.compile(r"<\|.*\|>|</?think(?:ing)?>|</?[a-z]+[_:][a-z_:]+>|\[/?[A-Z_]+\]", re.DOTALL)
+_PAIRS = {"assistant": (THINK, THINK_END), "user": ("<tool_response>", "</tool_response>")}
+# Keys that templates look up or compare; others may be written between brackets (`<KEY>VALUE</KEY>`).
+_KNOWN_KEYS = frozenset({
+    "role", "content", "contents", "name", "type", "text", "image", "video", "function", "tool_calls", "arguments",
+    "parameters", "properties", "required", "description", "items", "enum", "default", "title", "tool_call_id", "id"})
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages, Messages | None, Mapping[str, Any]], str]
+"""Takes messages, tools and template variables."""
+
+
+class ControlTokens:
+    """The control tokens of a vocabulary. added: ids of added tokens by text. cuts: where the tokenizer cuts a text
+    before it merges bytes: a control token is cut there, too, so that its ids as ordinary text are the usual ones."""
+
+    def __init__(self, added: Mapping[str, int], special: frozenset[int],
+                 cuts: Callable[[str], Iterable[int]]) -> None:
+        texts = {text: id for text, id in added.items()
+                 if len(text) > 1 and (id in special or _MARKUP.fullmatch(text))}
+        self.ids = frozenset(texts.values())
+        self._markup = frozenset(text for text, id in texts.items() if id not in special)
+        self._pattern = any_of(texts)
+        self._cuts = {text: self._cut(text, cuts) for text in texts}
+        self._longest = max(map(len, texts), default=1) - 1
+        self._tails = {text[:end] for text in texts for end in range(2, len(text))}
+        self._heads = {text[start:] for text in texts for start in (1, 2) if len(text) - start > 1}
+        self._inners = {text[start:end] for text in texts for start in (1, 2)
+                        for end in (len(text) - 2, len(text) - 1) if start < end}
+        self._ends = {text[-1] for text in self._heads}
+        self._starts = {text[0] for text in self._tails}
+
+    def quote(self, text: str, keeps: Callable[[re.Match[str]], bool] = lambda match: False) -> str:
+        """The text with a mark in each control token that it spells, but for those that `keeps` picks; also where its
+        beginning or end is part of one, which a template could complete. The same object if there is none."""
+        if MARK in text:
+            text = text.replace(MARK, _REPLACED)
+        marks = [match.start() + 1 for match in self._pattern.finditer(text) if not keeps(match)]
+        tail, head = text[-self._longest:], text[:self._longest]
+        marks += [len(text) - len(tail) + index + 1 for index, character in enumerate(tail)
+                  if character in self._starts and tail[index:] in self._tails]
+        marks += [index for index, character in enumerate(head)
+                  if character in self._ends and head[:index + 1] in self._heads]
+        return _marked(text, sorted(set(marks))) if marks else text
+
+    def quote_key(self, key: str) -> str:
+        """The same for a key of a mapping, which a template may write between brackets."""
+        if key in self._inners and key not in _KNOWN_KEYS:
+            return key[:1] + MARK + key[1:]
+        return self.quote(key)
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the text spells control tokens."""
+        return [match.span() for match in self._pattern.finditer(text)]
+
+    def spells(self, text: str) -> bool:
+        """Whether the text spells a control token."""
+        return self._pattern.search(text) is not None
+
+    def is_markup(self, text: str) -> bool:
+        """Whether the text is a control token that is not special."""
+        return text in self._markup
+
+    def settle(self, text: str) -> str:
+        """A rendered text with its marks in their final places: each control token with a mark inside is cut, and all
+        other marks are gone."""
+        pieces = text.split(MARK)
+        marks, length = set[int](), 0
+        for piece in pieces[:-1]:
+            length += len(piece)
+            marks.add(length)
+        clean = "".join(pieces)
+        return _marked(clean, [match.start() + cut for match in self._pattern.finditer(clean)
+                               if not marks.isdisjoint(range(match.start() + 1, match.end()))
+                               for cut in self._cuts[match[0]]])
+
+    def ordinary(self, text: str) -> str:
+        """A text whose control tokens are all ordinary text, in the form of `settle`."""
+        return MARK.join(self.pieces(text))
+
+    def pieces(self, text: str) -> list[str]:
+        """A text in pieces none of which spells a control token: together they are ordinary text."""
+        return _cut_at(text, [match.start() + cut for match in self._pattern.finditer(text)
+                              for cut in self._cuts[match[0]]])
+
+    def _cut(self, text: str, cuts: Callable[[str], Iterable[int]]) -> tuple[int, ...]:
+        """Where a token is cut so that no part of it is a control token."""
+        inner = [cut for cut in cuts(text) if 0 < cut < len(text)]
+        for cut in (*inner, *range(1, len(text))):
+            if not self.spells(text[:cut]) and not self.spells(text[cut:]):
+                return (cut,)
+        return tuple(range(1, len(text)))
+
+
+class Quoter:
+    """Renders one conversation with client text quoted."""
+
+    def __init__(self, tokens: ControlTokens) -> None:
+        self._tokens = tokens
+        self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
+
+    def render(self, render: Render, messages: Messages, tools: Messages | None, variables: Mapping[str, Any],
+               prefill: bool = False) -> str:
+        """What `render` makes of these, with marks. prefill: the last message is the beginning of the answer, and keeps
+        its markup."""
+        last = messages[-1] if prefill else None
+        quoted = [self._once(message, message is last) for message in messages]
+        extras = self._once(tools), self._once(variables)
+        if all(new is old for new, old in zip((*quoted, *extras), (*messages, tools, variables))):
+            return render(messages, tools, variables)
+        return self._tokens.settle(render(quoted, *extras))
+
+    def _once(self, value: Any, prefill: bool = False) -> Any:
+        """The value quoted; what is asked again is remembered, with the value itself, so that its id stays its own."""
+        key = id(value), prefill
+        if key not in self._known:
+            self._known[key] = value, self._value(value, prefill)
+        return self._known[key][1]
+
+    def _value(self, value: Any, prefill: bool = False) -> Any:
+        """A copy of a value with all its texts quoted; the value itself if there is nothing to quote."""
+        if isinstance(value, str):
+            return self._tokens.quote(value)
+        if isinstance(value, Mapping):
+            found = {self._tokens.quote_key(key): self._item(value, key, prefill) for key in value}
+            same = found.keys() == value.keys() and all(new is old for new, old in zip(found.values(), value.values()))
+            return value if same else found
+        if isinstance(value, list | tuple):
+            items = self._apart(value, [self._value(item) for item in value])
+            return value if all(new is old for new, old in zip(items, value)) else items
+        return value
+
+    def _item(self, message: Mapping[str, Any], key: str, prefill: bool) -> Any:
+        """What stands under a key, quoted."""
+        item = message[key]
+        if key not in ("content", "contents") or not isinstance(item, str):
+            return self._value(item)
+        if prefill:
+            return self._tokens.quote(item, lambda match: self._tokens.is_markup(match[0]))
+        kept = _markup_of(message, item)
+        return self._tokens.quote(item, lambda match: match.span() in kept)
+
+    def _apart(self, parts: Sequence[Any], quoted: list[Any]) -> list[Any]:
+        """The parts of a content, with a mark behind each text that spells a control token together with the next."""
+        texts = [part["text"] if isinstance(part, Mapping) and isinstance(part.get("text"), str) else None
+                 for part in parts]
+        ends = [*accumulate(len(text or "\n") for text in texts)]
+        joined = "".join(text or "\n" for text in texts) if len(texts) > 1 else ""
+        for start, end in self._tokens.spans(joined):
+            for index in range(bisect_right(ends, start), bisect_left(ends, end)):
+                quoted[index] = {**quoted[index], "text": quoted[index]["text"] + MARK}
+        return quoted
+
+
+def _markup_of(message: Mapping[str, Any], text: str) -> set[tuple[int, int]]:
+    """Where a content has markup that a template looks for: the thinking that an assistant's begins with, and the tags
+    around a tool's result that a client sends as the user's."""
+    start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    pair = _PAIRS.get(str(message.get("role")), ("", ""))
+    if message.get("reasoning_content"):
+        return set()
+    opens, closes = text.startswith(pair[0], start), text.find(pair[1])
+    if message.get("role") == "user":
+        closes = end - len(pair[1])
+        return {(start, start + len(pair[0])), (closes, end)} if opens and text.startswith(pair[1], closes) else set()
+    return {(start, start + len(pair[0])), (closes, closes + len(pair[1]))}
+
+
+def unmarked(text: str) -> str:
+    """The text that the model reads."""
+    return text.replace(MARK, "")
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of the texts at each place. A tree of their letters, as vocabularies may have 1,000 of them."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return re.compile(_expression(tree) if tree else r"(?!)")
+
+
+def _expression(tree: dict[str, Any]) -> str:
+    prefix = ""
+    while len(tree) == 1 and "" not in tree:
+        (character, tree), = tree.items()
+        prefix += re.escape(character)
+    branches = [re.escape(character) + _expression(node) for character, node in tree.items() if character]
+    if not branches:
+        return prefix
+    return f"{prefix}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
+
+
+def _marked(text: str, places: Sequence[int]) -> str:
+    """places: ascending."""
+    return MARK.join(_cut_at(text, places)) if places else text
+
+
+def _cut_at(text: str, places: Sequence[int]) -> list[str]:
+    return [text[start:end] for start, end in pairwise((0, *places, len(text)))] if places else [text]

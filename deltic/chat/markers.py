@@ -1,0 +1,59 @@
+"""The marks that split an answer into regions, and the region it begins in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deltic.chat.deltas import Region
+
+THINK, THINK_END = "<think>", "</think>"
+
+
+class Vocabulary(Protocol):
+    """The part of a tokenizer that routing needs."""
+
+    @property
+    def eos_id(self) -> int | None: ...
+    def token_to_id(self, token: str, /) -> int | None: ...
+    def visible_bytes(self, id: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """How region markers are recognised: by token id where they have one, else in the text."""
+
+    ids: Mapping[int, str] = field(default_factory=dict)
+    texts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Vocabulary, calls: Sequence[str] = ()) -> Markers:
+        """Those of thinking, and those of `calls`, as this vocabulary has them."""
+        ids = {marker: tokenizer.token_to_id(marker) for marker in (THINK, THINK_END, *calls)}
+        return cls({id: marker for marker, id in ids.items() if id is not None},
+                   tuple(marker for marker, id in ids.items() if id is None))
+
+
+def start_mode(prompt_ids: Sequence[int], tokenizer: Vocabulary) -> Region:
+    """The region that the answer to this prompt begins in: reasoning if the prompt leaves a think block open.
+
+    Decided on ids, since decoding may drop markers. Only what follows the last end-of-turn token counts, so
+    that a think marker quoted by the user opens nothing. A vocabulary without the marker has no reasoning.
+    """
+    think, think_end = tokenizer.token_to_id(THINK), tokenizer.token_to_id(THINK_END)
+    if think is None:
+        return "content"
+    for id in reversed(prompt_ids):
+        if id == think:
+            return "reasoning"
+        if id in (think_end, tokenizer.eos_id):
+            break
+    return "content"
+
+
+def closes_thinking(prompt_ids: Sequence[int], tokenizer: Vocabulary) -> bool:
+    """Whether the prompt has an answer begin after a think block that is over already."""
+    think_end = tokenizer.token_to_id(THINK_END)
+    ends = (id == think_end for id in reversed(prompt_ids) if id in (think_end, tokenizer.eos_id))
+    return next(ends, False)

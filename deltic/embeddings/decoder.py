@@ -1,0 +1,138 @@
+"""Decoders that embed (the last token's state) or judge (yes against no): through the engine, its batches and its
+prefix cache, so that an instruction is read once."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltic.config import EngineConfig
+from deltic.embeddings.gguf import gives_vectors, read_gguf_recipe
+from deltic.embeddings.sentence_transformers import Recipe, read_recipe
+from deltic.embeddings.tokenize import Texts, backend_of
+from deltic.embeddings.types import Item, Output, Vectors
+from deltic.engine.engine import Engine
+from deltic.engine.loading import load
+from deltic.engine.mailbox import Mailbox
+from deltic.engine.worker import Worker
+from deltic.errors import ModelError
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.safetensors import Progress
+from deltic.ops.quantized import QTensor
+from deltic.params import Embed, Request, VectorOut
+from deltic.runner.model_runner import Runtime
+
+_BUDGET: Final = 2048
+_BEFORE: Final = ('<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the '
+                  'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
+_AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+"""What Qwen3-Reranker was trained with (its model card)."""
+
+
+class Decoder:
+    """A decoder that is loaded; a `TextModel`. judge [H]: a state's product with it is the logit of yes less that of
+    no; None: the states are the vectors."""
+
+    def __init__(self, name: str, runtime: Runtime, recipe: Recipe, judge: Tensor | None) -> None:
+        self.name, self.recipe, self.runtime, self._judge = name, recipe, runtime, judge
+        self.outputs: frozenset[Output] = frozenset({"dense" if judge is None else "score"})
+        self.dimension, self.budget, self.ahead = runtime.config.hidden_size, _BUDGET, False
+        self.max_length = min(recipe.max_length or runtime.memory.max_context, runtime.memory.max_context)
+        self._worker = Worker(Engine(runtime))
+        weakref.finalize(self, self._worker.stop, 0.0).atexit = False
+
+    def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
+        mailbox, names = Mailbox(1), [uuid.uuid4().hex for _ in items]
+        requests = [Request(name, tuple(item.ids), Embed(), (item.prompt,) if 0 < item.prompt < len(item) else (),
+                            cache_salt=item.cache_salt) for name, item in zip(names, items, strict=True)]
+        self._worker.submit(requests, mailbox, mailbox.on_reply)
+        return lambda: self._vectors(names, mailbox)
+
+    def _vectors(self, names: Sequence[str], mailbox: Mailbox) -> list[Vectors]:
+        """What the engine has sent of these requests, when it is all there."""
+        found: dict[str, Vectors] = {}
+        while len(found) < len(names):
+            for event in mailbox.get():
+                if isinstance(event, VectorOut):
+                    found[event.request] = self._finished(np.array(event.vector, np.float32))
+                elif event.finish:
+                    found[event.request] = Vectors(error=event.error or f"the engine ended it: {event.finish}")
+        return [found[name] for name in names]
+
+    def close(self) -> None:
+        if self._worker.stop(60.0, "the model has been closed: load it anew") and not self._worker.forked:
+            self._worker.engine.close()
+
+    def _finished(self, state: NDArray[Any]) -> Vectors:
+        if self._judge is not None:
+            logit = float(state.astype(np.float64) @ self._judge.double().numpy())
+            return Vectors(score=float(1 / (1 + np.exp(-logit))))
+        if self.recipe.normalize:
+            state = (state.astype(np.float64) / max(float(np.linalg.norm(state)), 1e-12)).astype(np.float32)
+        return Vectors(dense=state)
+
+
+def load_decoder(name: str, place: Path, task: str, options: EngineConfig, revision: str | None = None,
+                 progress: Progress | None = None) -> Decoder:
+    """Load a decoder whose states are vectors or, for task rerank, judge pairs. auto: as its name says."""
+    file = GgufFile.open(place) if place.is_file() else None
+    directory = place.parent if file else place
+    recipe = read_gguf_recipe(file) if file and gives_vectors(file) else read_recipe(directory, pooling="lasttoken")
+    if recipe.pooling != ("lasttoken",) or recipe.dense:
+        raise ModelError(f"{place}: decoders give the state of the last token; this one asks for "
+                         f"{', '.join(recipe.pooling)}{' and Dense layers' if recipe.dense else ''}")
+    runtime = load(name, replace(options, speculate="off"), revision, progress, vectors=True)
+    judges = task == "rerank" or (task == "auto" and "rerank" in place.name.lower())
+    return Decoder(name, runtime, recipe, _judge(runtime, directory) if judges else None)
+
+
+def decoder_texts(decoder: Decoder, max_length: int) -> Texts:
+    """Its tokenizer, from tokenizer.json or out of a GGUF file."""
+    stored, path = decoder.runtime.tokenizer, decoder.runtime.path
+    assert path is not None
+    if stored is None:
+        return Texts.read(path / "tokenizer.json", max_length, decoder.recipe.lower)
+    return Texts(backend_of(stored.tokenizer, path), max_length, decoder.recipe.lower)
+
+
+def reranker_pairs(texts: Texts, instruction: str | None
+                   ) -> Callable[[str, Sequence[str], bool, str | None], list[Item]]:
+    """Makes what a Qwen3-Reranker reads of a query and documents. Long documents are cut at their ends. instruction:
+    where a request has none."""
+    def pairs(query: str, documents: Sequence[str], truncate: bool, asked: str | None) -> list[Item]:
+        before, after = texts.raw([_BEFORE, _AFTER])
+        head = f"<Instruct>: {asked or instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        return texts.framed(before, head, documents, after, truncate)
+    return pairs
+
+
+def _judge(runtime: Runtime, directory: Path) -> Tensor:
+    """The head's row of yes less that of no [H]."""
+    stored = runtime.tokenizer.tokenizer if runtime.tokenizer else (directory / "tokenizer.json").read_text("utf-8")
+    backend, rows = backend_of(stored, directory), []
+    for word in ("yes", "no"):
+        id = backend.token_to_id(word)
+        if id is None:
+            raise ModelError(f"{directory} cannot judge: its vocabulary has no token {word!r}")
+        rows.append(_head_row(runtime, id))
+    return rows[0] - rows[1]
+
+
+def _head_row(runtime: Runtime, id: int) -> Tensor:
+    head = runtime.decoder.weights.head
+    for part in head if isinstance(head, tuple) else (head,):
+        if id < len(part):
+            row = part.lookup(torch.tensor([id]))[0] if isinstance(part, QTensor) else part[id]
+            return row.float().cpu()
+        id -= len(part)
+    raise ModelError(f"the model's head has no token {id}")

@@ -1,0 +1,272 @@
+"""A model as a relax module: what `relax.frontend.nn` turns into the functions of an artifact."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax as rx
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op, spec
+from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache, RopeMode, TIRPagedKVCache
+from tvm.target import Target
+
+from deltic.config import LinearConfig, ModelConfig
+from deltic.export.tvm import gpu_kernels, kernels
+from deltic.export.tvm.kernels import LANES
+
+STATE, CONV = 0, 1
+"""The states of a recurrent layer."""
+
+
+def call(kernel: Any, name: str, arguments: list[Any], *shapes: tuple[Any, ...]) -> Any:
+    """What a kernel makes of its arguments: float32 tensors of these shapes."""
+    if on_gpu():
+        kernel = gpu_kernels.spread(kernel)
+    out = [nn.Tensor.placeholder(shape, "float32", name) for shape in shapes]
+    return op.tensor_ir_op(kernel, name, arguments, out[0] if len(out) == 1 else out)
+
+
+def on_gpu() -> bool:
+    """Whether what is being built is for a GPU."""
+    return Target.current().kind.name != "llvm"
+
+
+def _state_copy(shape: tuple[int, ...], stores: bool) -> Any:
+    kernel = kernels.state_copy(shape, stores)
+    return gpu_kernels.spread(kernel) if on_gpu() else kernel
+
+
+class StateStore(nn.Object):
+    """The recurrent layers' states, of all sequences."""
+
+    def get(self, layer: int, kind: int, shape: tuple[int, ...]) -> nn.Tensor:
+        """A state of the sequence that is being served [1, ...]."""
+        call = rx.call_dps_packed("vm.builtin.rnn_state_get",
+                                  [self._expr, rx.prim_value(layer), rx.prim_value(kind)],
+                                  out_ty=rx.TensorType((1, *shape), "float32"))
+        return nn.Tensor(_expr=rx.BlockBuilder.current().emit(call))
+
+    def set(self, layer: int, kind: int, state: nn.Tensor) -> StateStore:
+        """The store in which this is the state after the step."""
+        call = rx.call_pure_packed("vm.builtin.rnn_state_set", self._expr, rx.prim_value(layer), rx.prim_value(kind),
+                                   state._expr, ty_args=rx.AnyType())
+        return StateStore(_expr=call, _name="rnn_state")
+
+
+class Matrix(nn.Module):
+    """A matrix [outputs, inputs] in panels; what it gives is as wide as all its panels."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: str) -> None:
+        self.inputs, self.panels, self.dtype = inputs, -(-outputs // LANES), dtype
+        self.weight = nn.Parameter((self.panels, inputs, LANES), dtype)
+
+    @property
+    def width(self) -> int:
+        return self.panels * LANES
+
+    def forward(self, x: nn.Tensor) -> nn.Tensor:
+        """x [n, inputs] -> [n, width]."""
+        n = x.shape[0]
+        kernel = kernels.linear_one if isinstance(n, int) and n == 1 else kernels.linear
+        kernel = gpu_kernels.linear if on_gpu() else kernel
+        return call(kernel(self.inputs, self.panels, self.dtype), kernel.__name__, [x, self.weight], (n, self.width))
+
+
+class Recurrent(nn.Module):
+    """A Gated DeltaNet layer's mixer."""
+
+    def __init__(self, config: ModelConfig, linear: LinearConfig, store: int, dtype: str) -> None:
+        self.shape, self.store, self.eps = linear, store, config.rms_norm_eps
+        rows = linear.conv_dim + linear.value_dim + 2 * linear.num_value_heads
+        self.in_proj = Matrix(config.hidden_size, rows, dtype)
+        self.out_proj = Matrix(linear.value_dim, config.hidden_size, dtype)
+        self.conv = nn.Parameter((linear.conv_kernel, linear.conv_dim), "float32")
+        self.decay = nn.Parameter((linear.num_value_heads,), "float32")
+        self.dt_bias = nn.Parameter((linear.num_value_heads,), "float32")
+        self.norm = nn.Parameter((linear.value_head_dim,), "float32")
+
+    def forward(self, x: nn.Tensor, states: StateStore) -> tuple[nn.Tensor, StateStore]:
+        shape, n = self.shape, x.shape[0]
+        conv = (shape.conv_kernel - 1, shape.conv_dim)
+        state = (shape.num_value_heads, shape.key_head_dim, shape.value_head_dim)
+        projected = self.in_proj(x)
+        mixed, inputs = call(
+            kernels.short_conv(shape.conv_dim, shape.conv_kernel, self.in_proj.width), "short_conv",
+            [projected, states.get(self.store, CONV, conv), self.conv], (n, shape.conv_dim), (1, *conv))
+        heads, width = shape.num_value_heads, self.in_proj.width
+        gates = call(kernels.delta_gates(heads, shape.conv_dim + shape.value_dim, width), "delta_gates",
+                      [projected, self.decay, self.dt_bias], (n, 2, heads))
+        rule = (gpu_kernels if on_gpu() else kernels).delta_rule(
+            shape.num_key_heads, heads, shape.key_head_dim, shape.value_head_dim)
+        out, after = call(rule, "delta_rule", [mixed, gates, states.get(self.store, STATE, state)],
+                           (n, shape.value_dim), (1, *state))
+        norm = kernels.gated_norm(heads, shape.value_head_dim, shape.conv_dim, self.eps, width)
+        out = call(norm, "gated_norm", [out, self.norm, projected], (n, shape.value_dim))
+        states = states.set(self.store, CONV, inputs).set(self.store, STATE, after)
+        return self.out_proj(out), states
+
+
+class Attention(nn.Module):
+    """A layer's softmax attention over the paged cache."""
+
+    def __init__(self, config: ModelConfig, store: int, dtype: str) -> None:
+        self.config, self.store, dim = config, store, config.head_dim
+        query = config.num_attention_heads * dim * (2 if config.attention_output_gate else 1)
+        self.qkv = Matrix(config.hidden_size, query + 2 * config.num_key_value_heads * dim, dtype)
+        self.o_proj = Matrix(config.num_attention_heads * dim, config.hidden_size, dtype)
+        self.q_norm = nn.Parameter((dim,), "float32")
+        self.k_norm = nn.Parameter((dim,), "float32")
+
+    def forward(self, x: nn.Tensor, cache: PagedKVCache, positions: nn.Tensor, frequencies: nn.Tensor) -> nn.Tensor:
+        config, n, dim = self.config, x.shape[0], self.config.head_dim
+        query_heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, self.qkv.width
+        projected = self.qkv(x)
+        heads = kernels.heads(query_heads, kv_heads, dim, config.rope.rotary_dim, config.attention_output_gate,
+                              config.rms_norm_eps, width)
+        total = query_heads + 2 * kv_heads
+        split = call(heads, "heads", [projected, self.q_norm, self.k_norm, positions, frequencies], (n, total, dim))
+        found = cache.attention_with_fused_qkv(self.store, op.reshape(split, (1, n, total, dim)), query_heads,
+                                               dim ** -0.5)
+        if config.attention_output_gate:
+            found = call(kernels.output_gate(query_heads, dim, width), "output_gate",
+                          [op.reshape(found, (n, query_heads, dim)), projected], (n, query_heads * dim))
+        return self.o_proj(op.reshape(found, (n, query_heads * dim)))
+
+
+class Block(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, config: ModelConfig, kind: str, store: int, dtype: str) -> None:
+        self.hidden, self.eps, self.inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size
+        self.input_norm = nn.Parameter((config.hidden_size,), "float32")
+        self.post_norm = nn.Parameter((config.hidden_size,), "float32")
+        if kind == "linear_attention":
+            self.mixer = Recurrent(config, config.linear, store, dtype)
+        else:
+            self.mixer = Attention(config, store, dtype)
+        self.gate_up = Matrix(config.hidden_size, 2 * config.intermediate_size, dtype)
+        self.down = Matrix(config.intermediate_size, config.hidden_size, dtype)
+
+    def feed_forward(self, x: nn.Tensor) -> nn.Tensor:
+        product = kernels.swiglu(self.inner, self.gate_up.width)
+        return self.down(call(product, "swiglu", [self.gate_up(x)], (x.shape[0], self.inner)))
+
+
+class Network(nn.Module):
+    """The whole model, and the caches that it takes along."""
+
+    def __init__(self, config: ModelConfig, dtype: str, target: Any) -> None:
+        self.config, self.target, self.dtype = config, target, dtype
+        counts = {"linear_attention": 0, "full_attention": 0}
+        blocks = []
+        for kind in config.layer_types:
+            blocks.append(Block(config, kind, counts[kind], dtype))
+            counts[kind] += 1
+        self.table = Matrix(config.hidden_size, config.vocab_size, dtype)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = nn.Parameter((config.hidden_size,), "float32")
+        self.frequencies = nn.Parameter((config.rope.rotary_dim // 2,), "float32")
+        self.head = None if config.tie_word_embeddings else Matrix(config.hidden_size, config.vocab_size, dtype)
+
+    def embed(self, input_ids: nn.Tensor) -> nn.Tensor:
+        """input_ids [n] -> [n, hidden]."""
+        kernel = kernels.embed(self.config.hidden_size, self.table.panels, self.dtype)
+        return call(kernel, "embed_rows", [input_ids, self.table.weight],
+                     (input_ids.shape[0], self.config.hidden_size))
+
+    def create_paged_kv_cache(self, max_batch_size: Any, max_total_seq_len: Any, prefill_chunk_size: Any,
+                              page_size: Any, support_sliding_window: Any) -> PagedKVCache:
+        """The attention layers' cache, float32."""
+        config, layers = self.config, len(self.config.attention_layers)
+        return TIRPagedKVCache(
+            "mha", max_batch_size, max_total_seq_len, prefill_chunk_size, page_size, support_sliding_window,
+            layer_partition=rx.ShapeExpr([0, layers]), num_hidden_layers=layers,
+            num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
+            qk_head_dim=config.head_dim, v_head_dim=config.head_dim, mla_original_qk_head_dim=0,
+            mla_original_v_head_dim=0, rope_mode=RopeMode.NONE, rope_scale=1, rope_theta=1, rope_scaling={},
+            rope_ext_factors=rx.prim_value(0), rotary_dim=config.head_dim, enable_disaggregation=False,
+            dtype="float32", target=self.target)
+
+    def create_rnn_state(self, max_batch_size: Any, max_history: Any) -> StateStore:
+        """The recurrent layers' states, zero at first."""
+        linear, builder = self.config.linear, rx.BlockBuilder.current()
+        shapes = ((linear.num_value_heads, linear.key_head_dim, linear.value_head_dim),
+                  (linear.conv_kernel - 1, linear.conv_dim))
+        gets, sets = ([builder.add_func(_state_copy(shape, stores).with_attr("global_symbol", symbol), symbol)
+                       for kind, shape in enumerate(shapes) for symbol in [f"state_{name}_{kind}"]]
+                      for name, stores in (("get", False), ("set", True)))
+        call = rx.call_pure_packed(
+            "vm.builtin.rnn_state_create", rx.prim_value(len(self.config.linear_layers)), max_batch_size, max_history,
+            rx.Tuple(gets), rx.Tuple(sets), rx.Tuple([rx.op.zeros(shape, "float32") for shape in shapes]),
+            ty_args=rx.AnyType())
+        return StateStore(_expr=call, _name="rnn_state")
+
+    def _forward(self, residual: nn.Tensor, cache: PagedKVCache, states: StateStore | None) -> Any:
+        n, positions = residual.shape[0], cache.get_query_positions(residual.shape[0])
+        delta = op.zeros((n, self.config.hidden_size), "float32")
+        for layer in self.layers:
+            residual, x = self._norm(residual, delta, layer.input_norm)
+            if isinstance(layer.mixer, Recurrent):
+                delta, states = layer.mixer(x, states)
+            else:
+                delta = layer.mixer(x, cache, positions, self.frequencies)
+            residual, x = self._norm(residual, delta, layer.post_norm)
+            delta = layer.feed_forward(x)
+        return self._norm(residual, delta, self.norm)[1], states
+
+    def _norm(self, residual: nn.Tensor, delta: nn.Tensor, scale: nn.Tensor) -> Any:
+        hidden = self.config.hidden_size
+        kernel = kernels.add_norm(hidden, self.config.rms_norm_eps, delta.shape[1])
+        return call(kernel, "add_norm", [residual, delta, scale], (residual.shape[0], hidden),
+                     (residual.shape[0], hidden))
+
+    def _row(self, x: nn.Tensor, position: nn.Tensor) -> nn.Tensor:
+        return call(kernels.row(self.config.hidden_size), "row", [x, position], (1, self.config.hidden_size))
+
+    def _logits(self, x: nn.Tensor) -> nn.Tensor:
+        return (self.head or self.table)(x)
+
+
+class HybridNetwork(Network):
+    """With recurrent layers: generation v2."""
+
+    def prefill(self, embeddings: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache,
+                rnn_state: StateStore) -> Any:
+        """embeddings [n, hidden], logit_positions [1] -> the logits of that token [1, width], and the caches."""
+        x, rnn_state = self._forward(embeddings, paged_kv_cache, rnn_state)
+        return self._logits(self._row(x, logit_positions)), paged_kv_cache, rnn_state
+
+    def decode(self, embeddings: nn.Tensor, paged_kv_cache: PagedKVCache, rnn_state: StateStore) -> Any:
+        """embeddings [1, hidden] -> logits [1, width], and the caches."""
+        x, rnn_state = self._forward(embeddings, paged_kv_cache, rnn_state)
+        return self._logits(x), paged_kv_cache, rnn_state
+
+
+class AttentionNetwork(Network):
+    """Without recurrent layers: generation v1."""
+
+    def prefill(self, embeddings: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache) -> Any:
+        """As of a `HybridNetwork`."""
+        x, _ = self._forward(embeddings, paged_kv_cache, None)
+        return self._logits(self._row(x, logit_positions)), paged_kv_cache
+
+    def decode(self, embeddings: nn.Tensor, paged_kv_cache: PagedKVCache) -> Any:
+        """As of a `HybridNetwork`."""
+        return self._logits(self._forward(embeddings, paged_kv_cache, None)[0]), paged_kv_cache
+
+
+def specification(network: Network) -> dict[str, Any]:
+    """The functions of the artifact, and what they take, for `export_tvm`."""
+    hidden, plain = network.config.hidden_size, {"param_mode": "none", "effect_mode": "none"}
+    packed = {"param_mode": "packed", "effect_mode": "none"}
+    numbers = ("max_batch_size", "max_total_seq_len", "prefill_chunk_size", "page_size", "support_sliding_window")
+    many, one = spec.Tensor(["n", hidden], "float32"), spec.Tensor([1, hidden], "float32")
+    caches = {"paged_kv_cache": spec.Object(object_type=PagedKVCache)}
+    found = {"embed": {"input_ids": spec.Tensor(["n"], "int32"), "$": packed},
+             "create_paged_kv_cache": {**dict.fromkeys(numbers, int), "$": plain}}
+    if network.config.linear_layers:
+        caches["rnn_state"] = spec.Object(object_type=StateStore)
+        found["create_rnn_state"] = {"max_batch_size": int, "max_history": int, "$": plain}
+    return {**found, "decode": {"embeddings": one, **caches, "$": packed},
+            "prefill": {"embeddings": many, "logit_positions": spec.Tensor([1], "int32"), **caches, "$": packed}}

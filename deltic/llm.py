@@ -1,0 +1,498 @@
+"""`LLM`: a model behind a few calls. Text in, text out, over the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Self, TypedDict, Unpack
+
+from deltic.chat.choices import Answers, Choice, Output
+from deltic.chat.deltas import Delta
+from deltic.chat.json_schema import Bounds
+from deltic.chat.processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
+from deltic.chat.response_format import OutputFormat, only_format
+from deltic.chat.response_format import response_format as read_response_format
+from deltic.chat.response_format import structured_outputs as read_structured_outputs
+from deltic.chat.tokenizer import Tokenizer
+from deltic.chat.tokenizer_files import TokenizerFiles
+from deltic.chat.tool_grammar import AnswerForm, ToolChoice
+from deltic.engine.arguments import (
+    as_messages,
+    as_params,
+    as_processors,
+    as_prompt,
+    as_prompts,
+    as_salt,
+    as_sampling,
+    as_variables,
+    check_callback,
+    check_options,
+    check_tools,
+)
+from deltic.engine.engine import Engine
+from deltic.engine.loading import Given, LoadProgress, RandomModel, load_any
+from deltic.engine.mailbox import Mailbox
+from deltic.engine.operator_profile import Profile, profiling
+from deltic.engine.options import engine_config
+from deltic.engine.worker import Worker
+from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
+from deltic.export.backend import ProgramModel
+from deltic.params import Event, LogitsProcessor, Prompt, Request, SamplingParams
+from deltic.runner.model_runner import Runtime
+
+__all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
+
+log = logging.getLogger("deltic")
+
+TokenCallback = Callable[[int, int], bool]
+"""Called with (row, token id) for each token of a batch; False stops that row alone."""
+
+_GATHERED = 64  # tokens after which a caller who waits for whole answers turns them into text, while the model goes on
+_CLOSING = 60.0  # seconds that `close` waits for the step that is running
+
+
+class FormatOptions(TypedDict, total=False):
+    """The form of the answers, what changes the model's logits, and which calls share the cache.
+
+    response_format: in OpenAI's form, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ...,
+        "schema": ...}}.
+    structured_outputs: in vLLM's, one of json (a schema), regex, choice (a list of texts), grammar.
+    logits_processors: functions of (token ids, logits [V]) that return other logits, see `Request`.
+    cache_salt: calls share cached prefixes and answer records only if they have the same salt.
+    """
+
+    response_format: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    cache_salt: str | None
+
+
+class ChatOptions(FormatOptions, total=False):
+    """What a conversation can be told besides its messages.
+
+    thinking: the template variable enable_thinking.
+    thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once.
+    tool_choice: "none", "auto", "required", or a function by name, as OpenAI writes it.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    thinking: bool | None
+    variables: Mapping[str, Any] | None
+    thinking_budget: int | None
+
+
+_CHAT = ("messages", "sampling", *ChatOptions.__annotations__)
+_GENERATE = ("prompts", "sampling", "on_token", *FormatOptions.__annotations__)
+_GENERATE_STREAM = ("prompt", "sampling", *FormatOptions.__annotations__)
+
+
+class _Call:
+    """Some jobs that are asked for together, and what comes back. on_token: as in `generate`."""
+
+    def __init__(self, worker: Worker, jobs: Sequence[Job], on_token: TokenCallback | None = None,
+                 patience: int = _GATHERED) -> None:
+        self.mailbox = Mailbox(1 if on_token else patience)
+        self.answers = Answers(jobs)
+        self._requests = [job.request for job in jobs]
+        self._worker, self._on_token, self._started = worker, on_token, False
+
+    def start(self) -> None:
+        """Ask the engine, unless that was done. UnavailableError in a process where no answer will come."""
+        if self._started:
+            self._worker.start()
+        elif self._requests:
+            self._started = True
+            self._worker.submit(self._requests, self.mailbox, self.mailbox.on_reply)
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Those that are whole."""
+        return [output for output in self.answers.outputs if output]
+
+    @property
+    def done(self) -> bool:
+        return all(self.answers.outputs)
+
+    def take(self, events: Sequence[Event]) -> list[Delta]:
+        if self._on_token:
+            return [delta for event in events for delta in self._take_one(event, self._on_token)]
+        return self._take(events)
+
+    def close(self) -> None:
+        """Abort what is still running."""
+        running = [request.id for request, output in zip(self._requests, self.answers.outputs) if not output]
+        if self._started and running and not self._worker.forked:
+            self._worker.abort(running)
+
+    def _take(self, events: Sequence[Event]) -> list[Delta]:
+        pieces = self.answers.take(events)
+        for piece in pieces:
+            if piece.remember:
+                piece.remember()
+        return [delta._replace(index=piece.number) if piece.number else delta
+                for piece in pieces for delta in piece.deltas]
+
+    def _take_one(self, event: Event, on_token: TokenCallback) -> list[Delta]:
+        row = self.answers.row(event)
+        wanted = event.token is not None and not self.answers.stopped(row)
+        deltas = self._take([event])
+        if wanted and event.token is not None and not on_token(row, event.token):
+            self.answers.stop(row)
+            self._worker.abort([event.request])
+        return deltas
+
+
+class Stream:
+    """The deltas of one answer as they come, for `for`, `next` and `async for`; `output` when all have come.
+
+    Of several choices (n) they come as they are made, and `Delta.index` says whose each is.
+    Nothing runs before the first is asked for. `close`, leaving the loop and dropping the stream abort the request. A
+    stream is for one thread or task at a time, RequestError for others; `close` is for any. GenerationError at the end
+    if the engine gave up on the answer.
+    """
+
+    def __init__(self, llm: LLM, job: Job) -> None:
+        self._llm = llm  # which must not be collected as long as somebody reads its answer
+        self._call = _Call(llm.worker, [job], patience=1)
+        self._deltas: deque[Delta] = deque()
+        self._closed, self._turn = False, threading.Lock()
+
+    @property
+    def output(self) -> Output | None:
+        return self._call.answers.outputs[0]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._call.answers.jobs[0].request.prompt)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens so far, of all choices."""
+        return self._call.answers.tokens
+
+    def read(self, timeout: float | None = None) -> list[Delta]:
+        """All that has come since; waits for something, at most so many seconds. Nothing at the end: then `output` is
+        there, and says what went wrong, if anything."""
+        if self._closed or self.output:
+            return []
+        with self._reading():
+            self._call.start()
+            return self._call.take(self._call.mailbox.get(timeout))
+
+    def close(self) -> None:
+        """Abort what is still running."""
+        if not self._closed:
+            self._closed = True
+            self._deltas.clear()
+            self._call.close()
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            yield from iter(self._next, None)
+        finally:
+            self.close()
+
+    def __next__(self) -> Delta:
+        delta = self._next()
+        if delta is None:
+            raise StopIteration
+        return delta
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._all()
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas and not self._over():
+            with self._reading():
+                self._call.start()
+                self._deltas.extend(self._call.take(await self._call.mailbox.aget()))
+        if not self._deltas:
+            raise StopAsyncIteration
+        return self._deltas.popleft()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What comes goes to one reader; another would wait forever."""
+        if not self._turn.acquire(blocking=False):
+            raise RequestError("this stream is being read by another thread or task: give each a stream of its own",
+                               "stream")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    async def _all(self) -> AsyncIterator[Delta]:
+        try:
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield await self.__anext__()
+        finally:
+            self.close()
+
+    def _next(self) -> Delta | None:
+        while not self._deltas and not self._over():
+            self._deltas.extend(self.read())
+        return self._deltas.popleft() if self._deltas else None
+
+    def _over(self) -> bool:
+        """Whether nothing more comes; if the engine gave up, GenerationError, once."""
+        if not self._closed and self.output:
+            self._closed = True
+            self.output.sound()
+        return self._closed
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # half made, in a forked process, or at the interpreter's end
+            self.close()
+
+
+class LLM:
+    """A model ready to answer.
+
+        llm = LLM()                                       # the embedded demo model
+        llm = LLM("org/name", dtype="bfloat16", threads=8)  # a hub name, directory or GGUF file; fields of EngineConfig
+        llm.chat([{"role": "user", "content": "Hi"}]).text
+        for delta in llm.stream(messages): print(delta.text, end="")
+        llm.generate(["Once upon", "In the year"], SamplingParams(max_tokens=20))
+
+        await llm.achat(messages)                         # the same for asyncio
+        async for delta in llm.stream(messages): ...
+
+    Conversations go to `chat`, `achat` and `stream`, raw prompts (texts or token ids) to `generate`, `agenerate` and
+    `generate_stream`. All of them may be called from any thread and any task, also while the model is being served:
+    one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
+
+    config: in place of the model's config.json another such file, what one holds, or a `deltic.config.ModelConfig`.
+    weights: in place of those in the model's files all of its tensors, by the names that Hugging Face gives them, with
+        the vision tower and the draft head, if it shall have these.
+    Of the options, those of ChatConfig say how conversations are read, the others, of EngineConfig, how the model runs.
+    history: "preserve" or "template", how prompts treat earlier answers: see `deltic.chat.history`.
+    strip_billing_header: remove the billing header that coding agents put before the system message.
+    thinking: whether to think, where a request does not say it; None: the template decides.
+    thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
+    tool_call_parser: "qwen", "json", "minimax", how the model writes tool calls; "auto": as its chat template does.
+    parse_special: let messages spell control tokens such as <|im_end|>, which are ordinary text otherwise.
+    Unknown options raise ConfigError, unusable models ModelError; requests that cannot be served RequestError; calls
+    after `close`, or in a process that was forked from the model's, UnavailableError.
+    """
+
+    def __init__(self, model: str | Path | RandomModel | None = None, *, revision: str | None = None,
+                 chat_template: str | Path | None = None, progress: LoadProgress | None = None, config: Any = None,
+                 weights: Mapping[str, Any] | None = None, **options: Any) -> None:
+        names = [field.name for field in fields(ChatConfig)]
+        chat = {name: options.pop(name) for name in names if name in options}
+        ChatConfig(**chat)
+        if not isinstance(chat_template, str | Path | None):
+            raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
+        check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
+        chosen = engine_config(options, ["revision", "chat_template", "config", "weights", *names])
+        runtime = load_any(model, chosen, revision, progress, given=Given(config, weights))
+        began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
+        if self._chat_processor:
+            log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
+        self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
+        self.worker = Worker(Engine(self.runtime))
+        self._closing = threading.Lock()
+        weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker sees to that end itself
+
+    @property
+    def engine(self) -> Engine:
+        """The worker's engine, whose figures may be read; to do more with it, see `Worker.hold`."""
+        return self.worker.engine
+
+    @property
+    def chat_processor(self) -> ChatProcessor:
+        """The tokenizer and chat template; ModelError if the model has none (random weights)."""
+        if self._chat_processor is None:
+            raise ModelError(f"{self.runtime.name} has no tokenizer: give token ids, or load a model with one")
+        return self._chat_processor
+
+    def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
+             **options: Unpack[ChatOptions]) -> Output:
+        """Answer a conversation: OpenAI-style messages, or one user message as text. GenerationError, which has what
+        there is of the answer, if the engine gives up on it. For the options see `ChatOptions`."""
+        check_options("chat", options, _CHAT)
+        output, = self._gather([self._turn(messages, sampling, **options)])
+        return output.sound()
+
+    async def achat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
+                    **options: Unpack[ChatOptions]) -> Output:
+        """As `chat`, for asyncio. Cancelling it aborts the request."""
+        check_options("achat", options, _CHAT)
+        job = await asyncio.to_thread(self._turn, messages, sampling, **options)
+        output, = await self._agather([job])
+        return output.sound()
+
+    def stream(self, messages: Any, sampling: SamplingParams = SamplingParams(),
+               **options: Unpack[ChatOptions]) -> Stream:
+        """As `chat`, piece by piece, for threads and asyncio. The prompt is made at once, the rest on demand."""
+        check_options("stream", options, _CHAT)
+        return Stream(self, self._turn(messages, sampling, **options))
+
+    def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
+                 sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+                 on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
+        """Continue each prompt (text or token ids). sampling: one for all, or one per prompt.
+
+        RequestError, and nothing runs, if a prompt is refused. A choice on which the engine gave up has finish "error"
+        and says why in `error`; the others are not affected."""
+        check_options("generate", options, _GENERATE)
+        return self._gather(self._jobs(prompts, sampling, on_token, **options), on_token)
+
+    async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
+                        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+                        on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
+        """As `generate`, for asyncio. Cancelling it aborts the requests."""
+        check_options("agenerate", options, _GENERATE)
+        jobs = await asyncio.to_thread(self._jobs, prompts, sampling, on_token, **options)
+        return await self._agather(jobs, on_token)
+
+    def generate_stream(self, prompt: str | Sequence[int] | Prompt, sampling: SamplingParams = SamplingParams(),
+                        **options: Unpack[FormatOptions]) -> Stream:
+        """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
+        check_options("generate_stream", options, _GENERATE_STREAM)
+        wanted = as_format(options.get("response_format"), options.get("structured_outputs"))
+        job = self._job(as_prompt(prompt), as_params(sampling), wanted)
+        return Stream(self, _with(job, as_salt(options.get("cache_salt")), options.get("logits_processors")))
+
+    def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+        """A raw prompt with images, for `generate` and `Session.prefill`: each is seen where the text has the marker
+        <__media__>. images: pixels (uint8 arrays [height, width, 3]), pictures of Pillow's, paths or bytes of files."""
+        return self.chat_processor.prompt(text, images)
+
+    def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
+        """Read the beginning that all conversations with these system messages and tools share, and keep it for as
+        long as anything is kept; returns its tokens. RequestError if they share none."""
+        check_tools(tools)
+        prompt = self.chat_processor.opening(as_messages(messages, 0), tools=tools,
+                                             variables=as_variables(variables, None))
+        if not prompt:
+            raise RequestError("there is nothing to pin: conversations share no beginning without a system message or "
+                               "tools", "messages")
+        request = Request(uuid.uuid4().hex, prompt, SamplingParams(max_tokens=0), (len(prompt),))
+        output, = self._gather([replace(bare_job(prompt), request=request)])
+        output.sound()
+        if not self.worker.call(lambda engine: engine.pin(prompt)):
+            log.warning("the prompt of %d tokens is not pinned: the prefix cache is off, or has no room for it",
+                        len(prompt))
+        return len(prompt)
+
+    def profile(self) -> AbstractContextManager[Profile]:
+        """For a `with` block: the time of all steps meanwhile, by phase and operator."""
+        return profiling(self.runtime, self.worker.hold)
+
+    def close(self) -> None:
+        """End what is running, and wait until everything that shall outlive the process is on disk; the model must not
+        be used afterwards. It may be closed twice. The end of the process ends what is running, too."""
+        with self._closing:
+            if not self.worker.stop(_CLOSING, "the model has been closed: load it anew"):
+                log.error("the engine is stuck and is left behind")
+            elif not self.worker.forked:
+                self.engine.close()
+                if self._chat_processor:
+                    self._chat_processor.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _gather(self, jobs: Sequence[Job], on_token: TokenCallback | None = None) -> list[Output]:
+        call = _Call(self.worker, jobs, on_token)
+        try:
+            call.start()
+            while not call.done:
+                call.take(call.mailbox.get())
+            return call.outputs
+        finally:
+            call.close()
+
+    async def _agather(self, jobs: Sequence[Job], on_token: TokenCallback | None = None) -> list[Output]:
+        call = _Call(self.worker, jobs, on_token)
+        try:
+            call.start()
+            while not call.done:
+                call.take(await call.mailbox.aget())
+            return call.outputs
+        finally:
+            call.close()
+
+    def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
+              thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> Job:
+        check_tools(tools)
+        salt, processors = as_salt(more.pop("cache_salt", None)), more.pop("logits_processors", None)
+        job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
+                                                tools=None if tool_choice == "none" else tools,
+                                                answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**more)),
+                                                variables=as_variables(variables, thinking),
+                                                thinking_budget=thinking_budget)
+        return _with(job.compiled(), salt, processors)
+
+    def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,
+              **form: Any) -> list[Job]:
+        check_callback(on_token)
+        salt, rows = as_salt(cache_salt), as_prompts(prompts)
+        params = as_sampling(sampling, len(rows))
+        wanted = as_format(**form)
+        jobs = list[Job]()
+        for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
+            with of_prompt(f"prompts[{place}]"):
+                jobs.append(_with(self._job(prompt, each, wanted), salt, logits_processors))
+                self.engine.keys_of(jobs[-1].request)
+        return jobs
+
+    def _job(self, prompt: str | list[int] | Prompt, sampling: SamplingParams, wanted: OutputFormat | None) -> Job:
+        if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
+            prompt = list(prompt.ids) if isinstance(prompt, Prompt) else prompt
+            return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
+        return self.chat_processor.complete(prompt, sampling, wanted).compiled()
+
+
+def _with(job: Job, salt: str, processors: Any) -> Job:
+    return replace(job, request=replace(job.request, cache_salt=salt, logits_processors=as_processors(processors)))
+
+
+def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:
+    """The one of the two that is given; RequestError if both are."""
+    return only_format([read_response_format(response_format), read_structured_outputs(structured_outputs)])
+
+
+def _chat_processor(runtime: Runtime | ProgramModel, template: str | Path | None, **options: Any
+                    ) -> ChatProcessor | None:
+    if runtime.path is None:
+        return None
+    texts = runtime.tokenizer
+    files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
+    given = [Path(name) if name else None for name in (runtime.options.tokenizer, runtime.options.tokenizer_config)]
+    tokenizer = (Tokenizer.from_files(files, runtime.path) if files
+                 else Tokenizer.from_directory(runtime.path, *given))
+    processor = ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
+                              longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
+                              image_urls=runtime.options.allow_image_urls, **options)
+    processor.grammars.bounds = Bounds.of(runtime.generation)
+    return processor
+
+
+def _with_words(runtime: Runtime | ProgramModel, tokenizer: Tokenizer) -> Runtime | ProgramModel:
+    """Let the tokenizer's ends of text end answers too: some configs name only one of them."""
+    if tokenizer.vocab_size > runtime.config.vocab_size:
+        log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",
+                    tokenizer.vocab_size, runtime.config.vocab_size)
+    return replace(runtime, generation=runtime.generation.with_eos(tokenizer.ends), tokenizer=None)

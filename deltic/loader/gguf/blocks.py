@@ -1,0 +1,257 @@
+"""The tensor types of GGUF files: how a block of quantized weights is laid out, and what numbers it stands for.
+
+A tensor is stored row after row, and a row as blocks of 1, 32 or 256 neighbouring weights with common scales. Layouts
+and formulas are those of ggml (ggml-common.h, ggml-quants.c); all fields are little endian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltic.config import DType
+from deltic.errors import ModelError
+from deltic.loader.safetensors import TORCH_DTYPES
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Read = Callable[[int, int], Bytes]
+"""A reader of a tensor's bytes: (start, count) -> uint8 [count]."""
+
+_PIECE: Final = 1 << 18
+"""Weights that are dequantized at a time: temporaries of a few MiB."""
+_FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A tensor type: its name, the id that files give it, weights per block, bytes per block, and whether deltic can
+    dequantize it."""
+
+    name: str
+    id: int
+    weights: int
+    nbytes: int
+    readable: bool = False
+
+    def size(self, count: int) -> int:
+        """Bytes of `count` weights, a multiple of those in a block."""
+        return count // self.weights * self.nbytes
+
+
+# Fields of a block in file order: name, numpy type, count. d and dmin are scales, scales are the scales of sub-blocks
+# in units of d (and their minima in units of dmin), qs the low bits of the weights, qh (in Q3_K: hmask) the high ones.
+_LAYOUT_FIELDS: Final[Mapping[str, list[Any]]] = {
+    "F32": [("x", "<f4")],
+    "F16": [("x", "<f2")],
+    "BF16": [("x", "<u2")],
+    "Q4_0": [("d", "<f2"), ("qs", "u1", 16)],
+    "Q4_1": [("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)],
+    "Q5_0": [("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)],
+    "Q5_1": [("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)],
+    "Q8_0": [("d", "<f2"), ("qs", "i1", 32)],
+    "Q2_K": [("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")],
+    "Q3_K": [("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")],
+    "Q4_K": [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)],
+    "Q5_K": [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)],
+    "Q6_K": [("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")],
+    "IQ4_NL": [("d", "<f2"), ("qs", "u1", 16)],
+    "IQ4_XS": [("d", "<f2"), ("scales_h", "u1", 2), ("scales_l", "u1", 4), ("qs", "u1", 128)],
+    "MXFP4": [("e", "u1"), ("qs", "u1", 16)],
+}
+LAYOUTS: Final[Mapping[str, np.dtype[Any]]] = {name: np.dtype(fields) for name, fields in _LAYOUT_FIELDS.items()}
+"""The layouts as numpy's structured types, of which `bytes.view(...)` gives an array of blocks."""
+
+_IDS: Final[Mapping[str, tuple[int, int]]] = {
+    "F32": (0, 1), "F16": (1, 1), "BF16": (30, 1), "Q4_0": (2, 32), "Q4_1": (3, 32), "Q5_0": (6, 32), "Q5_1": (7, 32),
+    "Q8_0": (8, 32), "Q2_K": (10, 256), "Q3_K": (11, 256), "Q4_K": (12, 256), "Q5_K": (13, 256), "Q6_K": (14, 256),
+    "IQ4_NL": (20, 32), "IQ4_XS": (23, 256), "MXFP4": (39, 32),
+}
+"""Id in files and weights per block of the types that deltic dequantizes."""
+_SIZES_ONLY: Final = (
+    ("IQ2_XXS", 16, 256, 66), ("IQ2_XS", 17, 256, 74),
+    ("IQ3_XXS", 18, 256, 98), ("IQ1_S", 19, 256, 50), ("IQ3_S", 21, 256, 110), ("IQ2_S", 22, 256, 82), ("I8", 24, 1, 1),
+    ("I16", 25, 1, 2), ("I32", 26, 1, 4), ("I64", 27, 1, 8), ("F64", 28, 1, 8), ("IQ1_M", 29, 256, 56),
+    ("TQ1_0", 34, 256, 54), ("TQ2_0", 35, 256, 66), ("NVFP4", 40, 64, 36), ("Q1_0", 41, 128, 18), ("Q2_0", 42, 64, 18),
+)
+"""Name, id, weights and bytes of types that a file may hold and deltic cannot dequantize. (Q8_1 and Q8_K exist in
+memory only.)"""
+
+TYPES: Final[Mapping[int, BlockType]] = {type.id: type for type in (
+    *(BlockType(name, id, weights, LAYOUTS[name].itemsize, True) for name, (id, weights) in _IDS.items()),
+    *(BlockType(*row) for row in _SIZES_ONLY))}
+BY_NAME: Final[Mapping[str, BlockType]] = {type.name: type for type in TYPES.values()}
+
+
+def dequantize(raw: Bytes, type: BlockType, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
+    """The tensor of `shape` and `dtype` that the bytes `raw` (uint8, row after row) stand for.
+
+    Raises ModelError where the bytes do not fit the shape, deltic cannot dequantize the type, or a value exceeds
+    float16.
+    """
+    if raw.size != type.size(math.prod(shape)) or math.prod(shape[-1:]) % type.weights:
+        raise ModelError(f"{raw.size} bytes are no tensor of shape {list(shape)} and type {type.name}")
+    result = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    fill(result, type, lambda start, count: raw[start:start + count])
+    return result
+
+
+def fill(target: torch.Tensor, type: BlockType, read: Read) -> None:
+    """Dequantize a tensor's bytes into the contiguous `target`, reading them piece by piece.
+
+    Raises ModelError where deltic cannot dequantize the type or a value exceeds a float16 target.
+    """
+    start = 0
+    for piece in torch.split(target.view(-1), _PIECE):
+        count = type.size(piece.numel())
+        values = torch.from_numpy(decode(read(start, count), type))
+        piece.copy_(values)
+        if piece.dtype == torch.float16:
+            _check_range(values)
+        start += count
+
+
+def _check_range(values: torch.Tensor) -> None:
+    low, high = (float(bound) for bound in torch.aminmax(values))
+    if _FLOAT16_LIMIT <= max(-low, high) < math.inf:
+        raise ModelError("it has values beyond float16; use dtype bfloat16 or float32")
+
+
+def decode(raw: Bytes, type: BlockType) -> Floats:
+    """The weights of whole blocks: uint8 [n * type.nbytes] -> float32 [n * type.weights].
+
+    Raises ModelError naming a type that deltic cannot dequantize.
+    """
+    if not type.readable:
+        raise ModelError(f"type {type.name} is not supported, only {', '.join(LAYOUTS)}; "
+                         "choose another quantization of the model")
+    blocks = np.ascontiguousarray(raw).view(LAYOUTS[type.name])
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite scales give NaN weights, as in ggml
+        return _DECODERS[type.name](blocks).reshape(-1)
+
+
+Blocks = NDArray[Any]
+"""Structured arrays of one of the LAYOUTS."""
+
+
+def _fields(packed: Bytes, bits: int, run: int) -> Bytes:
+    """Unpack fields of 1, 2 or 4 bits: [n, bytes] -> [n, bytes * 8 / bits].
+
+    Of every `run` bytes, the lowest field of each byte comes first, then the next field of each, and so on.
+    """
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    runs = packed.reshape(len(packed), -1, 1, run)
+    return ((runs >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(packed), -1)
+
+
+def _float(values: NDArray[Any]) -> Floats:
+    return values.astype(np.float32)
+
+
+def _scaled(scale: Floats, q: NDArray[Any], minimum: Floats | None = None) -> Floats:
+    """scale * q (- minimum), with scales [n] or one for each of several neighbouring groups, [n, groups]."""
+    groups = _float(q).reshape(len(q), math.prod(scale.shape[1:]), -1)
+    groups *= scale.reshape(len(q), -1, 1)
+    if minimum is not None:
+        groups -= minimum.reshape(len(q), -1, 1)
+    return groups
+
+
+def _signed(q: Bytes, offset: int) -> NDArray[np.int8]:
+    return q.astype(np.int8) - np.int8(offset)
+
+
+def _bf16(b: Blocks) -> Floats:
+    return (b["x"].astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _q5(b: Blocks) -> Bytes:
+    return _fields(b["qs"], 4, 16) | _fields(b["qh"], 1, 1) << np.uint8(4)
+
+
+def _plus(scale: Floats, q: Bytes, offset: Floats) -> Floats:
+    return _scaled(scale, q) + offset.reshape(-1, 1, 1)
+
+
+def _q2_k(b: Blocks) -> Floats:
+    scales, minima = b["scales"] & np.uint8(15), b["scales"] >> np.uint8(4)
+    return _scaled(_float(b["d"])[:, None] * scales, _fields(b["qs"], 2, 32), _float(b["dmin"])[:, None] * minima)
+
+
+def _q3_k(b: Blocks) -> Floats:
+    packed = b["scales"]
+    scales = _fields(packed[:, :8], 4, 8) | _fields(packed[:, 8:], 2, 4) << np.uint8(4)
+    q = _fields(b["qs"], 2, 32) | _fields(b["hmask"], 1, 32) << np.uint8(2)
+    return _scaled(_float(b["d"])[:, None] * _signed(scales, 32), _signed(q, 4))
+
+
+def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Scales and minima of Q4_K and Q5_K, 8 each, from 12 bytes.
+
+    Bytes 0-3 and 4-7 hold the first four scales and minima in their low six bits; bytes 8-11 the low four bits of the
+    last four scales (low nibble) and minima (high nibble), whose high two bits are the top bits of the bytes before.
+    """
+    scales, minima, low = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    return (np.concatenate([scales & np.uint8(63), low & np.uint8(15) | scales >> np.uint8(6) << np.uint8(4)], axis=1),
+            np.concatenate([minima & np.uint8(63), low >> np.uint8(4) | minima >> np.uint8(6) << np.uint8(4)], axis=1))
+
+
+def _with_minima(b: Blocks, q: Bytes) -> Floats:
+    scales, minima = _six_bits(b["scales"])
+    return _scaled(_float(b["d"])[:, None] * scales, q, _float(b["dmin"])[:, None] * minima)
+
+
+def _q5_k(b: Blocks) -> Floats:
+    return _with_minima(b, _fields(b["qs"], 4, 32) | _fields(b["qh"], 1, 32) << np.uint8(4))
+
+
+def _q6_k(b: Blocks) -> Floats:
+    q = _fields(b["ql"], 4, 64) | _fields(b["qh"], 2, 32) << np.uint8(4)
+    return _scaled(_float(b["d"])[:, None] * b["scales"], _signed(q, 32))
+
+
+IQ4_VALUES: Final = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+"""What the sixteen codes of IQ4_NL and IQ4_XS stand for."""
+MXFP4_VALUES: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
+"""Twice what the sixteen codes of MXFP4 (e2m1) stand for."""
+
+
+def _iq4_nl(b: Blocks) -> Floats:
+    return _scaled(_float(b["d"]), IQ4_VALUES[_fields(b["qs"], 4, 16)])
+
+
+def _iq4_xs(b: Blocks) -> Floats:
+    scales = _fields(b["scales_l"], 4, 1) | _fields(b["scales_h"], 2, 1) << np.uint8(4)
+    return _scaled(_float(b["d"])[:, None] * _signed(scales, 32), IQ4_VALUES[_fields(b["qs"], 4, 16)])
+
+
+def _mxfp4(b: Blocks) -> Floats:
+    """The scale is a power of two with bias 127, halved because the values are doubled."""
+    return _scaled(np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128), MXFP4_VALUES[_fields(b["qs"], 4, 16)])
+
+
+_DECODERS: Final[Mapping[str, Callable[[Blocks], Floats]]] = {
+    "F32": lambda b: _float(b["x"]),
+    "F16": lambda b: _float(b["x"]),
+    "BF16": _bf16,
+    "Q4_0": lambda b: _scaled(_float(b["d"]), _signed(_fields(b["qs"], 4, 16), 8)),
+    "Q4_1": lambda b: _plus(_float(b["d"]), _fields(b["qs"], 4, 16), _float(b["m"])),
+    "Q5_0": lambda b: _scaled(_float(b["d"]), _signed(_q5(b), 16)),
+    "Q5_1": lambda b: _plus(_float(b["d"]), _q5(b), _float(b["m"])),
+    "Q8_0": lambda b: _scaled(_float(b["d"]), b["qs"]),
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": lambda b: _with_minima(b, _fields(b["qs"], 4, 32)),
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}

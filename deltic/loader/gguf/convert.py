@@ -1,0 +1,252 @@
+"""Writes a model as a GGUF file: its tensors in the types that the file shall have, and all that is to be said of it.
+
+Which tensor gets which type follows llama.cpp (src/llama-quant.cpp), so that files are like those of its tools.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+
+from deltic.config import DType, ModelConfig
+from deltic.errors import ModelError
+from deltic.loader.files import FLOAT8, Source
+from deltic.loader.gguf.blocks import BY_NAME, BlockType, Bytes
+from deltic.loader.gguf.load import GgufSource, plan_gguf, read_gguf
+from deltic.loader.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
+from deltic.loader.gguf.names import PLAIN, ROPE_FACTORS, gguf_name
+from deltic.loader.gguf.quantize import quantize_in_pieces
+from deltic.loader.gguf.tokenizer import TokenizerTexts
+from deltic.loader.gguf.write import NewTensor, write_gguf
+from deltic.loader.hub import ModelFiles
+from deltic.loader.names import (
+    HEAD,
+    expected_head,
+    expected_tensors,
+    optional_head,
+    packed_parts,
+    split_packed,
+    tensor_dtype,
+)
+from deltic.loader.safetensors import TORCH_DTYPES, Progress, check_tied, plan_directory, read_stored
+
+_MOST_THREADS: Final = 8
+_STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", FLOAT8: "float32"}
+_BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)\.weight")
+_SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
+"""Tensors of which a mixed file keeps some with more bits."""
+_ALWAYS_F32: Final = re.compile(r".*(_norm|ssm_conv1d|ffn_gate_inp)\.weight")
+_FITTING: Final[Mapping[str, str]] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""Types with smaller blocks, for rows that are no multiple of 256; if they do not fit either, F16."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FileType:
+    """A type of files: the number that general.file_type gives it, the type of most matrices, the type of the head
+    (and of an embedding that is also the head), the type of matrices that need more bits, and the type of those of the
+    multi-token-prediction head, whose drafts suffer from fewer than eight bits."""
+
+    id: int
+    most: str
+    head: str
+    sensitive: str
+    mtp: str = "Q8_0"
+
+
+FILE_TYPES: Final[Mapping[str, FileType]] = {
+    "F32": FileType(0, "F32", "F32", "F32", "F32"),
+    "F16": FileType(1, "F16", "F16", "F16", "F16"),
+    "BF16": FileType(32, "BF16", "BF16", "BF16", "BF16"),
+    "Q8_0": FileType(7, "Q8_0", "Q8_0", "Q8_0"),
+    "Q6_K": FileType(18, "Q6_K", "Q6_K", "Q6_K"),
+    "Q5_K_M": FileType(17, "Q5_K", "Q6_K", "Q6_K"),
+    "Q5_1": FileType(9, "Q5_1", "Q6_K", "Q5_1"),
+    "Q5_0": FileType(8, "Q5_0", "Q6_K", "Q5_0"),
+    "Q4_K_M": FileType(15, "Q4_K", "Q6_K", "Q6_K"),
+    "Q4_1": FileType(3, "Q4_1", "Q6_K", "Q4_1"),
+    "Q4_0": FileType(2, "Q4_0", "Q6_K", "Q4_0"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a model: the file's size, its weights, and how many tensors are of each type."""
+
+    nbytes: int
+    weights: int
+    tensors: Mapping[str, int]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the whole file, the tokenizer included."""
+        return self.nbytes * 8 / self.weights
+
+
+def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path, type: str,
+            progress: Progress | None = None, mtp: Literal["q8_0", "same", "none"] = "q8_0",
+            more: Mapping[str, Any] = MappingProxyType({})) -> Written:
+    """Write the text model of `files` to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`.
+
+    mtp: its multi-token-prediction head, if there is one, with Q8_0 or more, with the type of most of the matrices, or
+    left out. more: further metadata. One tensor is in memory at a time. `progress(done, total)` counts bytes of
+    tensors. An existing file is replaced when the new one is complete. Raises ModelError naming a tensor that cannot be
+    read or stored, DelticError where the file cannot be written.
+    """
+    config, kind = files.config, FILE_TYPES[type]
+    sources = list(_sources(files))
+    head = list(_head_sources(files)) if mtp != "none" else []
+    config = replace(config, num_mtp_layers=1 if head else 0)
+    if mtp == "same":
+        kind = replace(kind, mtp=kind.most)
+    sources += head
+    shapes = {**expected_tensors(config), **expected_head(config), **optional_head(config)}
+    targets = {name: target_of(name, shapes[name], config, kind) for source in sources for name in source.names}
+    if len({*config.rope.factors}) > 1:
+        _write_factors(config, sources, targets)
+    _report_fallbacks(targets, config, kind)
+    metadata = {
+        **config_to_gguf(config), "general.type": "model", "general.name": name, "general.file_type": kind.id,
+        "general.quantization_version": 2, **generation_to_gguf(files.generation),
+        **tokenizer_to_gguf(tokenizer, config, files.generation.eos_token_ids), **more}
+    data = _data(sources, targets, config, progress)
+    size = write_gguf(path, metadata, list(targets.values()), data)
+    return Written(size, sum(math.prod(target.shape) for target in targets.values()),
+                   Counter(target.type.name for target in targets.values()))
+
+
+def _write_factors(config: ModelConfig, sources: list[_Tensors], targets: dict[str, NewTensor]) -> None:
+    """Adds the factors of the rotary frequencies, which only readers of Llamas look for."""
+    if config.architecture != "llama":
+        raise ModelError(f"GGUF files of a {config.architecture} model have no place for this scaling of its rotary "
+                         "frequencies (rope_type llama3)")
+    factors = torch.tensor(config.rope.factors)
+    targets[ROPE_FACTORS] = NewTensor(ROPE_FACTORS, BY_NAME["F32"], (len(factors),))
+    sources.append(_Tensors((ROPE_FACTORS,), lambda: {ROPE_FACTORS: factors}))
+
+
+# Which types
+
+
+def target_of(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> NewTensor:
+    """What a tensor of ours with `shape` becomes in a file of this type."""
+    theirs, form = gguf_name(name, config.architecture, config.layer_types)
+    stored = form.shape(shape, config)
+    wanted = BY_NAME[_wanted(theirs, stored, config, kind)]
+    return NewTensor(theirs, fitting(wanted, stored), stored)
+
+
+def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> str:
+    """The type that a tensor of the file shall have if its rows allow it. (Norms, the convolution, the
+    router and vectors must be F32 for llama.cpp.)"""
+    if len(shape) < 2 or _ALWAYS_F32.fullmatch(name):
+        return "F32"
+    if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
+        return kind.head
+    block = _BLOCK.fullmatch(name)
+    if block is None:
+        return kind.most
+    if int(block[1]) >= config.num_hidden_layers:
+        return kind.mtp
+    more = block[2] in _SENSITIVE and _more_bits(int(block[1]), config.num_hidden_layers)
+    return kind.sensitive if more else kind.most
+
+
+def _more_bits(block: int, blocks: int) -> bool:
+    """The first and the last eighth of the layers, and every third between."""
+    eighth = blocks // 8
+    return block < eighth or block >= 7 * blocks // 8 or (block - eighth) % 3 == 2
+
+
+def fitting(type: BlockType, shape: tuple[int, ...]) -> BlockType:
+    smaller = BY_NAME[_FITTING.get(type.name, "F16")]
+    return next((one for one in (type, smaller) if shape[-1] % one.weights == 0), BY_NAME["F16"])
+
+
+def _report_fallbacks(targets: Mapping[str, NewTensor], config: ModelConfig, kind: FileType) -> None:
+    """One line about all matrices whose rows do not fit."""
+    moved = [target for target in targets.values()
+             if target.type.name != _wanted(target.name, target.shape, config, kind)]
+    if moved:
+        counts = Counter(target.type.name for target in moved)
+        logger.warning("rows of %d tensors (such as %s, %d weights) do not fit the blocks of their type; written as %s",
+                       len(moved), moved[0].name, moved[0].shape[-1],
+                       ", ".join(f"{name} ({count})" for name, count in counts.items()))
+
+
+# The data
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """A tensor on disk, and ours that it becomes when it is read."""
+
+    names: tuple[str, ...]
+    read: Callable[[], dict[str, torch.Tensor]]
+
+
+def _sources(files: ModelFiles) -> Iterator[_Tensors]:
+    """In the order on disk, all but the data checked. Matrices are read in the type that they are stored in, those of a
+    GGUF file in float32."""
+    config = files.config
+    if files.gguf is not None:
+        for part in plan_gguf(files.gguf, config):
+            yield _Tensors(part.place.names, partial(_of_gguf, part, config))
+        return
+    plan = plan_directory(files.path, config)
+    if config.tie_word_embeddings and HEAD in plan:
+        check_tied(plan)
+    for name, stored in plan.items():
+        if name != HEAD or not config.tie_word_embeddings:
+            yield _Tensors(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
+
+
+def _head_sources(files: ModelFiles) -> Iterator[_Tensors]:
+    """Those of the multi-token-prediction head, none if there is none."""
+    config, parts = files.config, files.gguf_head()
+    for part in parts:
+        yield _Tensors(part.place.names, partial(_of_gguf, part, config))
+    for name, stored in files.stored_head().items() if not parts else ():
+        yield _Tensors(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
+
+
+def _of_gguf(part: GgufSource, config: ModelConfig) -> dict[str, torch.Tensor]:
+    return dict(read_gguf(part, config, "float32"))
+
+
+def _of_directory(name: str, stored: Source, config: ModelConfig) -> dict[str, torch.Tensor]:
+    dtype = TORCH_DTYPES[tensor_dtype(name, _STORED[stored.dtype])]
+    tensor = read_stored(name, stored, dtype, torch.device("cpu"))
+    return split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
+
+
+def _data(sources: Iterable[_Tensors], targets: Mapping[str, NewTensor], config: ModelConfig,
+          progress: Progress | None) -> Iterator[Iterator[Bytes]]:
+    """The bytes of each target, in order. A vector is one row."""
+    total, done = sum(target.nbytes for target in targets.values()), 0
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+    try:
+        for source in sources:
+            tensors = source.read()
+            for name in source.names:
+                form = PLAIN if name == ROPE_FACTORS else gguf_name(name, config.architecture, config.layer_types)[1]
+                matrix = form.from_ours(tensors.pop(name), config).reshape(-1, targets[name].shape[-1])
+                yield quantize_in_pieces(targets[name].name, matrix, targets[name].type, pool)
+                done += targets[name].nbytes
+                if progress is not None:
+                    progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,299 @@
+"""Vision towers in GGUF files of their own, which lie beside those of the text models: finding, reading and writing.
+
+Names and keys are those of llama.cpp's converter (conversion/qwen3vl.py) and reader (tools/mtmd/clip-impl.h).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltic.config import DType
+from deltic.config.model import ModelConfig
+from deltic.config.reading import integer, number
+from deltic.config.vision import FilmConfig, PictureConfig, Vision, VisionConfig
+from deltic.errors import ModelError, show
+from deltic.loader.gguf.blocks import BY_NAME, BlockType, fill
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.quantize import quantize_in_pieces
+from deltic.loader.gguf.reader import GgufTensor
+from deltic.loader.gguf.write import NewTensor, write_gguf
+from deltic.loader.names import Shape
+from deltic.loader.safetensors import TORCH_DTYPES
+from deltic.loader.vision import KEPT, expected_tower
+from deltic.ops.quantized import Form
+from deltic.ops.types import Block
+
+PROJECTOR: Final = "qwen3vl_merger"
+TYPES: Final[Mapping[str, int]] = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
+"""Types of files that are written, with the numbers that general.file_type gives them."""
+_PATCH: Final = "visual.patch_embed.proj.weight"
+_FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
+"""What the patch embedding is in files: a convolution for each of the two frames."""
+_BOTH_FRAMES: Final = "v.patch_embed.weight"
+"""What it is in files of Ollama: one for both, with its two axes of channels as one."""
+_TOP: Final[Mapping[str, str]] = {
+    "v.patch_embd.bias": "visual.patch_embed.proj.bias", "v.position_embd.weight": "visual.pos_embed.weight",
+    "v.post_ln": "visual.merger.norm", "mm.0": "visual.merger.linear_fc1", "mm.2": "visual.merger.linear_fc2"}
+_BLOCK: Final[Mapping[str, str]] = {
+    "ln1": "norm1", "attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ln2": "norm2", "ffn_up": "mlp.linear_fc1",
+    "ffn_down": "mlp.linear_fc2"}
+_IN_BLOCK: Final = re.compile(r"visual\.blocks\.(\d+)\.(.+)\.(weight|bias)")
+_MARK: Final = re.compile(r"mmproj", re.IGNORECASE)
+_KIND: Final = re.compile(r"(?i)(?:^|[-_.])(?:bf16|f16|f32|fp16|fp32|i?q\d\w*|ud|mxfp4|model|vision)(?=[-_.]|$)")
+_EPS: Final = 1e-6
+_FOLDERS: Final = 3
+"""Some repositories have a folder for each type, and one tower for all of them."""
+_FILMS: Final = "deltic.films"
+"""A key of our own: a video_preprocessor_config.json, for which the format has no words."""
+
+
+# Finding
+
+
+def beside(text: Path) -> Path | None:
+    """The vision tower's file in the folder of a text model's GGUF file, else in the two that this lies in."""
+    return next(filter(None, (_tower_in(folder, text) for folder in [*text.parents][:_FOLDERS])), None)
+
+
+def _tower_in(folder: Path, text: Path) -> Path | None:
+    """By its name: `mmproj` and the model's name without types (mmproj-NAME-F16.gguf, NAME.mmproj.gguf), or no model's
+    name (mmproj-BF16.gguf). Of several, one with the name, then the first one in order of the alphabet."""
+    named, plain = list[Path](), list[Path]()
+    for path in sorted(folder.glob("*.gguf")):
+        if not _MARK.search(path.name) or path == text:
+            continue
+        name = _core(_MARK.sub("", path.stem))
+        if not name:
+            plain.append(path)
+        elif name == _core(text.stem):
+            named.append(path)
+    return next(iter([*named, *plain]), None)
+
+
+def _core(stem: str) -> str:
+    """A file's name without types of weights and separators."""
+    found = _KIND.sub("", re.sub(r"-\d{5}-of-\d{5}$", "", stem))
+    return re.sub(r"[-_.]+", "-", found).strip("-").lower()
+
+
+# Reading
+
+
+def vision_from_gguf(file: GgufFile, text: GgufFile, config: ModelConfig) -> Vision:
+    """What a model with this tower sees with. text: the file of the text model, whose tokens stand for pictures.
+
+    Raises ModelError naming the file, and the key or tensor that is absent, absurd or not supported.
+    """
+    try:
+        return _vision(file, text, config)
+    except ModelError as error:
+        raise ModelError(f"{file.paths[0]}: {error}") from error
+
+
+def _vision(file: GgufFile, text: GgufFile, config: ModelConfig) -> Vision:
+    keys = file.metadata
+    kind = keys.get("clip.vision.projector_type", keys.get("clip.projector_type"))
+    if keys.get("general.architecture") != "clip" or kind != PROJECTOR:
+        raise ModelError(f"is no vision tower of Qwen3.5: clip.projector_type is {show(kind)}, not {PROJECTOR!r}")
+    deep = keys.get("clip.vision.is_deepstack_layers", [])
+    if any(deep if isinstance(deep, list) else [True]):
+        raise ModelError("clip.vision.is_deepstack_layers is not supported: this is the tower of a Qwen3-VL model")
+    eps = number(keys, "clip.vision.attention.layer_norm_epsilon", 0.0, 1.0)
+    if not math.isclose(eps, _EPS, rel_tol=1e-3):
+        raise ModelError(f"clip.vision.attention.layer_norm_epsilon {eps} is not supported, only {_EPS}")
+    positions = file.tensors.get("v.position_embd.weight")
+    if positions is None:
+        raise ModelError("tensor 'v.position_embd.weight' is absent; download the file again")
+    plain = PictureConfig()
+
+    def size(key: str, high: int) -> int:
+        return integer(keys, f"clip.vision.{key}", 1, high)
+
+    tower = VisionConfig(
+        depth=size("block_count", 256), hidden_size=size("embedding_length", 1 << 16),
+        intermediate_size=size("feed_forward_length", 1 << 18), num_heads=size("attention.head_count", 1024),
+        out_hidden_size=size("projection_dim", 1 << 17), num_position_embeddings=positions.shape[0], in_channels=3,
+        patch_size=size("patch_size", 256), temporal_patch_size=2,
+        merge_size=size("spatial_merge_size", 16) if "clip.vision.spatial_merge_size" in keys else 2,
+        rope_theta=1e4, image_token_id=_token(text, "<|image_pad|>"), video_token_id=_token(text, "<|video_pad|>"))
+    if tower.out_hidden_size != config.hidden_size:
+        raise ModelError(f"its rows have {tower.out_hidden_size} numbers (clip.vision.projection_dim), and those of "
+                         f"{text.paths[0].name} {config.hidden_size}: it belongs to another model")
+    least, most = (size(key, 1 << 30) if f"clip.vision.{key}" in keys else default for key, default in (
+        ("image_min_pixels", plain.min_pixels), ("image_max_pixels", plain.max_pixels)))
+    _plan(file, tower)
+    return Vision(tower, PictureConfig(least, most, _channels(keys, "image_mean", plain.mean),
+                                       _channels(keys, "image_std", plain.std), _films(keys)))
+
+
+def _films(keys: Mapping[str, Any]) -> FilmConfig:
+    try:
+        said = json.loads(keys.get(_FILMS, "{}"))
+        return FilmConfig.from_hf(said)
+    except (ValueError, TypeError, AttributeError, RecursionError, ModelError) as error:
+        raise ModelError(f"{_FILMS} cannot be used: {error}") from error
+
+
+def _token(text: GgufFile, word: str) -> int:
+    words = text.metadata.get("tokenizer.ggml.tokens")
+    try:
+        return list(words if isinstance(words, list) else ()).index(word)
+    except ValueError as error:
+        raise ModelError(f"the text model {text.paths[0].name} has no token {word}, so that no picture can be shown "
+                         "to it") from error
+
+
+def _channels(keys: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    given = keys.get(f"clip.vision.{key}")
+    if given is None:
+        return default
+    values = np.asarray(given, dtype=np.float64) if isinstance(given, np.ndarray | list) else np.zeros(0)
+    if values.shape != (3,) or not (np.abs(values) < 1e6).all() or (key == "image_std" and (values < 1e-6).any()):
+        raise ModelError(f"clip.vision.{key} must be three numbers, not {show(given)}")
+    return tuple(float(str(np.float32(value))) for value in values)
+
+
+def load_mmproj(file: GgufFile, config: VisionConfig, dtype: DType, device: str | torch.device, form: Form | None
+                ) -> dict[str, Block]:
+    """The tower under our names: norms, biases and positions float32, matrices of `dtype` or, where they are quantized
+    and `form` serves their type, as they are."""
+    found, shapes = dict[str, Block](), expected_tower(config)
+    for name, parts in _plan(file, config).items():
+        stored = parts[0]
+        columns = stored.shape[-1]
+        if form and len(parts) == 1 and stored.type.weights > 1 and form.serves(stored.type.name, columns):
+            found[name] = form.pack(stored.type.name, stored.type.id, stored.shape[0], columns,
+                                    stored.type.size(columns), stored.read)
+        else:
+            kept = torch.float32 if KEPT.search(name) else TORCH_DTYPES[dtype]
+            found[name] = _read(parts, kept, shapes[name]).to(device)
+    return found
+
+
+def read_mmproj(file: GgufFile, config: VisionConfig, name: str) -> Tensor:
+    """One tensor of the tower, by our name, in float32."""
+    return _read(_plan(file, config)[name], torch.float32, expected_tower(config)[name])
+
+
+def _read(parts: tuple[GgufTensor, ...], dtype: torch.dtype, shape: Shape) -> Tensor:
+    plain = [torch.empty(part.shape, dtype=dtype) for part in parts]
+    for tensor, part in zip(plain, parts, strict=True):
+        try:
+            fill(tensor, part.type, part.read)
+        except ModelError as error:
+            raise ModelError(f"{part.path}: tensor {part.name!r}: {error}") from error
+    return plain[0].view(shape) if len(plain) == 1 else torch.stack(plain, 2)
+
+
+def _plan(file: GgufFile, config: VisionConfig) -> dict[str, tuple[GgufTensor, ...]]:
+    """Our names and what is stored for each; all but the data is checked."""
+    found, known = dict[str, tuple[GgufTensor, ...]](), set[str]()
+    for name, shape in expected_tower(config).items():
+        theirs, wanted = gguf_names(name), stored_shape(name, shape)
+        if name == _PATCH and _BOTH_FRAMES in file.tensors:
+            theirs, wanted = (_BOTH_FRAMES,), (shape[0] * shape[1], *shape[2:])
+        missing = [each for each in theirs if each not in file.tensors]
+        if missing:
+            raise ModelError(f"tensor {missing[0]!r} is absent; download the file again")
+        found[name] = parts = tuple(file.tensors[each] for each in theirs)
+        known.update(theirs)
+        for part in parts:
+            if part.shape != wanted:
+                raise ModelError(f"tensor {part.name!r} has shape {list(part.shape)}, but the metadata asks for "
+                                 f"{list(wanted)}")
+            if not part.type.readable:
+                raise ModelError(f"tensor {part.name!r} is of type {part.type.name}, which is not supported; choose "
+                                 "another file, such as F16 or Q8_0")
+    unknown = [name for name in file.tensors if name not in known]
+    if unknown:
+        raise ModelError(f"tensor {unknown[0][:200]!r} has no place in the tower that the metadata describes")
+    return found
+
+
+# Writing
+
+
+def gguf_names(name: str) -> tuple[str, ...]:
+    """What one of our tensors (`vision.expected_tower`) is called in files: two names for the patch embedding."""
+    if name == _PATCH:
+        return _FRAMES
+    inner = _IN_BLOCK.fullmatch(name)
+    if inner:
+        theirs = {ours: their for their, ours in _BLOCK.items()}[inner[2]]
+        return (f"v.blk.{inner[1]}.{theirs}.{inner[3]}",)
+    top = {ours: their for their, ours in _TOP.items()}
+    stem, _, kind = name.rpartition(".")
+    return (top[name] if name in top else f"{top[stem]}.{kind}",)
+
+
+def stored_shape(name: str, shape: Shape) -> Shape:
+    """The shape of each of a tensor's parts in a file."""
+    return (*shape[:2], *shape[3:]) if name == _PATCH else shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of a file's tensors: of which of ours, and which frame of it."""
+
+    source: str
+    frame: int | None
+    target: NewTensor
+
+
+def write_mmproj(path: Path, vision: Vision, name: str, type: str, read: Callable[[str], Tensor]) -> int:
+    """Write a vision tower as a file of `type` (of TYPES) that belongs to the model called `name`; returns its size.
+
+    read: gives a tensor by our name, in any float type. Norms, biases and positions become F32, as does the patch
+    embedding but in a file of F16, and so does F16 what fits no blocks. Raises ModelError for towers that files have no
+    words for.
+    """
+    tower = vision.tower
+    if tower.temporal_patch_size != 2 or tower.rope_theta != 1e4:
+        raise ModelError("GGUF files have no words for a vision tower with temporal_patch_size "
+                         f"{tower.temporal_patch_size} and rope_theta {tower.rope_theta}, only for 2 and 10000")
+    parts = [_Part(ours, frame if ours == _PATCH else None,
+                   NewTensor(theirs, _type(ours, stored_shape(ours, shape), type), stored_shape(ours, shape)))
+             for ours, shape in expected_tower(tower).items() for frame, theirs in enumerate(gguf_names(ours))]
+    with ThreadPoolExecutor(2) as pool:
+        def data() -> Iterator[Iterator[Any]]:
+            for part in parts:
+                tensor = read(part.source)
+                plain = tensor if part.frame is None else tensor[:, :, part.frame]
+                matrix = plain.reshape(-1, part.target.shape[-1]).contiguous()
+                yield quantize_in_pieces(part.target.name, matrix, part.target.type, pool)
+
+        return write_gguf(path, _metadata(vision, name, type), [part.target for part in parts], data())
+
+
+def _type(name: str, shape: Shape, type: str) -> BlockType:
+    if KEPT.search(name) or (name == _PATCH and type != "F16"):
+        return BY_NAME["F32"]
+    wanted = BY_NAME[type]
+    return wanted if shape[-1] % wanted.weights == 0 else BY_NAME["F16"]
+
+
+def _metadata(vision: Vision, name: str, type: str) -> dict[str, Any]:
+    tower, pictures = vision.tower, vision.pictures
+    of_vision: dict[str, Any] = {
+        "projection_dim": tower.out_hidden_size, "image_size": tower.grid_side * tower.patch_size,
+        "patch_size": tower.patch_size, "embedding_length": tower.hidden_size,
+        "feed_forward_length": tower.intermediate_size, "block_count": tower.depth,
+        "attention.head_count": tower.num_heads, "attention.layer_norm_epsilon": _EPS,
+        "image_mean": [*pictures.mean], "image_std": [*pictures.std], "image_min_pixels": pictures.min_pixels,
+        "image_max_pixels": pictures.max_pixels, "spatial_merge_size": tower.merge_size,
+        "is_deepstack_layers": [False] * tower.depth}
+    return {"general.architecture": "clip", "general.type": "mmproj", "general.name": name,
+            "general.file_type": TYPES[type], "general.quantization_version": 2, "clip.has_vision_encoder": True,
+            "clip.projector_type": PROJECTOR, "clip.use_gelu": True, _FILMS: json.dumps(pictures.films.to_hf()),
+            **{f"clip.vision.{key}": value for key, value in of_vision.items()}}

@@ -1,0 +1,325 @@
+"""The tensors of GGUF files and ours: names, and how their numbers differ, in both directions.
+
+GGUF names and forms are those that llama.cpp's converter writes (conversion/qwen.py) and its models read
+(src/models/qwen35.cpp, qwen35moe.cpp, qwen3.cpp, qwen2.cpp, llama.cpp). Ours are Hugging Face's, see
+deltic/loader/names.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deltic.config import LinearConfig, ModelConfig
+from deltic.config.model import LayerType
+from deltic.errors import ModelError
+from deltic.loader.names import EMBEDDING, HEAD, Shape
+
+Change = Callable[[Tensor, ModelConfig], Tensor]
+
+
+def _same(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a GGUF tensor differs from ours: in the order of its rows or of its value heads, and in its values.
+
+    heads: the axis along which value heads follow each other, or None.
+    behind_keys: queries and keys come before them on that axis.
+    wide: a head takes value_head_dim places there, else one.
+    turned: how many heads of queries or keys have their rows in the order of the pairs that are rotated together.
+    decode, encode: from GGUF's values to ours and back.
+
+    Our value heads are grouped by the key head that they share: k0v0 k0v1 k1v0 k1v1. In GGUF files they are tiled:
+    k0v0 k1v0 k0v1 k1v1, so that value head i belongs to key head i modulo the number of key heads. With as many value
+    heads as key heads both orders are the same.
+
+    Where heads are `turned`, GGUF rows 2 i and 2 i + 1 of a head are a pair; ours are rows i and i + head_dim / 2.
+    """
+
+    heads: int | None = None
+    behind_keys: bool = False
+    wide: bool = False
+    turned: Callable[[ModelConfig], int] | None = None
+    decode: Change = _same
+    encode: Change = _same
+
+    @property
+    def changes(self) -> bool:
+        """Whether values differ, not only their order."""
+        return self.decode is not _same
+
+    def rows(self, count: int, config: ModelConfig) -> Tensor | None:
+        """Which of the file's `count` rows is each of ours, [count] int64; None: they are in the same order."""
+        if self.turned is None:
+            return None
+        return torch.arange(count).view(self.turned(config), -1, 2).transpose(1, 2).flatten()
+
+    def to_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        """Our tensor of a GGUF tensor (in torch's shape)."""
+        rows = self.rows(len(tensor), config)
+        return self.decode(self._reorder(tensor, config, grouped=True) if rows is None else tensor[rows], config)
+
+    def from_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        """The GGUF tensor (in torch's shape) of one of ours; the inverse of `to_ours`."""
+        encoded, rows = self.encode(tensor, config), self.rows(len(tensor), config)
+        return self._reorder(encoded, config, grouped=False) if rows is None else encoded[rows.argsort()]
+
+    def shape(self, shape: Shape, config: ModelConfig) -> Shape:
+        """The shape in a GGUF file of a tensor of ours with `shape`."""
+        if self.encode is _drop_row:
+            return shape[1:]
+        return (shape[0], *shape[2:]) if self.encode is _drop_channel else shape
+
+    def _reorder(self, tensor: Tensor, config: ModelConfig, grouped: bool) -> Tensor:
+        linear = config.linear
+        if self.heads is None or linear is None or linear.num_key_heads == linear.num_value_heads:
+            return tensor
+        axis, skip = self.heads, 2 * linear.key_dim if self.behind_keys else 0
+        keys, values = tensor.split([skip, tensor.shape[axis] - skip], axis)
+        heads = values.unflatten(axis, self._grid(linear, tiled=grouped)).transpose(axis, axis + 1)
+        return torch.cat([keys, heads.flatten(axis, axis + 2)], axis)
+
+    def _grid(self, linear: LinearConfig, tiled: bool) -> tuple[int, int, int]:
+        share = linear.num_value_heads // linear.num_key_heads
+        width = linear.value_head_dim if self.wide else 1
+        return (share, linear.num_key_heads, width) if tiled else (linear.num_key_heads, share, width)
+
+
+def _minus_offset(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor - config.norm_offset
+
+
+def _plus_offset(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor + config.norm_offset
+
+
+def _log_of_decay(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """In float64, so that the decay returns to within a unit or two in the last place of what was stored."""
+    if not bool((tensor <= 0).all()):
+        raise ModelError("decays (ssm_a) must be negative: the file is corrupt or written by an unknown converter")
+    return (-tensor.double()).log().to(tensor.dtype)
+
+
+def _decay(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return -tensor.double().exp().to(tensor.dtype)
+
+
+def _add_channel(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.unsqueeze(1)
+
+
+def _drop_channel(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.squeeze(1)
+
+
+def _add_row(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.unsqueeze(0)
+
+
+def _drop_row(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.squeeze(0)
+
+
+PLAIN: Final = Form()
+NORM: Final = Form(decode=_minus_offset, encode=_plus_offset)
+"""Norms are stored as the factor itself, in our checkpoints less the family's offset."""
+_PER_HEAD: Final = Form(heads=0)
+_ROWS: Final = Form(heads=0, wide=True)
+_ROWS_BEHIND_KEYS: Final = Form(heads=0, wide=True, behind_keys=True)
+_COLUMNS: Final = Form(heads=1, wide=True)
+_CONVOLUTION: Final = Form(heads=0, wide=True, behind_keys=True, decode=_add_channel, encode=_drop_channel)
+_TURNED_QUERIES: Final = Form(turned=lambda config: config.num_attention_heads)
+_TURNED_KEYS: Final = Form(turned=lambda config: config.num_key_value_heads)
+_SINGLE_ROW: Final = Form(decode=_add_row, encode=_drop_row)
+_DECAY: Final = Form(heads=0, decode=_log_of_decay, encode=_decay)
+
+Table = Mapping[str, tuple[str, Form]]
+"""GGUF name -> our name and the form."""
+
+_TOP: Final[Table] = {
+    "token_embd.weight": (EMBEDDING, PLAIN),
+    "output_norm.weight": ("model.norm.weight", NORM),
+    "output.weight": (HEAD, PLAIN),
+}
+_PROJECTIONS: Final[Table] = {
+    "attn_q.weight": ("self_attn.q_proj.weight", PLAIN),
+    "attn_k.weight": ("self_attn.k_proj.weight", PLAIN),
+    "attn_v.weight": ("self_attn.v_proj.weight", PLAIN),
+    "attn_output.weight": ("self_attn.o_proj.weight", PLAIN),
+}
+_ATTENTION: Final[Table] = {
+    **_PROJECTIONS,
+    "attn_q_norm.weight": ("self_attn.q_norm.weight", NORM),
+    "attn_k_norm.weight": ("self_attn.k_norm.weight", NORM),
+}
+_BIASED: Final[Table] = {
+    **_PROJECTIONS,
+    "attn_q.bias": ("self_attn.q_proj.bias", PLAIN),
+    "attn_k.bias": ("self_attn.k_proj.bias", PLAIN),
+    "attn_v.bias": ("self_attn.v_proj.bias", PLAIN),
+}
+_TURNED: Final[Table] = {
+    **_PROJECTIONS,
+    "attn_q.weight": ("self_attn.q_proj.weight", _TURNED_QUERIES),
+    "attn_k.weight": ("self_attn.k_proj.weight", _TURNED_KEYS),
+}
+_LINEAR: Final[Table] = {
+    "attn_qkv.weight": ("linear_attn.in_proj_qkv.weight", _ROWS_BEHIND_KEYS),
+    "attn_gate.weight": ("linear_attn.in_proj_z.weight", _ROWS),
+    "ssm_beta.weight": ("linear_attn.in_proj_b.weight", _PER_HEAD),
+    "ssm_alpha.weight": ("linear_attn.in_proj_a.weight", _PER_HEAD),
+    "ssm_conv1d.weight": ("linear_attn.conv1d.weight", _CONVOLUTION),
+    "ssm_a": ("linear_attn.A_log", _DECAY),
+    "ssm_dt.bias": ("linear_attn.dt_bias", _PER_HEAD),
+    "ssm_norm.weight": ("linear_attn.norm.weight", PLAIN),
+    "ssm_out.weight": ("linear_attn.out_proj.weight", _COLUMNS),
+}
+_DENSE: Final[Table] = {
+    "ffn_gate.weight": ("mlp.gate_proj.weight", PLAIN),
+    "ffn_up.weight": ("mlp.up_proj.weight", PLAIN),
+    "ffn_down.weight": ("mlp.down_proj.weight", PLAIN),
+}
+_ROUTED: Final[Table] = {
+    "ffn_gate_inp.weight": ("mlp.gate.weight", PLAIN),
+    "ffn_gate_exps.weight": ("mlp.experts.gate_proj.weight", PLAIN),
+    "ffn_up_exps.weight": ("mlp.experts.up_proj.weight", PLAIN),
+    "ffn_down_exps.weight": ("mlp.experts.down_proj.weight", PLAIN),
+}
+"""Experts are stacked along the first axis."""
+_SHARED: Final[Table] = {
+    "ffn_gate_inp_shexp.weight": ("mlp.shared_expert_gate.weight", _SINGLE_ROW),
+    "ffn_gate_shexp.weight": ("mlp.shared_expert.gate_proj.weight", PLAIN),
+    "ffn_up_shexp.weight": ("mlp.shared_expert.up_proj.weight", PLAIN),
+    "ffn_down_shexp.weight": ("mlp.shared_expert.down_proj.weight", PLAIN),
+}
+
+
+def _norms(second: str) -> Table:
+    return {"attn_norm.weight": ("input_layernorm.weight", NORM), second: ("post_attention_layernorm.weight", NORM)}
+
+
+_BLOCK: Final[Mapping[str, Table]] = {
+    "qwen3_5": {**_norms("post_attention_norm.weight"), **_DENSE},
+    "qwen3_5_moe": {**_norms("post_attention_norm.weight"), **_ROUTED, **_SHARED},
+    "qwen3": {**_norms("ffn_norm.weight"), **_DENSE},
+    "qwen3_moe": {**_norms("ffn_norm.weight"), **_ROUTED},
+    "qwen2": {**_norms("ffn_norm.weight"), **_DENSE},
+    "llama": {**_norms("ffn_norm.weight"), **_DENSE},
+}
+_FULL: Final[Mapping[str, Table]] = {**dict.fromkeys(_BLOCK, _ATTENTION), "qwen2": _BIASED, "llama": _TURNED}
+"""By architecture, like _BLOCK."""
+ROPE_FACTORS: Final = "rope_freqs.weight"
+"""What the rotary frequencies are divided by: a part of the config."""
+_NEXTN: Final[Table] = {
+    "nextn.eh_proj.weight": ("mtp.fc.weight", PLAIN),
+    "nextn.enorm.weight": ("mtp.pre_fc_norm_embedding.weight", NORM),
+    "nextn.hnorm.weight": ("mtp.pre_fc_norm_hidden.weight", NORM),
+    "nextn.shared_head_norm.weight": ("mtp.norm.weight", NORM),
+    "nextn.embed_tokens.weight": ("mtp.embed_tokens.weight", PLAIN),
+    "nextn.shared_head_head.weight": ("mtp.shared_head.head.weight", PLAIN),
+}
+"""What a multi-token-prediction head has besides its layers; in files, part of the first block behind the trunk's."""
+_FUSED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+"""The rows of `attn_qkv.weight` in a block with full attention: a converter's option."""
+_FUSED_EXPERTS: Final = ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")
+"""The rows of each expert in `ffn_gate_up_exps.weight`."""
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    "ssm_dt": "ssm_dt.bias", "ssm_dt.weight": "ssm_dt.bias", "ssm_a.weight": "ssm_a",
+    "ssm_ba_a.weight": "ssm_alpha.weight", "ssm_ba_b.weight": "ssm_beta.weight"}
+"""What other converters, Ollama's above all, call tensors of a block."""
+_BUNDLED_HEAD: Final[Table] = {name: (name, PLAIN) for name, _ in _NEXTN.values()}
+"""A draft head inside a text model's file as Ollama wrote it: what the layers have besides, as checkpoints have it."""
+TOWER: Final = re.compile(r"(v|mm)\..+")
+"""Tensors of a vision tower inside a text model's file (`bundled`)."""
+EXPERT: Final = re.compile(r"(mtp\.layers\.\d{1,5}\.)mlp\.experts\.(\d{1,5})\.(gate|up|down)_proj\.weight")
+"""One expert's matrix in such a head; `ffn_gate_exps` and so on are their stacks."""
+_BLOCK_NAME: Final = re.compile(r"(blk|mtp\.layers)\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
+_LAYER_NAME: Final = re.compile(r"(model|mtp)\.layers\.(0|[1-9]\d{0,4})\.([A-Za-z0-9_.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a GGUF tensor is to us: our name, or several whose rows it holds one after another (of each expert, where
+    there are experts); its form; and whether
+    it belongs to the draft head (`mtp.`) rather than to the trunk."""
+
+    names: tuple[str, ...]
+    form: Form
+    mtp: bool = False
+
+
+def place(name: str, architecture: str, layers: Sequence[LayerType]) -> Place:
+    """What the GGUF tensor `name` is in a model of this architecture (ours: qwen3_5, ...) with these trunk layers.
+
+    Blocks behind the trunk's are the draft head's. Raises ModelError for a name that means nothing to us.
+    """
+    found = {**_TOP, **_BUNDLED_HEAD}.get(name)
+    block = _BLOCK_NAME.fullmatch(name)
+    if block is not None:
+        index = int(block[2]) + (0 if block[1] == "blk" else len(layers))
+        inner = _OTHER_NAMES.get(block[3], block[3])
+        found = _in_block(index, inner, architecture, layers)
+        parts = () if found else _fused(index, inner, architecture, layers)
+        if parts:
+            prefix = _prefix(index, len(layers))
+            return Place(tuple(prefix + part for part in parts), PLAIN, prefix.startswith("mtp."))
+    if found is None:
+        raise ModelError(f"tensor {name[:200]!r} has no place in a {architecture} model of {len(layers)} layers; "
+                         "is the file of an unusual converter or of a newer format?")
+    return Place((found[0],), found[1], found[0].startswith("mtp."))
+
+
+def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, Form]:
+    """The GGUF name of one of our tensors, of the trunk or the draft head (`mtp.`), and its form.
+
+    Raises ModelError for a name that GGUF files have no place for.
+    """
+    found = _reverse({**_TOP, **{f"blk.{len(layers)}.{key}": value for key, value in _NEXTN.items()}}).get(name)
+    layer = _LAYER_NAME.fullmatch(name)
+    if layer is not None:
+        block = int(layer[2]) + (len(layers) if layer[1] == "mtp" else 0)
+        found = _reverse(_table(block, architecture, layers)).get(layer[3])
+        found = found and (f"blk.{block}.{found[0]}", found[1])
+    if found is None:
+        raise ModelError(f"tensor {name[:200]!r} has no name in GGUF files of a {architecture} model")
+    return found
+
+
+def _in_block(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, Form] | None:
+    if block == len(layers) and name in _NEXTN:
+        return _NEXTN[name]
+    found = _table(block, architecture, layers).get(name)
+    return found and (_prefix(block, len(layers)) + found[0], found[1])
+
+
+def _table(block: int, architecture: str, layers: Sequence[LayerType]) -> Table:
+    return {**_BLOCK[architecture],
+            **(_LINEAR if _kind(block, layers) == "linear_attention" else _FULL[architecture])}
+
+
+def _kind(block: int, layers: Sequence[LayerType]) -> LayerType:
+    return layers[block] if block < len(layers) else "full_attention"
+
+
+def _fused(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, ...]:
+    """What a tensor that converters may write holds the rows of; nothing for others."""
+    if name == "attn_qkv.weight" and _FULL[architecture] is _ATTENTION and _kind(block, layers) == "full_attention":
+        return _FUSED
+    routed = _ROUTED.keys() <= _BLOCK[architecture].keys()
+    return _FUSED_EXPERTS if routed and name == "ffn_gate_up_exps.weight" else ()
+
+
+def _prefix(block: int, layers: int) -> str:
+    return f"model.layers.{block}." if block < layers else f"mtp.layers.{block - layers}."
+
+
+def _reverse(table: Table) -> Table:
+    return {ours: (name, form) for name, (ours, form) in table.items()}

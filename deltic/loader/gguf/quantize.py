@@ -1,0 +1,273 @@
+"""From weights to the blocks of GGUF files: the inverse of `blocks.decode`.
+
+The types of 32 weights follow ggml's reference formulas (ggml-quants.c), to the bit where the scale is not 0 as
+float16. The types of 256 weights have scales of scales; for them a scale is searched: several are tried, each rounds
+the weights, and least squares over the rounded weights gives the best scale for them, of which the best is kept.
+
+The compiled kernels (csrc/quantize.cpp) do the same, to the bit, in a fraction of the time; what is here serves where
+they were not compiled. So that both agree, sums are added in an order that does not depend on the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltic.errors import ModelError
+from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, BlockType, Bytes, Floats, decode
+from deltic.ops.cpu.library import load
+from deltic.ops.quantized import PLAIN_TYPES
+
+_PIECE: Final = 1 << 18
+"""Weights that a thread quantizes at a time: temporaries of a few MiB."""
+_FLOAT16_MAX: Final = 65504.0
+_LEAST_SCALE: Final = np.float32(2.0**-120)
+_ANY_VALUE: Final = ("F32", "BF16")
+_WORDS: Final = ("F32", "F16", "BF16")
+_AFFINE_STEPS: Final = np.linspace(-0.9, 0.9, 7).tolist()
+"""What is added to the number of levels that a group's range is spread over, in the search."""
+_SYMMETRIC_STEPS: Final = np.linspace(-1.2, 1.2, 7).tolist()
+
+
+def quantize(values: Floats, type: BlockType) -> Bytes:
+    """Blocks of `type` for a matrix: float32 [rows, n] -> uint8 [rows, n / type.weights * type.nbytes].
+
+    Raises ModelError where n is no multiple of the block, the type cannot be written, or values are too large for it
+    or no numbers.
+    """
+    if type.name not in _ENCODERS:
+        raise ModelError(f"type {type.name} cannot be written, only {', '.join(_ENCODERS)}")
+    rows, count = values.shape
+    if count % type.weights:
+        raise ModelError(f"rows of {count} weights do not fit blocks of {type.weights}, which {type.name} has")
+    if type.name not in _ANY_VALUE:
+        _check_range(values, type)
+    values, library = np.ascontiguousarray(values, np.float32), load()
+    if type.name in _WORDS or isinstance(library, str):
+        return _encode(values, type)
+    blocks = np.empty((rows, type.size(count)), np.uint8)
+    status = library.deltic_quantize(type.id, values.ctypes.data, rows, count, blocks.ctypes.data)
+    assert status == 0, type.name
+    return blocks
+
+
+def quantize_in_pieces(name: str, matrix: torch.Tensor, type: BlockType, pool: Executor) -> Iterator[Bytes]:
+    """The blocks of a matrix of any float type, [some rows, bytes] after each other, made by the threads of `pool`.
+
+    Raises ModelError as `quantize` does, with the name of the tensor.
+    """
+    pieces = matrix.split(max(1, _PIECE // matrix.shape[1]))
+    return pool.map(partial(_quantize_piece, name, type), pieces)
+
+
+def _quantize_piece(name: str, type: BlockType, rows: torch.Tensor) -> Bytes:
+    """Made float32 here, not by torch, which would start threads of its own in each of the pool's."""
+    plain = BY_NAME[PLAIN_TYPES[rows.dtype][0]]
+    values = decode(rows.contiguous().view(-1).view(torch.uint8).numpy(), plain).reshape(rows.shape)
+    try:
+        return quantize(values, type)
+    except ModelError as error:
+        raise ModelError(f"tensor {name!r}: {error}") from error
+
+
+def _encode(values: Floats, type: BlockType) -> Bytes:
+    """What `quantize` returns, without the compiled kernels."""
+    fields = _ENCODERS[type.name](values.reshape(-1, type.weights))
+    blocks = np.empty(values.size // type.weights, LAYOUTS[type.name])
+    for name, field in fields.items():
+        blocks[name] = field
+    return blocks.view(np.uint8).reshape(len(values), -1)
+
+
+Fields = Mapping[str, NDArray[Any]]
+"""The fields of blocks by their names in `LAYOUTS`."""
+
+
+def _check_range(values: Floats, type: BlockType) -> None:
+    """All these types hold float16, as values or as scales."""
+    largest = float(np.maximum(values.max(initial=0.0), -values.min(initial=0.0)))
+    if not largest <= _FLOAT16_MAX:
+        raise ModelError(f"it has values that {type.name} cannot hold ({largest:g}); use {' or '.join(_ANY_VALUE)}")
+
+
+def _pack(q: Bytes, bits: int, run: int) -> Bytes:
+    """Pack the low `bits` (1, 2 or 4) of every number: [n, count] -> [n, count * bits / 8]; see `blocks._fields`."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    fields = (q & np.uint8((1 << bits) - 1)).reshape(len(q), -1, 8 // bits, run)
+    return np.asarray(np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(q), -1))
+
+
+def _inverse(scale: Floats) -> Floats:
+    """1 / scale, and 0 where products with that could overflow. (As float16, such a scale is 0 anyway.)"""
+    result: Floats = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=np.abs(scale) >= _LEAST_SCALE)
+    return result
+
+
+def _first(x: Floats, index: NDArray[np.intp]) -> Floats:
+    """The weight of each row that `argmax` or `argmin` points to, [n, 1]: of equal ones, zeros of both signs among
+    them, the first."""
+    return np.take_along_axis(x, index[:, None], axis=1)
+
+
+# Blocks of one weight and of 32
+
+
+def _float(x: Floats) -> Fields:
+    return {"x": x[:, 0]}
+
+
+def _bf16(x: Floats) -> Fields:
+    """Rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = x[:, 0].view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(64)
+    return {"x": np.where(np.isnan(x[:, 0]), quiet, rounded)}
+
+
+def _q8_0(x: Floats) -> Fields:
+    """Halves are rounded away from zero."""
+    scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = x * _inverse(scale)
+    size = np.abs(scaled)
+    whole = np.floor(size)
+    return {"d": scale[:, 0], "qs": np.sign(scaled) * (whole + np.floor(2 * (size - whole)))}
+
+
+def _codes(x: Floats, bits: int) -> Fields:
+    """The fields of 32 codes of 4 or 5 bits."""
+    q = x.astype(np.uint8).clip(0, (1 << bits) - 1)
+    high = {"qh": _pack(q >> np.uint8(4), 1, 1)} if bits == 5 else {}
+    return {"qs": _pack(q, 4, 16), **high}
+
+
+def _around_zero(x: Floats, bits: int) -> Fields:
+    """Q4_0, Q5_0: the largest weight has the lowest code, so that it is met exactly."""
+    half = 1 << (bits - 1)
+    scale = _first(x, np.abs(x).argmax(axis=1)) / np.float32(-half)
+    return {"d": scale[:, 0], **_codes(np.trunc(x * _inverse(scale) + np.float32(half + 0.5)), bits)}
+
+
+def _above_minimum(x: Floats, bits: int) -> Fields:
+    """Q4_1, Q5_1: the range is spread over all codes."""
+    low = _first(x, x.argmin(axis=1))
+    scale = np.abs(x.max(axis=1, keepdims=True) - low) / np.float32((1 << bits) - 1)
+    codes = _codes(np.trunc((x - low) * _inverse(scale) + np.float32(0.5)), bits)
+    return {"d": scale[:, 0], "m": low[:, 0], **codes}
+
+
+# Blocks of 256
+
+
+def _with_minima(x: Floats, bits: int) -> Fields:
+    """Q4_K, Q5_K: eight groups of 32, each with a scale and a minimum of six bits in units of d and dmin."""
+    groups, levels = x.reshape(-1, 32), (1 << bits) - 1
+    found = _search_affine(groups, levels)
+    units, sixths = zip(*(_in_units(part.reshape(-1, 8), 63) for part in found), strict=True)
+    scale, minimum = (np.repeat(unit.astype(np.float32), 8) * sixth.reshape(-1)
+                      for unit, sixth in zip(units, sixths, strict=True))
+    scaled = (groups + minimum[:, None]) * _inverse(scale)[:, None]
+    q = np.rint(scaled).clip(0, levels).astype(np.uint8).reshape(-1, 256)
+    high = {"qh": _pack(q >> np.uint8(4), 1, 32)} if bits == 5 else {}
+    return {"d": units[0], "dmin": units[1], "scales": _twelve_bytes(*sixths), "qs": _pack(q, 4, 32), **high}
+
+
+def _in_units(parts: Floats, most: int) -> tuple[NDArray[np.float16], Bytes]:
+    """Numbers of at least 0, [n, 8], as multiples up to `most` of a float16 unit of each row."""
+    unit = np.abs(parts.max(axis=1) / np.float32(most)).astype(np.float16)
+    scaled = parts * _inverse(unit.astype(np.float32))[:, None]
+    return unit, np.rint(scaled).clip(0, most).astype(np.uint8)
+
+
+def _twelve_bytes(scales: Bytes, minima: Bytes) -> Bytes:
+    """Scales and minima of six bits, [n, 8] each, as `blocks._six_bits` reads them."""
+    four, six, low = np.uint8(4), np.uint8(6), np.uint8(15)
+    tops = [part[:, :4] | part[:, 4:] >> four << six for part in (scales, minima)]
+    return np.concatenate([*tops, scales[:, 4:] & low | (minima[:, 4:] & low) << four], axis=1)
+
+
+def _weights(x: Floats) -> Floats:
+    """How much an error of each weight counts in its group: the more, the larger the weight is."""
+    weights: Floats = np.abs(x) + np.sqrt(_sum(x * x) / np.float32(x.shape[1]))
+    return weights
+
+
+def _sum(x: Floats) -> Floats:
+    """The sum of each row, [n, 1]: of every fourth number first."""
+    fours = sum(np.hsplit(x, x.shape[1] // 4), np.zeros_like(x[:, :4]))
+    return (fours[:, :1] + fours[:, 1:2]) + (fours[:, 2:3] + fours[:, 3:])
+
+
+def _search_affine(x: Floats, levels: int) -> tuple[Floats, Floats]:
+    """Scales and minima, both at least 0, with x = scale * q - minimum, q up to `levels`: [n, 32] -> [n, 1] each."""
+    weights, low = _weights(x), np.minimum(x.min(axis=1, keepdims=True), np.float32(0))
+    width = x.max(axis=1, keepdims=True).clip(0) - low
+    sums = _sum(weights), _sum(weights * x)
+    best = [width / np.float32(levels), -low, np.full_like(low, -np.inf)]
+    for step in _AFFINE_STEPS:
+        q = np.rint((x - low) * (np.float32(levels + step) * _inverse(width))).clip(0, levels)
+        found = _fit_affine(x, q, weights, sums)
+        better = found[2] > best[2]
+        best = [np.where(better, new, old) for new, old in zip(found, best, strict=True)]
+    return best[0], best[1]
+
+
+def _fit_affine(x: Floats, q: Floats, weights: Floats, sums: tuple[Floats, Floats]) -> tuple[Floats, Floats, Floats]:
+    """Least squares for given codes: scale, minimum, and by how much they lower the sum of squared errors, [n, 1]."""
+    weighted = weights * q
+    total, sum_x = sums
+    sum_q, sum_qq, sum_qx = _sum(weighted), _sum(weighted * q), _sum(weighted * x)
+    determinant = total * sum_qq - sum_q * sum_q
+    inverse = _inverse(np.where(determinant > np.float32(1e-6) * total * sum_qq, determinant, np.float32(0)))
+    offset = (sum_qq * sum_x - sum_q * sum_qx) * inverse
+    bent = offset <= 0
+    scale = np.where(bent, (total * sum_qx - sum_q * sum_x) * inverse, sum_qx * _inverse(sum_qq))
+    offset = np.where(bent, offset, np.float32(0))
+    gain = np.where(scale > 0, scale * sum_qx + offset * sum_x, np.float32(-np.inf))
+    return scale, -offset, gain
+
+
+def _q6_k(x: Floats) -> Fields:
+    """Sixteen groups of 16, each with a signed scale of eight bits in units of d."""
+    groups = x.reshape(-1, 16)
+    scales = _search_around_zero(groups, 32).reshape(-1, 16)
+    unit = (_first(scales, np.abs(scales).argmax(axis=1))[:, 0] / np.float32(-128)).astype(np.float16)
+    eighths = np.rint(scales * _inverse(unit.astype(np.float32))[:, None]).clip(-128, 127)
+    scale = np.repeat(unit.astype(np.float32), 16) * eighths.reshape(-1)
+    q = (np.rint(groups * _inverse(scale)[:, None]).clip(-32, 31) + 32).astype(np.uint8).reshape(-1, 256)
+    return {"d": unit, "scales": eighths, "ql": _pack(q, 4, 64), "qh": _pack(q >> np.uint8(4), 2, 32)}
+
+
+def _search_around_zero(x: Floats, half: int) -> Floats:
+    """Scales with x = scale * q, q from -half to half - 1: [n, 16] -> [n, 1]. The largest weight has a negative q."""
+    weights = _weights(x)
+    largest = _first(x, np.abs(x).argmax(axis=1))
+    best = [np.zeros_like(largest), np.zeros_like(largest)]
+    for step in _SYMMETRIC_STEPS:
+        q = np.rint(x * (np.float32(-half + step) * _inverse(largest))).clip(-half, half - 1)
+        weighted = weights * q
+        product, inverse = _sum(weighted * x), _inverse(_sum(weighted * q))
+        better = product * product * inverse > best[1]
+        found = (product * inverse, product * product * inverse)
+        best = [np.where(better, new, old) for new, old in zip(found, best, strict=True)]
+    return best[0]
+
+
+_ENCODERS: Final[Mapping[str, Callable[[Floats], Fields]]] = {
+    "F32": _float,
+    "F16": _float,
+    "BF16": _bf16,
+    "Q8_0": _q8_0,
+    "Q4_0": partial(_around_zero, bits=4),
+    "Q4_1": partial(_above_minimum, bits=4),
+    "Q5_0": partial(_around_zero, bits=5),
+    "Q5_1": partial(_above_minimum, bits=5),
+    "Q4_K": partial(_with_minima, bits=4),
+    "Q5_K": partial(_with_minima, bits=5),
+    "Q6_K": _q6_k,
+}

@@ -1,0 +1,275 @@
+"""The multi-token-prediction head of a safetensors checkpoint: where it lies, loading it, and a file of it alone.
+
+A head lies among the model's own shards or, where they have none, in `mtp.safetensors` beside them, in
+`mtp/weights.safetensors` or, without those, in another safetensors file there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from deltic.config import DType, ModelConfig
+from deltic.errors import ModelError
+from deltic.loader.files import (
+    INDEX,
+    SCALES,
+    SINGLE,
+    InMemory,
+    Source,
+    Stored,
+    check_weight_map,
+    parse_header,
+    parse_json,
+    scales_of,
+    stacked,
+    with_scales,
+)
+from deltic.loader.names import (
+    canonical_head,
+    expected_head,
+    optional_head,
+    packed_parts,
+    packed_shape,
+    required_head,
+    split_packed,
+    tensor_dtype,
+)
+from deltic.loader.safetensors import TORCH_DTYPES, Progress, check_stored, read_stored
+from deltic.loader.writing import check_room, replacing
+
+FILE: Final = "mtp.safetensors"
+"""What the file of a head is called unless somebody says otherwise."""
+_PLACES: Final = (FILE, "mtp/weights.safetensors")
+"""Where a head may lie under a name of its own, the first of them in use."""
+_PIECE: Final = 8 << 20
+_MAX_CONFIG: Final = 64 << 20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Files beside each other, and in folders there, in a directory or on the hub.
+
+    place: what comes before their names in messages. sizes: bytes of each. read(name, offset, count) gives bytes of
+    one, or raises ModelError saying why not.
+    """
+
+    place: Path
+    sizes: Mapping[str, int]
+    read: Callable[[str, int, int], bytes]
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file. Raises ModelError naming it if it is absent, too large, or none."""
+        path, size = self.place / name, self.sizes.get(name)
+        if size is None or size > _MAX_CONFIG:
+            raise ModelError(f"{path} is {'absent' if size is None else 'too large'}; "
+                             "is this a complete Hugging Face model?")
+        return parse_json(self.read(name, 0, size), path)
+
+    def header(self, name: str) -> dict[str, Stored]:
+        """The tensors of a safetensors file."""
+        done = 0
+
+        def following(count: int) -> bytes:
+            nonlocal done
+            done += count
+            return self.read(name, done - count, count)
+
+        return parse_header(self.place / name, self.sizes[name], following)
+
+
+def directory_checkpoint(directory: Path) -> Checkpoint:
+    """The files of a directory, and a head's in a folder of its own."""
+    def read(name: str, offset: int, count: int) -> bytes:
+        path = directory / name
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                return file.read(count)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+    try:
+        paths = [*sorted(directory.iterdir()), *(directory / name for name in _PLACES if "/" in name)]
+        sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths if path.is_file()}
+    except OSError as error:
+        raise ModelError(f"{directory} cannot be read: {error.strerror}") from error
+    return Checkpoint(directory, sizes, read)
+
+
+def find_head(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Source]:
+    """Where each tensor of the head is stored, by canonical name, all but the data checked; empty if there is no head.
+
+    Only headers are read, of the files that have tensors of it. Raises ModelError naming a tensor that is missing,
+    unknown, doubled, or of another shape or an unsupported dtype, and a head of another kind.
+    """
+    own, others = _files(checkpoint)
+    stored = _heads(checkpoint, own)
+    if not stored:
+        named = [name for name in _PLACES if name in others][:1]
+        stored = _heads(checkpoint, named) if named else _only_head(checkpoint, others)
+    return _checked_head(checkpoint.place, stored, config)
+
+
+def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
+    """As `find_head`, of tensors that are in memory."""
+    named = ((canonical_head(name), stored) for name, stored in weights.tensors.items())
+    return _checked_head(weights, {name: stored for name, stored in named if name is not None}, config)
+
+
+def _checked_head(place: Path | InMemory, stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Source]:
+    expected = {**expected_head(config), **optional_head(config)}
+    found = stacked(stored, lambda name: expected.get(name, (0,))[0])
+    _check_head(place, found, config)
+    return found
+
+
+def _files(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """The safetensors files that the model's own head may lie in, and those that are none of the model's."""
+    names = [name for name in checkpoint.sizes if name.endswith(".safetensors")]
+    if SINGLE in names or INDEX not in checkpoint.sizes:
+        own = {SINGLE} & set(names)
+        return sorted(own), sorted(set(names) - own)
+    weight_map = check_weight_map(checkpoint.json(INDEX), checkpoint.place / INDEX)
+    shards = {shard for name, shard in weight_map.items() if canonical_head(name) is not None}
+    for shard in sorted(shards - set(names)):
+        raise ModelError(f"{checkpoint.place / INDEX} names the shard {shard!r}, which is absent; download it too")
+    return sorted(shards), sorted(set(names) - set(weight_map.values()))
+
+
+def _only_head(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
+    """The head in one of these files, which may be anything, so that those that cannot be read are passed over."""
+    found: dict[str, dict[str, Stored]] = {}
+    for name in files:
+        try:
+            if tensors := _heads(checkpoint, [name]):
+                found[name] = tensors
+        except ModelError as error:
+            logger.warning("not looked at for a draft head: %s", error)
+    if len(found) > 1:
+        raise ModelError(f"{checkpoint.place} has several files with a multi-token-prediction head: "
+                         f"{', '.join(found)}; call the one to use {FILE}")
+    return next(iter(found.values()), {})
+
+
+def _heads(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
+    theirs: dict[str, str] = {}
+    found: dict[str, Stored] = {}
+    for file in files:
+        for stored_name, stored in checkpoint.header(file).items():
+            name = canonical_head(stored_name)
+            if name in theirs:
+                raise ModelError(f"tensor {name!r} is in both {found[theirs[name]].path.name} and {file} of "
+                                 f"{checkpoint.place}; keep the files of one revision")
+            if name is not None:
+                theirs[name], found[stored_name] = stored_name, stored
+    whole = with_scales(found)
+    return {name: whole[stored_name] for name, stored_name in theirs.items() if stored_name in whole}
+
+
+def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> None:
+    expected = expected_head(config)
+    shapes = {**expected, **optional_head(config)}
+    served = [part for name in stored for part in packed_parts(name) or (name,)]
+    for name, tensor in stored.items():
+        if not shapes.keys() >= set(packed_parts(name) or (name,)):
+            raise ModelError(f"{tensor.path}: tensor {name[:200]!r} has no place in a multi-token-prediction head of "
+                             "this model; take a head that is not quantized and belongs to the model")
+        try:
+            check_stored(name, tensor, packed_shape(name, config) if packed_parts(name) else shapes[name])
+        except ModelError as error:
+            raise ModelError(f"{tensor.path}: {error}") from error
+    twice = [part for part in served if served.count(part) > 1]
+    if twice:
+        raise ModelError(f"tensor {twice[0]!r} is given twice in {place}; keep the files of one revision")
+    missing = [name for name in required_head(config) if name not in served]
+    if stored and missing:
+        raise ModelError(f"{len(missing)} tensors of the multi-token-prediction head are missing in {place}, such as "
+                         f"{missing[0]!r}; download all shards, or take the head from the original model with "
+                         "deltic mtp extract")
+
+
+def load_stored_head(stored: Mapping[str, Source], config: ModelConfig, dtype: DType, device: str | torch.device
+                     ) -> dict[str, Tensor]:
+    """What `find_head` found in a directory, contiguous, on `device`: matrices of `dtype`, norms float32."""
+    tensors: dict[str, Tensor] = {}
+    for name, source in stored.items():
+        tensor = read_stored(name, source, TORCH_DTYPES[tensor_dtype(name, dtype)], torch.device(device))
+        tensors |= split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
+    return tensors
+
+
+# A file of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """What was written: the file's size, the numbers in it, and its tensors by dtype."""
+
+    nbytes: int
+    weights: int
+    tensors: Mapping[str, int]
+
+
+def extract_head(checkpoint: Checkpoint, target: Path, source: str, progress: Progress | None = None) -> Extracted:
+    """Write the head of a checkpoint to a safetensors file, bit for bit, under canonical names.
+
+    Tensors of single experts are written as one tensor of all of them, one projection after another. The file says of
+    itself what it is: metadata `kind`, `source` and `config` (JSON: the model's sizes). An existing
+    file is replaced when the new one is complete. Only the head is read, some megabytes at a time; `progress(done,
+    total)` counts bytes. Raises ModelError if there is no head or it cannot be read, DelticError naming the target
+    where it cannot be written.
+    """
+    config = ModelConfig.from_hf(checkpoint.json("config.json"))
+    head = find_head(checkpoint, config)
+    scales = {f"{name}{SCALES}": found for name, source in head.items() if (found := scales_of(source))}
+    stored = dict(sorted({**head, **scales}.items()))
+    if not stored:
+        raise ModelError(f"{checkpoint.place} has no multi-token-prediction head (tensors mtp.*); take the original "
+                         "model, as fine-tuned and quantized copies often lack it")
+    parts = [part for tensor in stored.values() for part in tensor.parts]
+    if any(path.resolve() == target.resolve() for path in {part.path for part in parts}):
+        raise ModelError(f"{target} is the file that the head is read from; give another name")
+    header, total, done = _header(stored, config, source), sum(tensor.nbytes for tensor in stored.values()), 0
+    check_room(target, len(header) + total, "make room, or choose another place")
+    with replacing(target) as file:
+        file.write(header)
+        for part in parts:
+            for start in range(0, part.nbytes, _PIECE):
+                count = min(_PIECE, part.nbytes - start)
+                piece = checkpoint.read(part.path.relative_to(checkpoint.place).as_posix(), part.offset + start, count)
+                if len(piece) != count:
+                    raise ModelError(f"{part.path} ended while it was read; is it still being downloaded?")
+                file.write(piece)
+                done += count
+                if progress is not None:
+                    progress(done, total)
+    dtypes = [tensor.dtype for tensor in stored.values()]
+    return Extracted(len(header) + total, sum(torch.Size(tensor.shape).numel() for tensor in stored.values()),
+                     {dtype: dtypes.count(dtype) for dtype in dict.fromkeys(dtypes)})
+
+
+def _header(stored: Mapping[str, Source], config: ModelConfig, source: str) -> bytes:
+    """All that comes before the data, which begins at a multiple of eight bytes."""
+    sizes = {"architecture": config.architecture, "hidden_size": config.hidden_size,
+             "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
+             "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+             "vocab_size": config.vocab_size, "mtp_num_hidden_layers": 1}
+    entries: dict[str, Any] = {"__metadata__": {
+        "format": "pt", "kind": "multi-token-prediction head", "source": source, "config": json.dumps(sizes)}}
+    end = 0
+    for name, tensor in stored.items():
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,253 @@
+"""Load a model's directory into memory, exactly the tensors that the model has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+import torch
+
+from deltic.config import DType, ModelConfig
+from deltic.errors import ModelError
+from deltic.loader.files import FLOAT8, InMemory, Source, Stack, Stored, find_tensors, scales_of, stacked
+from deltic.loader.fp8 import GROUP, Float8
+from deltic.loader.names import (
+    EMBEDDING,
+    HEAD,
+    Shape,
+    canonical,
+    expected_tensors,
+    is_stack,
+    packed_parts,
+    packed_shape,
+    split_packed,
+    tensor_dtype,
+)
+
+Progress = Callable[[int, int], None]
+
+TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_CHUNK: Final = 4 << 20
+_FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
+
+
+def load_directory(
+    path: str | Path | InMemory,
+    config: ModelConfig,
+    dtype: DType | Literal["auto"] = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """Load the text model in `path`: the tensors of `expected_tensors(config)`, contiguous, on `device`.
+
+    Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`).
+    `progress(done, total)` counts bytes. Memory stays near the size of the result: tensors are read one by
+    one, without mapping the file, so that no later eviction of cached pages can stall a step.
+    Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, and
+    naming the file that is absent, truncated or corrupt.
+    """
+    tensors = dict(read_directory(path, config, dtype, device, progress))
+    return {name: tensors[name] for name in expected_tensors(config)}
+
+
+def read_directory(
+    path: str | Path | InMemory,
+    config: ModelConfig,
+    dtype: DType | Literal["auto"] = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+    experts: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of `load_directory`, one after another as they lie in the files. experts: with theirs."""
+    found = _read_all(Path(path) if isinstance(path, str) else path, config, dtype, device, progress, experts, False)
+    return cast(Iterator[tuple[str, torch.Tensor]], found)
+
+
+def read_directory_float8(path: Path | InMemory, config: ModelConfig, dtype: DType, device: str | torch.device,
+                          progress: Progress | None = None, experts: bool = True
+                          ) -> Iterator[tuple[str, torch.Tensor | Float8]]:
+    """As `read_directory`, but what is stored in float8 stays so, if it is one of the model's matrices, or a stack."""
+    return _read_all(path, config, dtype, device, progress, experts, True)
+
+
+def _read_all(path: Path | InMemory, config: ModelConfig, dtype: DType | Literal["auto"],
+              device: str | torch.device, progress: Progress | None, experts: bool, float8: bool
+              ) -> Iterator[tuple[str, torch.Tensor | Float8]]:
+    planned = plan_directory(path, config)
+    sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
+    kept: DType = config.dtype if dtype == "auto" else dtype
+    total, done = sum(stored.nbytes for stored in sources.values()), 0
+    for name, stored in sources.items():
+        if name == HEAD and config.tie_word_embeddings:
+            continue
+        parts: dict[str, torch.Tensor | Float8]
+        if float8 and _stays_float8(name, stored):
+            parts = _float8_parts(name, read_float8(name, stored, torch.device(device)))
+        else:
+            tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
+            parts = {**split_packed(name, tensor, config)} if packed_parts(name) else {name: tensor}
+            del tensor  # whoever takes the parts may let go of them one by one
+        while parts:
+            yield (part := next(iter(parts))), parts.pop(part)
+        done += stored.nbytes
+        if progress is not None:
+            progress(done, total)
+    if config.tie_word_embeddings and HEAD in sources:
+        check_tied(sources)
+
+
+def _stays_float8(name: str, stored: Source) -> bool:
+    """Whether it is in float8, and either one of our tensors or gates and other halves, of which no block has both."""
+    whole = not packed_parts(name) or (is_stack(name) and stored.shape[-2] % (2 * GROUP) == 0)
+    return stored.dtype == FLOAT8 and whole
+
+
+def _float8_parts(name: str, weight: Float8) -> dict[str, torch.Tensor | Float8]:
+    """Under our names."""
+    names = packed_parts(name)
+    return {**dict(zip(names, weight.halves(), strict=True))} if names else {name: weight}
+
+
+def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str, Source]:
+    """Source of each tensor by canonical (or packed) name, in file order, all but the data checked."""
+    expected = expected_tensors(config)
+    shapes = {**expected, HEAD: expected[EMBEDDING]}
+    named: dict[str, str] = {}
+    tensors: dict[str, Stored] = {}
+    for stored_name, stored in find_tensors(directory).items():
+        name = canonical(stored_name)
+        if name in named:
+            raise _twice(name, named[name], stored_name)
+        if name is not None:
+            named[name], tensors[name] = stored_name, stored
+    served: dict[str, str] = {}
+    sources = stacked(tensors, lambda name: shapes.get(name, (0,))[0])
+    for name, source in sources.items():
+        stored_name = named.get(name, name)
+        for part in packed_parts(name) or (name,):
+            if part not in shapes:
+                raise ModelError(f"tensor {stored_name!r} has no place in the model of config.json; "
+                                 "take the config.json that belongs to the weights")
+            if part in served:
+                raise _twice(part, served[part], stored_name)
+            served[part] = stored_name
+        check_stored(stored_name, source, packed_shape(name, config) if packed_parts(name) else shapes[name])
+    _check_complete(directory, expected, served)
+    return sources
+
+
+def _twice(name: str, first: str, second: str) -> ModelError:
+    return ModelError(f"tensor {name!r} is given twice, as {first!r} and {second!r}; keep the files of one revision")
+
+
+def check_stored(name: str, stored: Source, shape: Shape) -> None:
+    """Raise ModelError naming the tensor unless it has this shape and can be read."""
+    if stored.shape != shape:
+        raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json asks for "
+                         f"{list(shape)}; take the config.json that belongs to the weights")
+    if stored.dtype not in _STORED_DTYPES and stored.dtype != FLOAT8:
+        raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16, F16 and {FLOAT8} can be read, "
+                         "so use the unquantized checkpoint")
+
+
+def _check_complete(directory: Path | InMemory, expected: dict[str, Shape], served: dict[str, str]) -> None:
+    missing = [name for name in expected if name not in served]
+    if missing == [HEAD]:
+        raise ModelError(f"tensor {HEAD!r} is missing in {directory}; if the head is the embedding, "
+                         "set tie_word_embeddings to true in config.json")
+    if missing:
+        raise ModelError(f"{len(missing)} tensors are missing in {directory}, such as {missing[0]!r}; "
+                         "download all shards of the revision that config.json belongs to")
+
+
+def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One tensor of a file, or of several, converted; ModelError naming it and the file if that is truncated."""
+    result = torch.empty(stored.shape, dtype=dtype, device=device)
+    for part, piece in zip(stored.parts, result.view(len(stored.parts), -1), strict=True):
+        try:
+            _read_part(name, part, piece)
+        except OSError as error:
+            raise ModelError(f"{part.path} cannot be read: {error.strerror}") from error
+    return result
+
+
+def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
+    if stored.scales:
+        return _read_numbers(name, stored, stored.scales, result)
+    source_dtype = torch.uint8 if stored.dtype == "U8" else _STORED_DTYPES[stored.dtype]
+    direct = source_dtype == result.dtype and result.device.type == "cpu"
+    staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
+    with stored.open() as file:
+        file.seek(stored.offset)
+        for piece in torch.split(result, _CHUNK):
+            raw = piece if direct else staging[:piece.numel()]
+            _fill(file, raw, stored)
+            if not direct:
+                piece.copy_(raw)
+                _check_range(name, raw, piece)
+
+
+def _read_numbers(name: str, stored: Stored, scales: Stored, result: torch.Tensor) -> None:
+    """Those of a tensor in float8, piece by piece."""
+    (rows, columns), factors = stored.shape[-2:], torch.empty(scales.shape)
+    _read_part(name, scales, factors.view(-1))
+    step = max(1, _CHUNK // (GROUP * columns)) * GROUP
+    with stored.open() as file:
+        file.seek(stored.offset)
+        for matrix, own in zip(result.view(-1, rows, columns), factors.view(-1, *factors.shape[-2:]), strict=True):
+            for first in range(0, rows, step):
+                piece = matrix[first:first + step]
+                codes = torch.empty(piece.shape, dtype=torch.uint8)
+                _fill(file, codes, stored)
+                blocks = own[first // GROUP:(first + len(piece) + GROUP - 1) // GROUP]
+                numbers = Float8(codes.to(result.device), blocks.to(result.device)).numbers()
+                piece.copy_(numbers)
+                _check_range(name, numbers, piece)
+
+
+def read_float8(name: str, stored: Source, device: torch.device) -> Float8:
+    """A tensor in float8 as it is stored; ModelError as `read_stored`."""
+    scales = scales_of(stored)
+    assert scales is not None
+    codes = [replace(part, dtype="U8", scales=None) for part in stored.parts]
+    return Float8(read_stored(name, Stack(tuple(codes)), torch.uint8, device).view(stored.shape),
+                  read_stored(name, scales, torch.float32, device))
+
+
+def _fill(file: Any, tensor: torch.Tensor, stored: Stored) -> None:
+    size = tensor.numel() * tensor.element_size()
+    target = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    done = 0
+    while done < size:
+        count = file.readinto(target[done:])
+        if not count:
+            raise ModelError(f"{stored.path} ended while it was read; is it still being downloaded?")
+        done += count
+
+
+def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
+    """Only a cast to float16 can lose magnitude."""
+    if piece.dtype == torch.float16 and raw.dtype != torch.float16:
+        low, high = (float(bound) for bound in torch.aminmax(raw))
+        if _FLOAT16_LIMIT <= max(-low, high) < float("inf"):
+            raise ModelError(f"tensor {name!r} has values beyond float16; use dtype bfloat16 or float32")
+
+
+def check_tied(sources: Mapping[str, Source]) -> None:
+    """Some exporters write a tied head too; it is redundant only where it equals the embedding."""
+    (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
+    same = head.dtype == embedding.dtype != FLOAT8
+    with head.open() as left, embedding.open() as right:
+        left.seek(head.offset)
+        right.seek(embedding.offset)
+        for start in range(0, head.nbytes, _CHUNK):
+            count = min(_CHUNK, head.nbytes - start)
+            same = same and left.read(count) == right.read(count)
+    if not same:
+        raise ModelError(f"config.json ties the head to the embedding, but {HEAD!r} differs from "
+                         f"{EMBEDDING!r}; set tie_word_embeddings to false")

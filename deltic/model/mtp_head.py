@@ -1,0 +1,182 @@
+"""The multi-token-prediction head: one more attention layer, which drafts what follows the token that comes next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deltic.config import ExpertsConfig, ModelConfig
+from deltic.errors import ModelError
+from deltic.model.decoder import Decoder, Taker, dense_parts, feed_forward
+from deltic.model.draft_vocabulary import DraftVocabulary
+from deltic.ops import Ops
+from deltic.ops.quantized import QTensor
+from deltic.ops.types import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    Block,
+    CacheViews,
+    Layer,
+    MoeWeights,
+    MtpWeights,
+    Weight,
+)
+
+log = logging.getLogger("deltic")
+_POSITIVE: Final = 0.95
+"""The share of a norm's factors that are above zero at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp(MtpWeights):
+    """A draft head ready to run, stateless like a Decoder.
+
+    Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
+    (zero for row 0); its output there gives the logits of the token at i + 1, and takes the place of the hidden state
+    at i where drafting goes on. dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows.
+    """
+
+    ops: Ops
+    dtype: torch.dtype
+    vocabulary: DraftVocabulary | None = None
+
+    def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> tuple[Tensor, Tensor]:
+        """Draft the tokens that follow `ids`.
+
+        ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before them, the trunk's
+        or what an earlier call returned; of any floating dtype. CacheViews the tokens' K/V in the head's layer.
+        -> (hidden [T, H] in `dtype`, logits [T, V] float32, -inf of tokens that a shortened head has no rows of).
+        """
+        ops, layer = self.ops, self.layer
+        residual, x = self._enter(ids, hidden)
+        rope = ops.rope(batch.positions, self.rope)
+        assert isinstance(layer.mixer, AttentionWeights)
+        delta = ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
+        residual, x = ops.add_norm(residual, delta, layer.post_norm, self.eps)
+        hidden = ops.add_norm(residual, feed_forward(ops, x, layer), self.norm, self.eps)[1]
+        logits = ops.head(hidden, self.head)
+        return hidden, logits if self.vocabulary is None else self.vocabulary.spread(logits)
+
+    def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> None:
+        """Store the K/V of the batch's tokens in the head's layer, and nothing else.
+
+        ids [T] int64, hidden [T, H]: as for `draft`; hidden states of the trunk, so that the rows may be shared.
+        """
+        layer = self.layer
+        assert isinstance(layer.mixer, AttentionWeights)
+        self.ops.store_kv(self._enter(ids, hidden)[1], self.kv, layer.mixer.k_norm, layer.mixer.spec,
+                          views.kv[layer.store], batch, self.ops.rope(batch.positions, self.rope))
+
+    def _enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream at the layer's input, and its norm, [T, H] each."""
+        ops = self.ops
+        embedded = ops.embed(ids, self.embedding, self.dtype)
+        parts = [ops.add_norm(x, None, norm, self.eps)[1]
+                 for x, norm in ((embedded, self.norm_embedding), (hidden.to(self.dtype), self.norm_hidden))]
+        joined = ops.head(torch.cat(parts, dim=-1), self.fc).to(self.dtype)
+        return ops.add_norm(joined, None, self.layer.input_norm, self.eps)
+
+
+def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, tokens: Sequence[int] | None = None
+               ) -> Mtp:
+    """Make a head of canonical tensors (`weights.names.expected_head`), which are taken out of `tensors`, for a trunk.
+
+    tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` gives them; None: among
+    all. Else the embedding and the matrix of the logits are the trunk's, in its memory, unless the head has its own.
+    """
+    ops, main = decoder.ops, decoder.weights
+    if config.experts is not None:
+        _borrow_gates(config.experts, tensors, decoder)
+    offset = 0.0 if _has_offset(tensors, decoder) else config.norm_offset
+    layer, top = (Taker(tensors, prefix, ops, offset) for prefix in ("mtp.layers.0.", "mtp."))
+    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                         config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
+    kv = layer.linear("self_attn.k_proj", "self_attn.v_proj")
+    mixer = AttentionWeights(spec, _blocks(layer.linear("self_attn.q_proj")) + _blocks(kv),
+                             layer.norm("self_attn.q_norm"), layer.norm("self_attn.k_norm"),
+                             layer.linear("self_attn.o_proj"))
+    mlp = layer.feed_forward(config.experts)
+    router = (mlp.router,) if isinstance(mlp, MoeWeights) else ()
+    embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
+    head = top.block("shared_head.head", tokens is not None) if "mtp.shared_head.head.weight" in tensors else main.head
+    assert not isinstance(head, tuple), "the matrix of the logits is one block"
+    short = None if tokens is None else DraftVocabulary(head, tokens)
+    fc = top.linear("fc")
+    inner = (weight for part in dense_parts(mlp) for weight in (part.gate_up, part.down))
+    matrices = (embedding, *(block for weight in (fc, mixer.qkv, mixer.o_proj, head, *router, *inner)
+                             for block in _blocks(weight)))
+    return Mtp(
+        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc,
+        Layer(layer.norm("input_layernorm"), mixer, layer.norm("post_attention_layernorm"), mlp,
+              len(config.attention_layers)),
+        kv, top.norm("norm"), short.head if short else head, main.rope, main.eps, short.ids if short else None, ops,
+        # as a whole native step computes; plain matrices want activations of their own dtype
+        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype, short)
+
+
+def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: Decoder) -> None:
+    """Heads that were taken out of a model by some tools lack the gates of their experts: the trunk's nearest layer of
+    the same kind has those that are most like them."""
+    rows = {"gate": slice(experts.count), "shared_expert_gate": slice(experts.count, experts.count + 1)}
+    for gate, part in rows.items():
+        name = f"mtp.layers.0.mlp.{gate}.weight"
+        if name in tensors or (gate != "gate" and not experts.shared_size):
+            continue
+        layers = [layer.mlp for layer in decoder.weights.layers if isinstance(layer.mixer, AttentionWeights)]
+        if not layers or not isinstance(layers[-1], MoeWeights):
+            raise ModelError(f"tensor {name!r} is missing, and the model has no layer with attention whose gate could "
+                             "stand in; use the model without its head")
+        log.warning("the draft head lacks %s: that of the model's last layer with attention is used", name)
+        tensors[name] = torch.cat([_plain(block) for block in _blocks(layers[-1].router)])[part].clone()
+
+
+def _has_offset(tensors: Mapping[str, Weight], decoder: Decoder) -> bool:
+    """Whether the norms of a head have been saved as what they multiply by, with the family's offset, as converters of
+    other programs leave them.
+
+    Such norms are positive as good as everywhere, in every norm of the head; less the offset they lie around zero, so
+    that some, the embedding's most of all, are mostly negative. A head whose norms have all grown is told from one with
+    the offset by the model's last layer of the same kind, whose norms are of about the same size.
+    """
+    if not decoder.config.norm_offset:
+        return False
+    norms = {name: tensor.float() for name, tensor in tensors.items() if isinstance(tensor, Tensor) and "norm" in name}
+    positive = all(float((norm > 0).float().mean()) > _POSITIVE for norm in norms.values())
+    if not positive or not (theirs := _trunk_norms(decoder)):
+        return False
+    excess = median(float(norms[f"mtp.{name}.weight"].mean() - norm.mean()) for name, norm in theirs.items())
+    if excess < -decoder.config.norm_offset / 2:
+        return False
+    log.warning("the draft head's norms have been saved with the %g that is added to them: it is not added again",
+                decoder.config.norm_offset)
+    return True
+
+
+def _trunk_norms(decoder: Decoder) -> dict[str, Tensor]:
+    """What the norms of the model's last layer with attention multiply by, under the names that the head has for its
+    own; empty where there is no such layer."""
+    for layer in reversed(decoder.weights.layers):
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionWeights):
+            found = {"layers.0.input_layernorm": layer.input_norm, "layers.0.post_attention_layernorm": layer.post_norm,
+                     "layers.0.self_attn.q_norm": mixer.q_norm, "layers.0.self_attn.k_norm": mixer.k_norm,
+                     "norm": decoder.weights.norm}
+            return {name: norm for name, norm in found.items() if norm is not None}
+    return {}
+
+
+def _plain(block: Block) -> Tensor:
+    if isinstance(block, QTensor):
+        return block.dequantize()
+    return block.to_dense() if block.is_mkldnn else block
+
+
+def _blocks(weight: Weight) -> tuple[Block, ...]:
+    return weight if isinstance(weight, tuple) else (weight,)

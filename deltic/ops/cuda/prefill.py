@@ -1,0 +1,265 @@
+"""Steps with prompts: products by cuBLAS, attention by what torch has, all else by kernels of our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.kernel_config import Shapes, entry, state_header
+from deltic.ops.cuda.long_attention import GRAIN, Attend, Context, contexts
+from deltic.ops.cuda.nvrtc import headers
+from deltic.ops.cuda.staging import on_device
+from deltic.ops.types import CHUNK, AttentionWeights, Batch, GdnWeights, Layer, Layout
+
+if TYPE_CHECKING:
+    from deltic.ops.cuda.decode import Step
+    from deltic.ops.cuda.decode import _Work as Work
+
+MOST_TOKENS = 65535
+"""Of a step: blocks of a grid's second axis."""
+_LINE, _STAGES = 72, 3
+"""As in kernels/delta.cuh."""
+
+
+def terms_bytes(size: int) -> int:
+    """What a chunk of one head leaves for the scan: two tiles [CHUNK, size] and a matrix [CHUNK, CHUNK], bfloat16."""
+    return 2 * CHUNK * size * 2 + CHUNK * CHUNK * 2
+
+
+def terms_shared(size: int) -> int:
+    """Bytes of shared memory of a block of `delta_terms`."""
+    return 2 * CHUNK * _LINE * 4 + CHUNK * size * 2 + 6 * CHUNK * 4
+
+
+def scan_shared(size: int) -> int:
+    """Bytes of shared memory of a block of `delta_scan`."""
+    tile, part = CHUNK * size * 2, CHUNK * columns(size) * 2
+    return _STAGES * (3 * tile + CHUNK * CHUNK * 2 + part + 4 * CHUNK * 4) + (size // 16 + 4) * 2048 + 64 + 1024
+
+
+def columns(size: int) -> int:
+    """Of the state that a block of `delta_scan` has."""
+    return min(size, 64)
+
+
+def source(shapes: Shapes) -> str:
+    """The text of the kernels for a model."""
+    text = [state_header(shapes.state), headers("kv", "prompt", "delta", "scan"),
+            entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
+            entry("copy_slot", "CopySlot", "256", "copy_slot")]
+    if shapes.gdn:
+        text += [entry(name, type, bounds, f"{name}<{shapes.gdn.key_dim}>") for name, type, bounds in (
+            ("prompt_conv", "PromptConv", "128, 5"), ("prompt_ring", "PromptRing", "128"),
+            ("gated_norm", "GatedNorm", "256"), ("delta_terms", "DeltaTerms", "128, 4"),
+            ("delta_scan", "DeltaScan", "256, 1"))]
+    if shapes.attention:
+        spec = shapes.attention
+        text.append(entry("prompt_heads", "PromptHeads", "256",
+                          f"prompt_heads<{spec.head_dim}, {spec.heads + 2 * spec.kv_heads}, {shapes.kv}>"))
+    return "".join(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The geometry of a step, the same in every layer.
+
+    rows: of several tokens, which come after the single ones, and their tokens after as many.
+    count: chunks in all.
+    chunks [count, 2]: row and first token in it.
+    firsts [R]: each row's first chunk.
+    singles: the rows of one token as a batch of their own.
+    """
+
+    singles: Batch | None
+    rows: int
+    tokens: int
+    count: int
+    chunks: Tensor
+    firsts: Tensor
+    contexts: tuple[Context, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """What lies between the kernels of a Gated DeltaNet layer: tiles [chunks, C, CHUNK], terms bf16, units, gates
+    float32."""
+
+    tiles: Tensor
+    units: Tensor
+    terms: Tensor
+    gates: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What all layers of a step share. turns [T, rotary] float32. y, core: room for what mixers give, [T, values or
+    queries] bf16, and what the delta rule gives before it is normed. singles: of the rows of one token, which come
+    first, as of a step that only decodes; with the same y."""
+
+    batch: Batch
+    plan: Plan
+    turns: Tensor
+    y: Tensor
+    core: Tensor
+    chunks: _Chunks | None
+    singles: Work | None
+
+
+def plan_of(batch: Batch) -> Plan:
+    layout, device = batch.layout, batch.done.device
+    counts = [0 if row < layout.singles else -(-chunk // CHUNK) for row, chunk in enumerate(layout.chunks)]
+    cuts = [number for row, count in enumerate(counts) for j in range(count) for number in (row, j * CHUNK)]
+    firsts = [0, *accumulate(counts)][:-1]
+    numbers = on_device(torch.tensor(cuts + firsts, dtype=torch.int64), device)
+    return Plan(_singles(batch) if layout.singles else None, layout.rows - layout.singles,
+                layout.tokens - layout.singles, len(cuts) // 2, numbers[:len(cuts)], numbers[len(cuts):],
+                contexts(batch))
+
+
+def _singles(batch: Batch) -> Batch:
+    """The rows of one token, which come first, with the shape of a bucket."""
+    count, layout, done = batch.layout.singles, batch.layout, batch.done[:batch.layout.singles]
+    return replace(
+        batch, layout=Layout((1,) * count, layout.contexts[:count], count, count), ids=batch.ids[:count],
+        positions=batch.positions[:, :count].contiguous(), starts=batch.starts[:count + 1], done=done,
+        base=done if batch.base is batch.done else batch.base[:count], ring=batch.ring[:count],
+        pages=batch.pages[:count], store=batch.store[:count], source=batch.source[:count],
+        target=batch.target[:count], count=torch.full((1,), count, device=batch.done.device), memo={})
+
+
+class Prompts:
+    """A batch to its logits [L, V] and, if they are wanted, all hidden states [T, H] float32."""
+
+    def __init__(self, step: Step, shapes: Shapes, device: torch.device) -> None:
+        self._step, self._shapes, self._device = step, shapes, device
+        self._module = _module(source(shapes), device)
+        self._attend = Attend(shapes.attention, device) if shapes.attention else None
+
+    def serves(self, batch: Batch) -> bool:
+        layout = batch.layout
+        return not layout.appends and not layout.replays and layout.tokens <= MOST_TOKENS
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        step, decoder, plan = self._step, self._step._decoder, plan_of(batch)
+        tokens, rotary = batch.layout.tokens, decoder.rope.rotary_dim
+        residual = torch.empty(tokens, step._hidden, device=self._device)
+        turns = torch.empty(tokens, rotary, device=self._device)
+        step.enter(batch, residual, turns, 4 * step._blocks)
+        if batch.given is not None:
+            residual.index_copy_(0, batch.given.tokens, batch.given.rows)
+        work = self._work(batch, plan, turns)
+        delta: Tensor | None = None
+        for layer in decoder.layers:
+            delta = self._layer(layer, residual, delta, work)
+        if batch.layout.hidden:
+            hidden = self._norm(residual, delta, decoder.norm)
+            return step.head(hidden[batch.logit_tokens]), hidden.float()
+        wanted = batch.logit_tokens
+        last = None if delta is None else delta[wanted]
+        return step.head(self._norm(residual[wanted], last, decoder.norm)), None
+
+    def _work(self, batch: Batch, plan: Plan, turns: Tensor) -> _Work:
+        spec, attention, device = self._shapes.gdn, self._shapes.attention, self._device
+
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        y = empty(batch.layout.tokens * max(spec.values if spec else 1, attention.queries if attention else 1))
+        chunks = None
+        if spec and plan.rows:
+            count, heads = plan.count, plan.count * spec.value_heads
+            chunks = _Chunks(empty(count, spec.channels, CHUNK),
+                             empty(count, 2 * spec.key_heads, CHUNK, dtype=torch.float32),
+                             empty(heads, terms_bytes(spec.key_dim) // 2), empty(heads, 4, CHUNK, dtype=torch.float32))
+        singles = replace(self._step._begin(plan.singles, "many"), y=y) if plan.singles else None
+        return _Work(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, singles)
+
+    def _layer(self, layer: Layer, residual: Tensor, delta: Tensor | None, work: _Work) -> Tensor | None:
+        x = self._norm(residual, delta, layer.input_norm)
+        if isinstance(layer.mixer, GdnWeights):
+            delta = self._step.linear(self._gdn(layer, layer.mixer, self._step.linear(x, layer.mixer.in_proj), work),
+                             layer.mixer.out_proj)
+        else:
+            delta = self._step.linear(self._attention(layer, layer.mixer, self._step.linear(x, layer.mixer.qkv), work),
+                             layer.mixer.o_proj)
+        return self._step.feed_forward(layer, residual, delta)
+
+    def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
+        """Adds delta to the residual; its norm [T, H] bf16."""
+        return self._step.normed(residual, delta, scale) if residual.shape[0] else residual.bfloat16()
+
+    def _gdn(self, layer: Layer, mixer: GdnWeights, proj: Tensor, work: _Work) -> Tensor:
+        """proj [T, C + values + 2 Hv] -> [T, values]: what lies between the projections."""
+        batch, plan = work.batch, work.plan
+        spec, state, launch = mixer.spec, self._step._views.states[layer.store], self._module.launch
+        size, stride, singles = spec.key_dim, proj.shape[1], batch.layout.singles
+        y = work.y[:proj.shape[0] * spec.values].view(-1, spec.values)
+        if work.singles:
+            self._step._mix(layer, work.singles, proj, stride)
+        emits = {"emit_row": batch.emit_row, "emit_length": batch.emit_length, "emit_slot": batch.emit_slot}
+        if work.chunks:
+            core, tiles, units = work.core, work.chunks.tiles, work.chunks.units
+            terms, gates = work.chunks.terms, work.chunks.gates
+            places = {"starts": batch.starts, "done": batch.done, "source": batch.source}
+            heads = {"key_heads": spec.key_heads, "value_heads": spec.value_heads, "tiled": int(spec.tiled)}
+            launch("k_prompt_conv", (spec.channels // 128, plan.count), 128, args.PromptConv(
+                proj=proj, conv=mixer.conv, ring=state.conv, tiles=tiles, units=units, chunks=plan.chunks,
+                stride=stride, channels=spec.channels, key_heads=spec.key_heads, **places))
+            launch("k_delta_terms", (spec.value_heads, plan.count), 128, args.DeltaTerms(
+                proj=proj, tiles=tiles, units=units, decay=mixer.decay, dt_bias=mixer.dt_bias, terms=terms,
+                gates=gates, starts=batch.starts, chunks=plan.chunks, stride=stride,
+                gate_column=spec.channels + spec.values, **heads), terms_shared(size))
+            launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScan(
+                tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
+                firsts=plan.firsts, row=singles, emits=batch.layout.emits, **heads, **places, **emits),
+                scan_shared(size))
+            launch("k_prompt_ring", (-(-spec.channels // 1024), plan.rows), 128, args.PromptRing(
+                proj=proj, ring=state.conv, target=batch.target, stride=stride, channels=spec.channels, row=singles,
+                emits=batch.layout.emits, **places, **emits))
+            launch("k_gated_norm", (plan.tokens, -(-spec.values // 2048)), 256, args.GatedNorm(
+                proj=proj, core=core, norm=mixer.norm, y=y, eps=spec.eps, stride=stride, channels=spec.channels,
+                values=spec.values, token=singles))
+        if singles and batch.layout.emits:
+            launch("k_copy_slot", (16, batch.layout.emits), 256, args.CopySlot(
+                state=state.recurrent, ring=state.conv, target=batch.target, emit_row=batch.emit_row,
+                emit_slot=batch.emit_slot, state_size=state.recurrent[0].nbytes // 4, ring_size=state.conv[0].numel(),
+                rows=singles))
+        return y
+
+    def _attention(self, layer: Layer, mixer: AttentionWeights, proj: Tensor, work: _Work) -> Tensor:
+        """proj [T, (2 heads + 2 kv_heads) D] -> [T, heads * D]: what lies between the projections."""
+        batch, plan = work.batch, work.plan
+        spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.singles
+        kv.wait()
+        y = work.y[:proj.shape[0] * spec.queries].view(-1, spec.queries)
+        if work.singles:
+            self._step._mix(layer, work.singles, proj, proj.shape[1])
+        if not plan.rows:
+            return y
+        spare = max((context.square.side for context in plan.contexts if context.square), default=0)
+        query = proj.new_empty(GRAIN + proj.shape[0] + spare, spec.heads, spec.head_dim)
+        self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeads(
+            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, query=query[GRAIN:],
+            keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
+            stride=proj.shape[1], rotary=spec.rotary_dim, token=singles))
+        assert self._attend
+        for context in plan.contexts:
+            found = self._attend(query, kv, context)
+            self._module.launch("k_prompt_gate", (len(found.own), -(-spec.queries // 2048)), 256, args.PromptGate(
+                proj=proj, own=found.own, prefix=found.prefix, own_mass=found.own_mass,
+                prefix_mass=found.prefix_mass, y=y, heads=spec.heads, size=spec.head_dim, stride=proj.shape[1],
+                token=context.first))
+        return y
+
+
+@cache
+def _module(text: str, device: torch.device) -> Module:
+    """Loaded once, however many copies of a model are made."""
+    return Module(text, device)

@@ -1,0 +1,348 @@
+"""Mixtures of experts that stay quantized on the card: few tokens are multiplied with their tiles; for many a layer's
+experts become plain numbers, in memory that all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.expert_store import Addresses
+from deltic.ops.cuda.layout import ALONE, MOST, WARPS
+from deltic.ops.cuda.moe import (
+    ALL,
+    DOWN_BESIDE,
+    GATE_BESIDE,
+    SUMS,
+    Experts,
+    ExpertsShape,
+    Real,
+    Table,
+    filled_router,
+    flag,
+    kernel,
+    maps_of,
+    ring_slots,
+    shape_of,
+)
+from deltic.ops.cuda.quantized_gemm import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
+from deltic.ops.cuda.tile_store import TileStore
+from deltic.ops.types import Block, ExpertPool, MlpWeights, MoeWeights, Weight
+
+_MOST_HIDDEN, _MOST_SIZE = 4096, COLUMNS * WARPS
+_LINES = 4 * 144
+"""Bytes of a token's columns of a tile, as whole numbers."""
+_PLAIN = "BF16"
+_PASSES = 4
+"""So often few tokens are taken, before it is faster to make plain numbers of all experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What tiles the matrices of an expert are: gate, up [size, hidden], down [hidden, size]."""
+
+    gate: str
+    up: str
+    down: str
+
+    @property
+    def both(self) -> int:
+        """Bytes of a tile of the gate and of one of the other half."""
+        return KINDS[self.gate].nbytes + KINDS[self.up].nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShape(ExpertsShape):
+    """As `ExpertsShape`, of experts that stay quantized.
+
+    routed, shared_one: what experts of some layer are, and the shared ones.
+    """
+
+    routed: frozenset[Kinds]
+    shared_one: frozenset[Kinds]
+
+    @property
+    def fits_blocks(self) -> bool:
+        return (self.hidden % COLUMNS == self.size % COLUMNS == 0 and self.hidden <= _MOST_HIDDEN
+                and self.size <= _MOST_SIZE)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return "experts", "grouped", "packed_experts"
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of all tiles that become plain numbers."""
+        return self._gate_kinds | self._down_kinds
+
+    def joined(self, other: ExpertsShape) -> ExpertsShape | None:
+        if not isinstance(other, PackedShape):
+            return None
+        both = replace(self, routed=self.routed | other.routed, shared_one=self.shared_one | other.shared_one)
+        return both if both == replace(other, routed=both.routed, shared_one=both.shared_one) else None
+
+    @property
+    def gate_slot(self) -> int:
+        """Bytes of a slot of the first product's ring: a row's tiles, eight at most; fewer of larger ones that only the
+        shared expert has."""
+        row = min(self.hidden // COLUMNS, WARPS) * max(kinds.both for kinds in self.routed)
+        return max([row, *(kinds.both for kinds in self.shared_one)])
+
+    def wide(self, kinds: Kinds) -> int:
+        """Tiles of each half in such a slot."""
+        return min(self.hidden // COLUMNS, WARPS, self.gate_slot // kinds.both)
+
+    @property
+    def down_slot(self) -> int:
+        """Bytes of a slot of the second product's ring."""
+        routed, common = (max((2 * self._down_tiles * KINDS[kinds.down].nbytes for kinds in some), default=0)
+                          for some in (self.routed, self.shared_one))
+        return max(routed, common) + (self._at_once - 1) * routed
+
+    def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
+        tiles = self.hidden // COLUMNS
+        items = -(-self._experts(tokens) * (self.size // ROWS) // blocks)
+        sums = tiles * tokens * 2 * ROWS * 4
+        group = max(1, min(SUMS // sums, items))
+        plain = 2 * self.hidden * bool(PLAIN_KINDS & self._gate_kinds)
+        fixed = self.offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
+        slots = ring_slots(fixed, self.gate_slot, GATE_BESIDE, items * -(-tiles // min(map(self.wide, self._all))))
+        return group, slots, max(ALONE, fixed + slots * self.gate_slot)
+
+    def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
+        own = _LINES + 2 * COLUMNS * bool(PLAIN_KINDS & self._down_kinds)
+        sums = tokens * self.each * self._down_tiles * 2 * ROWS * 4
+        fixed = self.offset + WARPS * own + 2 * sums
+        fills = -(-self._experts(tokens) // self._at_once) * -(-self.hidden // (2 * ROWS * blocks))
+        slots = ring_slots(fixed, self.down_slot, DOWN_BESIDE, fills)
+        return slots, max(ALONE, fixed + slots * self.down_slot)
+
+    def few_entries(self) -> Iterator[str]:
+        common = f"{self.hidden}, {self.size}, {self.who}, {flag(self.normalised)}"
+        mixed = flag(any(kinds.gate != kinds.up for kinds in self._all))
+        threads, behind = f"{WARPS * 32 + 32}, 2", -(-(self.offset + 8 * (self.count + 1)) // 128) * 128
+        yield kernel("packed_gate", "PackedGate", threads,
+                     f"packed_gate<{common}, {_bits(self._gate_kinds)}, {mixed}, {behind}>")
+        yield kernel("packed_down", "PackedDown", threads,
+                     f"packed_down<{common}, {_bits(self._down_kinds)}, {self.offset}>")
+        for kind in sorted(self.kinds):
+            yield kernel(f"unpack_experts_{kind.lower()}", "UnpackExperts", "256",
+                         f"unpack_experts<{KINDS[kind].number}>")
+
+    @property
+    def _all(self) -> frozenset[Kinds]:
+        return self.routed | self.shared_one
+
+    @property
+    def _gate_kinds(self) -> frozenset[str]:
+        return frozenset(kind for kinds in self._all for kind in (kinds.gate, kinds.up))
+
+    @property
+    def _down_kinds(self) -> frozenset[str]:
+        return frozenset(kinds.down for kinds in self._all)
+
+    @property
+    def _down_tiles(self) -> int:
+        return self.size // COLUMNS
+
+    @property
+    def _at_once(self) -> int:
+        """Experts in a slot of the second product's ring."""
+        return WARPS // self._down_tiles
+
+    def _experts(self, tokens: int) -> int:
+        """That so many tokens pass at most."""
+        return min(self.count, tokens * self.per_token) + self.shared
+
+
+def experts_shape(weights: MoeWeights) -> ExpertsShape | None:
+    """What serves a layer; None where the kernels do not know its experts: other dtypes, sizes, or types of blocks, or
+    some that are quantized and some that are not."""
+    return shape_of(weights) or _packed_shape(weights)
+
+
+def experts_of(module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> Experts:
+    """The mixtures of a model's layers, as `Experts` makes them."""
+    if isinstance(shape, PackedShape):
+        return PackedExperts(module, shape, layers, blocks)
+    return Experts(module, shape, layers, blocks)
+
+
+def knows_packed(hidden: int, size: int, count: int, per_token: int, shared_size: int) -> bool:
+    """Whether experts of these sizes can stay quantized. shared_size: 0 where there is no shared one."""
+    kinds = frozenset({Kinds("Q8_0", "Q8_0", "Q8_0")})
+    shape = PackedShape(hidden, size, count, per_token, shared_size > 0, True, kinds, kinds)
+    return shared_size in (0, size) and shape.fits_blocks and shape.known
+
+
+def scratch_bytes(count: int, size: int, hidden: int) -> int:
+    """What a layer's experts, so many with the shared one, take as plain numbers."""
+    return 3 * count * size * hidden * 2
+
+
+def _packed_shape(weights: MoeWeights) -> PackedShape | None:
+    router, experts, shared = weights.router, weights.experts, weights.shared
+    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16:
+        return None
+    common = {_kinds(shared)} if shared else set()
+    sizes = {_sizes(part) for part in weights.parts}
+    if isinstance(experts, tuple):
+        found = {_kinds(part) for part in experts}
+    elif isinstance(experts.store, TileStore):
+        found = {Kinds(*experts.store.types[experts.layer])}
+        sizes.add((experts.store.size, experts.store.hidden))
+    else:
+        return None
+    routed, shared_one = (frozenset(kinds for kinds in some if kinds) for some in (found, common))
+    if len(routed) != 1 or None in found | common or len(sizes) != 1 or _PLAIN in _names(next(iter(routed))):
+        return None
+    size, hidden = sizes.pop()
+    shape = PackedShape(hidden, size, len(experts), weights.per_token, shared is not None, weights.normalised, routed,
+                        shared_one)
+    return shape if shape.fits_blocks and shape.known else None
+
+
+def _names(kinds: Kinds) -> tuple[str, str, str]:
+    return kinds.gate, kinds.up, kinds.down
+
+
+def _kinds(part: MlpWeights) -> Kinds | None:
+    """None: some of it is neither tiles nor bfloat16."""
+    names = [_kind(block) for block in _matrices(part)]
+    gate, up, down = (*names, None, None, None)[:3]
+    return Kinds(gate, up, down) if gate and up and down else None
+
+
+def _kind(block: Block) -> str | None:
+    if isinstance(block, Tensor):
+        return _PLAIN if block.dtype == torch.bfloat16 and block.is_contiguous() else None
+    return block.type if isinstance(block, Tiles) else None
+
+
+def _matrices(part: MlpWeights) -> tuple[Block, ...]:
+    """Gate, up and down; empty where these are in other blocks."""
+    halves, down = _halves(part.gate_up), part.down
+    return (*halves, down) if halves and not isinstance(down, tuple) else ()
+
+
+def _halves(weight: Weight) -> tuple[Block, Block] | None:
+    if isinstance(weight, tuple):
+        return weight if len(weight) == 2 and weight[0].shape == weight[1].shape else None
+    if isinstance(weight, Tensor):
+        return weight[:len(weight) // 2], weight[len(weight) // 2:]
+    return weight.halves() if isinstance(weight, Tiles) and weight.rows % (2 * ROWS) == 0 else None
+
+
+def _sizes(part: MlpWeights) -> tuple[int, int]:
+    """Rows and columns of the gate, if the other matrices are of that size; zeros if not."""
+    shapes = [(int(matrix.shape[0]), int(matrix.shape[1])) for matrix in _matrices(part)]
+    return shapes[0] if shapes and shapes == [shapes[0], shapes[0], shapes[0][::-1]] else (0, 0)
+
+
+def _bits(kinds: frozenset[str]) -> int:
+    return sum(1 << KINDS[kind].number for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """up, down [E + 1] int64: where the tiles lie; those of gates are in the layer's `Table`. routed, shared: what they
+    are. kept: tiles that were made of a plain shared expert, which nobody else keeps."""
+
+    up: Tensor
+    down: Tensor
+    routed: Kinds
+    shared: Kinds
+    kept: tuple[Tiles, ...]
+
+
+class PackedExperts(Experts):
+    """As `Experts`, of a `PackedShape`. Beside the weights it has memory for one layer's experts as plain numbers."""
+
+    in_passes = _PASSES * MOST
+    ahead = 0  # what is in that memory is another layer's then
+
+    def __init__(self, module: Module, shape: PackedShape, layers: Iterable[MoeWeights], blocks: int) -> None:
+        """As `Experts`."""
+        self._packed, self._layers, self._most = shape, dict[int, _Layer](), shape.most
+        self._plans = dict[int, tuple[tuple[int, int, int], tuple[int, int]]]()
+        count = shape.count + shape.shared
+        self._gate, self._down = (torch.empty(count, rows, columns, dtype=torch.bfloat16, device=module.device)
+                                  for rows, columns in ((2 * shape.size, shape.hidden), (shape.hidden, shape.size)))
+        self._maps = maps_of(self._gate, 0), maps_of(self._down, 1)
+        super().__init__(module, shape, layers, blocks)
+
+    def table(self, weights: MoeWeights) -> Table:
+        kept, parts, wanted = list[Tiles](), list[list[Tiles]](), None
+        for part in weights.parts:
+            parts.append([])
+            for block in _matrices(part):
+                if isinstance(block, Tensor):
+                    kept.append(block := tiles_of(block))
+                assert isinstance(block, Tiles)
+                parts[-1].append(block)
+        if isinstance(weights.experts, ExpertPool):
+            store, layer = weights.experts.store, weights.experts.layer
+            assert isinstance(store, TileStore)
+            gate, up, down, wanted = store.addresses(layer, parts[0] if parts else ())
+            routed: Kinds | None = Kinds(*store.types[layer])
+        else:
+            gate, up, down = (torch.tensor([block.data.data_ptr() for block in blocks], device=self._module.device)
+                              for blocks in zip(*parts, strict=True))
+            routed = _kinds(weights.experts[0])
+        shared = _kinds(weights.shared) if weights.shared else routed
+        assert routed and shared
+        self._layers[id(weights)] = _Layer(up, down, routed, shared, tuple(kept))
+        return Table(Addresses(gate, down, *self._maps, wanted), filled_router(weights))
+
+    def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor, real: Real = ALL,
+            first: int = 0) -> None:
+        """As of `Experts`, of any number of tokens."""
+        shape, tokens = self._packed, len(residual)
+        if tokens > self._most:
+            for begin in range(0, tokens, self._most):
+                part = slice(begin, min(begin + self._most, tokens))
+                self.few(weights, residual[part], scale, eps, logits[part], real, first + begin)
+            return
+        table, layer = self._tables[id(weights)], self._layers[id(weights)]
+        gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
+        if tokens not in self._plans:
+            self._plans[tokens] = shape.gate_plan(tokens, self._blocks), shape.down_plan(tokens, self._blocks)
+        (group, slots, shared), (down_slots, down_shared) = self._plans[tokens]
+        numbers = {"tokens": tokens, "first": first, "count": real.count, "starts": real.starts, "logits": logits}
+        self._module.launch("k_packed_gate", (self._blocks,), WARPS * 32 + 32, args.PackedGate(
+            x=residual, scale=scale, gate=table.at.gate, up=layer.up, wanted=table.at.wanted, y=gated, eps=eps,
+            group=group, slots=slots, slot=shape.gate_slot, wide=shape.wide(layer.routed),
+            shared_wide=shape.wide(layer.shared),
+            gate_kind=_number(layer.routed.gate), up_kind=_number(layer.routed.up),
+            shared_gate_kind=_number(layer.shared.gate), shared_up_kind=_number(layer.shared.up), **numbers), shared)
+        self._module.launch("k_packed_down", (self._blocks,), WARPS * 32 + 32, args.PackedDown(
+            x=gated, down=layer.down, y=residual, slots=down_slots, slot=shape.down_slot,
+            kind=_number(layer.routed.down), shared_kind=_number(layer.shared.down), **numbers), down_shared)
+
+    def prepare(self, weights: MoeWeights) -> None:
+        """Makes plain numbers of the experts that are passed."""
+        shape, layer = self._packed, self._layers[id(weights)]
+        gate, up = self._gate[:, :shape.size], self._gate[:, shape.size:]
+        gates = self._tables[id(weights)].at.gate
+        for target, data, routed, shared in ((gate, gates, layer.routed.gate, layer.shared.gate),
+                                             (up, layer.up, layer.routed.up, layer.shared.up),
+                                             (self._down, layer.down, layer.routed.down, layer.shared.down)):
+            self._unpack(target[:shape.count], data, routed, self._counts)
+            if shape.shared:
+                self._unpack(target[shape.count:], data[shape.count:], shared, None)
+
+    def _unpack(self, target: Tensor, data: Tensor, kind: str, counts: Tensor | None) -> None:
+        """target [n, rows, columns] bf16. data [n] int64: where the tiles lie. counts [n] int32: of tokens; None: all
+        are wanted."""
+        count, rows, columns = target.shape
+        self._module.launch(f"k_unpack_experts_{kind.lower()}",
+                            (-(-rows // ROWS * (columns // COLUMNS) // WARPS), count), 256, args.UnpackExperts(
+            data=data, y=target, counts=counts, stride=target.stride(0), rows=rows, columns=columns))
+
+
+def _number(kind: str) -> int:
+    return KINDS[kind].number

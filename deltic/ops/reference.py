@@ -1,0 +1,667 @@
+"""Every op in naive torch: the oracle that other backends are compared with. Never optimized.
+
+Precision: float64 inputs are computed in float64, all others in float32. Results are rounded to the input's
+dtype after each linear map, the convolution, the delta rule, each norm, the rotation, the softmax average and
+each product with a gate, and nowhere in between. A token's value never depends on its batch, bit for bit: all that
+rounds in an order of the library's choice runs token by token, in shapes that depend on the token's own sequence
+only. All rows read their slots before any row writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deltic.ops import Ops
+from deltic.ops.encoder_layers import Affine, Norm, Scene, VisionWeights
+from deltic.ops.noise import gumbel
+from deltic.ops.quantized import QTensor
+from deltic.ops.types import (
+    PAGE,
+    RING,
+    Adjust,
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    Block,
+    CacheViews,
+    DecoderWeights,
+    GdnSpec,
+    GdnWeights,
+    KvView,
+    MlpWeights,
+    MoeWeights,
+    MtpStep,
+    MtpWeights,
+    RingView,
+    Rope,
+    RopeSpec,
+    Sampled,
+    Sampling,
+    StateView,
+    Weight,
+)
+from deltic.params import ring_base
+
+UNIT_EPS = 1e-6
+"""Added to the squared length of queries and keys of the delta rule, as the checkpoints were trained."""
+HEALTHY_SPREAD = 1e-6
+"""Logits that differ by less are a constant: no model says that."""
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype that `x` is computed in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def each_token(function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+    """The function of one token at a time, [T, ...], as wide as the first column: in a longer tensor a vectorised
+    exponential or sum rounds differently in the middle and at the end."""
+    return torch.stack([function(*token) for token in zip(*columns, strict=True)]) if len(columns[0]) else columns[0]
+
+
+def project(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
+    if isinstance(weight, tuple):
+        return torch.cat([project(x, block) for block in weight], dim=-1)
+    plain = unpacked(weight)
+    matrix, result = plain.to(wide(x)), x.new_empty(len(x), len(weight), dtype=wide(x))
+    for token, vector in enumerate(x.to(wide(x))):
+        # A copy has the same alignment for every token, on which the library's order of additions depends.
+        result[token] = matrix @ vector.clone()
+    return result
+
+
+def unpacked(weight: Block) -> Tensor:
+    """The matrix that another backend may have packed."""
+    if isinstance(weight, QTensor):
+        return weight.dequantize()
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, in], weight [out, in] or row blocks of it -> x weightᵀ [T, out] in x's dtype."""
+    return project(x, weight).to(x.dtype)
+
+
+def rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+    """x [..., D], scale [D] -> scale * x / sqrt(mean(x²) + eps), rounded once to x's dtype; without a scale x."""
+    if scale is None:
+        return x
+    values = x.to(wide(x))
+    normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (normalised * scale.to(wide(x))).to(x.dtype)
+
+
+def pack(weight: Tensor, table: bool) -> Block:
+    """weight [out, in] as it is."""
+    return weight
+
+
+def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
+    """ids [T], weight [V, H] -> [T, H]."""
+    return (weight.lookup(ids) if isinstance(weight, QTensor) else weight[ids]).to(dtype)
+
+
+def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
+    """The ops are called one by one."""
+
+
+def step(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> None:
+    """The ops are called one by one."""
+
+
+def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual, delta [T, H], weight [H] -> (residual + delta, its RMS norm) in residual's dtype."""
+    total = residual.clone() if delta is None else residual + delta.to(residual.dtype)
+    return total, each_token(lambda token: rms_norm(token, weight, eps), total)
+
+
+def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+    """x [T, H] -> down(silu(gate) * up) [T, H]."""
+    gate, up = linear(x, weights.gate_up).to(wide(x)).chunk(2, dim=-1)
+    return linear((each_token(functional.silu, gate) * up).to(x.dtype), weights.down)
+
+
+def moe(x: Tensor, weights: MoeWeights) -> Tensor:
+    """x [T, H] -> the sum of each token's experts [T, H], of which the best comes first and the shared one last."""
+    assert isinstance(weights.experts, tuple)
+    logits, count = project(x, weights.router), len(weights.experts)
+    result = torch.empty_like(x)
+    for token in range(len(x)):
+        chances = torch.softmax(logits[token, :count], dim=-1)
+        best = ranked(chances)[:weights.per_token]
+        shares = chances[best] / chances[best].sum() if weights.normalised else chances[best]
+        own, total = x[token:token + 1], torch.zeros(x.shape[1:], dtype=logits.dtype, device=x.device)
+        for share, expert in zip(shares, best.tolist(), strict=True):
+            total += share * mlp(own, weights.experts[expert])[0]
+        if weights.shared is not None:
+            total += torch.sigmoid(logits[token, count]) * mlp(own, weights.shared)[0]
+        result[token] = total
+    return result
+
+
+def head(x: Tensor, weight: Weight) -> Tensor:
+    """x [L, H], weight [V, H] -> logits [L, V]: float32, or float64 for float64 inputs."""
+    return project(x, weight)
+
+
+# Gated DeltaNet
+
+
+def unit(x: Tensor) -> Tensor:
+    """x [..., D] -> x / sqrt(|x|² + 1e-6), in x's dtype."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def short_conv(ring: Tensor, chunk: Tensor, done: int, weight: Tensor) -> Tensor:
+    """Causal depthwise convolution and silu.
+
+    ring [W, C]: raw inputs, that of position p at place p mod W. chunk [n, C]: raw inputs of positions done,
+    done + 1, ... weight [C, K]: the last tap meets the token itself. -> [n, C] in the chunk's dtype.
+    Inputs before position 0 are zero, whatever the ring holds.
+    """
+    taps, result = weight.to(wide(chunk)), torch.empty_like(chunk)
+    for token in range(len(chunk)):
+        total = torch.zeros_like(chunk[token], dtype=wide(chunk))
+        for tap in range(weight.shape[1]):
+            position = done + token - (weight.shape[1] - 1) + tap
+            if position >= 0:
+                source = chunk[position - done] if position >= done else ring[position % len(ring)]
+                total = total + taps[:, tap] * source.to(wide(chunk))
+        result[token] = functional.silu(total).to(chunk.dtype)
+    return result
+
+
+def advance_conv(ring: Tensor, chunk: Tensor, done: int, length: int) -> Tensor:
+    """A copy of the ring [W, C] with positions done .. length - 1 taken from the chunk [n, C].
+
+    With done = 0 nothing is read from the old ring; places of positions before 0 become zero.
+    """
+    result = ring.clone() if done else torch.zeros_like(ring)
+    for position in range(done, length):
+        result[position % len(ring)] = chunk[position - done]
+    return result
+
+
+def spread(x: Tensor, heads: int, tiled: bool = False) -> Tensor:
+    """x [..., few heads, D] -> [..., heads, D]: each head serves as many consecutive ones; tiled: the few heads follow
+    each other again and again."""
+    if tiled:
+        return torch.cat([x] * (heads // x.shape[-2]), dim=-2)
+    return x.repeat_interleave(heads // x.shape[-2], dim=-2)
+
+
+def gated_delta_step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token of the gated delta rule (arXiv 2412.06464, equation 10).
+
+    state [Hv, Dk, Dv]; query, key [Hk, Dk], normalised; value [Hv, Dv]; decay a = exp(g) and beta [Hv].
+    S ← a S; u = β (v - Sᵀ k); S ← S + k uᵀ; o = Sᵀ q / √Dk. -> (new state, o [Hv, Dv], u [Hv, Dv]); the state
+    given is kept.
+    """
+    heads = len(value)
+    query, key = spread(query, heads)[..., None], spread(key, heads)[..., None]
+    state = state * decay[:, None, None]
+    update = (value - (state * key).sum(-2)) * beta[:, None]
+    state = state + key * update[:, None, :]
+    output = (state * (query / state.shape[-2] ** 0.5)).sum(-2)
+    return state, output, update
+
+
+def fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
+    """Bring a state forward by n entries, oldest first: S ← a S + k uᵀ; the state given is kept.
+
+    state [Hv, Dk, Dv]; keys [n, Hk, Dk], updates [n, Hv, Dv], decays [n, Hv]. The two roundings per element
+    are those of `gated_delta_step`, so the result has the same bits as the steps that made the entries.
+    """
+    for key, update, decay in zip(keys, updates, decays, strict=True):
+        state = state * decay[:, None, None]
+        state = state + spread(key, len(update))[..., None] * update[:, None, :]
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRun:
+    """outputs, updates [n, Hv, Dv]. states: by number of tokens taken, [Hv, Dk, Dv] each."""
+
+    outputs: Tensor
+    updates: Tensor
+    states: dict[int, Tensor]
+
+
+def gated_delta(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
+    wanted: tuple[int, ...] = (),
+) -> DeltaRun:
+    """`gated_delta_step` over n tokens: query, key [n, Hk, Dk], value [n, Hv, Dv], decay, beta [n, Hv].
+
+    The states after 0, n and each of the `wanted` numbers of tokens are kept.
+    """
+    tokens = len(value)
+    outputs, updates, states = torch.empty_like(value), torch.empty_like(value), {0: state}
+    for token in range(tokens):
+        state, outputs[token], updates[token] = gated_delta_step(
+            state, query[token], key[token], value[token], decay[token], beta[token])
+        if token + 1 in (tokens, *wanted):
+            states[token + 1] = state
+    return DeltaRun(outputs, updates, states)
+
+
+def gated_delta_replay(
+    state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One token's (output, update), [Hv, Dv] each, from a state and the n entries after it, in low-rank form.
+
+    Shapes as in `fold` (entries) and `gated_delta_step` (token). With D_i the product of the decays after
+    entry i, the token's own included:
+    u = β (v - D_0 Sᵀ k - Σ D_i (k_i·k) u_i), o = (D_0 Sᵀ q + Σ D_i (k_i·q) u_i + (k·q) u) / √Dk.
+    D is a product from newest to oldest: a ratio of prefix products divides by zero once they underflow.
+    Equal to `fold` and step by rounding only.
+    """
+    heads = len(value)
+    query, key = spread(query, heads) / state.shape[-2] ** 0.5, spread(key, heads)
+    remembered, output = torch.zeros_like(value), torch.zeros_like(value)
+    product = decay
+    for index in reversed(range(len(keys))):
+        old = spread(keys[index], heads)
+        remembered = remembered + (product * (old * key).sum(-1))[:, None] * updates[index]
+        output = output + (product * (old * query).sum(-1))[:, None] * updates[index]
+        product = product * decays[index]
+    remembered = remembered + product[:, None] * (state * key[..., None]).sum(-2)
+    output = output + product[:, None] * (state * query[..., None]).sum(-2)
+    update = (value - remembered) * beta[:, None]
+    return output + (key * query).sum(-1, keepdim=True) * update, update
+
+
+def next_base(base: int, done: int, chunk: int, append: bool) -> int:
+    """How many tokens a row's target state has folded in after a step: the `base` of its next one, below which rejected
+    tokens never move its `done`. ValueError if a chunk that is to be appended is longer than a ring."""
+    if append and chunk > RING:
+        raise ValueError(f"a chunk of {chunk} tokens does not fit a replay ring of {RING}")
+    return ring_base(base, done, chunk) if append else done + chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a batch in plain integers. emits: (length, slot) of each state to emit."""
+
+    tokens: slice
+    done: int
+    base: int
+    ring: int
+    append: bool
+    source: int
+    target: int
+    emits: tuple[tuple[int, int], ...]
+
+    @property
+    def chunk(self) -> int:
+        return int(self.tokens.stop - self.tokens.start)
+
+
+def _rows(batch: Batch) -> list[_Row]:
+    starts = batch.starts.tolist()
+    columns = (column.tolist() for column in (batch.emit_row, batch.emit_length, batch.emit_slot))
+    emits = list(zip(*columns, strict=True))
+    return [
+        _Row(slice(starts[row], starts[row + 1]), int(batch.done[row]), int(batch.base[row]),
+             int(batch.ring[row]), bool(batch.append[row]), int(batch.source[row]), int(batch.target[row]),
+             tuple((length, slot) for owner, length, slot in emits if owner == row))
+        for row in range(batch.layout.rows)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A row's chunk: raw conv inputs [n, C]; in the wide dtype normalised query, key [n, Hk or Hv, Dk] (Hv: already
+    spread), value [n, Hv, Dv], decay, beta [n, Hv]."""
+
+    raw: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def _split_heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """mixed [n, C] -> normalised query and key [n, Hk, Dk] (tiled: spread to [n, Hv, Dk]), value [n, Hv, Dv], in the
+    wide dtype."""
+    query, key, value = torch.split(mixed.to(wide(mixed)), [spec.keys, spec.keys, spec.values], dim=-1)
+    query, key = (each_token(unit, x.reshape(-1, spec.key_heads, spec.key_dim)) for x in (query, key))
+    if spec.tiled:
+        query, key = (spread(x, spec.value_heads, tiled=True) for x in (query, key))
+    return query, key, value.reshape(-1, spec.value_heads, spec.value_dim)
+
+
+def decay_gate(a: Tensor, decay: Tensor, dt_bias: Tensor) -> Tensor:
+    """a, decay, dt_bias [Hv] -> exp(decay * softplus(a + dt_bias)) in a's wide dtype; decay is -exp(A_log)."""
+    return torch.exp(decay.to(wide(a)) * functional.softplus(a.to(wide(a)) + dt_bias.to(wide(a))))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Of any shape; in the wide dtype."""
+    return torch.sigmoid(x.to(wide(x)))
+
+
+def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """x, gate [..., D], scale [D] -> rms_norm(x) * silu(gate), rounded once to x's dtype."""
+    normalised = rms_norm(x.to(wide(x)), scale, eps)
+    return (normalised * functional.silu(gate.to(wide(x)))).to(x.dtype)
+
+
+def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> tuple[Tensor, Tensor]:
+    """State [Hv, Dk, Dv] and convolution ring [W, C] as of `done` tokens, in new memory: those of the slot, which is as
+    of `base` (0: zero), brought forward by entries base .. done - 1 of the ring unit. The state in the wide dtype."""
+    slots = state.recurrent
+    recurrent = slots[slot].to(wide(slots), copy=True) if base else torch.zeros_like(slots[slot], dtype=wide(slots))
+    if base == done:
+        return recurrent, advance_conv(state.conv[slot], state.conv[slot][:0], base, done)
+    assert state.ring is not None, "entries are wanted of slots without rings"
+    places, units = [position % RING for position in range(base, done)], state.ring
+    inputs, keys, updates, decays = (
+        pool[ring, places] for pool in (units.inputs, units.keys, units.updates, units.decays))
+    keys = spread(keys, len(recurrent), units.tiled)
+    return fold(recurrent, keys, updates, decays), advance_conv(state.conv[slot], inputs, base, done)
+
+
+def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+    """Slot `target` becomes slot `source` as of `done` tokens, in every layer."""
+    for state in states:
+        state.recurrent[target], state.conv[target] = load_state(state, source, ring, base, done)
+
+
+def _run_row(row: _Row, taken: _Taken, start: Tensor) -> DeltaRun:
+    wanted, start = tuple(length - row.done for length, _ in row.emits), start.to(taken.value.dtype)
+    return gated_delta(start, taken.query, taken.key, taken.value, taken.decay, taken.beta, wanted)
+
+
+def _append_entries(row: _Row, taken: _Taken, run: DeltaRun, ring: RingView) -> None:
+    for token in range(row.chunk):
+        place = (row.done + token) % RING
+        ring.inputs[row.ring, place] = taken.raw[token]
+        ring.keys[row.ring, place] = taken.key[token, :ring.keys.shape[2]]
+        ring.updates[row.ring, place] = run.updates[token]
+        ring.decays[row.ring, place] = taken.decay[token]
+
+
+def _write_row(row: _Row, taken: _Taken, run: DeltaRun, conv: Tensor, state: StateView) -> None:
+    """conv: the convolution ring before the chunk, since another row may have written to the source already."""
+    after = next_base(row.base, row.done, row.chunk, row.append)
+    written = [(after, row.target)] if after > row.base else []
+    for length, slot in (*written, *row.emits):
+        state.recurrent[slot] = run.states[length - row.done]
+        state.conv[slot] = advance_conv(conv, taken.raw, row.done, length)
+    if row.append:
+        assert state.ring is not None, "a row appends to slots without rings"
+        _append_entries(row, taken, run, state.ring)
+
+
+def gdn_core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+    """What lies between a layer's projections: proj [T, C + values + 2 Hv] -> [T, values]."""
+    spec = weights.spec
+    state.check_order(spec)
+    sizes = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
+    raw, gate, b, a = torch.split(proj, sizes, dim=-1)
+    decay = each_token(lambda token: decay_gate(token, weights.decay, weights.dt_bias), a)
+    beta = each_token(sigmoid, b)
+    rows, work = _rows(batch), []
+    for row in rows:
+        start, conv = load_state(state, row.source, row.ring, row.base, row.done)
+        mixed = short_conv(conv, raw[row.tokens], row.done, weights.conv)
+        taken = _Taken(raw[row.tokens], *_split_heads(mixed, spec), decay[row.tokens], beta[row.tokens])
+        work.append((row, taken, _run_row(row, taken, start), conv))
+    for row, taken, run, conv in work:
+        _write_row(row, taken, run, conv, state)
+    output = torch.cat([run.outputs for _, _, run, _ in work]).to(proj.dtype)
+    normalised = each_token(lambda x, gate: gated_norm(x, gate, weights.norm, spec.eps), output,
+                            gate.reshape(output.shape))
+    return normalised.flatten(1)
+
+
+def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+    """x [T, H] -> [T, H]: a Gated DeltaNet layer between its norm and its residual (arXiv 2412.06464).
+
+    Written for each row: the target slot, unless it stays as of `base`; with append, the chunk's ring entries; each
+    emit slot. Ring entries are not rounded, so a replayed state has the bits of the plain recurrence.
+    """
+    return linear(gdn_core(linear(x, weights.in_proj), weights, state, batch), weights.out_proj)
+
+
+# Gated attention
+
+
+def frequency_axis(index: int, sections: tuple[int, ...]) -> int:
+    """Which of (temporal, height, width) turns frequency `index`: axes 1 and 2 take every third one while
+    their section lasts, time has the rest (M-RoPE, interleaved)."""
+    axis = index % 3
+    return axis if sections and index < 3 * sections[axis] else 0
+
+
+def rope(positions: Tensor, spec: RopeSpec) -> Rope:
+    """positions [3, T] int64 -> cos, sin [T, rotary_dim] float32, as transformers computes them."""
+    pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=positions.device)
+    factors = torch.tensor(spec.factors or 1.0, device=positions.device)
+    frequencies = 1.0 / spec.theta ** (pairs / spec.rotary_dim) / factors
+    angles = [positions[frequency_axis(index, spec.sections)].to(torch.float32) * frequency
+              for index, frequency in enumerate(frequencies)]
+    half = torch.stack(angles, dim=-1)
+    return Rope(each_token(torch.cos, half).repeat(1, 2), each_token(torch.sin, half).repeat(1, 2))
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864) of the leading dimensions; pairs are half of them apart.
+
+    x [T, heads, D] -> the same shape and dtype.
+    """
+    turned, cos, sin = rope.cos.shape[-1], rope.cos[:, None].to(wide(x)), rope.sin[:, None].to(wide(x))
+    front = x[..., :turned].to(wide(x))
+    first, second = front.chunk(2, dim=-1)
+    front = front * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([front.to(x.dtype), x[..., turned:]], dim=-1)
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One token: query [heads, D]; keys, values [n, kv_heads, D], its own last -> [heads, D], query's dtype.
+
+    Softmax of q·k / √D over all n; each K/V head serves heads / kv_heads consecutive heads.
+    """
+    heads, dtype = len(query), wide(query)
+    scores = (spread(keys.to(dtype), heads) * query.to(dtype)).sum(-1) * query.shape[-1] ** -0.5
+    chances = torch.softmax(scores, dim=0)
+    return (chances[..., None] * spread(values.to(dtype), heads)).sum(0).to(query.dtype)
+
+
+def _project_heads(x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """x [T, H] -> query and gate [T, heads, D], key and value [T, kv_heads, D], before norm and rotation."""
+    spec, parts = weights.spec, 2 if weights.spec.gate else 1
+    sizes = [parts * spec.queries, spec.kv, spec.kv]
+    bias = 0.0 if weights.bias is None else weights.bias.to(wide(x))
+    queries, key, value = torch.split((project(x, weights.qkv) + bias).to(x.dtype), sizes, dim=-1)
+    split = queries.reshape(-1, spec.heads, parts, spec.head_dim).unbind(2)
+    shape = (-1, spec.kv_heads, spec.head_dim)
+    return split[0], split[1] if spec.gate else None, key.reshape(shape), value.reshape(shape)
+
+
+def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
+    """pool [pages, PAGE, kv_heads, D], pages [P] -> the row's first entries, [length, kv_heads, D]."""
+    return torch.stack([pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)])
+
+
+def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
+    """key, value [T, kv_heads, D], before norm and rotation."""
+    key = rotate(each_token(lambda heads: rms_norm(heads, k_norm, eps), key), rope)
+    for pool, rows in ((kv.keys, key), (kv.values, value)):
+        if pool.dtype == torch.float8_e4m3fn:  # has no infinity; torch moves only its bytes
+            pool, rows = pool.view(torch.uint8), rows.clamp(-448, 448).to(pool.dtype).view(torch.uint8)
+        pool.view(-1, *rows.shape[1:])[batch.store] = rows.to(pool.dtype)
+
+
+def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,
+             rope: Rope) -> None:
+    """x [T, H], weight [2 * kv, H]: keys and values of all tokens, as attention_mixer stores them."""
+    key, value = linear(x, weight).unflatten(-1, (2, spec.kv_heads, spec.head_dim)).unbind(1)
+    _store(key, value, k_norm, spec.eps, kv, batch, rope)
+
+
+def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
+    """x [T, H] -> [T, H]: a gated attention layer between its norm and its residual.
+
+    Keys are stored after norm and rotation, in the view's dtype, and read back from there, the new ones too.
+    """
+    query, gate, key, value = _project_heads(x, weights)
+    eps = weights.spec.eps
+    query = rotate(each_token(lambda heads: rms_norm(heads, weights.q_norm, eps), query), rope)
+    _store(key, value, weights.k_norm, eps, kv, batch, rope)
+    output = torch.empty_like(query)
+    for index, row in enumerate(_rows(batch)):
+        keys, values = (_read_context(pool, batch.pages[index], row.done + row.chunk)
+                        for pool in (kv.keys, kv.values))
+        for end, token in enumerate(range(row.tokens.start, row.tokens.stop), row.done + 1):
+            output[token] = attention(query[token], keys[:end], values[:end])
+    if gate is not None:
+        output = (output.to(wide(x)) * each_token(sigmoid, gate)).to(x.dtype)
+    return linear(output.flatten(1), weights.o_proj)
+
+
+# Sampling
+
+
+def ranked(scores: Tensor) -> Tensor:
+    """scores [V] -> token ids [V], best first, the lower id first among equals."""
+    return torch.sort(scores, descending=True, stable=True).indices
+
+
+def is_healthy(logits: Tensor) -> bool:
+    """logits [V]: all finite, and not all the same."""
+    return bool(logits.isfinite().all() and logits.max() - logits.min() >= HEALTHY_SPREAD)
+
+
+def apply_adjust(logits: Tensor, adjust: Adjust | None) -> Tensor:
+    """logits [L, V] -> a copy after the repetition penalties, then the offsets, in the logits' dtype."""
+    result = logits.clone()
+    if adjust is None:
+        return result
+    tables = [(table.row, slice(None), table.repetition, table.offset) for table in adjust.tables]
+    single = zip(adjust.row, adjust.token, adjust.repetition, adjust.offset, strict=True)
+    for row, place, repetition, offset in (*tables, *single):
+        old, factor = logits[row, place], 1.0 if repetition is None else repetition
+        result[row, place] = torch.where(old > 0, old / factor, old * factor) + (0.0 if offset is None else offset)
+    return result
+
+
+def kept_tokens(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """scores [V] float64, after temperature -> ids of the tokens that may be drawn, best first; never empty.
+
+    top_k: the best k (0: all). top_p: of these, with their mass as 1, the fewest best whose mass reaches
+    top_p (1: all). min_p: of these, those at least min_p times as probable as the best. Lower ids win ties.
+    """
+    kept = ranked(scores)
+    if top_k:
+        kept = kept[:top_k]
+    if top_p < 1:
+        mass = torch.softmax(scores[kept], dim=0).cumsum(0)
+        before = torch.cat([mass.new_zeros(1), mass[:-1]])
+        kept = kept[: max(1, int((before < top_p).sum()))]
+    if min_p:
+        kept = kept[(scores[kept] - scores[kept[0]]).exp() >= min_p]
+    return kept
+
+
+def draw(logits: Tensor, sampling: Sampling, row: int) -> int:
+    """One token of adjusted logits [V]: the best (temperature 0), or of logits / temperature + noise."""
+    temperature = float(sampling.temperature[row])
+    if temperature == 0:
+        return int(ranked(logits)[0])
+    scores = logits.to(torch.float64) / temperature
+    top_k, top_p, min_p = int(sampling.top_k[row]), float(sampling.top_p[row]), float(sampling.min_p[row])
+    kept = kept_tokens(scores, top_k, top_p, min_p).sort().values
+    noisy = scores[kept] + gumbel(sampling.key[row : row + 1], kept)[0]
+    return int(kept[ranked(noisy)[0]])
+
+
+def sample(logits: Tensor, sampling: Sampling) -> Sampled:
+    """logits [L, V] -> Sampled; the logits are kept.
+
+    Each row goes by its own numbers: `greedy` and `filtered` are hints for faster backends.
+    """
+    healthy = torch.tensor([is_healthy(row) for row in logits], dtype=torch.bool, device=logits.device)
+    adjusted = apply_adjust(logits, sampling.adjust)
+    drawn = [draw(adjusted[row], sampling, row) for row in range(len(logits))]
+    tokens = torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+    possible = (adjusted > -torch.inf).any(-1)
+    if sampling.top_logprobs is None:
+        return Sampled(tokens, healthy, possible)
+    chances = torch.log_softmax(logits.to(torch.float64), dim=-1).to(torch.float32)
+    order = torch.stack([ranked(row)[:sampling.top_logprobs] for row in logits])
+    return Sampled(tokens, healthy, possible, chances.gather(1, tokens[:, None])[:, 0], order, chances.gather(1, order))
+
+
+# Pictures
+
+
+def vision(x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
+    """x [T, H] through all blocks, in place, one picture after another."""
+    heads, width = weights.heads, weights.hidden
+    for layer in weights.layers:
+        for picture in scene.pictures():
+            qkv = affine(layer_norm(x[picture], layer.attention_norm, weights.eps), layer.qkv).to(wide(x))
+            query, key, value = qkv.view(-1, 3, heads, width // heads).unbind(1)
+            turned = [rotated(part, scene.cos[picture], scene.sin[picture]) for part in (query, key)]
+            mixed = torch.stack([attended(turned[0][:, head], turned[1][:, head], value[:, head])
+                                 for head in range(heads)], 1)
+            x[picture] += affine(mixed.flatten(1).to(x.dtype), layer.out)
+            inner = affine(layer_norm(x[picture], layer.output_norm, weights.eps), layer.up)
+            inner = functional.gelu(inner.to(wide(x)), approximate="tanh").to(x.dtype)
+            x[picture] += affine(inner, layer.down)
+            yield
+
+
+def affine(x: Tensor, weights: Affine) -> Tensor:
+    """x [T, in] -> [T, out] in x's dtype."""
+    return (project(x, weights.weight) + weights.bias.to(wide(x))).to(x.dtype)
+
+
+def layer_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    """x [T, H] less its mean, over its deviation, scaled and shifted, in x's dtype."""
+    apart = x.to(wide(x)) - x.to(wide(x)).mean(-1, keepdim=True)
+    normalised = apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps)
+    return (normalised * norm.scale.to(wide(x)) + norm.shift.to(wide(x))).to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D], cos, sin [T, D / 2]: numbers i and i + D / 2 turn together."""
+    left, right = x.chunk(2, -1)
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """query, key, value [T, D] of one head -> the values, weighted by how alike queries and keys are [T, D]."""
+    return torch.softmax(query @ key.T * query.shape[1] ** -0.5, -1) @ value
+
+
+# Copies
+
+
+def copy_slots(states: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
+    """states [layers, S, ...] each; source, target [N]: all are read before the first is written."""
+    for pool in states:
+        pool[:, target] = pool[:, source].clone()
+
+
+def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
+    """pools [layers, P, ...] each; source, target [N]: all are read before the first is written."""
+    copy_slots(pools, source, target)
+
+
+OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
+          attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, moe=moe, head=head, sample=sample,
+          copy_slots=copy_slots, copy_pages=copy_pages, step=step, mtp_step=mtp_step, vision=vision)

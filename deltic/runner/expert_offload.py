@@ -1,0 +1,229 @@
+"""Experts that are not all in memory: how many are, who comes first, and what is remembered of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from deltic.config import DType, EngineConfig, ExpertsConfig, ModelConfig, available_cores, available_memory
+from deltic.config.machine import parse_bytes
+from deltic.errors import ConfigError, show
+from deltic.loader.files import open_plain
+from deltic.loader.hub import ModelFiles
+from deltic.ops import Ops
+from deltic.ops.cpu import missing, pool_of
+from deltic.ops.cpu.experts import ExpertStore, expert_bytes
+from deltic.ops.cpu.library import Pool
+from deltic.ops.cpu.offloaded_experts import Beside
+from deltic.ops.cuda.card_store import CardStore
+from deltic.ops.cuda.cpu_experts import HostExperts
+from deltic.ops.cuda.expert_store import ExpertStore as PlainStore
+from deltic.ops.cuda.moe import ExpertsShape
+from deltic.ops.cuda.quantized_moe import scratch_bytes
+from deltic.ops.cuda.tile_store import TileStore, take_stacks
+from deltic.ops.stored import ExpertStatistics
+from deltic.ops.types import Weight
+
+log = logging.getLogger("deltic")
+
+_MOST_PROFILE = 64 << 20
+_MOST_THREADS, _OTHERS = 16, 2
+"""Threads that compute experts beside a GPU at most, and cores that are left for others: the memory is slower than
+more of them."""
+_READS = 0.85
+"""What kernels reach of a copy's rate while the host computes, which reads the same memory."""
+_LEAST_SHARE = 0.1
+"""Of the experts beside a GPU; computing fewer on the host is not worth asking it."""
+
+
+@dataclass(slots=True)
+class Experts:
+    """The experts of a running model. profile: where their scores are kept, if they are. rates: bytes of experts a
+    second that the host computes, and that a card copies, where both were measured."""
+
+    store: ExpertStore | CardStore
+    profile: Path | None
+    rates: tuple[float, float] | None = None
+
+    def statistics(self) -> ExpertStatistics:
+        """For any thread."""
+        return self.store.statistics()
+
+    def close(self) -> None:
+        """Say what was done, and write the profile. After the last step."""
+        found = self.statistics()
+        hits, misses = sum(found.hits), sum(found.misses)
+        log.info("experts: %.1f %% of %d were in memory, %.1f MiB were read in %.1f s, %d promoted; steps waited "
+                 "%.1f s", 100 * hits / max(hits + misses, 1), hits + misses, found.bytes / (1 << 20),
+                 found.reading, found.promotions, found.waited)
+        if isinstance(self.store, CardStore) and self.store.host:
+            log.info("experts: of %d misses the host computed %d, %.1f MiB, in %.1f s", misses, found.computed,
+                     found.computed_bytes / (1 << 20), found.computing)
+            self.store.close()
+        if self.profile:
+            try:
+                fresh = self.profile.with_name(self.profile.name + ".new")
+                fresh.write_text(json.dumps({"layers": [[round(score, 3) for score in layer]
+                                                        for layer in self.store.scores()]}))
+                fresh.replace(self.profile)
+            except OSError as error:
+                log.error("the profile of experts cannot be written to %s: %s", self.profile, error.strerror)
+
+
+def check_experts(files: ModelFiles | None, config: ModelConfig, options: EngineConfig, dtype: str,
+                  packed: bool) -> None:
+    """ConfigError if the options ask for experts that are not all in memory and this model cannot have them elsewhere.
+    files: None for random weights. packed: its weights stay as they are in a GGUF file, or shall become quantized."""
+    if not options.offloads_experts:
+        return
+    asked = "expert_memory" if options.expert_memory else "expert_cap"
+    reason = None
+    if config.experts is None:
+        reason = "this is a dense model, without experts; leave it out"
+    elif options.expert_compute == "host" and missing():
+        asked, reason = "expert_compute", next(iter(missing().values()))
+    elif options.device != "cpu":
+        reason = _not_beside_the_card(config, config.experts, options, dtype, packed)
+    elif files is None:
+        reason = "these weights lie in no file; leave it out, or write them to one"
+    elif (absent := missing().get("moe")) or options.ops:
+        reason = absent or "only the compiled kernels know such experts; leave out `ops`"
+    elif files.gguf is not None and not packed:
+        reason = "the experts of a GGUF file are used as they are in it: add `packed_weights='on'`"
+    if reason:
+        raise ConfigError(f"{asked}={getattr(options, asked)} is not possible: {reason}", asked)
+
+
+def _not_beside_the_card(config: ModelConfig, experts: ExpertsConfig, options: EngineConfig, dtype: str,
+                         packed: bool) -> str | None:
+    if dtype != "bfloat16":
+        return f"on a GPU only with dtype bfloat16, not {dtype}"
+    if options.ops or options.debug_layers:
+        return "on a GPU only deltic's own kernels know such experts; leave out `ops` and `debug_layers`"
+    if torch.cuda.get_device_capability(options.device) != (9, 0):
+        return "it needs a GPU of compute capability 9.0"
+    shape = ExpertsShape(config.hidden_size, experts.size, experts.count, experts.per_token, bool(experts.shared_size),
+                         True)
+    if not packed and not shape.known:  # of quantized ones it was asked before
+        return "the kernels do not know experts of these sizes"
+    return None
+
+
+def beside_card(options: EngineConfig) -> bool:
+    """Whether experts shall lie beside a GPU."""
+    return options.offloads_experts and options.device != "cpu"
+
+
+def plain_store(config: ModelConfig, options: EngineConfig) -> PlainStore:
+    """What is to take a model's experts of bfloat16 while it is loaded."""
+    assert config.experts
+    return PlainStore(len(config.layer_types), config.experts.count, config.experts.size, config.hidden_size,
+                      torch.device(options.device), options.expert_refresh)
+
+
+def tile_store(weights: dict[str, Weight], config: ModelConfig, options: EngineConfig) -> TileStore:
+    """What has a model's quantized experts, which are taken out of its weights."""
+    return TileStore(take_stacks(weights, len(config.layer_types)), torch.device(options.device),
+                     options.expert_refresh)
+
+
+def fill_card(store: CardStore, options: EngineConfig, experts: ExpertsConfig) -> Experts:
+    """As many experts on the card as the options say. To be called when the other weights are there."""
+    torch.cuda.empty_cache()  # what was needed to make the weights
+    free = torch.cuda.mem_get_info(options.device)[0]
+    if isinstance(store, TileStore):
+        free -= scratch_bytes(experts.count + bool(experts.shared_size), experts.size, store.hidden)
+    slots = _slots([store.place_bytes] * len(store.expert_bytes), store.count, options, free)
+    profile = Path(options.expert_profile) if options.expert_profile else None
+    store.fill(slots, _read_profile(profile, [store.count] * len(store.expert_bytes))
+               if profile and profile.exists() else None)
+    log.info("%d of %d experts of each layer are on the GPU (%.1f MiB)", slots, store.count, store.nbytes / (1 << 20))
+    rates = None
+    if isinstance(store, PlainStore) and slots < store.count and options.expert_compute != "card" and not missing():
+        rates = _share_with_host(store, options, experts.per_token)
+    return Experts(store, profile, rates)
+
+
+def _share_with_host(store: PlainStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
+    """Let cores of the host compute as many of the experts that are not on the card as the options say, or as they were
+    measured to compute in the time in which the card reads the others. The rates, as of `Experts`."""
+    threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
+    beside = Beside(store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True)
+    host, card = beside.rate(), store.copy_rate()
+    share = 1.0 if options.expert_compute == "host" else host_share(host, _READS * card)
+    log.info("experts that are not on the GPU: %d threads of the host compute %.1f GB/s, the GPU copies %.1f GB/s: the "
+             "host computes %.0f %% of them (expert_compute=%s)", threads, host / 1e9, card / 1e9, 100 * share,
+             options.expert_compute)
+    if share:
+        store.share(HostExperts(beside, torch.device(options.device)), share)
+    else:
+        beside.close()
+    return host, card
+
+
+def host_share(host: float, card: float) -> float:
+    """Of the experts that are not on a card those that the host is to compute, from 0 to 1, so that both end at the
+    same time. host, card: bytes a second that it computes, and that the card reads."""
+    share = host / (host + card)
+    return share if share >= _LEAST_SHARE else 0.0
+
+
+def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DType) -> Experts:
+    """The experts, as many in memory as the options say. To be called when the model's other weights are there."""
+    layers = files.stored_experts(dtype)
+    slots = _slots([expert_bytes(experts[0]) for experts in layers], len(layers[0]), options, available_memory())
+    pool = cast(Pool, ops.moe.__self__)  # type: ignore[attr-defined]
+    store = ExpertStore(pool, layers, [slots] * len(layers), options.expert_refresh, options.expert_predict)
+    if not store.direct:
+        log.warning("%s cannot be read past the page cache, which takes memory that deltic does not count",
+                    store.paths[0].parent)
+    profile = Path(options.expert_profile) if options.expert_profile else None
+    store.fill(_read_profile(profile, [len(experts) for experts in layers])
+               if profile and profile.exists() else None)
+    log.info("%d of %d experts of each layer are in memory (%.1f MiB)", slots, len(layers[0]),
+             store.nbytes / (1 << 20))
+    return Experts(store, profile)
+
+
+def _slots(sizes: Sequence[int], count: int, options: EngineConfig, free: int) -> int:
+    """How many of `count` experts of each layer are in memory. sizes: of an expert, by layer. free: bytes that are left
+    there."""
+    budget, most = options.expert_bytes, min(options.expert_cap or count, count)
+    if options.expert_memory == "auto":
+        budget = free - parse_bytes(options.expert_reserve) - (options.memory_bytes or 0)
+    slots = most if budget is None else min(most, budget // sum(sizes))
+    if slots < 1:
+        raise ConfigError(f"expert_memory={options.expert_memory} has no room for one expert of each layer, which take "
+                          f"{sum(sizes) / (1 << 20):.1f} MiB{_left(options, budget)}: give more", "expert_memory")
+    return slots
+
+
+def _left(options: EngineConfig, budget: int | None) -> str:
+    return f" ({max(budget or 0, 0) / (1 << 20):.1f} MiB are left)" if options.expert_memory == "auto" else ""
+
+
+def _read_profile(path: Path, counts: Sequence[int]) -> list[list[float]]:
+    """Scores by layer. counts: of a layer's experts. ConfigError if the file is none of this model."""
+    try:
+        with open_plain(path) as file:
+            text = file.read(_MOST_PROFILE + 1)
+        if len(text) > _MOST_PROFILE:
+            raise ValueError("it is too large")
+        found = json.loads(text)["layers"]
+        shape = [len(layer) for layer in found]
+        if shape != list(counts):
+            raise ValueError("it is of a model with another number of layers or experts")
+        if not all(isinstance(score, int | float) and isfinite(score) and score >= 0
+                   for layer in found for score in layer):
+            raise ValueError("its scores must be numbers from 0 on")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"expert_profile {show(str(path))} cannot be used: {error}; delete it, or name another file",
+                          "expert_profile") from error
+    return cast("list[list[float]]", found)

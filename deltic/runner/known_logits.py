@@ -1,0 +1,114 @@
+"""Sequences that draw from logits of an earlier step: those that the cache has kept, and those that a request's own
+logits processors have changed, which run in threads of their own while others go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.cache.handles import Lease
+from deltic.engine.sequence import Sequence
+from deltic.errors import RequestError, show
+from deltic.runner.launch import Share
+
+log = logging.getLogger("deltic")
+
+_FIELD = "logits_processors"
+_FORBIDDEN = -1e30
+"""Stands for -inf, which in a model's own logits would mean that something is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processing:
+    """What becomes of the logits [V] of a sequence's last token. lease: on which it had them; another one means that
+    it was preempted, and has them again."""
+
+    lease: Lease
+    raw: Tensor
+    processed: Future[Tensor]
+
+
+Fail = Callable[[Sequence, str, "RequestError | None"], None]
+
+
+class KnownLogits:
+    """Those of one engine."""
+
+    def __init__(self, vocabulary: int, threads: int) -> None:
+        self._vocabulary, self._threads = vocabulary, threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def ready(self, running: List[Sequence], fail: Fail) -> list[Sequence]:
+        """The sequences that can draw their next token without a step. fail: ends one with an error."""
+        return [sequence for sequence in running[:] if self._is_ready(sequence, fail)]
+
+    def postpone(self, share: Share, healthy: bool) -> bool:
+        """Whether what the step has drawn for a sequence counts for nothing, as its request has processors; they are
+        started."""
+        sequence = share.sequence
+        if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0 or not healthy:
+            return False
+        if share.row is None:  # it has drawn from what they made
+            share.end, sequence.processing = sequence.processing.raw, None
+            return False
+        assert share.end is not None
+        self._submit(sequence, share.lease, share.end)
+        return True
+
+    def close(self) -> None:
+        """Start no more processors."""
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _is_ready(self, sequence: Sequence, fail: Fail) -> bool:
+        processing: Processing | None = sequence.processing
+        if processing and processing.lease is sequence.lease:
+            return processing.processed.done() and self._take(sequence, processing, fail)
+        if sequence.logits is None:
+            return False
+        kept: Tensor = sequence.logits
+        if kept.shape != (self._vocabulary,) or kept.dtype != torch.float32:
+            fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}", None)
+            return False
+        if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0:
+            return True
+        assert sequence.lease is not None
+        sequence.logits = None
+        self._submit(sequence, sequence.lease, kept)
+        return False
+
+    def _take(self, sequence: Sequence, processing: Processing, fail: Fail) -> bool:
+        try:
+            sequence.logits = processing.processed.result()
+        except Exception as error:
+            refused = error if isinstance(error, RequestError) else RequestError(
+                f"a logits processor failed: {error!r}", _FIELD)
+            log.warning("a logits processor failed; its request ends with an error", exc_info=error)
+            fail(sequence, str(refused), refused)
+            return False
+        return True
+
+    def _submit(self, sequence: Sequence, lease: Lease, logits: Tensor) -> None:
+        self._pool = self._pool or ThreadPoolExecutor(self._threads, "deltic-processors")
+        sequence.processing = Processing(lease, logits, self._pool.submit(_processed, sequence, logits))
+
+
+def _processed(sequence: Sequence, logits: Tensor) -> Tensor:
+    """What the processors make of the logits. The sequence gets no token meanwhile."""
+    found, shape = logits.to("cpu", copy=True), logits.shape
+    for processor in sequence.request.logits_processors:
+        found = processor(list(sequence.tokens), found)
+        if not isinstance(found, Tensor) or found.shape != shape or not found.dtype.is_floating_point:
+            raise RequestError(f"a logits processor must return a tensor of floats {[*shape]}, not {show(found)}",
+                               _FIELD)
+    found = found.detach().float().cpu().clamp(min=_FORBIDDEN)
+    low, high = float(found.min()), float(found.max())
+    if not low < high < torch.inf:
+        raise RequestError("a logits processor returned NaN, infinity, or the same number for every token", _FIELD)
+    return found

@@ -1,0 +1,258 @@
+"""Sockets and the life of the server process."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import gc
+import os
+import signal
+import socket
+import ssl
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+
+from deltic.config import Limits
+from deltic.errors import ConfigError, UnavailableError
+from deltic.server.connections import Acceptor, Connection, Door
+from deltic.server.host_check import LOCAL_NAMES
+
+_BACKLOG = 2048
+_SWITCH = 0.0001  # seconds that a busy thread keeps the interpreter: a step asks for it dozens of times
+_FLUSH = 2.0  # seconds for clients to read their last bytes
+_LOOK = 0.1  # seconds between two looks for a second signal
+_SEND_BUFFER = 64 << 10  # what the kernel keeps for a client that does not read; by itself it would take 4 MiB
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Claim an address; ConfigError says why it cannot be had. Nobody can connect before the server runs."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port must be from 0 to 65535, not {port}", "port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} is not known: {_reason(error)}", "host") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # also of what is accepted
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}, port {port}: {_reason(error)}; choose another --host or --port",
+                          "port") from error
+    return listener
+
+
+def listen_unix(path: Path, mode: int = 0o600) -> socket.socket:
+    """The same for a Unix socket, which those may use who may write to a file of this mode. One that a server left
+    behind is replaced; ConfigError if one is in use, or another file is there. Closing it removes it."""
+    listener = _UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.claim(path, mode)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on the Unix socket {path}: {_reason(error)}; choose another --unix-socket",
+                          "unix_socket") from error
+    return listener
+
+
+class _UnixListener(socket.socket):
+    """A Unix socket that is gone when it is closed. A lock beside it, which ends with the process, tells one that is in
+    use from one that was left behind: until the server runs, neither can be connected to. It is gone then, too, unless
+    the file has something in it, as then it is somebody else's."""
+
+    _lock = -1
+    _lock_path: Path | None = None
+    _path: Path | None = None
+
+    def claim(self, path: Path, mode: int) -> None:
+        self._take_lock(Path(f"{path}.lock").absolute())
+        if _is_left_behind(path):
+            path.unlink()
+        os.fchmod(self.fileno(), mode)  # so that it is never open to more, whatever the process's umask
+        self.bind(str(path))
+        self._path = path.absolute()
+        path.chmod(mode)
+
+    def _take_lock(self, path: Path) -> None:
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(self._lock)
+            if not os.path.samestat(found, path.stat()):  # its owner has just removed it: another may be there
+                raise FileNotFoundError(errno.ENOENT, "the lock is gone")
+        except OSError as error:
+            raise OSError(error.errno, "another server uses it") from error
+        self._lock_path = path if found.st_size == 0 else None
+
+    def close(self) -> None:
+        for path in (self._path, self._lock_path):  # the lock is held until both are gone
+            with suppress(OSError):
+                if path:
+                    path.unlink()
+        self._path = self._lock_path = None
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+        super().close()
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Whether a Unix socket is there that nobody listens on; OSError if somebody does, or it is no socket."""
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+    if not is_socket:
+        raise FileExistsError(errno.EEXIST, "a file is there that is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+    raise OSError(errno.EADDRINUSE, "another program listens on it")
+
+
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """What serves TLS with these PEM files; ConfigError if they are none, or do not belong together."""
+    def no_passphrase() -> str:
+        raise ConfigError(f"the key {key} has a passphrase: store it without", "tls_key")
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key, no_passphrase)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the certificate {certificate} and the key {key} cannot be used: {_reason(error)}",
+                          "tls_certificate") from error
+    return context
+
+
+def url_of(listener: socket.socket, tls: bool = False) -> str:
+    """Where clients find the server."""
+    scheme = "https" if tls else "http"
+    if listener.family == socket.AF_UNIX:
+        return f"{scheme}://localhost"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def hosts_of(listener: socket.socket, allowed: Sequence[str], host: str) -> Sequence[str]:
+    """The names by which clients may ask for the server. allowed: those that were named. Without, a server that only
+    this machine can reach has its own names, and another one all. host: the name that it listens on."""
+    reachable = listener.family == socket.AF_UNIX or not ip_address(listener.getsockname()[0]).is_loopback
+    return ("*",) if reachable and not allowed else (*allowed, *LOCAL_NAMES, host)
+
+
+class Draining(Protocol):
+    """What runs the requests of a server."""
+
+    async def drain(self, grace: float) -> None:
+        """Take no more, give the running ones `grace` seconds, then end them."""
+
+    async def stop(self) -> None:
+        """End them now."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which on a signal stops taking requests, gives the running ones `drain_seconds`, and returns. Meanwhile
+    whoever connects is told so. A second signal ends them at once."""
+
+    def __init__(self, app: Starlette, models: Draining, drain_seconds: float, on_ready: Callable[[], None],
+                 limits: Limits, tls: ssl.SSLContext | None = None) -> None:
+        # error: what is wrong with a client's request is said to the client, and is no business of the log
+        super().__init__(uvicorn.Config(
+            app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
+            http="httptools", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
+        self._app, self._models, self._drain_seconds = app, models, drain_seconds
+        self._on_ready, self._tls = on_ready, tls
+        self.door = Door(limits, app.state.records.refuse)
+        self._acceptors: list[Acceptor] = []
+
+    def run_on(self, listener: socket.socket) -> None:
+        """Serve until a signal comes."""
+        try:
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {url_of(listener)}: {_reason(error)}", "port") from error
+        with _many_threads():
+            self.run([listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        with suppress(SystemExit):  # newer versions of uvicorn raise it, older ones go on
+            await super().startup([])
+        if self.lifespan.should_exit:
+            error = getattr(self._app.state, "startup_error", "the log says why")
+            raise UnavailableError(f"the server did not start: {error}")
+        make = partial(Connection, self.door, self.config, self.server_state, self.lifespan.state)
+        for listener in sockets or ():
+            listener.setblocking(False)
+            self._acceptors.append(Acceptor(listener, make, self._tls))
+            self._acceptors[-1].start()
+        self._watching = asyncio.create_task(self.door.watch())
+        if not self.should_exit:
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A first signal, or a second one, whichever they are."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._models.drain(self._drain_seconds))
+        while not (draining.done() or self.force_exit):
+            await asyncio.wait([draining], timeout=_LOOK)
+        for acceptor in self._acceptors:
+            acceptor.stop()
+        if self.force_exit:
+            draining.cancel()
+            await self._models.stop()
+        await super().shutdown(sockets)
+        self._watching.cancel()
+        await asyncio.gather(draining, self._watching, return_exceptions=True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the server, not the process, which may have more to do."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _many_threads() -> Iterator[None]:
+    """Python for a process in which threads that read and write JSON work beside the engine's, which must not wait."""
+    before = sys.getswitchinterval()
+    gc.freeze()  # else every full collection would look through the model and all libraries, for half a second
+    sys.setswitchinterval(_SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

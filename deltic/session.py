@@ -1,0 +1,486 @@
+"""`Session`: one sequence by hand, over the same cache, batches and ops as the engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from hashlib import blake2b
+from operator import index
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from deltic.cache.handles import Lease, Snapshot
+from deltic.config import ModelConfig
+from deltic.engine.loading import Given, RandomModel, load_any
+from deltic.engine.operator_profile import Profile, profiling
+from deltic.engine.options import engine_config
+from deltic.engine.step_plan import Plan, Row, Seen, base_after
+from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
+from deltic.export.opening import kind_of
+from deltic.ops.types import Batch
+from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
+from deltic.runner.batch_logits import batch_logits
+from deltic.runner.input_batch import build
+from deltic.runner.model_runner import Runtime
+
+_FLAT = 1e-6
+_DENSE = torch.strided
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LAST = (1 << 30) - 1
+"""The largest rotary position: with what follows the positions stay within 32 bits."""
+
+LayerHook = Callable[[int, Tensor], Tensor | None]
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def _alone(method: Callable[Concatenate[Session, Args], Result]) -> Callable[Concatenate[Session, Args], Result]:
+    """The method, for one thread at a time of the process that loaded the model."""
+    @wraps(method)
+    def locked(self: Session, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        if os.getpid() != self._process:
+            raise forked_from(self._process)
+        with self._lock:
+            return method(self, *args, **kwargs)
+    return locked
+
+
+class Session:
+    """Feed tokens, read logits. Needs no tokenizer.
+
+        session = Session("org/name")
+        logits = session.prefill([1, 2, 3])      # float32 [vocabulary], of the last token
+        logits = session.step(int(logits.argmax()))
+        snapshot = session.snapshot()
+        session.commit([5, 6]); session.restore(snapshot)
+
+    Every token enters the state exactly once. Errors leave the session where it was. Several tokens at once, of which
+    perhaps only the first few are wanted:
+
+        drafts = session.draft(7, 2)            # by the model's draft head, if it has one: what may follow 7
+        logits = session.verify([7, *drafts])   # float32 [3, vocabulary]; the session stays where it is
+        session.accept(2)                        # 7 and the first draft are in the state now, the second never was
+
+    A session has a model, a cache and a state of its own. Any thread may call it, and calls wait for each other; whose
+    tokens come first is for the callers to say; in a process that was forked from the one that loaded the model they
+    get UnavailableError. dtype: float32 if it is not given, of a compiled model its own. config, weights: as of `LLM`.
+    """
+
+    def __init__(self, model: str | Path | RandomModel | None = None, dtype: str | None = None, *,
+                 revision: str | None = None, config: Any = None, weights: Mapping[str, Tensor] | None = None,
+                 **options: Any) -> None:
+        compiled = isinstance(model, str | Path) and kind_of(model)
+        chosen = engine_config({"dtype": dtype or ("auto" if compiled else "float32"), **options},
+                               ["revision", "config", "weights"])
+        if isinstance(chosen.speculation, Draft):
+            raise ConfigError("speculate=draft is of no use here: give what another Session drafts to verify",
+                              "speculate")
+        if chosen.batch_invariant:
+            raise ConfigError("batch_invariant is of no use here: a session computes what it is given at once, or "
+                              "token by token if you step", "batch_invariant")
+        self.runtime = load_any(model, chosen, revision, None, True, Given(config, weights))
+        # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
+        lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
+        assert lease is not None and scratch is not None
+        self._lease: Lease = lease
+        self._scratch: Lease = scratch
+        self._verified: Row | None = None
+        # by how much the next rotary position differs from the cursor; and at snapshots that are kept, by their slots
+        self._shift, self._shifts = 0, dict[int, int]()
+        self._lock, self._process = threading.RLock(), os.getpid()
+
+    @property
+    def position(self) -> int:
+        """Tokens in the state."""
+        return self._lease.done
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the state can take."""
+        return self.runtime.memory.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that there are, and logits of each token."""
+        return self.runtime.config.vocab_size
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape, as its files say it."""
+        return self.runtime.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, and where logits lie."""
+        return self.runtime.device
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether `prefill` takes prompts with pictures."""
+        return self.runtime.encode is not None
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether `draft` has something to draft with."""
+        return self.runtime.mtp_runner is not None
+
+    @_alone
+    def prefill(self, tokens: Sequence[int] | Prompt, all_logits: bool = False) -> Tensor:
+        """Append tokens; returns the float32 logits of the last one [V], or of every one [n, V].
+
+        A Prompt may have pictures, as `ChatProcessor.chat` makes them of messages; they are encoded first. Its rotary
+        positions go on where the session's are.
+        """
+        logits = self._feed(tokens, all_logits)
+        return logits if all_logits else logits[-1]
+
+    @_alone
+    def prefill_assembled(self, embeddings: Tensor, positions: Tensor | None = None,
+                          all_logits: bool = False) -> Tensor:
+        """Append tokens that have no ids, only embeddings [n, hidden_size]; returns logits as `prefill` does.
+
+        positions [3, n] integers: their rotary positions by time, height and width, from 0 where the session is; what
+        follows goes on behind the largest. None: one after another. RequestError for anything else, and for numbers
+        that are not finite.
+        """
+        rows = self._checked_rows(embeddings)
+        count = len(rows)
+        axes = None if positions is None else _axes(positions, count)
+        digest = blake2b(rows.numpy().tobytes() + repr(axes).encode(), digest_size=16).hexdigest()
+        offset = 0 if axes is None else max(map(max, axes)) + 1 - count
+        prompt = Prompt((0,) * count, content_keys(digest.encode(), count), axes, offset,
+                        (Picture(0, count, digest, None),))
+        logits = self._feed(prompt, all_logits, {digest: rows.to(self.runtime.device)})
+        return logits if all_logits else logits[-1]
+
+    @_alone
+    def step(self, token: int) -> Tensor:
+        """Append one token; returns its float32 logits [V]."""
+        return self._feed([token], False)[-1]
+
+    @_alone
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Append tokens whose logits nobody wants."""
+        self._feed(tokens, False)
+
+    @overload
+    def draft(self, /, token: int, count: int, logits: Literal[False] = False) -> list[int]: ...
+
+    @overload
+    def draft(self, /, token: int, count: int, logits: Literal[True]) -> tuple[list[int], Tensor]: ...
+
+    @_alone
+    @torch.inference_mode()
+    def draft(self, token: int, count: int, logits: bool = False) -> list[int] | tuple[list[int], Tensor]:
+        """What the model's draft head thinks most likely to follow the next token, `count` (1 to 12) ids; the session
+        stays where it is.
+
+        logits: return also what they were chosen by, float32 [count, V]: row i is of draft i, after the token and the
+        drafts before it. A shortened head (`draft_vocab`) cannot draft all tokens: the others have -inf. RequestError
+        without a head.
+        """
+        token, head, cache, lease = *self._checked([token]), self.runtime.mtp_runner, self.runtime.cache, self._lease
+        if head is None:
+            raise RequestError("this model has no draft head, or was loaded with speculate='off'", "speculate")
+        count = _checked_count(count, 1, MAX_DRAFTS)
+        if cache.reserve(lease, count) < count:
+            raise RequestError("no pages are left: drop snapshots, or raise memory")
+        head.see([token])
+        drafts, rows, hidden = [token], list[Tensor](), None
+        for depth in range(count):
+            last = Row((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1, rotary=self._shift)
+            hidden, found = head.draft(self._batch(last), hidden)
+            rows.append(found)
+            drafts.append(int(found.argmax()))
+        return (drafts[1:], torch.cat(rows)) if logits else drafts[1:]
+
+    @_alone
+    def verify(self, tokens: Sequence[int]) -> Tensor:
+        """The logits [n, V] that each of these tokens would leave, without appending them: see `accept`. At most 13
+        tokens."""
+        tokens, self._verified = self._checked(tokens), None
+        cache, lease = self.runtime.cache, self._lease
+        if len(tokens) > MAX_DRAFTS + 1:
+            raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
+                               "tokens")
+        if not cache.take_ring(lease):
+            raise RequestError("there is no room for a replay ring: raise memory", "memory")
+        if cache.reserve(lease, len(tokens)) < len(tokens):
+            raise RequestError("no pages are left: drop snapshots, or raise memory")
+        row = Row(tuple(tokens), lease.done, lease.pages, lease.slot, len(tokens), base=lease.base,
+                  ring=lease.ring or 0, append=lease.ring is not None, drafts=len(tokens) - 1, rotary=self._shift)
+        if not row.append:
+            row = replace(row, target=self._scratch.slot)
+        logits = self.runtime.run(self._batch(row)).clone()
+        cache.commit(lease, 0, base_after(row))  # the step may have brought the state in the slot forward
+        _check_health(logits)
+        self._verified = row
+        return logits
+
+    @_alone
+    def accept(self, count: int) -> None:
+        """Append the first `count` tokens of the last `verify`, at once after it; 0 forgets them all."""
+        row, self._verified = self._verified, None
+        if row is None:
+            raise RequestError("there is nothing to accept: call verify right before", "count")
+        count = _checked_count(count, 0, len(row.tokens))
+        cache, lease = self.runtime.cache, self._lease
+        lease.keys += row.tokens[:count]
+        cache.commit(lease, count, base_after(row))
+        if self.runtime.mtp_runner and count:
+            self.runtime.mtp_runner.settle(lease.slot, count - 1)
+            self.runtime.mtp_runner.see(row.tokens[:count])
+
+    @_alone
+    def snapshot(self) -> Snapshot:
+        """Keep the present position; RequestError when no more can be kept."""
+        kept = self.runtime.cache.snapshot(self._lease)
+        if kept is None:
+            raise RequestError("no room for another snapshot: drop one, or raise max_batch or memory")
+        self._shifts[kept.slot] = self._shift
+        return kept
+
+    @_alone
+    def restore(self, snapshot: Snapshot | None) -> None:
+        """Return to a snapshot, as often as wanted; None is the start."""
+        if snapshot is not None:
+            self._check_snapshot(snapshot)
+        self._verified = None
+        if not self.runtime.cache.restore(self._lease, snapshot):
+            raise RequestError("no page is free to return to the snapshot: drop one, or raise memory")
+        self._shift = self._shifts[snapshot.slot] if snapshot else 0
+
+    @_alone
+    def drop(self, snapshot: Snapshot) -> None:
+        """Give a snapshot's memory back."""
+        self._check_snapshot(snapshot)
+        del self._shifts[snapshot.slot]
+        self.runtime.cache.drop(snapshot)
+
+    def reset(self) -> None:
+        """Forget all tokens; snapshots stay."""
+        self.restore(None)
+
+    @contextmanager
+    def hook(self, function: LayerHook) -> Iterator[None]:
+        """Within a `with` block: have the function called with the index of each layer and its output [n, hidden_size]
+        for the tokens that are processed, -1 for the embeddings; a tensor that it returns takes the output's place.
+
+        Layers are computed one by one meanwhile, which takes longer. Prompts longer than `token_budget` come in parts.
+        What the function raises ends the call, which leaves the session where it was.
+        """
+        if not callable(function):
+            raise RequestError(f"hook takes a function of (layer, output), not {show(function)}", "function")
+        runtime = self._layered()
+        checked = _checked_hook(function)
+        with self._lock:
+            runtime.hooks.append(checked)
+            try:
+                yield
+            finally:
+                runtime.hooks.remove(checked)
+
+    @contextmanager
+    def profile(self) -> Iterator[Profile]:
+        """Within a `with` block: the time of all calls, by phase and operator."""
+        with self._lock, profiling(self.runtime) as found:
+            yield found
+
+    @_alone
+    def hidden_states(self, tokens: Sequence[int] | Prompt) -> Tensor:
+        """Append tokens; returns what each layer makes of them, float32 [layers + 1, n, hidden_size], as transformers'
+        `output_hidden_states` has it: the embeddings first, and the last one after the final norm."""
+        runtime, found = self._layered(), dict[int, list[Tensor]]()
+        with self.hook(lambda layer, output: found.setdefault(layer, []).append(output.clone())):
+            self._feed(tokens, False)
+        layers = [torch.cat(parts) for _, parts in sorted(found.items())]
+        with torch.inference_mode():
+            layers[-1] = runtime.decoder.final_norm(layers[-1])
+        return torch.stack([layer.float() for layer in layers])
+
+    @_alone
+    def recurrent_states(self) -> dict[int, Tensor]:
+        """Copies of the states of the recurrent layers at the present position by the index of the layer, float32
+        [value heads, key dim, value dim]; zeros at the start."""
+        runtime, lease = self._layered(), self._lease
+        if lease.behind:
+            self._verified = None
+            runtime.cache.settle(lease)
+        runtime.cache.flush()
+        runtime.pools.wait()
+        states = runtime.pools.recurrent[:, lease.slot].float() if lease.done else torch.zeros_like(
+            runtime.pools.recurrent[:, lease.slot], dtype=torch.float32)
+        linear = self.config.linear
+        if runtime.pools.tiled and linear is not None:  # the order of heads in GGUF files
+            states = states.unflatten(1, (-1, linear.num_key_heads)).transpose(1, 2).flatten(1, 2)
+        return dict(zip(self.config.linear_layers, states.clone(), strict=True))
+
+    @_alone
+    def batch_logits(self, rows: Sequence[Sequence[int]], all_logits: bool = False) -> list[Tensor]:
+        """The logits of prompts of any length, each read from its start, together as far as there is room: of each the
+        last token's [V], or all [n, V]. The session stays where it is."""
+        if isinstance(rows, str) or not isinstance(rows, Sequence | Tensor):
+            raise RequestError(f"rows must be a list of lists of token ids, not {show(rows)}", "rows")
+        return batch_logits(self.runtime, [self._checked(row, 0) for row in rows], all_logits, _check_health)
+
+    def _layered(self) -> Runtime:
+        """The model, if its layers can be looked at one by one."""
+        runtime = self.runtime
+        if not isinstance(runtime, Runtime):
+            raise RequestError("a compiled model has no layers to look at: load the model itself", "model")
+        if runtime.experts is not None and runtime.device.type != "cpu":
+            raise RequestError("layers cannot be looked at while experts lie beside a GPU: leave out `expert_memory`",
+                               "expert_memory")
+        return runtime
+
+    def _feed(self, given: Sequence[int] | Prompt, all_logits: bool, rows: dict[str, Tensor] | None = None) -> Tensor:
+        """Process tokens in chunks. The state moves from the lease's slot into the scratch slot and on in there;
+        only when all is well do slots and cursor change (L3). rows: those that stand for pictures; None: make them."""
+        prompt = given if isinstance(given, Prompt) else None
+        tokens, self._verified = self._checked(given.ids if isinstance(given, Prompt) else given), None
+        if prompt and prompt.pictures and rows is None:
+            rows = {picture.digest: self._encoded(picture) for picture in prompt.pictures}
+        cache, lease, scratch, start = self.runtime.cache, self._lease, self._scratch, self.position
+        if cache.reserve(lease, len(tokens)) < len(tokens):
+            raise RequestError("no pages are left: drop snapshots, or raise memory")
+        if (len(tokens) > 1 or self.runtime.hooks) and lease.behind and self.runtime.verifies:
+            cache.settle(lease)  # which kernels for prompts take for granted
+        parts, size = [], self.runtime.options.token_budget
+        row = Row((), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
+        for offset in range(0, len(tokens), size):
+            end = min(offset + size, len(tokens))
+            row = replace(row, tokens=tuple(tokens[offset:end]), done=start + offset,
+                          rotary=self._rotary(prompt, offset, end), seen=_seen(prompt, offset, end))
+            parts.append(self.runtime.run(self._batch(row, all_logits, rows)).clone())
+            _check_health(parts[-1])
+            row = replace(row, slot=scratch.slot, base=None)
+        cache.exchange_slots(lease, scratch)
+        lease.keys += (prompt and prompt.keys) or tokens
+        if self.runtime.mtp_runner:
+            self.runtime.mtp_runner.see(tokens)
+        cache.commit(lease, len(tokens))
+        self._shift += prompt.offset if prompt else 0
+        return torch.cat(parts) if all_logits else parts[-1]
+
+    def _batch(self, row: Row, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
+        self.runtime.cache.flush()
+        return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
+                     rows_of=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
+
+    def _rotary(self, prompt: Prompt | None, start: int, end: int) -> Positions | int:
+        """Of these tokens of what is appended: positions, or what makes them of their cache indices."""
+        if prompt is None or prompt.positions is None:
+            return self._shift
+        first = self.position + self._shift
+        one, two, three = (tuple(place + first for place in axis[start:end]) for axis in prompt.positions)
+        return one, two, three
+
+    def _encoded(self, picture: Picture) -> Tensor:
+        if self.runtime.encode is None:
+            raise RequestError("this model reads text only", "tokens")
+        work = self.runtime.encode(picture.content)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                found: Tensor = done.value
+                return found
+
+    def _checked_rows(self, embeddings: Tensor) -> Tensor:
+        """As float32 in the host's memory."""
+        width = self.runtime.config.hidden_size
+        if not isinstance(embeddings, Tensor) or not embeddings.dtype.is_floating_point or embeddings.layout != _DENSE:
+            raise RequestError(f"embeddings must be a dense tensor of floating-point numbers [n, {width}], not "
+                               f"{_kind(embeddings)}", "embeddings")
+        if embeddings.dim() != 2 or not len(embeddings) or embeddings.shape[1] != width:
+            raise RequestError(f"embeddings must be [n, {width}], not {[*embeddings.shape]}", "embeddings")
+        rows = embeddings.detach().float().cpu().contiguous()
+        if not rows.isfinite().all():
+            raise RequestError("embeddings must be finite: some are NaN or infinite", "embeddings")
+        return rows
+
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        if not isinstance(snapshot, Snapshot):
+            raise RequestError(f"{show(snapshot)} is no snapshot: give what snapshot() returned", "snapshot")
+        if not self.runtime.cache.owns(snapshot):
+            raise RequestError("this snapshot was dropped, or belongs to another session", "snapshot")
+
+    def _checked(self, tokens: Sequence[int], position: int | None = None) -> list[int]:
+        """The tokens as integers, that are to come after so many others."""
+        position = self.position if position is None else position
+        try:
+            tokens = [index(token) for token in tokens]
+        except TypeError as error:
+            raise RequestError(f"tokens must be integers, not {show(tokens)}", "tokens") from error
+        if not tokens:
+            raise RequestError("no tokens: give at least one", "tokens")
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"token id {token} is outside of the vocabulary (0 .. {self.vocab_size - 1})",
+                                   "tokens")
+        if position + len(tokens) > self.max_context:
+            raise RequestError(f"{position} + {len(tokens)} tokens exceed the context of {self.max_context}: "
+                               "reset, or raise max_context", "tokens")
+        return tokens
+
+
+def _checked_hook(function: LayerHook) -> LayerHook:
+    """The same, with what it returns looked at."""
+    def called(layer: int, output: Tensor) -> Tensor | None:
+        changed = function(layer, output)
+        if changed is None:
+            return None
+        if not isinstance(changed, Tensor) or changed.shape != output.shape:
+            raise RequestError(f"the hook must return None or a tensor {[*output.shape]} at layer {layer}, not "
+                               f"{_kind(changed)}", "function")
+        return changed.to(output)
+    return called
+
+
+def _seen(prompt: Prompt | None, start: int, end: int) -> tuple[Seen, ...]:
+    """What of a prompt's pictures lies between two places of it, counted from the first."""
+    found = []
+    for picture in prompt.pictures if prompt else ():
+        first, last = max(picture.start, start), min(picture.end, end)
+        if first < last:
+            found.append(Seen(first - start, last - first, picture.digest, first - picture.start))
+    return tuple(found)
+
+
+def _axes(positions: Tensor, count: int) -> Positions:
+    """Rotary positions of so many tokens."""
+    if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS or positions.layout != _DENSE:
+        raise RequestError(f"positions must be a tensor of integers [3, {count}], not {_kind(positions)}", "positions")
+    if positions.shape != (3, count) or not 0 <= int(positions.min()) <= int(positions.max()) <= _LAST:
+        raise RequestError(f"positions must be [3, {count}], each from 0 to {_LAST:,}", "positions")
+    one, two, three = map(tuple, positions.tolist())
+    return one, two, three
+
+
+def _kind(value: object) -> str:
+    """What a value is that is no tensor, or not the right one."""
+    return f"a tensor of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else show(value)
+
+
+def _checked_count(count: int, low: int, high: int) -> int:
+    try:
+        found = index(count)
+    except TypeError as error:
+        raise RequestError(f"count must be an integer, not {show(count)}", "count") from error
+    if not low <= found <= high:
+        raise RequestError(f"count must be from {low} to {high}, not {found}", "count")
+    return found
+
+
+def _check_health(logits: Tensor) -> None:
+    low, high = float(logits.min()), float(logits.max())
+    if not low - high <= -_FLAT or low == -torch.inf or high == torch.inf:
+        raise DegenerateError(f"the logits range from {low} to {high}: weights, dtype or a kernel are broken; set "
+                              "debug_layers=True to find the first bad layer, or ops=('reference',)")

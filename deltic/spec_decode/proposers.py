@@ -1,0 +1,254 @@
+"""Who drafts the tokens that come next. A draft costs or saves time; it never changes an answer."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from deltic.engine.sequence import Sequence
+from deltic.engine.step_plan import Plan, Row
+from deltic.ops.cuda.staging import row_keys
+from deltic.runner.input_batch import BatchMemory, build, verifying
+from deltic.runner.launch import InFlight, Share
+from deltic.runner.model import Model
+from deltic.runner.sampling import AnswerKeys, Draw, SamplingTable, sampling_of
+from deltic.spec_decode.mtp import MtpRunner
+from deltic.spec_decode.pending_drafts import Promise, Wants
+
+
+class Drafter(Protocol):
+    """limit: the most drafts that it is ever asked for."""
+
+    limit: int
+
+    def draft(self, wants: Wants) -> list[list[int]]:
+        """At most so many drafts of what follows in each sequence."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+
+
+@runtime_checkable
+class DraftsAhead(Protocol):
+    """A drafter that can begin before it is asked."""
+
+    def draft_ahead(self, flight: InFlight) -> None:
+        """Draft what follows a step that was just launched, where a device knows by itself what the step draws. The
+        shares of the step say whether that was done."""
+
+    def promise(self, wants: Wants) -> Promise | None:
+        """What `draft` would give, where a device is at work on it; None where it is not. Once."""
+
+    def disagree(self, sequence: Sequence) -> None:
+        """What a sequence took of the last step is not what the device took for granted."""
+
+
+_READ = 16384
+"""Tokens of a prompt that are noted in one step, for which all wait: some milliseconds."""
+_SHOWN = 2048
+"""Tokens that a draft head is shown in one step: a millisecond, if all of them are new to it."""
+_LOOKED_AT = 128
+"""Places where a sequence's last two tokens may have stood before."""
+
+
+class NgramDrafter:
+    """Drafts that what followed the last few tokens before will follow them again (arXiv 2304.04487)."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._known: dict[Sequence, _Ngrams] = {}
+
+    def draft(self, wants: Wants) -> list[list[int]]:
+        return [self._of(sequence).draft(sequence.tokens, count) for sequence, count in wants]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._known.pop(sequence, None)
+
+    def _of(self, sequence: Sequence) -> _Ngrams:
+        if sequence not in self._known:
+            self._known[sequence] = _Ngrams(len(sequence.tokens))
+        return self._known[sequence]
+
+
+class _Ngrams:
+    """Where the last two to four tokens of a sequence stood before, in some 12 bytes a token. Pairs of tokens with the
+    same number are a chain: `_last` [a power of two] has the place of the newest, `_earlier` [places] that of the one
+    before, 0 where there is none. A pair's place is the position after it."""
+
+    def __init__(self, tokens: int) -> None:
+        """tokens: that there are now."""
+        self._last = array("i", bytes(4 << max(12, tokens.bit_length())))
+        self._earlier = array("i", (0, 0))
+
+    def draft(self, tokens: List[int], count: int) -> list[int]:
+        self._note(tokens)
+        if not len(self._earlier) == len(tokens) > 2:
+            return []
+        second, first = tokens[-2:]
+        place, found, most = self._last[self._number(second, first)], 0, 1
+        for _ in range(_LOOKED_AT):
+            if not place or most == 4:
+                break
+            if tokens[place - 1] == first and tokens[place - 2] == second:
+                same = 2 + (place > 2 and tokens[place - 3] == tokens[-3])
+                same += same == 3 and place > 3 and tokens[place - 4] == tokens[-4]
+                if same > most:
+                    found, most = place, same
+            place = self._earlier[place]
+        return _repeated(tokens[found:], count) if found else []
+
+    def _note(self, tokens: List[int]) -> None:
+        """The next pairs; the last token has nothing after it yet."""
+        begin = len(self._earlier)
+        for place in range(begin, min(len(tokens), begin + _READ)):
+            number = self._number(tokens[place - 2], tokens[place - 1])
+            self._earlier.append(self._last[number])
+            self._last[number] = place
+
+    def _number(self, first: int, second: int) -> int:
+        return (first * 0x9E3779B1 + second * 0x85EBCA6B >> 7) & len(self._last) - 1
+
+
+def _repeated(tokens: List[int], count: int) -> list[int]:
+    """The first `count` tokens of these, again and again."""
+    return [tokens[index % len(tokens)] for index in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """Where drafts are copied to the host while the device goes on. made: they are there. arrived: of both pieces of
+    memory, what was copied last is there."""
+
+    stream: torch.cuda.Stream
+    made: torch.cuda.Event
+    arrived: list[torch.cuda.Event]
+
+
+class MtpDrafter:
+    """Drafts with the model's own draft head; draws as the model itself will, with the same noise."""
+
+    def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
+        self.limit, self._runtime, self._head = limit, runtime, head
+        self._memory, self._params = BatchMemory(), SamplingTable()
+        self._ahead: Promise | None = None
+        self._turn, self._keys, self._answers = 0, torch.empty(0), AnswerKeys()
+        self._landings = [torch.empty(0)] * 2
+        self._aside: _Aside | None = None
+        self._seen: dict[Sequence, int] = {}
+
+    @torch.inference_mode()
+    def draft_ahead(self, flight: InFlight) -> None:
+        self._ahead = None  # what was drafted before follows a step that is no longer the last one
+        rows, batch, sampling = flight.plan.rows, flight.batch, flight.sampling
+        most = max((row.drafts for row in rows), default=0)
+        if (not self._head.ahead or not most or len(rows) < len(flight.shares) or batch is None or batch.padded is None
+                or flight.drawn is None or sampling is None or not all(map(_has_room, flight.shares))):
+            return
+        self._see([share.sequence for share in flight.shares if share.live])
+        device, keys = self._runtime.device, self._keys
+        if keys.shape != (len(rows), 2 * most + 1):
+            keys = self._keys = torch.zeros(len(rows), 2 * most + 1, dtype=torch.int64, device=device)
+        if not sampling.greedy:
+            row_keys(self._answers.of([share.sequence for share in flight.shares], device), batch.done, keys)
+        stream = torch.cuda.current_stream(device)
+        if self._aside is None:
+            self._aside = _Aside(torch.cuda.Stream(device), torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)])
+        else:
+            stream.wait_event(self._aside.arrived[self._turn])  # before others come to lie there
+        drafted = self._head.draft_ahead(batch, most, flight.drawn, keys, sampling.temperature)
+        self._turn ^= 1
+        found, arrived = self._landing(len(drafted.numbers)), self._aside.arrived[self._turn]
+        self._aside.made.record(stream)
+        with torch.cuda.stream(self._aside.stream):
+            self._aside.stream.wait_event(self._aside.made)
+            found.copy_(drafted.numbers, non_blocking=True)
+            arrived.record()
+        places = {share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}
+        self._ahead = Promise(places, drafted, found, arrived)
+        for share in flight.shares:
+            share.ahead = True
+
+    def _landing(self, count: int) -> Tensor:
+        """Pinned memory, of two pieces by turns: what is in the other one may not have been looked at."""
+        if len(self._landings[self._turn]) < count:
+            self._landings[self._turn] = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        return self._landings[self._turn][:count]
+
+    def promise(self, wants: Wants) -> Promise | None:
+        if self._ahead is None or not self._ahead.covers(sequence for sequence, _ in wants):
+            return None
+        ahead, self._ahead = self._ahead, None
+        return ahead
+
+    def disagree(self, sequence: Sequence) -> None:
+        if self._ahead:
+            self._ahead.places.pop(sequence, None)
+
+    @torch.inference_mode()
+    def draft(self, wants: Wants) -> list[list[int]]:
+        ahead, self._ahead = self._ahead, None
+        sequences = [sequence for sequence, _ in wants]
+        if ahead and ahead.covers(sequences) and all(map(ahead.follows, sequences)):
+            return [[*ahead.drafts(sequence, count)] for sequence, count in wants]
+        self._see(sequences)
+        self._runtime.cache.flush()  # the head writes to pages right away
+        device, most = self._runtime.device, max(count for _, count in wants)
+        plan = Plan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
+        batch = (verifying if self._head.ahead else build)(plan, device, memory=self._memory)
+        # what is drafted before matters for penalties alone
+        draws = [Draw(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
+        counts = torch.tensor([count for _, count in wants])
+        tokens = self._head.draft_all(batch, counts, self._params.of(draws, device, self._runtime.config.vocab_size))
+        if tokens is None:
+            return self._one_by_one(wants, most)
+        return [row[:count] for row, (_, count) in zip(tokens.tolist(), wants, strict=True)]
+
+    def _one_by_one(self, wants: Wants, most: int) -> list[list[int]]:
+        device = self._runtime.device
+        drafts: list[list[int]] = [[] for _ in wants]
+        hidden = torch.empty(0)
+        before: list[int] = []
+        for depth in range(most):
+            active = [index for index, (_, count) in enumerate(wants) if count > depth]
+            rows, draws = [], []
+            for index in active:
+                sequence, ahead = wants[index][0], drafts[index]
+                rows.append(_next_row(sequence, ahead[-1] if ahead else sequence.tokens[-1], depth))
+                draws.append(Draw(sequence, tuple(ahead)))
+            places = [place for place, index in enumerate(before) if index in active]
+            hidden, logits = self._head.draft(build(Plan(tuple(rows)), device), hidden[places] if depth else None)
+            tokens = self._runtime.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
+            for index, token in zip(active, tokens, strict=True):
+                drafts[index].append(token)
+            before = active
+        return drafts
+
+    def _see(self, sequences: List[Sequence]) -> None:
+        """Have the head's rows follow the tokens of these sequences: the next ones that it has not been shown, of long
+        prompts some in each step."""
+        each = -(-_SHOWN // max(len(sequences), 1))
+        for sequence in sequences:
+            begin = self._seen.get(sequence, 0)
+            end = self._seen[sequence] = min(begin + each, len(sequence.tokens))
+            self._head.see(sequence.tokens[begin:end])
+
+    def forget(self, sequence: Sequence) -> None:
+        self._seen.pop(sequence, None)
+
+
+def _has_room(share: Share) -> bool:
+    """Whether there are pages for all that may be drafted after a row with drafts."""
+    row = share.row
+    return row is not None and row.drafts > 0 and share.lease.covered >= row.done + 2 * len(row.tokens) - 1
+
+
+def _next_row(sequence: Sequence, token: int, depth: int) -> Row:
+    """The row of a token that follows the committed ones after so many drafts."""
+    lease = sequence.lease
+    assert lease is not None
+    return Row((token,), lease.done + depth, lease.pages, lease.slot, 1, rotary=sequence.offset)
