@@ -27,7 +27,7 @@ from common import record
 
 from deltic import RandomModel, Session
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
-from deltic.export.executorch.export import CHUNK, Form, export
+from deltic.export.executorch.export import CHUNK, ExportForm, export
 from deltic.export.executorch.names import sidecar_of
 from deltic.export.opening import open_program
 from deltic.export.program import generation_config, hf_config
@@ -35,7 +35,7 @@ from deltic.export.sidecar import write_json
 from deltic.loader.dummy import random_weights
 
 PROMPT, CONTEXT = 64, 512
-_PLAIN, _QUANTIZED = Form("fp32", CONTEXT, CHUNK), Form("8da4w", CONTEXT, CHUNK)
+_PLAIN, _QUANTIZED = ExportForm("fp32", CONTEXT, CHUNK), ExportForm("8da4w", CONTEXT, CHUNK)
 PROGRAMS = {"fp32": _PLAIN, "8da4w": _QUANTIZED, "fp32-deltic": replace(_PLAIN, operators="deltic"),
             "8da4w-deltic": replace(_QUANTIZED, operators="deltic")}
 """By name: what is multiplied how, and whose operators compute the rest."""

@@ -21,17 +21,17 @@ from unittest.mock import patch
 from common import record, spread
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.cache.block_pool import Ledger
+from deltic.cache.block_pool import BlockPool
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.disk import Disk
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.prefix_items import Source
+from deltic.cache.offload.prefix_items import PrefixSource
 from deltic.cache.radix_tree import PrefixTree
 from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
-from deltic.params import PAGE, Request
-from deltic.runner.model_runner import Runtime
+from deltic.params import PAGE, EngineRequest
+from deltic.runner.model_runner import ModelRunner
 
 ANSWER, NEW = 24, 50
 METHODS = ("admit", "fetch", "known", "emit", "keep_emitted", "release", "reserve", "commit")
@@ -85,9 +85,9 @@ def _resume(llm: LLM, args: argparse.Namespace) -> None:
 
 def _engine(llm: LLM, directory: Path | None, reuse: bool = True) -> Engine:
     """An engine over the same pools with an empty cache, as after a restart."""
-    assert isinstance(llm.runtime, Runtime)
+    assert isinstance(llm.runtime, ModelRunner)
     pools = llm.runtime.pools
-    tiers = [TierIndex(Disk(directory, "bench", 20 << 30), threads=True)] if directory else []
+    tiers = [TierIndex(DiskStore(directory, "bench", 20 << 30), threads=True)] if directory else []
     cache = HybridCache(pools, reuse, tiers)
     return Engine(replace(llm.runtime, cache=cache))
 
@@ -101,7 +101,7 @@ def _reused(engine: Engine, prompt: list[int], at_least: int) -> float:
 def _first_token(engine: Engine, prompt: list[int]) -> tuple[float, list[int], int]:
     """Seconds to the first token, the answer, and the tokens that were reused."""
     boundary = len(prompt) - 4
-    engine.add(Request("r", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True),
+    engine.add(EngineRequest("r", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True),
                        (64, boundary)))
     began, first, answer, cached = time.perf_counter(), 0.0, [], 0
     while engine.has_work:
@@ -189,15 +189,15 @@ def _match(llm: LLM, args: argparse.Namespace) -> None:
     draw, tokens = random.Random(2), (5_000 if args.quick else 100_000)
     opening = _tokens(llm, draw, 50 * PAGE)
     prompt = [*opening, *_tokens(llm, draw, tokens - len(opening))]
-    tree = PrefixTree(Ledger("page", 200_000), Ledger("slot", 5_000), 1500.0)
-    tier = TierIndex(Host(1 << 40), threads=False)
+    tree = PrefixTree(BlockPool("page", 200_000), BlockPool("slot", 5_000), 1500.0)
+    tier = TierIndex(HostStore(1 << 40), threads=False)
     for number in range(1000):
         conversation = [*opening, *_tokens(llm, draw, 1500 + number)]
         if number % 10 == 0:
             conversation = prompt[:3000 + 97 * number]
         for end in (len(opening), len(conversation) - 700, len(conversation)):
             _keep(tree, conversation[:end])
-            tier.offer(Source(conversation[:end], lambda _: {}, dict))
+            tier.offer(PrefixSource(conversation[:end], lambda _: {}, dict))
     found = {"tree": tree.match(prompt).checkpoint, "tier": tier.find(prompt)}
     times: dict[str, list[float]] = {"tree": [], "tier": []}
     for _ in range(20):

@@ -24,7 +24,7 @@ from common import record, spread
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.engine.engine import Engine
-from deltic.params import Request
+from deltic.params import EngineRequest
 
 TINY = "tiny"
 WORDS = ("river", "lake", "sea", "hill", "cloud", "stone", "tree", "bird", "road", "town")
@@ -103,7 +103,7 @@ def _alone(llm: LLM, args: argparse.Namespace) -> None:
 
     def by_hand() -> None:
         def steps(engine: Engine) -> None:
-            engine.add(Request("alone", tuple(prompt), sampling, speculate=False))
+            engine.add(EngineRequest("alone", tuple(prompt), sampling, speculate=False))
             while engine.has_work:
                 engine.step()
         llm.worker.call(steps)

@@ -105,7 +105,7 @@ def _contexts(args: argparse.Namespace) -> None:
     """Writing down a step of eight sequences that decode, by the length of their contexts; kernels run none."""
     import torch
 
-    from deltic.engine.step_plan import Plan, Row
+    from deltic.engine.step_plan import PlannedRow, StepPlan
     from deltic.params import PAGE
     from deltic.runner.input_batch import BatchMemory, build
 
@@ -113,7 +113,7 @@ def _contexts(args: argparse.Namespace) -> None:
         pages = [list(range(index, context * 8 // PAGE + 16, 8)) for index in range(8)]
         memory, times = BatchMemory(), list[float]()
         for step in range(20 if args.quick else 500):
-            plan = Plan(tuple(Row((7,), context + step % PAGE, pages[row], row, 1) for row in range(8)))
+            plan = StepPlan(tuple(PlannedRow((7,), context + step % PAGE, pages[row], row, 1) for row in range(8)))
             began = time.perf_counter()
             build(plan, torch.device("cpu"), memory=memory)
             times.append(1e6 * (time.perf_counter() - began))
@@ -161,11 +161,11 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
     """Medians over a trial's steps that only decode, in microseconds: of a step, and of what of it no kernel ran."""
     from deltic.cli.measure import trial
-    from deltic.ops.cpu.library import Pool
+    from deltic.ops.cpu.library import ThreadPool
 
-    steps, inside, call, step = list[tuple[float, float]](), [0.0], Pool.call, engine.step
+    steps, inside, call, step = list[tuple[float, float]](), [0.0], ThreadPool.call, engine.step
 
-    def timed_call(pool: Pool, kernel: Callable[..., int], *arguments: object) -> None:
+    def timed_call(pool: ThreadPool, kernel: Callable[..., int], *arguments: object) -> None:
         def timed(*native: object) -> int:
             began = time.perf_counter()
             status = kernel(*native)
@@ -179,7 +179,7 @@ def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
         steps.append((time.perf_counter() - began, inside[0]))
         return events
 
-    with patch.object(Pool, "call", timed_call), patch.object(engine, "step", timed_step):
+    with patch.object(ThreadPool, "call", timed_call), patch.object(engine, "step", timed_step):
         trial(engine, case, seed)
     steps = steps[-case.new_tokens // 2:]  # by then all prompts have been read
     whole, outside = median(a for a, _ in steps) * 1e6, median(a - b for a, b in steps) * 1e6

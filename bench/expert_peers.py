@@ -36,7 +36,7 @@ from llama_python import Llama
 from programs import Program, Resident, Task
 
 from deltic.config import available_cores
-from deltic.params import Request, SamplingParams
+from deltic.params import EngineRequest, SamplingParams
 
 TASKS = (Task("decode", 128, 64), Task("decode", 128, 32, 8), Task("prefill", 512, 1))
 PROGRAMS = ("deltic", "llama.cpp")
@@ -165,9 +165,9 @@ def _deltic(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     return {"version": __version__}, lambda task: llm.worker.call(lambda engine: run(engine, task))
 
 
-def _request(name: str, ids: list[int], task: Task) -> Request:
+def _request(name: str, ids: list[int], task: Task) -> EngineRequest:
     said = ids[task.prompt_tokens:]
-    return Request(name, tuple(ids[:task.prompt_tokens]),
+    return EngineRequest(name, tuple(ids[:task.prompt_tokens]),
                    SamplingParams(temperature=0.0, max_tokens=task.new_tokens, ignore_eos=True),
                    guide=lambda: Said(said))
 

@@ -281,12 +281,12 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 def _deltic(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from deltic import Session
     from deltic.cli.machine import peak_memory_mib
-    from deltic.runner.model_runner import Runtime
+    from deltic.runner.model_runner import ModelRunner
 
     session = Session(settings["model"], threads=settings["threads"], memory="256MiB", max_context=8192,
                       packed_weights="on", **settings["options"])
     runtime = session.runtime
-    assert isinstance(runtime, Runtime) and runtime.experts
+    assert isinstance(runtime, ModelRunner) and runtime.experts
     experts = runtime.experts
     words = text(1)
     session.prefill([next(words) for _ in range(settings["warm"])])

@@ -23,7 +23,7 @@ from typing import get_args
 from common import record
 
 from deltic.config import GenerationDefaults, ModelConfig
-from deltic.export.executorch.export import CHUNK, KINDS, Form, export
+from deltic.export.executorch.export import CHUNK, KINDS, ExportForm, export
 from deltic.export.executorch.mixers import Operators
 from deltic.loader.dummy import random_weights
 
@@ -33,7 +33,7 @@ def main() -> int:
     shape = replace(ModelConfig.preset(args.preset, args.layers), num_mtp_layers=0)
     if args.vocabulary:
         shape = replace(shape, vocab_size=args.vocabulary)
-    form = Form(args.type, 512, 1 if shape.experts else CHUNK, args.operators)
+    form = ExportForm(args.type, 512, 1 if shape.experts else CHUNK, args.operators)
     seconds: dict[str, float] = {}
     marks: list[tuple[str, float]] = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -24,7 +24,7 @@ from deltic import RandomModel, SamplingParams
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.params import Request
+from deltic.params import EngineRequest
 from deltic.runner.model import Model
 
 ANSWER, LONG_SHARE = 16, 0.1
@@ -70,8 +70,8 @@ def _prompt(draw: random.Random, runtime: Model, count: int) -> tuple[int, ...]:
     return tuple(draw.randrange(runtime.config.vocab_size) for _ in range(count))
 
 
-def _request(name: str, prompt: tuple[int, ...], count: int = ANSWER) -> Request:
-    return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+def _request(name: str, prompt: tuple[int, ...], count: int = ANSWER) -> EngineRequest:
+    return EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
 
 
 def _facts(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Seen:
     gaps: list[float] = field(default_factory=list)
 
 
-def _arrivals(args: argparse.Namespace, runtime: Model) -> Iterator[tuple[float, bool, Request]]:
+def _arrivals(args: argparse.Namespace, runtime: Model) -> Iterator[tuple[float, bool, EngineRequest]]:
     draw, now = random.Random(7), 0.0
     for index in range(args.requests):
         now += draw.expovariate(args.rate)

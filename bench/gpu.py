@@ -24,11 +24,11 @@ from deltic.cli.floors import prompt_operations, step_bytes
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.params import Request, SamplingParams, TokenOut
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, SamplingParams, TokenEvent
+from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.controller import drafter_of
-from deltic.spec_decode.draft_length import AdaptiveDepth, Depth, FixedDepth
-from deltic.spec_decode.proposers import MtpDrafter
+from deltic.spec_decode.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
+from deltic.spec_decode.proposers import MtpProposer
 
 BANDWIDTH = 4.4e12
 """Bytes a second that a kernel which only reads reaches on an H200."""
@@ -86,13 +86,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _request(index: int, prompt: int, new: int, vocabulary: int, temperature: float) -> Request:
+def _request(index: int, prompt: int, new: int, vocabulary: int, temperature: float) -> EngineRequest:
     tokens = torch.randint(0, vocabulary, (prompt,), generator=torch.Generator().manual_seed(index)).tolist()
-    return Request(str(index), tuple(tokens), SamplingParams(temperature=temperature, max_tokens=new, seed=index,
+    return EngineRequest(str(index), tuple(tokens), SamplingParams(temperature=temperature, max_tokens=new, seed=index,
                                                              ignore_eos=True))
 
 
-def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float) -> None:
+def _decode(runtime: ModelRunner, args: argparse.Namespace, batch: int, ready: float) -> None:
     """Steps of a full batch, after the first ones, which record graphs."""
     if batch > runtime.memory.max_batch:
         raise SystemExit(f"the cache holds {runtime.memory.max_batch} sequences, not {batch}: raise --memory")
@@ -102,7 +102,7 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
         for index in range(batch):
             engine.add(_request(index, args.prompt, args.new, runtime.config.vocab_size, args.temperature))
         while len(engine.scheduler.running) < batch or any(s.reading for s in engine.scheduler.running):
-            failed = [event.error for event in engine.step() if isinstance(event, TokenOut) and event.error]
+            failed = [event.error for event in engine.step() if isinstance(event, TokenEvent) and event.error]
             if failed or not engine.has_work:
                 raise SystemExit(f"{len(failed)} requests failed: {failed[0]}" if failed else
                                  "the first requests ended before the last ones began: raise --new or --budget")
@@ -136,11 +136,11 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
         _kernels(runtime, batch)
 
 
-def _served(runtime: Runtime) -> str:
+def _served(runtime: ModelRunner) -> str:
     return "torch" if runtime.step is None else "cuda"
 
 
-def _replays(runtime: Runtime, batch: int) -> float | None:
+def _replays(runtime: ModelRunner, batch: int) -> float | None:
     """Microseconds of the step's graph alone, replayed again and again."""
     if runtime.graphs is None:
         return None
@@ -161,14 +161,14 @@ def _time(graph: Any) -> float:
     return float(round(begin.elapsed_time(end) * 20, 1))
 
 
-def _captured(runtime: Runtime, batch: int) -> Any:
+def _captured(runtime: ModelRunner, batch: int) -> Any:
     assert runtime.graphs
     return next((found
                  for (rows, _, tokens), found in reversed(runtime.graphs._captured.items())
                  if rows >= batch and tokens in (None, rows)), None)
 
 
-def _kernels(runtime: Runtime, batch: int) -> None:
+def _kernels(runtime: ModelRunner, batch: int) -> None:
     """Microseconds of each kernel in a replayed step: all together, how many, one. What waits for the kernel before it
     counts its waiting."""
     _profile(_captured(runtime, batch).graph)
@@ -190,7 +190,7 @@ def _profile(graph: Any) -> None:
         print(f"  {sum(times):9.1f} {len(times):5} {median(times):8.2f}  {name[:90]}", flush=True)
 
 
-def _prefill(runtime: Runtime, args: argparse.Namespace, tokens: int) -> None:
+def _prefill(runtime: ModelRunner, args: argparse.Namespace, tokens: int) -> None:
     """Milliseconds from a request to its first token."""
     times = []
     for run in range(args.repeat + 1):
@@ -209,15 +209,15 @@ def _prefill(runtime: Runtime, args: argparse.Namespace, tokens: int) -> None:
                    "over_floor": round(median(times[1:]) / floor, 2), "served": _served(runtime)})
 
 
-def _speculate(runtime: Runtime, args: argparse.Namespace, batch: int) -> None:
+def _speculate(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> None:
     """The same requests with drafts, of which a share is made right, and without, in turns."""
     plain, head = plain_runtime(runtime), drafter_of(runtime)
-    assert isinstance(head, MtpDrafter) and plain.mtp_runner is None
+    assert isinstance(head, MtpProposer) and plain.mtp_runner is None
     requests = [_request(index, args.prompt, args.new, runtime.config.vocab_size, args.temperature)
                 for index in range(batch)]
     without = Engine(plain)
     answers = serve(without, requests).answers
-    depth: Depth = AdaptiveDepth(DEPTH) if args.adaptive else FixedDepth(DEPTH)
+    depth: DraftLength = AdaptiveDraftLength(DEPTH) if args.adaptive else FixedDraftLength(DEPTH)
     drafting = Engine(runtime, Forced(head, args.share, {**answers}), depth)
     runs, same, steps = defaultdict[str, list[float]](list), 0, 0
     for run in range(args.repeat + 1):
@@ -242,7 +242,7 @@ def _speculate(runtime: Runtime, args: argparse.Namespace, batch: int) -> None:
                 _profile(captured.graph)
 
 
-def _all_replays(runtime: Runtime) -> dict[str, float]:
+def _all_replays(runtime: ModelRunner) -> dict[str, float]:
     """Microseconds of every graph of steps and drafts, replayed again and again."""
     assert runtime.graphs and runtime.mtp_runner and runtime.mtp_runner._step
     head: Any = runtime.mtp_runner._step.follow

@@ -27,10 +27,10 @@ from gpu import _request
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.ops.cuda.card_store import CardStore
-from deltic.params import TokenOut
-from deltic.runner.expert_offload import Experts
-from deltic.runner.model_runner import Runtime
+from deltic.ops.cuda.card_store import GpuExpertCache
+from deltic.params import TokenEvent
+from deltic.runner.expert_offload import ExpertOffload
+from deltic.runner.model_runner import ModelRunner
 
 FIRST = 8
 """Steps of a full batch that are not counted: they record graphs."""
@@ -50,7 +50,7 @@ def main() -> None:
     for compute in args.expert_compute if args.quant == "none" else ["card"]:
         runtime = load(model, replace(options, expert_cap=args.cap, expert_compute=compute,
                                       expert_refresh=args.refresh))
-        assert runtime.experts and isinstance(runtime.experts.store, CardStore)
+        assert runtime.experts and isinstance(runtime.experts.store, GpuExpertCache)
         rates = runtime.experts.rates or (0.0, runtime.experts.store.copy_rate())
         for batch in args.batch:
             found = _steps(runtime, args, batch)
@@ -87,11 +87,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _hosts_share(store: CardStore) -> float:
+def _hosts_share(store: GpuExpertCache) -> float:
     return round(float(store._hosted.mean()), 3)
 
 
-def _steps(runtime: Runtime, args: argparse.Namespace, batch: int) -> dict[str, float]:
+def _steps(runtime: ModelRunner, args: argparse.Namespace, batch: int) -> dict[str, float]:
     """Seconds of a step of a full batch, and what its experts cost, each a step."""
     engine, times = Engine(runtime), list[float]()
     for index in range(batch):
@@ -114,13 +114,13 @@ def _steps(runtime: Runtime, args: argparse.Namespace, batch: int) -> dict[str, 
 def _step(engine: Engine) -> int:
     """How many tokens came."""
     events = engine.step()
-    failed = [event.error for event in events if isinstance(event, TokenOut) and event.error]
+    failed = [event.error for event in events if isinstance(event, TokenEvent) and event.error]
     if failed or not engine.has_work:
         raise SystemExit(f"requests failed: {failed[0]}" if failed else "answers ended too soon: raise --new")
     return len(events)
 
 
-def _counted(experts: Experts | None) -> dict[str, float]:
+def _counted(experts: ExpertOffload | None) -> dict[str, float]:
     if experts is None:
         return {}
     found = experts.statistics()

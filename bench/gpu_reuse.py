@@ -22,7 +22,7 @@ from deltic.cache.manager import HybridCache
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.params import Request, SamplingParams
+from deltic.params import EngineRequest, SamplingParams
 
 ANSWER = 24
 
@@ -86,7 +86,7 @@ def main() -> None:
 
 def _first_token(engine: Engine, prompt: list[int]) -> tuple[float, list[int], int]:
     """Seconds to the first token, the answer, and the tokens that were reused."""
-    request = Request("r", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True))
+    request = EngineRequest("r", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True))
     torch.cuda.synchronize()
     began, first, answer, cached = time.perf_counter(), 0.0, list[int](), 0
     engine.add(request)

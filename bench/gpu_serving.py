@@ -185,7 +185,7 @@ def _serve(args: argparse.Namespace) -> None:
     import deltic.server.app as app_module
     from deltic import LLM, RandomModel
     from deltic.loader.hub import resolve
-    from deltic.params import Request, SamplingParams
+    from deltic.params import EngineRequest, SamplingParams
 
     options = {"max_batch": args.batch, "max_context": 2048}
     llm = LLM(RandomModel(args.model, args.layers), device=args.device, dtype="bfloat16", speculate="off", **options)
@@ -199,7 +199,7 @@ def _serve(args: argparse.Namespace) -> None:
         llm.runtime.warm_up()
         for first, count in ((1 << 20, args.batch), (1 << 21, args.offline)):  # the first ones warm up
             for index in range(count):
-                engine.add(Request(str(index), tuple(_prompt(args, first + index)), params))
+                engine.add(EngineRequest(str(index), tuple(_prompt(args, first + index)), params))
             began = time.perf_counter()
             while engine.has_work:
                 failed = [event.error for event in engine.step() if event.error]

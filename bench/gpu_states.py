@@ -18,11 +18,11 @@ from common import record
 from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.scheduler import DEFERRED
-from deltic.engine.step_plan import Plan, Row
-from deltic.ops.cuda.decode import Step
+from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.types import Batch, GdnWeights
 from deltic.runner.input_batch import decoding, step_of
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 DONE, TIMES = 100, 10
 """Tokens of every row; rounds through all layers that are timed together."""
@@ -60,18 +60,18 @@ def _batch(rows: int, kinds: list[tuple[int, bool]]) -> Batch:
     found = []
     for index in range(rows):
         behind, append = kinds[index % len(kinds)]
-        found.append(Row((7,), DONE, tuple(range(8)), index, 1, base=DONE - behind, ring=index, append=append))
-    padded = decoding(Plan(tuple(found)), torch.device("cuda")).padded
+        found.append(PlannedRow((7,), DONE, tuple(range(8)), index, 1, base=DONE - behind, ring=index, append=append))
+    padded = decoding(StepPlan(tuple(found)), torch.device("cuda")).padded
     assert padded
     return step_of(padded)
 
 
 @torch.inference_mode()
-def _time(runtime: Runtime, batch: Batch, repeat: int) -> float:
+def _time(runtime: ModelRunner, batch: Batch, repeat: int) -> float:
     """Microseconds of a layer: the least of some runs, in which layers follow each other."""
     step, weights = runtime.step, runtime.decoder.weights
     layers = [layer for layer in weights.layers if isinstance(layer.mixer, GdnWeights)]
-    assert isinstance(step, Step) and isinstance(layers[0].mixer, GdnWeights)
+    assert isinstance(step, DecodeStep) and isinstance(layers[0].mixer, GdnWeights)
     spec = layers[0].mixer.spec
     proj = torch.randn(batch.layout.tokens, spec.channels + spec.values + 2 * spec.value_heads, device="cuda",
                        dtype=torch.bfloat16)

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda import nvrtc
 from deltic.ops.cuda.graph import record as record_graph
 from deltic.ops.cuda.kernel_config import shapes_of
 from deltic.ops.types import Batch
 from deltic.runner.input_batch import decoding, step_of
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 steps = import_module("deltic.ops.cuda.decode")
 """The module; the package has a function of this name."""
@@ -51,7 +51,7 @@ def main() -> None:
     pools = runtime.pools
     for tensor in (pools.recurrent, pools.conv, pools.keys, pools.values):
         tensor.normal_(0, 0.1)
-    padded = decoding(Plan((Row((7,), DONE, tuple(range(16)), 0, 1),)), pools.device).padded
+    padded = decoding(StepPlan((PlannedRow((7,), DONE, tuple(range(16)), 0, 1),)), pools.device).padded
     assert padded
     batch, folders = step_of(padded), {"own": nvrtc.FOLDER}
     folders |= {f"other {number}": folder for number, folder in enumerate(args.against, 1)}
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def _recorded(runtime: Runtime, batch: Batch, folder: Path) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+def _recorded(runtime: ModelRunner, batch: Batch, folder: Path) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """The step with these kernels, and what it gives: logits and states."""
     pools = runtime.pools
     before = pools.recurrent.clone(), pools.conv.clone()

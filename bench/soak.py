@@ -20,7 +20,7 @@ from deltic import SamplingParams
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.params import PAGE, Request
+from deltic.params import PAGE, EngineRequest
 
 CHECK_EVERY = 50
 """Finished requests between two looks at all accounts."""
@@ -57,7 +57,7 @@ class Soak:
         self.figures = Figures()
         self._conversations: deque[list[int]] = deque(maxlen=40)
         self._openings = [self._tokens(self._draw.randint(20, 90)) for _ in range(OPENINGS)]
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, EngineRequest] = {}
         self._answers: dict[str, list[int]] = {}
 
     def run(self, requests: int, lives: int) -> Figures:
@@ -94,7 +94,7 @@ class Soak:
                                   stop_token_ids=(self._draw.randrange(3000),))
         if sampling.max_tokens and self._draw.random() < 0.1:
             sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=4, n=self._draw.randint(2, 5))
-        request = Request(name, tuple(prompt), sampling, boundaries)
+        request = EngineRequest(name, tuple(prompt), sampling, boundaries)
         self._engine.add(request)
         self._running[name], self._answers[name] = request, []
         self.figures.requests += 1

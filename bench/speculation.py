@@ -36,13 +36,13 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.sequence import Sequence as Running
 from deltic.ops.drafted import Drafted
-from deltic.params import Request, SamplingParams
+from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.launch import InFlight
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.controller import drafter_of
-from deltic.spec_decode.draft_length import AdaptiveDepth, Depth, FixedDepth, Growth
-from deltic.spec_decode.pending_drafts import Promise, Wants
-from deltic.spec_decode.proposers import MtpDrafter
+from deltic.spec_decode.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, Growth
+from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
+from deltic.spec_decode.proposers import MtpProposer
 
 DEPTH = 3
 
@@ -51,7 +51,7 @@ DEPTH = 3
 class Forced:
     """Lets the head draft, then makes each draft right with a probability, for as long as those before it are."""
 
-    head: MtpDrafter
+    head: MtpProposer
     share: float
     answers: dict[str, Sequence[int]]
     limit: int = DEPTH
@@ -95,7 +95,7 @@ class Forced:
                                out=each.view(drafted.drafts, 2, drafted.rows)[:, 0, row:row + 1])
         return drafted
 
-    def promise(self, wants: Wants) -> Promise | None:
+    def promise(self, wants: Wants) -> PendingDrafts | None:
         return self.head.promise(wants)
 
     def disagree(self, sequence: Running) -> None:
@@ -139,7 +139,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def plain_runtime(runtime: Runtime) -> Runtime:
+def plain_runtime(runtime: ModelRunner) -> ModelRunner:
     """The same weights and memory without a head."""
     return replace(runtime, mtp=None, options=replace(runtime.options, speculate="off"))
 
@@ -155,7 +155,7 @@ def _embedded(args: argparse.Namespace) -> None:
                                     variables={"enable_thinking": sample.thinking})
             for sample in heldout_set(1, 1)[:4 if args.quick else 24]]
     requests = [replace(job.request, id=str(index), matcher=None) for index, job in enumerate(jobs)]
-    assert isinstance(llm.runtime, Runtime)
+    assert isinstance(llm.runtime, ModelRunner)
     with_head, without = llm.runtime, plain_runtime(llm.runtime)
     runs: dict[str, list[Served]] = {"auto": [], "off": []}
     for pair in range(args.pairs + 1):
@@ -171,7 +171,7 @@ def _embedded(args: argparse.Namespace) -> None:
                          "tokens_per_step": round((tokens - len(requests)) / runs["auto"][0].steps, 3)})
 
 
-def _one_by_one(runtime: Runtime, requests: Sequence[Request]) -> Served:
+def _one_by_one(runtime: ModelRunner, requests: Sequence[EngineRequest]) -> Served:
     engine, runs = Engine(runtime), []
     for request in requests:
         runs.append(serve(engine, [request]))
@@ -186,7 +186,7 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
                                        memory="2GiB", **options))
     plain = plain_runtime(runtime)
     head = drafter_of(runtime)
-    assert isinstance(head, MtpDrafter)
+    assert isinstance(head, MtpProposer)
     for batch in args.batch or (1, 8):
         tokens = 24 if args.quick else 64 if batch == 1 else 32
         requests = [_said(index, tokens) if args.mixture else _request(runtime, index, tokens)
@@ -194,8 +194,8 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
         answers: dict[str, Sequence[int]] = {**serve(Engine(plain), requests).answers}
         cases = [(0.8, "auto"), (0.0, "auto")] if batch > 1 else [(0.8, "fixed"), (0.8, "auto"), (0.0, "auto")]
         for share, name in cases:
-            depth: Depth = (FixedDepth(DEPTH) if name == "fixed" else
-                            AdaptiveDepth(DEPTH, Growth.of(runtime.config)))
+            depth: DraftLength = (FixedDraftLength(DEPTH) if name == "fixed" else
+                            AdaptiveDraftLength(DEPTH, Growth.of(runtime.config)))
             runs: dict[str, list[Served]] = {name: [], "off": []}
             turns = [(name, Engine(runtime, Forced(head, share, answers), depth)), ("off", Engine(plain))]
             for pair in range(args.pairs + 1):
@@ -209,19 +209,23 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
                                      (sum(map(len, answers.values())) - batch) / runs[name][0].steps / batch, 3)})
 
 
-def _request(runtime: Runtime, index: int, tokens: int) -> Request:
+def _request(runtime: ModelRunner, index: int, tokens: int) -> EngineRequest:
     rng = random.Random(index)
     prompt = tuple(rng.randrange(runtime.config.vocab_size) for _ in range(64))
-    return Request(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+    return EngineRequest(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
 
 
-def _said(index: int, tokens: int) -> Request:
+def _said(index: int, tokens: int) -> EngineRequest:
     words = [*islice(text(index), 64 + tokens)]
-    return Request(str(index), tuple(words[:64]), SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
-                   guide=lambda: Said(words[64:]))
+    return EngineRequest(
+        str(index),
+        tuple(words[:64]),
+        SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        guide=lambda: Said(words[64:]),
+    )
 
 
-def serve(engine: Engine, requests: Sequence[Request]) -> Served:
+def serve(engine: Engine, requests: Sequence[EngineRequest]) -> Served:
     for request in requests:
         engine.add(request)
     answers: dict[str, list[int]] = {request.id: [] for request in requests}

@@ -21,11 +21,11 @@ from typing import Any
 from common import record, spread
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.chat.output_router import AnswerText, Router
+from deltic.chat.output_router import AnswerText, OutputRouter
 from deltic.chat.response_format import JsonSchema
 from deltic.chat.structured import GrammarConstraint, Grammars
 from deltic.engine.engine import Engine
-from deltic.params import Constraint, Request
+from deltic.params import Constraint, EngineRequest
 
 SCHEMA = {"type": "object", "additionalProperties": False, "required": ["name", "age", "tags", "when"], "properties": {
     "name": {"type": "string", "minLength": 400}, "age": {"type": "integer"},
@@ -65,7 +65,7 @@ class _Timed:
     """A constraint, and the seconds that its masks take."""
 
     def __init__(self, make: Any, held: list[float]) -> None:
-        self._inner: Constraint = make(AnswerText(Router(lambda token: b"")))
+        self._inner: Constraint = make(AnswerText(OutputRouter(lambda token: b"")))
         self._held = held
         self.fitting, self.push = self._inner.fitting, self._inner.push
 
@@ -79,7 +79,7 @@ class _Timed:
 def _steps(engine: Engine, constraint: Any, tokens: int, seed: int) -> list[float]:
     """Seconds of each step that gave a token but the first."""
     params = SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True, max_repeat=0)
-    engine.add(Request(f"r{seed}", tuple(range(100, 132)), params, constraint=constraint))
+    engine.add(EngineRequest(f"r{seed}", tuple(range(100, 132)), params, constraint=constraint))
     seconds = list[float]()
     while engine.has_work:
         began = time.perf_counter()

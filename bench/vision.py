@@ -34,7 +34,7 @@ from deltic.export.program import hf_config
 from deltic.loader.dummy import random_tensors
 from deltic.loader.quantize import quantize_tower
 from deltic.loader.vision import expected_tower
-from deltic.model.vision_tower import Tower, build_tower
+from deltic.model.vision_tower import VisionTower, build_tower
 from deltic.ops import select
 from deltic.ops.cpu import use_torch_threads
 
@@ -145,7 +145,7 @@ def model_that_sees(folder: Path, config: VisionConfig, threads: int) -> LLM:
     return LLM(str(folder), threads=threads, memory="1GiB")
 
 
-def encode(tower: Tower, patches: torch.Tensor, grids: list[tuple[int, int]]) -> torch.Tensor:
+def encode(tower: VisionTower, patches: torch.Tensor, grids: list[tuple[int, int]]) -> torch.Tensor:
     work = tower.encode(patches, grids)
     while True:
         try:

@@ -15,10 +15,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
-from deltic.chat.choices import Answers, Choice, Output
+from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice
 from deltic.chat.deltas import Delta
 from deltic.chat.json_schema import Bounds
-from deltic.chat.processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
+from deltic.chat.processor import ChatConfig, ChatProcessor, PreparedRequest, bare_job, prompt_bound, read_template
 from deltic.chat.response_format import OutputFormat, only_format
 from deltic.chat.response_format import response_format as read_response_format
 from deltic.chat.response_format import structured_outputs as read_structured_outputs
@@ -39,17 +39,17 @@ from deltic.engine.arguments import (
     check_tools,
 )
 from deltic.engine.engine import Engine
-from deltic.engine.loading import Given, LoadProgress, RandomModel, load_any
-from deltic.engine.mailbox import Mailbox
+from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
+from deltic.engine.mailbox import EventMailbox
 from deltic.engine.operator_profile import Profile, profiling
 from deltic.engine.options import engine_config
 from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
 from deltic.export.backend import ProgramModel
-from deltic.params import Event, LogitsProcessor, Prompt, Request, SamplingParams
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, Event, LogitsProcessor, Prompt, SamplingParams
+from deltic.runner.model_runner import ModelRunner
 
-__all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
+__all__ = ["LLM", "ChatOptions", "ChatOutput", "Choice", "Stream", "TokenCallback"]
 
 log = logging.getLogger("deltic")
 
@@ -66,7 +66,7 @@ class FormatOptions(TypedDict, total=False):
     response_format: in OpenAI's form, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ...,
         "schema": ...}}.
     structured_outputs: in vLLM's, one of json (a schema), regex, choice (a list of texts), grammar.
-    logits_processors: functions of (token ids, logits [V]) that return other logits, see `Request`.
+    logits_processors: functions of (token ids, logits [V]) that return other logits, see `EngineRequest`.
     cache_salt: calls share cached prefixes and answer records only if they have the same salt.
     """
 
@@ -96,13 +96,13 @@ _GENERATE = ("prompts", "sampling", "on_token", *FormatOptions.__annotations__)
 _GENERATE_STREAM = ("prompt", "sampling", *FormatOptions.__annotations__)
 
 
-class _Call:
+class _Generation:
     """Some jobs that are asked for together, and what comes back. on_token: as in `generate`."""
 
-    def __init__(self, worker: Worker, jobs: Sequence[Job], on_token: TokenCallback | None = None,
+    def __init__(self, worker: Worker, jobs: Sequence[PreparedRequest], on_token: TokenCallback | None = None,
                  patience: int = _GATHERED) -> None:
-        self.mailbox = Mailbox(1 if on_token else patience)
-        self.answers = Answers(jobs)
+        self.mailbox = EventMailbox(1 if on_token else patience)
+        self.answers = AnswerAssembler(jobs)
         self._requests = [job.request for job in jobs]
         self._worker, self._on_token, self._started = worker, on_token, False
 
@@ -115,7 +115,7 @@ class _Call:
             self._worker.submit(self._requests, self.mailbox, self.mailbox.on_reply)
 
     @property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[ChatOutput]:
         """Those that are whole."""
         return [output for output in self.answers.outputs if output]
 
@@ -161,14 +161,14 @@ class Stream:
     if the engine gave up on the answer.
     """
 
-    def __init__(self, llm: LLM, job: Job) -> None:
+    def __init__(self, llm: LLM, job: PreparedRequest) -> None:
         self._llm = llm  # which must not be collected as long as somebody reads its answer
-        self._call = _Call(llm.worker, [job], patience=1)
+        self._call = _Generation(llm.worker, [job], patience=1)
         self._deltas: deque[Delta] = deque()
         self._closed, self._turn = False, threading.Lock()
 
     @property
-    def output(self) -> Output | None:
+    def output(self) -> ChatOutput | None:
         return self._call.answers.outputs[0]
 
     @property
@@ -296,7 +296,7 @@ class LLM:
             raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
         check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
         chosen = engine_config(options, ["revision", "chat_template", "config", "weights", *names])
-        runtime = load_any(model, chosen, revision, progress, given=Given(config, weights))
+        runtime = load_any(model, chosen, revision, progress, given=ModelOverrides(config, weights))
         began, self._chat_processor = time.perf_counter(), _chat_processor(runtime, chat_template, **chat)
         if self._chat_processor:
             log.info("%s: tokenizer and chat template read in %.2f s", runtime.name, time.perf_counter() - began)
@@ -318,7 +318,7 @@ class LLM:
         return self._chat_processor
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
-             **options: Unpack[ChatOptions]) -> Output:
+             **options: Unpack[ChatOptions]) -> ChatOutput:
         """Answer a conversation: OpenAI-style messages, or one user message as text. GenerationError, which has what
         there is of the answer, if the engine gives up on it. For the options see `ChatOptions`."""
         check_options("chat", options, _CHAT)
@@ -326,7 +326,7 @@ class LLM:
         return output.sound()
 
     async def achat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
-                    **options: Unpack[ChatOptions]) -> Output:
+                    **options: Unpack[ChatOptions]) -> ChatOutput:
         """As `chat`, for asyncio. Cancelling it aborts the request."""
         check_options("achat", options, _CHAT)
         job = await asyncio.to_thread(self._turn, messages, sampling, **options)
@@ -341,7 +341,7 @@ class LLM:
 
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
                  sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-                 on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
+                 on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[ChatOutput]:
         """Continue each prompt (text or token ids). sampling: one for all, or one per prompt.
 
         RequestError, and nothing runs, if a prompt is refused. A choice on which the engine gave up has finish "error"
@@ -351,7 +351,7 @@ class LLM:
 
     async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
                         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-                        on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
+                        on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[ChatOutput]:
         """As `generate`, for asyncio. Cancelling it aborts the requests."""
         check_options("agenerate", options, _GENERATE)
         jobs = await asyncio.to_thread(self._jobs, prompts, sampling, on_token, **options)
@@ -379,7 +379,7 @@ class LLM:
         if not prompt:
             raise RequestError("there is nothing to pin: conversations share no beginning without a system message or "
                                "tools", "messages")
-        request = Request(uuid.uuid4().hex, prompt, SamplingParams(max_tokens=0), (len(prompt),))
+        request = EngineRequest(uuid.uuid4().hex, prompt, SamplingParams(max_tokens=0), (len(prompt),))
         output, = self._gather([replace(bare_job(prompt), request=request)])
         output.sound()
         if not self.worker.call(lambda engine: engine.pin(prompt)):
@@ -414,8 +414,8 @@ class LLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _gather(self, jobs: Sequence[Job], on_token: TokenCallback | None = None) -> list[Output]:
-        call = _Call(self.worker, jobs, on_token)
+    def _gather(self, jobs: Sequence[PreparedRequest], on_token: TokenCallback | None = None) -> list[ChatOutput]:
+        call = _Generation(self.worker, jobs, on_token)
         try:
             call.start()
             while not call.done:
@@ -424,8 +424,10 @@ class LLM:
         finally:
             call.close()
 
-    async def _agather(self, jobs: Sequence[Job], on_token: TokenCallback | None = None) -> list[Output]:
-        call = _Call(self.worker, jobs, on_token)
+    async def _agather(
+        self, jobs: Sequence[PreparedRequest], on_token: TokenCallback | None = None
+    ) -> list[ChatOutput]:
+        call = _Generation(self.worker, jobs, on_token)
         try:
             call.start()
             while not call.done:
@@ -435,7 +437,7 @@ class LLM:
             call.close()
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
-              thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> Job:
+              thinking_budget: Any = None, tool_choice: Any = None, **more: Any) -> PreparedRequest:
         check_tools(tools)
         salt, processors = as_salt(more.pop("cache_salt", None)), more.pop("logits_processors", None)
         job = self.chat_processor.of(salt).chat(as_messages(messages), as_params(sampling),
@@ -446,26 +448,28 @@ class LLM:
         return _with(job.compiled(), salt, processors)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, cache_salt: Any = None, logits_processors: Any = None,
-              **form: Any) -> list[Job]:
+              **form: Any) -> list[PreparedRequest]:
         check_callback(on_token)
         salt, rows = as_salt(cache_salt), as_prompts(prompts)
         params = as_sampling(sampling, len(rows))
         wanted = as_format(**form)
-        jobs = list[Job]()
+        jobs = list[PreparedRequest]()
         for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
             with of_prompt(f"prompts[{place}]"):
                 jobs.append(_with(self._job(prompt, each, wanted), salt, logits_processors))
                 self.engine.keys_of(jobs[-1].request)
         return jobs
 
-    def _job(self, prompt: str | list[int] | Prompt, sampling: SamplingParams, wanted: OutputFormat | None) -> Job:
+    def _job(
+        self, prompt: str | list[int] | Prompt, sampling: SamplingParams, wanted: OutputFormat | None
+    ) -> PreparedRequest:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             prompt = list(prompt.ids) if isinstance(prompt, Prompt) else prompt
             return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
         return self.chat_processor.complete(prompt, sampling, wanted).compiled()
 
 
-def _with(job: Job, salt: str, processors: Any) -> Job:
+def _with(job: PreparedRequest, salt: str, processors: Any) -> PreparedRequest:
     return replace(job, request=replace(job.request, cache_salt=salt, logits_processors=as_processors(processors)))
 
 
@@ -474,7 +478,7 @@ def as_format(response_format: Any = None, structured_outputs: Any = None) -> Ou
     return only_format([read_response_format(response_format), read_structured_outputs(structured_outputs)])
 
 
-def _chat_processor(runtime: Runtime | ProgramModel, template: str | Path | None, **options: Any
+def _chat_processor(runtime: ModelRunner | ProgramModel, template: str | Path | None, **options: Any
                     ) -> ChatProcessor | None:
     if runtime.path is None:
         return None
@@ -490,7 +494,7 @@ def _chat_processor(runtime: Runtime | ProgramModel, template: str | Path | None
     return processor
 
 
-def _with_words(runtime: Runtime | ProgramModel, tokenizer: Tokenizer) -> Runtime | ProgramModel:
+def _with_words(runtime: ModelRunner | ProgramModel, tokenizer: Tokenizer) -> ModelRunner | ProgramModel:
     """Let the tokenizer's ends of text end answers too: some configs name only one of them."""
     if tokenizer.vocab_size > runtime.config.vocab_size:
         log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",

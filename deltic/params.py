@@ -188,7 +188,7 @@ class Matcher(Protocol):
         """Take the next token of the answer; True ends the answer with this token."""
 
 
-class Guide(Protocol):
+class ForcedTokens(Protocol):
     """Puts tokens into an answer that the model did not choose. One instance per choice; what it forces must depend
     on the tokens that it was given alone."""
 
@@ -289,7 +289,7 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EngineRequest:
     """What the engine is asked: token ids in, token ids or a vector out.
 
     prompt: ids of text, or all that is to be said of other prompts.
@@ -319,7 +319,7 @@ class Request:
     boundaries: tuple[int, ...] = ()
     matcher: Callable[[], Matcher] | None = None
     speculate: bool = True
-    guide: Callable[[], Guide] | None = None
+    guide: Callable[[], ForcedTokens] | None = None
     constraint: Callable[[], Constraint] | None = None
     group: str = ""
     client: str = ""
@@ -369,7 +369,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenOut:
+class TokenEvent:
     """One event of one choice of one request.
 
     token: the new token, or None if the event only ends the choice. A token that ends the answer (end of text, stop id,
@@ -391,8 +391,8 @@ class TokenOut:
 
 
 @dataclass(frozen=True, slots=True)
-class VectorOut:
-    """The one event of a request for a vector, unless it ends as others do, with a `TokenOut` that has no token.
+class VectorEvent:
+    """The one event of a request for a vector, unless it ends as others do, with a `TokenEvent` that has no token.
 
     vector: float32 [H], of whatever length.
     """
@@ -409,7 +409,7 @@ class VectorOut:
     prompt: ClassVar[None] = None
 
 
-Event = TokenOut | VectorOut
+Event = TokenEvent | VectorEvent
 
 
 def ring_base(base: int, done: int, chunk: int) -> int:

@@ -16,19 +16,19 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from deltic.cache.handles import Lease, Snapshot
+from deltic.cache.handles import CacheSnapshot, SequenceCache
 from deltic.config import ModelConfig
-from deltic.engine.loading import Given, RandomModel, load_any
+from deltic.engine.loading import ModelOverrides, RandomModel, load_any
 from deltic.engine.operator_profile import Profile, profiling
 from deltic.engine.options import engine_config
-from deltic.engine.step_plan import Plan, Row, Seen, base_after
+from deltic.engine.step_plan import ImageSpan, PlannedRow, StepPlan, base_after
 from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
 from deltic.export.opening import kind_of
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
 from deltic.runner.batch_logits import batch_logits
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 _FLAT = 1e-6
 _DENSE = torch.strided
@@ -85,13 +85,13 @@ class Session:
         if chosen.batch_invariant:
             raise ConfigError("batch_invariant is of no use here: a session computes what it is given at once, or "
                               "token by token if you step", "batch_invariant")
-        self.runtime = load_any(model, chosen, revision, None, True, Given(config, weights))
+        self.runtime = load_any(model, chosen, revision, None, True, ModelOverrides(config, weights))
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert lease is not None and scratch is not None
-        self._lease: Lease = lease
-        self._scratch: Lease = scratch
-        self._verified: Row | None = None
+        self._lease: SequenceCache = lease
+        self._scratch: SequenceCache = scratch
+        self._verified: PlannedRow | None = None
         # by how much the next rotary position differs from the cursor; and at snapshots that are kept, by their slots
         self._shift, self._shifts = 0, dict[int, int]()
         self._lock, self._process = threading.RLock(), os.getpid()
@@ -195,7 +195,7 @@ class Session:
         head.see([token])
         drafts, rows, hidden = [token], list[Tensor](), None
         for depth in range(count):
-            last = Row((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1, rotary=self._shift)
+            last = PlannedRow((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1, rotary=self._shift)
             hidden, found = head.draft(self._batch(last), hidden)
             rows.append(found)
             drafts.append(int(found.argmax()))
@@ -214,7 +214,7 @@ class Session:
             raise RequestError("there is no room for a replay ring: raise memory", "memory")
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        row = Row(tuple(tokens), lease.done, lease.pages, lease.slot, len(tokens), base=lease.base,
+        row = PlannedRow(tuple(tokens), lease.done, lease.pages, lease.slot, len(tokens), base=lease.base,
                   ring=lease.ring or 0, append=lease.ring is not None, drafts=len(tokens) - 1, rotary=self._shift)
         if not row.append:
             row = replace(row, target=self._scratch.slot)
@@ -239,7 +239,7 @@ class Session:
             self.runtime.mtp_runner.see(row.tokens[:count])
 
     @_alone
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CacheSnapshot:
         """Keep the present position; RequestError when no more can be kept."""
         kept = self.runtime.cache.snapshot(self._lease)
         if kept is None:
@@ -248,7 +248,7 @@ class Session:
         return kept
 
     @_alone
-    def restore(self, snapshot: Snapshot | None) -> None:
+    def restore(self, snapshot: CacheSnapshot | None) -> None:
         """Return to a snapshot, as often as wanted; None is the start."""
         if snapshot is not None:
             self._check_snapshot(snapshot)
@@ -258,7 +258,7 @@ class Session:
         self._shift = self._shifts[snapshot.slot] if snapshot else 0
 
     @_alone
-    def drop(self, snapshot: Snapshot) -> None:
+    def drop(self, snapshot: CacheSnapshot) -> None:
         """Give a snapshot's memory back."""
         self._check_snapshot(snapshot)
         del self._shifts[snapshot.slot]
@@ -330,10 +330,10 @@ class Session:
             raise RequestError(f"rows must be a list of lists of token ids, not {show(rows)}", "rows")
         return batch_logits(self.runtime, [self._checked(row, 0) for row in rows], all_logits, _check_health)
 
-    def _layered(self) -> Runtime:
+    def _layered(self) -> ModelRunner:
         """The model, if its layers can be looked at one by one."""
         runtime = self.runtime
-        if not isinstance(runtime, Runtime):
+        if not isinstance(runtime, ModelRunner):
             raise RequestError("a compiled model has no layers to look at: load the model itself", "model")
         if runtime.experts is not None and runtime.device.type != "cpu":
             raise RequestError("layers cannot be looked at while experts lie beside a GPU: leave out `expert_memory`",
@@ -353,7 +353,7 @@ class Session:
         if (len(tokens) > 1 or self.runtime.hooks) and lease.behind and self.runtime.verifies:
             cache.settle(lease)  # which kernels for prompts take for granted
         parts, size = [], self.runtime.options.token_budget
-        row = Row((), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
+        row = PlannedRow((), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
         for offset in range(0, len(tokens), size):
             end = min(offset + size, len(tokens))
             row = replace(row, tokens=tuple(tokens[offset:end]), done=start + offset,
@@ -369,9 +369,9 @@ class Session:
         self._shift += prompt.offset if prompt else 0
         return torch.cat(parts) if all_logits else parts[-1]
 
-    def _batch(self, row: Row, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
+    def _batch(self, row: PlannedRow, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
         self.runtime.cache.flush()
-        return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
+        return build(StepPlan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
                      rows_of=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
 
     def _rotary(self, prompt: Prompt | None, start: int, end: int) -> Positions | int:
@@ -406,8 +406,8 @@ class Session:
             raise RequestError("embeddings must be finite: some are NaN or infinite", "embeddings")
         return rows
 
-    def _check_snapshot(self, snapshot: Snapshot) -> None:
-        if not isinstance(snapshot, Snapshot):
+    def _check_snapshot(self, snapshot: CacheSnapshot) -> None:
+        if not isinstance(snapshot, CacheSnapshot):
             raise RequestError(f"{show(snapshot)} is no snapshot: give what snapshot() returned", "snapshot")
         if not self.runtime.cache.owns(snapshot):
             raise RequestError("this snapshot was dropped, or belongs to another session", "snapshot")
@@ -444,13 +444,13 @@ def _checked_hook(function: LayerHook) -> LayerHook:
     return called
 
 
-def _seen(prompt: Prompt | None, start: int, end: int) -> tuple[Seen, ...]:
+def _seen(prompt: Prompt | None, start: int, end: int) -> tuple[ImageSpan, ...]:
     """What of a prompt's pictures lies between two places of it, counted from the first."""
     found = []
     for picture in prompt.pictures if prompt else ():
         first, last = max(picture.start, start), min(picture.end, end)
         if first < last:
-            found.append(Seen(first - start, last - first, picture.digest, first - picture.start))
+            found.append(ImageSpan(first - start, last - first, picture.digest, first - picture.start))
     return tuple(found)
 
 

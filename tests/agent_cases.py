@@ -32,8 +32,8 @@ from deltic.engine.worker import Worker
 from deltic.errors import RequestError
 from deltic.ops.noise import sample_key
 from deltic.ops.types import Sampled, Sampling
-from deltic.params import Request, SamplingParams, TokenOut
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, SamplingParams, TokenEvent
+from deltic.runner.model_runner import ModelRunner
 
 CONTEXT = 131_072
 PATIENCE = 600.0  # seconds for a program that ends by itself
@@ -97,14 +97,14 @@ class Turn:
 class Player(Engine):
     """A real engine, whose model reads all prompts; only which tokens come is said by a script."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: ModelRunner) -> None:
         super().__init__(with_sample(runtime, self._sample))
         self.script: Callable[[Seen], str] = lambda seen: "Nothing was asked."
         self.turns: dict[str, Turn] = {}
         self._tokens: dict[int, int] = {}
         self._draw = runtime.decoder.ops.sample
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         seen = Seen.read(TOKENIZER.decode(request.prompt, skip_special=False))
         try:
             said = self.script(seen)
@@ -124,7 +124,7 @@ class Player(Engine):
     def step(self) -> list[Any]:
         events = super().step()
         for event in events:
-            if isinstance(event, TokenOut) and event.usage:
+            if isinstance(event, TokenEvent) and event.usage:
                 self.turns[event.request].cached = event.usage.cached_tokens
         return events
 

@@ -42,10 +42,10 @@ def compiled(folder: Path, source: Path | None, **options: object) -> Path:
 
 def exported(path: Path, source: Path | None, **form: object) -> Path:
     """A model, None for the embedded one, as a program of ExecuTorch's."""
-    from deltic.export.executorch.export import Form, export_files
+    from deltic.export.executorch.export import ExportForm, export_files
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    export_files(open_model(source), path, Form(**form))  # type: ignore[arg-type]
+    export_files(open_model(source), path, ExportForm(**form))  # type: ignore[arg-type]
     return path
 
 

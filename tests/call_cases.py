@@ -11,8 +11,8 @@ from typing import Any
 
 from deltic.chat.deltas import Answer, Delta, Region, join
 from deltic.chat.markers import THINK, THINK_END, Markers
-from deltic.chat.output_router import Calls, Router
-from deltic.chat.tool_arguments import Arguments, Said
+from deltic.chat.output_router import CallOptions, OutputRouter
+from deltic.chat.tool_arguments import CallDelta, ToolArguments
 from deltic.chat.tool_parsers import CallReader
 from deltic.chat.tools import MINIMAX, PARSERS, QWEN, CallForm
 
@@ -35,7 +35,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": 
 """One of them says nothing about its parameters."""
 
 
-CALLS = {name: Calls(TOOLS, form, new_id=lambda: "call_x") for name, form in PARSERS.items() if form}
+CALLS = {name: CallOptions(TOOLS, form, new_id=lambda: "call_x") for name, form in PARSERS.items() if form}
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ def tokens(atoms: Sequence[bytes], sizes: Iterable[int]) -> list[bytes]:
     return found
 
 
-def router(output: Output, ids: bool = False, **options: Any) -> Router:
+def router(output: Output, ids: bool = False, **options: Any) -> OutputRouter:
     """As it is before the first token. ids: markers have tokens of their own."""
     form = PARSERS[output.form]
     assert form
-    calls = Calls(TOOLS, form, new_id=lambda: "call_x", **options) if options else CALLS[output.form]
+    calls = CallOptions(TOOLS, form, new_id=lambda: "call_x", **options) if options else CALLS[output.form]
     texts = (*THINKING, *form.markers)
     known: Any = {marker.encode(): marker for marker in (*THINKING, *form.block)} if ids else {}
     own = tuple(text for text in texts if text.encode() not in known)
     reads: Any = bytes
-    return Router(reads, markers=Markers(known, own), start=output.start, calls=calls)
+    return OutputRouter(reads, markers=Markers(known, own), start=output.start, calls=calls)
 
 
 def read(output: Output, tokens: Iterable[Any], ids: bool = False, **options: Any) -> list[Delta]:
@@ -106,7 +106,7 @@ def meaning(answer: Answer) -> tuple[str, str, list[tuple[str, Any]]]:
     return answer.reasoning, answer.content, [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
 
-def state(router: Router, said: Sequence[Delta]) -> object:
+def state(router: OutputRouter, said: Sequence[Delta]) -> object:
     """All that the router knows, and what it has said, without a trace of how the text was cut."""
     own = {name: value for name, value in vars(router).items()
            if name not in ("_token_bytes", "_calls", "_utf8", "stops", "_reader", "_out", "_markers")}
@@ -125,12 +125,12 @@ def _reader_state(reader: CallReader) -> object:
             "".join(doubt.since), _reader_state(doubt.before))
 
 
-def _arguments_state(arguments: Arguments) -> object:
+def _arguments_state(arguments: ToolArguments) -> object:
     return {name: "".join(value) if name in ("_text", "aside") else value for name, value in vars(arguments).items()
             if name not in ("out", "_schemas")}
 
 
-def _joined(said: Sequence[Said]) -> list[str]:
+def _joined(said: Sequence[CallDelta]) -> list[str]:
     joined: list[str] = []
     for name, arguments, _ in said:
         if name is None and joined:

@@ -16,7 +16,7 @@ from torch import Tensor
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.loading import load
 from deltic.loader.dummy import random_weights
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 FEW = 2
 """Experts of a layer that `pooled_runtime` has in memory, of 11."""
@@ -61,7 +61,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @lru_cache(maxsize=4)
-def pooled_runtime(refresh: int = 1, cap: int = FEW) -> Runtime:
+def pooled_runtime(refresh: int = 1, cap: int = FEW) -> ModelRunner:
     """The same model as `moe_runtime`, with `cap` of a layer's experts in memory, and the next layer's read ahead."""
     return load(_directory().name, options_of(dtype="float32", expert_cap=cap, expert_predict=True,
                                               expert_refresh=refresh))

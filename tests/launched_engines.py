@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from support import numbers, serve
 from torch import Tensor
 
-from deltic.cache.block_accounts import Accounts
-from deltic.cache.handles import Lease
+from deltic.cache.block_accounts import BlockAccounts
+from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.radix_tree import Checkpoint
 from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.cuda import mtp
-from deltic.ops.cuda.decode import Step
-from deltic.ops.cuda.driver import Arguments, Module, fields
+from deltic.ops.cuda.decode import DecodeStep
+from deltic.ops.cuda.driver import KernelArguments, Module, fields
 from deltic.ops.cuda.long_attention import GRAIN, Attend, Attended, Context
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.kv import as_bytes, take
 from deltic.ops.types import Batch, KvView
-from deltic.params import PAGE, Request, SamplingParams
+from deltic.params import PAGE, EngineRequest, SamplingParams
 from deltic.runner import cuda_graphs
 
 VOCABULARY = 5003
@@ -84,7 +84,7 @@ extern "C" __global__ void plain(const __grid_constant__ Plain a) {
 """
 
 
-class Plain(Arguments):
+class Plain(KernelArguments):
     """Of `plain`: x [tokens, columns], weight [rows, columns] bf16; y [tokens, rows] bf16, or float32 if it is wide."""
 
     _fields_ = fields("x weight y", "", "tokens rows columns wide")
@@ -129,17 +129,17 @@ def launch_everything() -> None:
     are the inputs before a sequence's first that convolutions read and do not use. Of a page that is copied only the
     tokens are that are in it. What libraries compute is computed by a plain kernel: initcheck does not see what theirs
     write, and racecheck makes them fail."""
-    begin, enter, of_torch = Step.work, mtp.Head._enter, F.linear
-    share, keep, copy = Accounts.share_pages, HybridCache._keep, CachePools._copy
+    begin, enter, of_torch = DecodeStep.work, mtp.MtpHeadOp._enter, F.linear
+    share, keep, copy = BlockAccounts.share_pages, HybridCache._keep, CachePools._copy
     written: dict[int, int] = {}  # tokens of pages that are copies of such as are not full
 
-    def share_pages(accounts: Accounts, pages: Sequence[int], done: int) -> list[int] | None:
+    def share_pages(accounts: BlockAccounts, pages: Sequence[int], done: int) -> list[int] | None:
         found = share(accounts, pages, done)
         if found and done % PAGE:
             written[found[-1]] = done % PAGE
         return found
 
-    def keep_here(cache: HybridCache, lease: Lease, done: int, slot: int, page: int | None, *rest: Any,
+    def keep_here(cache: HybridCache, lease: SequenceCache, done: int, slot: int, page: int | None, *rest: Any,
                   **options: Any) -> Checkpoint:
         if page is not None:
             written[page] = done % PAGE
@@ -152,13 +152,13 @@ def launch_everything() -> None:
         for tensor in map(as_bytes, tensors):
             tensor[:, target, :written[target]].copy_(tensor[:, source, :written[target]])
 
-    def work(step: Step, *args: Any, **options: Any) -> Any:
+    def work(step: DecodeStep, *args: Any, **options: Any) -> Any:
         found = begin(step, *args, **options)
         found.y.zero_()
         found.core.zero_()
         return found
 
-    def enter_head(head: mtp.Head, batch: Batch, x: Tensor, *args: Any, **options: Any) -> None:
+    def enter_head(head: mtp.MtpHeadOp, batch: Batch, x: Tensor, *args: Any, **options: Any) -> None:
         x.zero_()
         enter(head, batch, x, *args, **options)
 
@@ -168,11 +168,11 @@ def launch_everything() -> None:
     def mm(x: Tensor, y: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return product(x, y.t(), out_dtype)
 
-    Step.work, mtp.Head._enter = work, enter_head  # type: ignore[method-assign]
-    Accounts.share_pages, HybridCache._keep = share_pages, keep_here  # type: ignore[method-assign]
+    DecodeStep.work, mtp.MtpHeadOp._enter = work, enter_head  # type: ignore[method-assign]
+    BlockAccounts.share_pages, HybridCache._keep = share_pages, keep_here  # type: ignore[method-assign]
     CachePools._copy = copy_some  # type: ignore[method-assign]
     F.linear, torch.mm, Attend.__call__ = linear, mm, attend  # type: ignore[assignment, method-assign]
-    cuda_graphs.Graphs.capture = lambda self, padded: None  # type: ignore[method-assign]
+    cuda_graphs.CudaGraphs.capture = lambda self, padded: None  # type: ignore[method-assign]
     mtp.record = lambda launch, pool=None: (Launched(launch), launch())  # type: ignore[assignment]
 
 
@@ -187,7 +187,7 @@ def run(name: str) -> None:
     few, many = [(1, 4), (40, 5), (150, 5)], [(1 + index % 5, 3) for index in range(20)]
     vocabulary = min(VOCABULARY, runtime.config.vocab_size)
     for again, requests in enumerate((few, many, few)):
-        answers = serve(runtime, [Request(f"{again}-{index}", numbers(index, length, vocabulary), SamplingParams(
+        answers = serve(runtime, [EngineRequest(f"{again}-{index}", numbers(index, length, vocabulary), SamplingParams(
             temperature=0.8 * (index % 2), max_tokens=count, ignore_eos=True)) for index, (length, count)
             in enumerate(requests)])
         for index, (_, count) in enumerate(requests):

@@ -12,22 +12,22 @@ import pytest
 
 from deltic.ops import Ops, backends
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.library import LEVELS, Pool, library
+from deltic.ops.cpu.library import LEVELS, ThreadPool, library
 
 if TYPE_CHECKING:
-    from deltic.runner.model_runner import Runtime
+    from deltic.runner.model_runner import ModelRunner
 
-_IN_USE: list[Pool] = []
+_IN_USE: list[ThreadPool] = []
 
 
 def best_level() -> int:
     return int(library().deltic_best_level())
 
 
-def pool() -> Pool:
+def pool() -> ThreadPool:
     """The one in use; by default one thread at the best level."""
     if not _IN_USE:
-        _IN_USE.append(Pool(best_level(), 1))
+        _IN_USE.append(ThreadPool(best_level(), 1))
     return _IN_USE[-1]
 
 
@@ -42,7 +42,7 @@ def on_pool(ops: Ops) -> Ops:
                            if isinstance(getattr(ops, entry.name), MethodType)})
 
 
-def moved(runtime: Runtime) -> Runtime:
+def moved(runtime: ModelRunner) -> ModelRunner:
     """The model with its kernels on the pool in use."""
     return replace(runtime, decoder=replace(runtime.decoder, ops=on_pool(runtime.decoder.ops)))
 
@@ -51,7 +51,7 @@ def moved(runtime: Runtime) -> Runtime:
 def using(level: int | None = None, threads: int | None = None) -> Iterator[None]:
     """Use another pool meanwhile, which differs from the one in use as said."""
     known = pool()
-    _IN_USE.append(Pool(known.level if level is None else level, threads or known.threads))
+    _IN_USE.append(ThreadPool(known.level if level is None else level, threads or known.threads))
     try:
         yield
     finally:

@@ -16,11 +16,11 @@ from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
     Batch,
+    DeltaLogView,
     GdnSpec,
     GdnWeights,
     KvView,
     Layout,
-    RingView,
     Rope,
     RopeSpec,
     StateView,
@@ -251,10 +251,10 @@ def hidden_states(case: Case, dtype: torch.dtype, hidden: int = HIDDEN) -> Tenso
     return randn(generator(case.seed + 1000), case.batch.layout.tokens, hidden).to(dtype)
 
 
-def empty_ring(units: int, dtype: torch.dtype, spec: GdnSpec = GDN) -> RingView:
+def empty_ring(units: int, dtype: torch.dtype, spec: GdnSpec = GDN) -> DeltaLogView:
     """Ring units full of NaN."""
     fine = torch.promote_types(dtype, torch.float32)
-    return RingView(
+    return DeltaLogView(
         inputs=torch.full((units, RING, spec.channels), NAN, dtype=dtype),
         keys=torch.full((units, RING, spec.key_heads, spec.key_dim), NAN, dtype=fine),
         updates=torch.full((units, RING, spec.value_heads, spec.value_dim), NAN, dtype=fine),
@@ -378,8 +378,8 @@ def state_errors(case: Case, actual: StateView, expected: StateView, before: Sta
     return errors | ring_errors(case, actual.ring, expected.ring, before.ring)
 
 
-def ring_errors(case: Case, actual: RingView | None, expected: RingView | None,
-                before: RingView | None) -> dict[str, float]:
+def ring_errors(case: Case, actual: DeltaLogView | None, expected: DeltaLogView | None,
+                before: DeltaLogView | None) -> dict[str, float]:
     errors = dict.fromkeys(RING_POOLS, 0.0)
     appended = {int(unit): [(row.done + token) % RING for token in range(row.chunk)]
                 for row, unit in zip(case.rows, case.batch.ring, strict=True) if row.append}

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.prefix_items import ANYTHING, OpenDoor
+from deltic.cache.offload.prefix_items import ANYTHING, AcceptAllItems
 from deltic.cache.operations import (
     CopyPage,
     CopySlot,
-    FoldRing,
+    FlushDeltaLog,
     Operation,
     PoolSizes,
     RestoreItem,
     StoreItem,
 )
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.sequence import Origin, Sequence
-from deltic.engine.step_plan import Plan, Row, base_after
-from deltic.params import PAGE, RING, Request, SamplingParams
+from deltic.engine.sequence import ForkPoint, Sequence
+from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
+from deltic.params import PAGE, RING, EngineRequest, SamplingParams
 
 State = tuple[int, ...]
 """A state: the tokens that it has seen."""
@@ -38,7 +38,7 @@ class PlainPools:
     """Pages of tokens, slots of states, rings of tokens; None where nobody wrote."""
 
     sizes: PoolSizes
-    door: OpenDoor = ANYTHING
+    door: AcceptAllItems = ANYTHING
     pages: list[list[int | None]] = field(init=False)
     slots: list[State | None] = field(init=False)
     rings: list[list[int | None]] = field(init=False)
@@ -72,7 +72,7 @@ class PlainPools:
                     self.pages[target] = list(self.pages[source])
                 case CopySlot(source, target):
                     self.slots[target] = self.slots[source]
-                case FoldRing(slot, ring, base, done):
+                case FlushDeltaLog(slot, ring, base, done):
                     self.fold(slot, ring, base, done)
                 case StoreItem(item, pages, slot):
                     tokens = tuple(self.held.pop(item).tokens)
@@ -89,7 +89,7 @@ class PlainPools:
     def read(self, pages: List[int], done: int) -> list[int | None]:
         return [self.pages[pages[i // PAGE]][i % PAGE] for i in range(done)]
 
-    def run(self, row: Row, expected: List[int]) -> State:
+    def run(self, row: PlannedRow, expected: List[int]) -> State:
         """What a step does with a row; the state after it. expected: the committed tokens of the row's sequence."""
         base = row.done if row.base is None else row.base
         state = self.slots[row.slot] if base else ()
@@ -126,13 +126,13 @@ class PlainEngine:
         self.forks = self.drafted = self.resumed = 0
 
     def add(self, name: str, prompt: tuple[int, ...], new: int, choices: int = 1) -> None:
-        request = Request(name, prompt, SamplingParams(n=choices, max_tokens=new, temperature=0.0),
+        request = EngineRequest(name, prompt, SamplingParams(n=choices, max_tokens=new, temperature=0.0),
                           boundaries=(len(prompt) // 2,))
         sequence = self._sequence(request, 0)
         sequence.wanted = tuple({len(prompt) // 2, len(prompt)} - {0})
         self._queue(sequence)
 
-    def _sequence(self, request: Request, choice: int) -> Sequence:
+    def _sequence(self, request: EngineRequest, choice: int) -> Sequence:
         assert request.output.max_tokens
         return Sequence(request, choice, request.output, 0, frozenset(),
                         len(request.prompt) + request.output.max_tokens, request.prompt,
@@ -148,7 +148,7 @@ class PlainEngine:
                 self._draft(sequence)
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
-        plan = Plan.from_json(plan.to_json())
+        plan = StepPlan.from_json(plan.to_json())
         self.pools.apply(plan.operations)
         for row, sequence in zip(plan.rows, sequences, strict=True):
             assert sequence.lease
@@ -172,7 +172,7 @@ class PlainEngine:
             sequence.draft_tokens = tuple(tokens[len(sequence.tokens):])
             self.drafted += len(sequence.draft_tokens)
 
-    def _follow(self, sequence: Sequence, row: Row, state: State) -> None:
+    def _follow(self, sequence: Sequence, row: PlannedRow, state: State) -> None:
         lease = sequence.lease
         assert lease
         if not row.drafts:
@@ -203,7 +203,7 @@ class PlainEngine:
     def _split(self, sequence: Sequence) -> None:
         assert sequence.lease
         kept = self.cache.snapshot(sequence.lease, "logits")
-        origin = Origin(kept, sequence.sampling.n - 1) if kept else None
+        origin = ForkPoint(kept, sequence.sampling.n - 1) if kept else None
         self.forks += kept is not None
         for choice in range(1, sequence.sampling.n):
             sibling = self._sequence(sequence.request, choice)

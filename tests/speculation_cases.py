@@ -29,8 +29,8 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.sequence import Sequence as Running
-from deltic.params import Request, SamplingParams
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.pending_drafts import Wants
 
 PROMPT, ANSWER, SEED = 83, 40, 77
@@ -113,8 +113,8 @@ class Dictate:
         self.count += 1
 
 
-def request_of(prompt: Sequence[int], params: str, n: int = 1, name: str = "seen") -> Request:
-    return Request(name, tuple(prompt), replace(PARAMS[params], n=n),
+def request_of(prompt: Sequence[int], params: str, n: int = 1, name: str = "seen") -> EngineRequest:
+    return EngineRequest(name, tuple(prompt), replace(PARAMS[params], n=n),
                    matcher=(lambda: EndingAt(17)) if params == "matcher" else None)
 
 
@@ -136,21 +136,21 @@ def expected(model: str, params: str, choice: int = 0) -> Reference:
 
 
 @cache
-def headed() -> Runtime:
+def headed() -> ModelRunner:
     """The odd model with a random head, whose drafts are all wrong."""
     model = RandomModel(shape=odd_shape(), initializer_range=0.1, head=True)
     return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
 @cache
-def moe_headed() -> Runtime:
+def moe_headed() -> ModelRunner:
     """The same with experts, in the model and in its head."""
     model = RandomModel(shape=moe_shape(), initializer_range=0.1, head=True)
     return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
 @cache
-def embedded_with_head() -> Runtime:
+def embedded_with_head() -> ModelRunner:
     return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1,
                                    device=DEVICE))
 

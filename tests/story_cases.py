@@ -14,17 +14,17 @@ from support import fresh_pools, moe_runtime, odd_runtime, qwen3_runtime
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
-from deltic.cache.offload.disk import Disk
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.types import TierStore
-from deltic.params import MAX_DRAFTS, PAGE, Request, SamplingParams
-from deltic.runner.model_runner import Runtime
+from deltic.params import MAX_DRAFTS, PAGE, EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
 
 MODELS = {"odd": odd_runtime, "headed": headed, "qwen3": qwen3_runtime, "moe": moe_runtime, "moe, headed": moe_headed}
 TIERS: dict[str, Callable[[str], TierStore]] = {
-    "host": lambda place: Host(1 << 24), "small host": lambda place: Host(1 << 18),
-    "disk": lambda place: Disk(place, "x", 1 << 28)}
+    "host": lambda place: HostStore(1 << 24), "small host": lambda place: HostStore(1 << 18),
+    "disk": lambda place: DiskStore(place, "x", 1 << 28)}
 VOCABULARY, AGAIN = 509, "'"
 
 # What a story is
@@ -43,7 +43,7 @@ class Room:
     reuse: bool = True
     tier: str | None = None
 
-    def furnish(self, model: Runtime, place: str = "") -> Runtime:
+    def furnish(self, model: ModelRunner, place: str = "") -> ModelRunner:
         """The model with pools of this size."""
         pools = fresh_pools(model, self.pages, self.slots, self.rings)
         tiers = [TierIndex(TIERS[self.tier](place), threads=False)] if self.tier else []
@@ -75,7 +75,7 @@ class Story:
     model: str
     room: Room
     drafting: Speculator
-    requests: tuple[Request, ...] = field(repr=False)
+    requests: tuple[EngineRequest, ...] = field(repr=False)
     events: tuple[tuple[int, str, str], ...]
 
     @property
@@ -109,13 +109,13 @@ def sampling_of(draw: Random) -> SamplingParams:
     return SamplingParams(**settings)
 
 
-def request_of(draw: Random, name: str, openings: Sequence[tuple[int, ...]], context: int) -> Request:
+def request_of(draw: Random, name: str, openings: Sequence[tuple[int, ...]], context: int) -> EngineRequest:
     """Its prompt is an opening: whole, cut anywhere or at a page's end; and perhaps more."""
     opening = draw.choice(openings)
     cut = draw.choice([len(opening), draw.randint(1, len(opening)), max(len(opening) // PAGE * PAGE, 1)])
     prompt = (*opening[:cut], *tokens_of(draw, draw.choice([0, 0, draw.randint(1, 30)])))[:context - 2]
     places = {draw.randint(0, 20): token for token in tokens_of(draw, 4)}
-    return Request(
+    return EngineRequest(
         name, prompt, sampling_of(draw), tuple(draw.randint(1, len(prompt)) for _ in range(draw.choice([0, 2]))),
         matcher=partial(EndingAt, draw.randint(1, 30)) if draw.random() < 0.1 else None,
         guide=partial(Dictate, places) if draw.random() < 0.2 else None, speculate=draw.random() < 0.85)
@@ -138,7 +138,7 @@ def speculator_of(draw: Random, model: str, context: int) -> Speculator:
                     draw.randint(1, 40) if draw.random() < 0.1 else None)
 
 
-def pauses_of(draw: Random, requests: Sequence[Request], last: int) -> list[tuple[int, str, str]]:
+def pauses_of(draw: Random, requests: Sequence[EngineRequest], last: int) -> list[tuple[int, str, str]]:
     """Clients that read in fits and starts: each pause ends, and some are over before they began."""
     events = list[tuple[int, str, str]]()
     for request in requests:
@@ -155,7 +155,7 @@ def story_of(seed: int) -> Story:
     model, room = draw.choice(["odd", "odd", "headed", "qwen3"]), room_of(draw)
     longest = draw.choice([room.context // 4, room.context // 2, room.context - 10])
     openings = [tokens_of(draw, draw.randint(1, longest)) for _ in range(2)]
-    requests = list[Request]()
+    requests = list[EngineRequest]()
     for index in range(draw.randint(2, 6)):
         requests.append(request_of(draw, f"r{index}", openings, room.context))
         if draw.random() < 0.8:

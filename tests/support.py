@@ -19,7 +19,7 @@ from torch import Tensor
 import deltic
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
-from deltic.cache.tensors import CachePools, Extras, allocate
+from deltic.cache.tensors import CachePools, PoolOptions, allocate
 from deltic.chat.tokenizer_files import read_tokenizer_files
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
@@ -27,8 +27,8 @@ from deltic.engine.loading import RandomModel, load
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.ops.noise import gumbel, sample_key
 from deltic.ops.types import Batch, Sampled, Sampling
-from deltic.params import PAGE, Request, SamplingParams, TokenOut
-from deltic.runner.model_runner import Runtime
+from deltic.params import PAGE, EngineRequest, SamplingParams, TokenEvent
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
 DEVICE = os.environ.get("DELTIC_TEST_DEVICE", "cpu")
@@ -66,28 +66,28 @@ def moe_shape(**changes: Any) -> ModelConfig:
 
 
 @lru_cache(maxsize=1)
-def moe_runtime() -> Runtime:
+def moe_runtime() -> ModelRunner:
     """The odd shape with experts and random weights of range 0.1, in float32."""
     model = RandomModel(shape=moe_shape(), initializer_range=0.1)
     return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
 @lru_cache(maxsize=1)
-def odd_runtime() -> Runtime:
+def odd_runtime() -> ModelRunner:
     """The odd shape with random weights of range 0.1, in float32."""
     model = RandomModel(shape=odd_shape(), initializer_range=0.1)
     return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
 @lru_cache(maxsize=1)
-def embedded_runtime() -> Runtime:
+def embedded_runtime() -> ModelRunner:
     """The model that comes with deltic, in float32, without its draft head."""
     return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1,
                                    speculate="off", device=DEVICE))
 
 
 @lru_cache(maxsize=1)
-def qwen3_runtime() -> Runtime:
+def qwen3_runtime() -> ModelRunner:
     """A Qwen3 of odd shape with random weights, in float32: no layer is recurrent, no output gated. With weights of
     smaller range it would soon repeat itself, as its layers remember less."""
     shape = odd_shape(
@@ -219,12 +219,12 @@ def _nest(directory: Path, kind: str, family: str) -> None:
 # Sessions and engines over a loaded model, with pools of their own
 
 
-def fresh_pools(runtime: Runtime, pages: int, slots: int, rings: int | None = None,
+def fresh_pools(runtime: ModelRunner, pages: int, slots: int, rings: int | None = None,
                 kv: torch.dtype | None = None, state: torch.dtype | None = None) -> CachePools:
     """Fresh pools full of NaN: whoever reads what nobody wrote will show it. rings: by default one for everyone. kv,
     state: dtypes of K/V and of states; by default the model's own."""
     like = runtime.pools
-    extras = Extras(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype,
+    extras = PoolOptions(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype,
                     state or like.recurrent.dtype)
     pools = allocate(runtime.config, pages, slots, like.conv.dtype, runtime.decoder.ops, str(like.device), extras)
     for tensor in (*pools.page_tensors, *pools.slot_tensors, *(pools.rings or ())):
@@ -232,8 +232,8 @@ def fresh_pools(runtime: Runtime, pages: int, slots: int, rings: int | None = No
     return pools
 
 
-def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: int | None = None,
-                  context: int | None = None) -> Runtime:
+def small_runtime(runtime: ModelRunner, *, batch: int = 8, budget: int = 64, pages: int | None = None,
+                  context: int | None = None) -> ModelRunner:
     """The same model with a cache of its own: `pages` K/V pages, slots for the batch and one more."""
     context = context or min(512, runtime.memory.max_context)
     pages = pages or batch * -(-context // PAGE)
@@ -244,13 +244,13 @@ def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: 
         cache=HybridCache(pools))
 
 
-def session_over(runtime: Runtime, **limits: Any) -> Session:
+def session_over(runtime: ModelRunner, **limits: Any) -> Session:
     """A Session over an already loaded model."""
     with patch("deltic.session.load_any", lambda *_: small_runtime(runtime, **limits)):
         return Session()
 
 
-def with_sample(runtime: Runtime, sample: Any) -> Runtime:
+def with_sample(runtime: ModelRunner, sample: Any) -> ModelRunner:
     """The runtime with another `sample` op."""
     ops = replace(runtime.decoder.ops, sample=sample)
     return replace(runtime, decoder=replace(runtime.decoder, ops=ops))
@@ -273,7 +273,7 @@ def stepwise_logits(session: Session, tokens: Iterable[int]) -> Tensor:
     return torch.stack([session.step(token).cpu() for token in tokens])
 
 
-def reference(runtime: Runtime, prompt: Sequence[int], count: int, params: SamplingParams | None = None,
+def reference(runtime: ModelRunner, prompt: Sequence[int], count: int, params: SamplingParams | None = None,
               choice: int = 0) -> Reference:
     """Greedy or keyed-draw answer of `count` tokens, one token at a time through a Session."""
     session = session_over(runtime, batch=1)
@@ -359,21 +359,21 @@ def lively(tokens: Sequence[int]) -> None:
 class Answer:
     """The events of one choice."""
 
-    events: list[TokenOut] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
         return [event.token for event in self.events if event.token is not None]
 
     @property
-    def last(self) -> TokenOut:
+    def last(self) -> TokenEvent:
         return self.events[-1]
 
 
 Answers = dict[tuple[str, int], Answer]
 
 
-def take(answers: Answers, events: Iterable[TokenOut]) -> None:
+def take(answers: Answers, events: Iterable[TokenEvent]) -> None:
     for event in events:
         answer = answers.setdefault((event.request, event.choice), Answer())
         assert not answer.events or answer.last.finish is None, "an event after the end"
@@ -394,7 +394,7 @@ def drain(engine: Engine, answers: Answers | None = None, limit: int = 20_000) -
     return answers
 
 
-def serve(runtime: Runtime, requests: Iterable[Request]) -> Answers:
+def serve(runtime: ModelRunner, requests: Iterable[EngineRequest]) -> Answers:
     """The answers of these requests, all added at once."""
     engine = Engine(runtime)
     for request in requests:
@@ -409,7 +409,7 @@ class Forcing:
     Draws are known by their keys, so every forced request needs temperature > 0 and a seed of its own.
     """
 
-    runtime: Runtime
+    runtime: ModelRunner
     script: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     logits: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
@@ -442,7 +442,7 @@ class Forcing:
 class Watch:
     """Stands before `Runtime.run` and keeps what each step was made of."""
 
-    runtime: Runtime
+    runtime: ModelRunner
     chunks: list[tuple[int, ...]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
@@ -459,10 +459,10 @@ def numbers(seed: int, count: int, vocabulary: int) -> tuple[int, ...]:
     return tuple(torch.randint(0, vocabulary, (count,), generator=generator).tolist())
 
 
-def greedy(prompt: Sequence[int], count: int, name: str = "a", **params: Any) -> Request:
+def greedy(prompt: Sequence[int], count: int, name: str = "a", **params: Any) -> EngineRequest:
     """A request for exactly `count` greedy tokens."""
     settings: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **params}
-    return Request(name, tuple(prompt), SamplingParams(**settings))
+    return EngineRequest(name, tuple(prompt), SamplingParams(**settings))
 
 
 T = TypeVar("T")

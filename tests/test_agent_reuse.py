@@ -18,16 +18,16 @@ from test_text_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOKENIZER, TOOLS
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
-from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.index import TierIndex
-from deltic.chat.processor import ChatProcessor, Job
+from deltic.chat.processor import ChatProcessor, PreparedRequest
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.noise import sample_key
 from deltic.ops.types import Sampled, Sampling
-from deltic.params import PAGE, Request, SamplingParams, common_length
-from deltic.runner.model_runner import Runtime
+from deltic.params import PAGE, EngineRequest, SamplingParams, common_length
+from deltic.runner.model_runner import ModelRunner
 
 TITLE = [{"role": "system", "content": "Give the conversation a title."}]
 CONTEXT = 16_384
@@ -35,7 +35,7 @@ ANSWER = tuple(TOKENIZER.encode("<|im_start|>assistant\n"))
 
 
 @cache
-def model() -> Runtime:
+def model() -> ModelRunner:
     """A small model over the embedded tokenizer's vocabulary."""
     shape = odd_shape(vocab_size=3072, max_position_embeddings=CONTEXT)
     return load(RandomModel(shape=shape), EngineConfig(dtype="float32", memory="8MiB", threads=1))
@@ -45,7 +45,7 @@ def model() -> Runtime:
 class Script:
     """A `sample` op that says what it is told to: tokens by the key of their draw."""
 
-    runtime: Runtime
+    runtime: ModelRunner
     tokens: dict[int, int] = field(default_factory=dict)
 
     def sample(self, logits: Any, sampling: Sampling) -> Sampled:
@@ -73,13 +73,13 @@ class Process:
         self.script = Script(runtime)
         ops = replace(runtime.decoder.ops, sample=self.script.sample)
         pools = fresh_pools(runtime, 3 * CONTEXT // PAGE, 200)
-        tiers = [TierIndex(Disk(directory, "model", 1 << 30), threads=True)]
+        tiers = [TierIndex(DiskStore(directory, "model", 1 << 30), threads=True)]
         self.runtime = replace(
             runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(pools, True, tiers),
             options=replace(runtime.options, token_budget=512), memory=MemoryPlan(3 * CONTEXT // PAGE, 200, 4, CONTEXT))
         self.engine = Engine(self.runtime)
         chosen = {"history": mode} if mode else {}
-        self.chat_processor = ChatProcessor.from_directory(TINY, notes=DiskNotes(directory, "model"), **chosen)
+        self.chat_processor = ChatProcessor.from_directory(TINY, notes=DiskRecords(directory, "model"), **chosen)
         self.requests = 0
 
     def restarted(self) -> Process:
@@ -87,7 +87,7 @@ class Process:
         self.chat_processor.flush()
         return Process(self.directory, self.mode)
 
-    def serve(self, *asked: tuple[Job, Sequence[int]]) -> list[Served]:
+    def serve(self, *asked: tuple[PreparedRequest, Sequence[int]]) -> list[Served]:
         """Run jobs at the same time, each of which says what it is told to."""
         requests = [self._request(job, answer) for job, answer in asked]
         for request in requests:
@@ -104,7 +104,7 @@ class Process:
             found.append(Served(request.prompt, usage.prompt_tokens - usage.cached_tokens))
         return found
 
-    def _request(self, job: Job, answer: Sequence[int]) -> Request:
+    def _request(self, job: PreparedRequest, answer: Sequence[int]) -> EngineRequest:
         self.requests += 1
         start = len(job.request.prompt)
         for index, token in enumerate([*answer, EOS]):
@@ -127,7 +127,7 @@ class Agent:
     def preserves(self) -> bool:
         return self.process.mode != "template"
 
-    def answer(self, kind: str, job: Job, text: str) -> None:
+    def answer(self, kind: str, job: PreparedRequest, text: str) -> None:
         """One request, for which only what is new, or what the template rewrote, may be computed."""
         self.talk.hear(job, text)
         answer = self.talk.answer_ids

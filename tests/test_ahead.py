@@ -16,26 +16,26 @@ from support import Answers, Watch, drain, embedded_runtime, greedy, numbers, od
 from test_prefix_tree import tokens_of
 
 from deltic.engine.engine import Engine
-from deltic.engine.step_plan import Plan
+from deltic.engine.step_plan import StepPlan
 from deltic.ops.types import Sampled
-from deltic.params import Request, TokenOut
+from deltic.params import EngineRequest, TokenEvent
 from deltic.runner import launch
 from deltic.runner.input_batch import build, decodes, has_bucket
 from deltic.runner.launch import InFlight, Launcher, _on_host
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.proposers import NgramDrafter
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.proposers import NgramProposer
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime, "headed": headed, "embedded": embedded_runtime}
 BATCH = 4
 Meddle = Callable[[Engine, int], None]
 
 
-def engine_for(model: Runtime, ahead: bool, **changes: Any) -> Engine:
+def engine_for(model: ModelRunner, ahead: bool, **changes: Any) -> Engine:
     """An engine with the same slots for the tree in both cases, that does not go by the clock."""
     limits: dict[str, Any] = {"batch": BATCH, "slots": 24, **changes}
     limits["slots"] += limits["batch"] if ahead else 0
-    engine = Engine(runtime_of(model, **limits), NgramDrafter(3), FixedDepth(3), ahead)
+    engine = Engine(runtime_of(model, **limits), NgramProposer(3), FixedDraftLength(3), ahead)
     engine.scheduler.times = None
     return engine
 
@@ -51,7 +51,7 @@ def nothing(engine: Engine, step: int) -> None:
     pass
 
 
-def tell(engine: Engine, requests: Sequence[Request], meddle: Meddle = nothing) -> Answers:
+def tell(engine: Engine, requests: Sequence[EngineRequest], meddle: Meddle = nothing) -> Answers:
     """All at once, then whatever meddles before each step."""
     answers, step = Answers(), 0
     for request in requests:
@@ -74,13 +74,13 @@ def remains(engine: Engine) -> Any:
             engine.runtime.cache.pages.free, engine.runtime.cache.slots.free)
 
 
-def plain(name: str, seed: int, **params: Any) -> Request:
+def plain(name: str, seed: int, **params: Any) -> EngineRequest:
     """Nobody drafts for it, so that it can be launched ahead."""
     settings = {"temperature": 0.8 * (seed % 2), "seed": seed, **params}
     return replace(greedy(numbers(seed, 20 + 7 * seed % 40, 250), 40, name, **settings), speculate=False)
 
 
-REQUESTS: dict[str, list[Request]] = {
+REQUESTS: dict[str, list[EngineRequest]] = {
     "greedy and drawn": [plain("a", 1), plain("b", 2), plain("c", 3, top_p=0.9), plain("d", 4, logprobs=3)],
     "lengths": [plain("a", 1, max_tokens=1), plain("b", 2, max_tokens=2), plain("c", 3, max_tokens=17),
                 plain("d", 4, max_tokens=None)],
@@ -128,7 +128,7 @@ def test_l6_prompts_are_read_behind_a_step_in_flight(model: str, monkeypatch: py
              16: plain("choices", 6, n=2), 22: plain("penalty", 7, repetition_penalty=0.5, max_tokens=9)}
     launch, mixed = Launcher.launch, 0
 
-    def launched(launcher: Launcher, plan: Plan, *args: Any, **named: Any) -> InFlight:
+    def launched(launcher: Launcher, plan: StepPlan, *args: Any, **named: Any) -> InFlight:
         nonlocal mixed
         mixed += named.get("before") is not None and any(row.drawn is None for row in plan.rows)
         return launch(launcher, plan, *args, **named)
@@ -174,7 +174,7 @@ def test_nobody_waits_for_two_long_steps() -> None:
         step = 0
         while not came:
             step += 1
-            came = step * any(isinstance(event, TokenOut) and event.request == "short" for event in engine.step())
+            came = step * any(isinstance(event, TokenEvent) and event.request == "short" for event in engine.step())
         steps.append(came)
     assert steps[0] == steps[1]
 
@@ -288,9 +288,9 @@ def test_nothing_is_left_in_flight_when_all_is_over() -> None:
 def test_a_prompt_of_one_token_beside_tokens_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a prefix cache its row is one token whose logits are wanted, like those that take theirs from the step in
     flight; but a bucket has either kind alone."""
-    plans = list[Plan]()
+    plans = list[StepPlan]()
 
-    def watched(plan: Plan, *args: Any, **options: Any) -> Any:
+    def watched(plan: StepPlan, *args: Any, **options: Any) -> Any:
         plans.append(plan)
         return build(plan, *args, **options)
 

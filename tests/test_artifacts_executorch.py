@@ -38,11 +38,11 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 
 from deltic.export.executorch import export as export_module
 from deltic.export.executorch import library, runtime
-from deltic.export.executorch.calls import Bound, Calls, Native
-from deltic.export.executorch.export import Form, Kind, check, export
+from deltic.export.executorch.calls import BoundMethod, Native, ProgramCalls
+from deltic.export.executorch.export import ExportForm, Kind, check, export
 from deltic.export.executorch.mixers import Operators
 from deltic.export.executorch.names import sidecar_of
-from deltic.export.executorch.parts import Experts, QuantizedExperts
+from deltic.export.executorch.parts import ExpertBank, QuantizedExpertBank
 
 ROOT = Path(__file__).parents[1]
 SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), max_position_embeddings=96)
@@ -51,7 +51,7 @@ QUESTION, ANSWER = "What is the capital of France?", "The capital of France is P
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 
-def program_of(path: Path, model: RandomModel, form: Form) -> Path:
+def program_of(path: Path, model: RandomModel, form: ExportForm) -> Path:
     """A program of random weights, with its words but for a tokenizer."""
     assert model.shape
     weights = random_weights(model.shape, "float32", model.seed, initializer_range=model.initializer_range)
@@ -67,7 +67,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Operators], 
     """A model of two layers over these operators, which takes up to 16 tokens a call."""
     @cache
     def exported(operators: Operators) -> Path:
-        return program_of(tmp_path_factory.mktemp(operators) / "small.pte", MODEL, Form("fp32", 96, 16, operators))
+        return program_of(
+            tmp_path_factory.mktemp(operators) / "small.pte", MODEL, ExportForm("fp32", 96, 16, operators)
+        )
+
     return exported
 
 
@@ -125,7 +128,7 @@ def test_at_position_0_the_program_itself_forgets(either: Path) -> None:
     assert (fed(program, 0, ids, 20) == wanted).all()
 
 
-def runs_beside(calls: Calls, rounds: int) -> bool:
+def runs_beside(calls: ProgramCalls, rounds: int) -> bool:
     """Whether another thread runs while this one is in the program: nobody makes it let go of the interpreter."""
     begun, ran, kept = threading.Event(), list[bool](), sys.getswitchinterval()
     other = threading.Thread(target=lambda: ran.append(begun.wait()))
@@ -172,7 +175,7 @@ def test_without_the_library_a_program_computes_the_same(small: Path, monkeypatc
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
     bound = opened(small)
-    assert isinstance(bound._calls, Bound)
+    assert isinstance(bound._calls, BoundMethod)
     bound.start(0)
     assert (fed(bound, 0, ids, 16) == fed(program, 0, ids, 16)).all()
 
@@ -269,17 +272,17 @@ MIXTURE = replace(SHAPE, architecture="qwen3_5_moe", intermediate_size=0, expert
 def test_a_mixture_of_experts(kind: Kind, operators: Operators, tmp_path: Path) -> None:
     """One token a call, with the expert that every token passes."""
     model = RandomModel(shape=MIXTURE, initializer_range=0.1)
-    made = program_of(tmp_path / "made.pte", model, Form(kind, 96, 1, operators))
+    made = program_of(tmp_path / "made.pte", model, ExportForm(kind, 96, 1, operators))
     says_the_same(Session(model, threads=1, memory="8MiB"), session(made), count=30)
     with pytest.raises(ModelError, match="give --static"):
-        check(MIXTURE, Form())
+        check(MIXTURE, ExportForm())
 
 
 def test_quantized_experts_are_what_they_were(tmp_path: Path) -> None:
     """Matrices of int8, a scale for each row: within half a step."""
     matrices = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1))
     chosen = torch.tensor([2, 0])
-    error = (QuantizedExperts(matrices)(chosen) - Experts(matrices)(chosen)).abs()
+    error = (QuantizedExpertBank(matrices)(chosen) - ExpertBank(matrices)(chosen)).abs()
     assert (error <= matrices[chosen].abs().amax(-1, keepdim=True) / 127 / 2 + 1e-6).all() and error.max() > 0
 
 
@@ -348,7 +351,7 @@ def test_more_tokens_than_were_exported_are_refused(small: Path) -> None:
 
 def test_what_cannot_be_exported_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ModelError, match="reads 96 tokens at most"):
-        check(SHAPE, Form("fp32", 97))
+        check(SHAPE, ExportForm("fp32", 97))
 
 
 @pytest.mark.parametrize("there", [False, True])

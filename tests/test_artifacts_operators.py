@@ -36,7 +36,7 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 
 from deltic.export.executorch import library
 from deltic.export.executorch.export import lower, quiet
-from deltic.export.executorch.mixers import DelticAttention, DelticRecurrent, Table
+from deltic.export.executorch.mixers import DelticAttention, DelticRecurrent, RopeTable
 
 pytestmark = pytest.mark.skipif(bool(missing()) or not shutil.which("g++"), reason="needs g++ and the kernels")
 
@@ -59,7 +59,7 @@ class Core(nn.Module):
         self.register_buffer("sin", rope.sin)
 
     def forward(self, projected: Tensor, position: Tensor) -> Tensor:
-        return self.mixer.mix(projected, Table(position, self.cos, self.sin))
+        return self.mixer.mix(projected, RopeTable(position, self.cos, self.sin))
 
 
 def method_of(core: Core, width: int, path: Path) -> Any:

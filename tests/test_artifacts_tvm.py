@@ -26,11 +26,11 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load_any
 from deltic.errors import ConfigError, ModelError, RequestError
-from deltic.export.conversation import Conversation
+from deltic.export.conversation import ProgramConversation
 from deltic.export.opening import kind_of, open_program
 from deltic.export.tvm.library import accepting_older_names
 from deltic.export.tvm.parameters import sums
-from deltic.params import Request
+from deltic.params import EngineRequest
 
 pytest.importorskip("tvm_ffi", reason="needs deltic[tvm]")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -87,7 +87,7 @@ def test_prefixes_are_reused_as_in_the_engine(hybrid: Artifacts) -> None:
             computed.append(engine.stats.prompt_tokens - before)
             history = (*history, *answer, *numbers(turn, 9, SHAPE.vocab_size))
         before = engine.stats.prompt_tokens
-        engine.add(Request("edited", (*history[:40], 1, 2, 3), greedy(history, 4).output))
+        engine.add(EngineRequest("edited", (*history[:40], 1, 2, 3), greedy(history, 4).output))
         drain(engine)
         counted.append((computed, engine.stats.prompt_tokens - before, history))
         engine.check()
@@ -132,7 +132,7 @@ def test_where_the_runtimes_libraries_are(hybrid: Artifacts, tmp_path: Path, the
 
 def test_a_conversation_reads_what_is_new(hybrid: Artifacts) -> None:
     """Whatever prompts have in common is not read again, as far as states of both caches are there."""
-    talk, native = Conversation(open_program(hybrid[1], EngineConfig())), session(hybrid[0])
+    talk, native = ProgramConversation(open_program(hybrid[1], EngineConfig())), session(hybrid[0])
     draw, prompt = random.Random(1), list(numbers(1, 30, SHAPE.vocab_size))
     read = []
     for _ in range(12):
@@ -145,7 +145,7 @@ def test_a_conversation_reads_what_is_new(hybrid: Artifacts) -> None:
 
 
 def test_it_refuses_to_read_nothing_or_too_much(hybrid: Artifacts) -> None:
-    talk = Conversation(open_program(hybrid[1], EngineConfig()))
+    talk = ProgramConversation(open_program(hybrid[1], EngineConfig()))
     with pytest.raises(RequestError, match="no tokens"):
         talk.read([])
     with pytest.raises(RequestError, match="context"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltic.embeddings.batcher import Batcher, Job
+from deltic.embeddings.batcher import Batcher, EncodeJob
 from deltic.embeddings.types import Item, Output, Vectors
 from deltic.errors import BusyError
 
@@ -36,7 +36,7 @@ def held(most: int = 1000) -> Iterator[tuple[Model, Batcher]]:
     """A batcher whose model is busy with the first batch, of one item, until the end of the block."""
     model: Any = Model()
     batcher = Batcher(model, most)
-    batcher.submit(Job([Item([0, 0, 0, 0])], DENSE, client="first"))
+    batcher.submit(EncodeJob([Item([0, 0, 0, 0])], DENSE, client="first"))
     assert model.begun.wait(60)
     try:
         yield model, batcher
@@ -45,8 +45,8 @@ def held(most: int = 1000) -> Iterator[tuple[Model, Batcher]]:
         batcher.close()
 
 
-def job(client: str, number: int, items: int = 1, tokens: int = 1) -> Job:
-    return Job([Item([number] * tokens)] * items, DENSE, client=client)
+def job(client: str, number: int, items: int = 1, tokens: int = 1) -> EncodeJob:
+    return EncodeJob([Item([number] * tokens)] * items, DENSE, client=client)
 
 
 def test_clients_take_turns_and_not_their_jobs() -> None:

@@ -23,20 +23,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from deltic.cache.offload import item_folder as layout
-from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.item_file import encode
-from deltic.cache.offload.item_folder import Label
-from deltic.cache.offload.types import Item, TierStoreError
+from deltic.cache.offload.item_folder import FolderLabel
+from deltic.cache.offload.types import StoredItem, TierStoreError
 from deltic.errors import ConfigError
 
 MODEL, OTHER = "ab" * 16, "cd" * 16
 KEY, PARENT = "0f" * 16, "1e" * 16
-ITEM = Item("final", KEY, PARENT, 16, 37)
+ITEM = StoredItem("final", KEY, PARENT, 16, 37)
 OLD = time.time() - 30 * 86400
 IS_ROOT = os.geteuid() == 0
 
 KEYS = st.text("0123456789abcdef", min_size=1, max_size=64)
-ITEMS = st.builds(lambda kind, key, parent, start, length: Item(kind, key, parent, start, start + length),
+ITEMS = st.builds(lambda kind, key, parent, start, length: StoredItem(kind, key, parent, start, start + length),
                   st.sampled_from(("kv", "state", "final")), KEYS, KEYS | st.just(""),
                   st.integers(0, 1 << 50), st.integers(0, 1 << 50))
 
@@ -57,20 +57,20 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return plain(left) == plain(right)
 
 
-def named(item: Item) -> tuple[Any, ...]:
+def named(item: StoredItem) -> tuple[Any, ...]:
     return item.kind, item.key, item.parent, item.start, item.done
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Disk:
-    return Disk(tmp_path, MODEL, 1 << 30, "a model")
+def disk(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path, MODEL, 1 << 30, "a model")
 
 
 def home(tmp_path: Path, model: str = MODEL) -> Path:
     return tmp_path / "deltic-prefixes" / f"v1-{model}"
 
 
-def file_of(tmp_path: Path, item: Item = ITEM) -> Path:
+def file_of(tmp_path: Path, item: StoredItem = ITEM) -> Path:
     return home(tmp_path) / layout.item_name(item)
 
 
@@ -144,11 +144,11 @@ def test_delete_and_touch(disk, tmp_path):
 
 
 def test_a_restart_finds_what_was_kept(tmp_path):
-    Disk(tmp_path, MODEL, 1).write(ITEM, some_tensors())
-    again = Disk(tmp_path, MODEL, 1)
+    DiskStore(tmp_path, MODEL, 1).write(ITEM, some_tensors())
+    again = DiskStore(tmp_path, MODEL, 1)
     assert [named(item) for item in again.scan()] == [named(ITEM)]
     assert same(again.read(ITEM), some_tensors())
-    assert not list(Disk(tmp_path, OTHER, 1).scan()), "what another model kept is none of ours"
+    assert not list(DiskStore(tmp_path, OTHER, 1).scan()), "what another model kept is none of ours"
 
 
 # Damage
@@ -189,7 +189,7 @@ def test_every_flipped_bit_is_seen(disk, tmp_path):
 def test_random_damage_is_seen(tmp_path_factory, data):
     """Pieces overwritten, removed, doubled: refused, or the very same bytes."""
     directory = tmp_path_factory.getbasetemp() / "damage"
-    disk, whole = Disk(directory, MODEL, 1), small()
+    disk, whole = DiskStore(directory, MODEL, 1), small()
     start = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(start, len(whole)))
     damaged = whole[:start] + data.draw(st.binary(max_size=40) | st.just(2 * whole[start:end])) + whole[end:]
@@ -201,8 +201,13 @@ def test_random_damage_is_seen(tmp_path_factory, data):
 
 def test_an_item_under_another_name(disk, tmp_path):
     disk.write(ITEM, some_tensors())
-    others = [Item("state", KEY, PARENT, 16, 37), Item("final", PARENT, PARENT, 16, 37),
-              Item("final", KEY, "", 16, 37), Item("final", KEY, PARENT, 15, 37), Item("final", KEY, PARENT, 16, 38)]
+    others = [
+        StoredItem("state", KEY, PARENT, 16, 37),
+        StoredItem("final", PARENT, PARENT, 16, 37),
+        StoredItem("final", KEY, "", 16, 37),
+        StoredItem("final", KEY, PARENT, 15, 37),
+        StoredItem("final", KEY, PARENT, 16, 38),
+    ]
     for other in others:
         shutil.copy(file_of(tmp_path), file_of(tmp_path, other))
         with pytest.raises(TierStoreError, match="is not what its name says"):
@@ -273,7 +278,7 @@ def umask(request):
 
 
 def test_only_the_user_can_look(tmp_path, umask):
-    disk, notes = Disk(tmp_path, MODEL, 1, "a model"), DiskNotes(tmp_path, MODEL)
+    disk, notes = DiskStore(tmp_path, MODEL, 1, "a model"), DiskRecords(tmp_path, MODEL)
     disk.write(ITEM, some_tensors())
     notes.put("ab", b"text")
     seen = {path: path.stat().st_mode & 0o7777 for path in (tmp_path / "deltic-prefixes", *tmp_path.rglob("*"))}
@@ -286,7 +291,7 @@ def test_open_folders_are_closed(tmp_path):
     home(tmp_path).mkdir(parents=True)
     for path in (home(tmp_path), home(tmp_path).parent):
         path.chmod(0o777)
-    Disk(tmp_path, MODEL, 1)
+    DiskStore(tmp_path, MODEL, 1)
     assert all(path.stat().st_mode & 0o777 == 0o700 for path in (home(tmp_path), home(tmp_path).parent))
 
 
@@ -302,7 +307,7 @@ def test_directories_that_cannot_be(kind, tmp_path):
         path.symlink_to(tmp_path / "elsewhere")
     given = {"file above": directory / "below", "nul": Path("a\0b")}.get(kind, directory)
     with pytest.raises(ConfigError, match=r"cache_dir .* cannot be used .* name a directory") as caught:
-        Disk(given, MODEL, 1)
+        DiskStore(given, MODEL, 1)
     assert caught.value.option == "cache_dir"
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -326,19 +331,19 @@ def as_nobody(check):
 def test_a_directory_without_permission():
     def check():
         with pytest.raises(ConfigError, match="Permission denied"):
-            Disk(directory, MODEL, 1)
+            DiskStore(directory, MODEL, 1)
 
     with tempfile.TemporaryDirectory() as directory:  # tmp_path lies where only its owner may go
         os.chmod(directory, 0o555)
         as_nobody(check)
         os.chmod(directory, 0o700)
-        Disk(directory, MODEL, 1)
+        DiskStore(directory, MODEL, 1)
 
 
 def test_a_read_only_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="not writable"):
-        Disk(tmp_path, MODEL, 1)
+        DiskStore(tmp_path, MODEL, 1)
 
 
 def test_somebody_elses_folder(tmp_path, monkeypatch):
@@ -350,7 +355,7 @@ def test_somebody_elses_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "chmod", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(ConfigError, match="owned by another user"):
-        Disk(tmp_path, MODEL, 1)
+        DiskStore(tmp_path, MODEL, 1)
 
 
 def test_a_disk_without_permissions_warns(tmp_path, monkeypatch, caplog):
@@ -359,27 +364,27 @@ def test_a_disk_without_permissions_warns(tmp_path, monkeypatch, caplog):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EPERM, "Operation not permitted")
     monkeypatch.setattr(Path, "chmod", refuse)
-    Disk(tmp_path, MODEL, 1).write(ITEM, {})
+    DiskStore(tmp_path, MODEL, 1).write(ITEM, {})
     assert "keeps no permissions" in caplog.text
 
 
 def test_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    Disk("~/cache", MODEL, 1)
+    DiskStore("~/cache", MODEL, 1)
     assert home(tmp_path / "cache").is_dir()
 
 
 def test_the_tag_and_the_label(disk, tmp_path):
     root = home(tmp_path).parent
     assert (root / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55\n")
-    assert layout.read_label(home(tmp_path)) == Label("a model")
-    Disk(tmp_path, MODEL, 1)
-    assert layout.read_label(home(tmp_path)) == Label("a model"), "no name is no reason to forget one"
-    Disk(tmp_path, MODEL, 1, "Größe\x1b[31m\n", "avx2\r")
-    assert layout.read_label(home(tmp_path)) == Label("Größe[31m", "avx2")
+    assert layout.read_label(home(tmp_path)) == FolderLabel("a model")
+    DiskStore(tmp_path, MODEL, 1)
+    assert layout.read_label(home(tmp_path)) == FolderLabel("a model"), "no name is no reason to forget one"
+    DiskStore(tmp_path, MODEL, 1, "Größe\x1b[31m\n", "avx2\r")
+    assert layout.read_label(home(tmp_path)) == FolderLabel("Größe[31m", "avx2")
     for damage in (b"", b"[]", b"{", b"\xff", b'{"model":5,"about":""}', b'{"model":"a","about":5}', b"[" * 60_000):
         put(home(tmp_path) / "model.json", damage)
-        assert layout.read_label(home(tmp_path)) == Label()
+        assert layout.read_label(home(tmp_path)) == FolderLabel()
 
 
 # Foreign and left-over files
@@ -388,8 +393,8 @@ def test_the_tag_and_the_label(disk, tmp_path):
 def test_others(disk, tmp_path, caplog):
     root = home(tmp_path).parent
     disk.write(ITEM, {})
-    DiskNotes(tmp_path, MODEL).put("ab", b"text")
-    Disk(tmp_path, OTHER, 1, "other").write(ITEM, {})
+    DiskRecords(tmp_path, MODEL).put("ab", b"text")
+    DiskStore(tmp_path, OTHER, 1, "other").write(ITEM, {})
     strange = {put(home(tmp_path) / "README"), put(home(tmp_path) / "notes" / "no note"),
                put(home(tmp_path) / "deep" / "er" / f"1-0-{KEY}-root.kv"),
                home(tmp_path, OTHER) / file_of(tmp_path).name,
@@ -410,7 +415,7 @@ def test_others(disk, tmp_path, caplog):
         disk.delete(item)
     assert disk.others() == [] and len(list(disk.scan())) == 1 and all(path.exists() for path in kept)
     assert not any(path.exists() for path in (home(tmp_path, OTHER), root / "v2-zz", home(tmp_path) / "deep"))
-    assert DiskNotes(tmp_path, MODEL).get("ab") == b"text"
+    assert DiskRecords(tmp_path, MODEL).get("ab") == b"text"
 
 
 def test_what_killed_writers_left_goes_at_the_next_look(disk, tmp_path):
@@ -496,7 +501,7 @@ def test_time_of_the_future(disk, tmp_path):
 def test_paths_never_lead_out(disk):
     for path in (f"v1-{MODEL}/../../x", f"v1-{MODEL}//etc/passwd"):
         with pytest.raises(AssertionError):
-            disk.delete(Item("kv", "", "", 0, 0, path=path))
+            disk.delete(StoredItem("kv", "", "", 0, 0, path=path))
 
 
 # Full disks
@@ -544,14 +549,14 @@ def test_a_write_that_fails_half_way(tmp_path):
 
 
 def test_a_folder_that_was_removed_comes_back(disk, tmp_path):
-    notes = DiskNotes(tmp_path, MODEL)
+    notes = DiskRecords(tmp_path, MODEL)
     for _ in range(2):
         shutil.rmtree(tmp_path / "deltic-prefixes")
         assert not list(disk.scan()) and disk.others() == []
         disk.write(ITEM, some_tensors())
         notes.put("ab", b"text")
         assert same(disk.read(ITEM), some_tensors()) and notes.get("ab") == b"text"
-    assert layout.read_label(home(tmp_path)) == Label("a model")
+    assert layout.read_label(home(tmp_path)) == FolderLabel("a model")
 
 
 # Processes
@@ -580,7 +585,7 @@ for life in range(40):
 
 def test_killed_while_writing(tmp_path):
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), MODEL], check=True)
-    disk, notes = Disk(tmp_path, MODEL, 1), DiskNotes(tmp_path, MODEL)
+    disk, notes = DiskStore(tmp_path, MODEL, 1), DiskRecords(tmp_path, MODEL)
     items = list(disk.scan())
     assert items
     for item in items:
@@ -629,15 +634,15 @@ def test_two_processes_share_a_directory(tmp_path):
 
 
 def test_notes(tmp_path):
-    notes = DiskNotes(tmp_path, MODEL)
+    notes = DiskRecords(tmp_path, MODEL)
     for data in (b"", b"text", bytes(range(256)) * 100, b"new"):
         notes.put(KEY, data)
-        assert notes.get(KEY) == DiskNotes(tmp_path, MODEL).get(KEY) == data
-    assert notes.get(PARENT) is DiskNotes(tmp_path, OTHER).get(KEY) is None
+        assert notes.get(KEY) == DiskRecords(tmp_path, MODEL).get(KEY) == data
+    assert notes.get(PARENT) is DiskRecords(tmp_path, OTHER).get(KEY) is None
 
 
 def test_a_key_is_claimed_once(tmp_path):
-    both = [DiskNotes(tmp_path, MODEL) for _ in range(2)]
+    both = [DiskRecords(tmp_path, MODEL) for _ in range(2)]
     assert [notes.claim(KEY) for notes in (*both, *both)] == [True, False, False, False]
     assert both[1].get(KEY) is None
     both[0].put(KEY, b"text")
@@ -650,13 +655,13 @@ def test_a_key_is_claimed_once(tmp_path):
 
 @pytest.mark.parametrize("key", ["", "../x", "a/b", "AB", "xy", "a" * 65, "ab\n", "ab\0", "ä", "."])
 def test_keys_of_notes_are_hexadecimal(key, tmp_path):
-    notes, before = DiskNotes(tmp_path, MODEL), names(tmp_path)
+    notes, before = DiskRecords(tmp_path, MODEL), names(tmp_path)
     notes.put(key, b"text")
     assert notes.get(key) is None and names(tmp_path) == before
 
 
 def test_damaged_notes(tmp_path):
-    notes, path = DiskNotes(tmp_path, MODEL), home(tmp_path) / "notes" / "ab"
+    notes, path = DiskRecords(tmp_path, MODEL), home(tmp_path) / "notes" / "ab"
     notes.put("ab", b"some text")
     whole = path.read_bytes()
     for place in range(len(whole)):
@@ -679,7 +684,7 @@ def taken(tmp_path: Path) -> int:
 
 def test_notes_keep_to_their_budget(tmp_path):
     budget = 64 * 4096
-    both = [DiskNotes(tmp_path, MODEL, budget) for _ in range(2)]
+    both = [DiskRecords(tmp_path, MODEL, budget) for _ in range(2)]
     for number in range(300):
         both[number % 2].put(f"{number:x}", b"x" * (100 if number % 3 else 6000))
         path = home(tmp_path) / "notes" / f"{number:x}"
@@ -693,7 +698,7 @@ def test_notes_keep_to_their_budget(tmp_path):
 
 
 def test_reading_keeps_a_note(tmp_path):
-    notes = DiskNotes(tmp_path, MODEL, 16 * 4096)
+    notes = DiskRecords(tmp_path, MODEL, 16 * 4096)
     for number in range(60):
         notes.put(f"{number:x}", b"x")
         os.utime(home(tmp_path) / "notes" / f"{number:x}", (OLD + number, OLD + number))
@@ -701,7 +706,7 @@ def test_reading_keeps_a_note(tmp_path):
 
 
 def test_a_note_that_cannot_be_touched_is_read(tmp_path, monkeypatch):
-    notes = DiskNotes(tmp_path, MODEL)
+    notes = DiskRecords(tmp_path, MODEL)
     notes.put("ab", b"text")
 
     def refuse(*args, **kwargs):
@@ -711,7 +716,7 @@ def test_a_note_that_cannot_be_touched_is_read(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_stops_notes_with_one_warning(tmp_path, monkeypatch, caplog):
-    notes = DiskNotes(tmp_path, MODEL)
+    notes = DiskRecords(tmp_path, MODEL)
     notes.put("ab", b"old")
     monkeypatch.setattr(layout, "RESERVE", 1 << 60)
     monkeypatch.setattr(layout, "RESERVE_SHARE", 1.0)

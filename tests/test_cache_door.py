@@ -17,11 +17,11 @@ from support import greedy, numbers, odd_runtime, reference, same_tokens
 from torch import Tensor
 
 from deltic.cache.offload import item_folder as layout
-from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.item_file import encode
-from deltic.cache.offload.item_validator import PoolDoor
-from deltic.cache.offload.types import Item, TierStoreError
+from deltic.cache.offload.item_validator import PoolItemValidator
+from deltic.cache.offload.types import StoredItem, TierStoreError
 from deltic.engine.engine import Engine
 from deltic.params import PAGE
 
@@ -36,16 +36,16 @@ def engine_over(*tiers: TierIndex) -> Engine:
 
 
 def disk_engine(directory: Path) -> Engine:
-    return engine_over(TierIndex(Disk(directory, "model", 1 << 24), threads=True))
+    return engine_over(TierIndex(DiskStore(directory, "model", 1 << 24), threads=True))
 
 
-def items_of(directory: Path) -> list[Item]:
-    return sorted(Disk(directory, "model", 1 << 24).scan(), key=lambda item: (item.kind, item.done))
+def items_of(directory: Path) -> list[StoredItem]:
+    return sorted(DiskStore(directory, "model", 1 << 24).scan(), key=lambda item: (item.kind, item.done))
 
 
-def rewrite(directory: Path, item: Item, change: Callable[[Tensors], None]) -> None:
+def rewrite(directory: Path, item: StoredItem, change: Callable[[Tensors], None]) -> None:
     """Change an item's tensors; its file is well-formed, and its checksum right."""
-    disk = Disk(directory, "model", 1 << 24)
+    disk = DiskStore(directory, "model", 1 << 24)
     tensors = disk.read(item)
     change(tensors)
     disk.write(item, tensors)
@@ -145,12 +145,12 @@ def test_kept_logits_that_are_wrong_fail_their_own_request_alone() -> None:
 
 def test_a_file_larger_than_its_item_can_be_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file full of holes takes no room on the disk either."""
-    item = Item("kv", "ab" * 16, "", 0, 20)
+    item = StoredItem("kv", "ab" * 16, "", 0, 20)
     pieces = encode(item, {"keys": torch.empty(1)})
     header = bytes(pieces[1]).replace(b'"shape":[1]', b'"shape":[%d]' % (1 << 38)).replace(
         b'"data_offsets":[0,4]', b'"data_offsets":[0,%d]' % (1 << 40)).rstrip()
     header += b" " * (-len(header) % 8)
-    disk = Disk(tmp_path, "model", 1 << 24)
+    disk = DiskStore(tmp_path, "model", 1 << 24)
     path = layout.root_of(tmp_path) / "v1-model" / layout.item_name(item)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -161,7 +161,7 @@ def test_a_file_larger_than_its_item_can_be_takes_no_memory(tmp_path: Path, monk
         asked.append(shape)
         return real((), **more)
     monkeypatch.setattr(torch, "empty", empty)
-    door = PoolDoor(odd_runtime().pools)
+    door = PoolItemValidator(odd_runtime().pools)
     with pytest.raises(TierStoreError, match=r"at most .* can be right"):
         disk.read(item, door.most(item))
     assert not asked
@@ -186,8 +186,8 @@ NAMES = st.sampled_from(("keys", "values", "tokens", "recurrent", "conv", "logit
 def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObject) -> None:
     """Sound items with tensors replaced, removed and added: refused, with a reason, or just like what was kept."""
     pools = odd_runtime().pools
-    door, kind = PoolDoor(pools), data.draw(st.sampled_from(("kv", "state", "final")))
-    item = Item(kind, "ab" * 16, "", 0, 5)
+    door, kind = PoolItemValidator(pools), data.draw(st.sampled_from(("kv", "state", "final")))
+    item = StoredItem(kind, "ab" * 16, "", 0, 5)
     sound = sound_item(item)
     assert door.refuse(item, sound) == ""
     assert sum(tensor.numel() * tensor.itemsize for tensor in sound.values()) <= door.most(item)
@@ -203,7 +203,7 @@ def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObjec
         door.refuse(item, changed)
 
 
-def sound_item(item: Item) -> Tensors:
+def sound_item(item: StoredItem) -> Tensors:
     pools = odd_runtime().pools
     if item.kind == "kv":
         length = item.done - item.start
@@ -241,8 +241,8 @@ def test_an_engine_over_damaged_files_answers_as_without(tmp_path_factory: pytes
 
 def test_a_state_of_few_tokens_may_have_places_that_were_never_written() -> None:
     """The convolution's ring is wider than the prefix is long."""
-    item = Item("state", "ab" * 16, "", 0, 2)
+    item = StoredItem("state", "ab" * 16, "", 0, 2)
     tensors = sound_item(item)
     tensors["conv"][:, 2:] = NAN
-    door = PoolDoor(odd_runtime().pools)
+    door = PoolItemValidator(odd_runtime().pools)
     assert door.refuse(item, tensors) == "" and "conv" in door.refuse(replace(item, done=PAGE), tensors)

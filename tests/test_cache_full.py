@@ -27,19 +27,21 @@ from torch import Tensor
 
 from deltic.cache.offload import index
 from deltic.cache.offload import item_folder as layout
-from deltic.cache.offload.disk import Disk, DiskNotes
+from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.types import FullError, Item
+from deltic.cache.offload.types import FullError, StoredItem
 from deltic.engine.engine import Engine
-from deltic.params import Request
+from deltic.params import EngineRequest
 
 
-def request_of(seed: int, length: int = 60) -> Request:
+def request_of(seed: int, length: int = 60) -> EngineRequest:
     return greedy(numbers(seed, length, 500), 3)
 
 
 def disk_engine(directory: Path, budget: int = 1 << 26, model: str = "model") -> Engine:
-    return Engine(runtime_of(odd_runtime(), batch=2, tiers=[TierIndex(Disk(directory, model, budget), threads=True)]))
+    return Engine(
+        runtime_of(odd_runtime(), batch=2, tiers=[TierIndex(DiskStore(directory, model, budget), threads=True)])
+    )
 
 
 def written(engine: Engine) -> None:
@@ -134,7 +136,7 @@ class Narrow(Recording):
         super().__init__(1 << 20)
         self.capacity = capacity
 
-    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+    def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
         missing = self.held + item.size - self.capacity
         if missing > 0:
             raise FullError(errno.ENOSPC, "No space left on device", "", missing)
@@ -204,13 +206,13 @@ def test_a_store_that_never_has_room_is_asked_a_few_times_only() -> None:
     class Liar(Recording):
         calls = 0
 
-        def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+        def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
             self.calls += 1
             if len(self._items) > 7:
                 raise FullError(errno.ENOSPC, "No space left on device", "", 1)
             return super().write(item, tensors)
 
-        def delete(self, item: Item) -> None:
+        def delete(self, item: StoredItem) -> None:
             """Takes nothing back."""
 
     store = Liar(1 << 20)
@@ -321,7 +323,7 @@ def read_only(check: Callable[[], None], directory: Path) -> None:
     assert code == 0
 
 
-ITEM = Item("kv", "ab" * 16, "", 0, 3)
+ITEM = StoredItem("kv", "ab" * 16, "", 0, 3)
 
 
 @pytest.fixture
@@ -335,11 +337,11 @@ def open_path() -> Iterator[Path]:
 def test_a_directory_that_can_only_be_read_is_read(open_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "deltic")
     directory = open_path / "kept"
-    Disk(directory, "ab", 1 << 20, "a model").write(ITEM, {"tokens": torch.arange(3)})
-    DiskNotes(directory, "ab").put("cd", b"text")
+    DiskStore(directory, "ab", 1 << 20, "a model").write(ITEM, {"tokens": torch.arange(3)})
+    DiskRecords(directory, "ab").put("cd", b"text")
 
     def check() -> None:
-        disk, notes = Disk(directory, "ab", 1 << 20, "another name"), DiskNotes(directory, "ab")
+        disk, notes = DiskStore(directory, "ab", 1 << 20, "another name"), DiskRecords(directory, "ab")
         assert not disk.writable and disk.read(ITEM)["tokens"].tolist() == [0, 1, 2] and not disk.others()
         with pytest.raises(OSError, match=r"Permission denied|Read-only"):
             disk.write(replace(ITEM, done=4), {"tokens": torch.arange(4)})
@@ -350,7 +352,7 @@ def test_a_directory_that_can_only_be_read_is_read(open_path: Path, caplog: pyte
         assert len(lines_of(caplog, "cannot be written to")) == 1
 
     read_only(check, directory)
-    assert layout.read_label(directory / "deltic-prefixes" / "v1-ab") == layout.Label("a model")
+    assert layout.read_label(directory / "deltic-prefixes" / "v1-ab") == layout.FolderLabel("a model")
 
 
 def test_an_engine_over_a_directory_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

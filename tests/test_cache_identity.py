@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from support import numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.cache.offload.deferred_open import LateNotes
-from deltic.cache.offload.disk import Disk, DiskNotes
-from deltic.cache.offload.item_folder import WEIGHTS, Label, folders, read_label, root_of
-from deltic.chat.history_store import Note, Notebook, digest_of
+from deltic.cache.offload.deferred_open import DeferredRecords
+from deltic.cache.offload.disk import DiskRecords, DiskStore
+from deltic.cache.offload.item_folder import WEIGHTS, FolderLabel, folders, read_label, root_of
+from deltic.chat.history_store import AnswerLog, AnswerRecord, digest_of
 from deltic.cli import main
 from deltic.engine import identity
 from deltic.errors import ModelError
@@ -182,7 +182,7 @@ def test_another_level_of_instructions_is_told_apart(dtype: str, kept: Path) -> 
     assert answer(None, kept, cpu_level=lower, dtype=dtype) == (100, first[1])
     assert answer(None, kept, cpu_level=best, dtype=dtype)[0] == 100, "it is what auto chooses"
     labels = {read_label(folder) for folder in folders(root_of(kept))}
-    assert labels == {Label("tiny", f"{dtype}, cpu kernels ({level})") for level in (lower, best)}
+    assert labels == {FolderLabel("tiny", f"{dtype}, cpu kernels ({level})") for level in (lower, best)}
 
 
 def test_the_number_of_threads_changes_no_bit_and_is_no_part_of_it(tmp_path: Path) -> None:
@@ -379,22 +379,22 @@ def test_a_directory_that_cannot_be_used_is_known_before_anything_is_hashed(tiny
 
 
 def test_notes_wait_too(tmp_path: Path) -> None:
-    opening: Future[tuple[Disk, DiskNotes]] = Future()
-    notes = LateNotes(opening)
+    opening: Future[tuple[DiskStore, DiskRecords]] = Future()
+    notes = DeferredRecords(opening)
     assert not notes.ready
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(lambda: notes.claim("ab") and notes.put("ab", b"text"))
         time.sleep(0.05)
         assert not written.done()
-        opening.set_result((Disk(tmp_path, "model", 1 << 20), DiskNotes(tmp_path, "model")))
+        opening.set_result((DiskStore(tmp_path, "model", 1 << 20), DiskRecords(tmp_path, "model")))
         written.result(10)
     assert notes.ready and notes.get("ab") == b"text" and notes.get("ef") is None and not notes.claim("ab")
-    assert DiskNotes(tmp_path, "model").get("ab") == b"text"
+    assert DiskRecords(tmp_path, "model").get("ab") == b"text"
 
 
 def test_notes_that_never_come() -> None:
-    opening: Future[tuple[Disk, DiskNotes]] = Future()
-    notes = LateNotes(opening)
+    opening: Future[tuple[DiskStore, DiskRecords]] = Future()
+    notes = DeferredRecords(opening)
     opening.set_exception(ModelError("no"))
     notes.put("ab", b"text")
     assert notes.ready and not notes.claim("ab") and notes.get("ab") is None
@@ -402,11 +402,11 @@ def test_notes_that_never_come() -> None:
 
 def test_notes_of_others_are_not_overlooked_while_they_are_unknown(tmp_path: Path) -> None:
     """What memory alone knows might have rivals on disk."""
-    opening: Future[tuple[Disk, DiskNotes]] = Future()
-    book = Notebook(LateNotes(opening), 100)
-    note = Note("Paris.", "", (), array("i", [1, 2]), digest_of(array("i", [1, 2])))
+    opening: Future[tuple[DiskStore, DiskRecords]] = Future()
+    book = AnswerLog(DeferredRecords(opening), 100)
+    note = AnswerRecord("Paris.", "", (), array("i", [1, 2]), digest_of(array("i", [1, 2])))
     book.put("ab", note)
     assert book.find("ab") == []
-    opening.set_result((Disk(tmp_path, "model", 1 << 20), DiskNotes(tmp_path, "model")))
+    opening.set_result((DiskStore(tmp_path, "model", 1 << 20), DiskRecords(tmp_path, "model")))
     book.flush()
     assert book.find("ab") == [note]

@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from deltic.cache.block_pool import Ledger
-from deltic.cache.handles import Lease, Snapshot
+from deltic.cache.block_pool import BlockPool
+from deltic.cache.handles import CacheSnapshot, SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryNeeds, enough, grid_spacing, split_memory
 from deltic.cache.operations import CopyPage, CopySlot
@@ -99,7 +99,7 @@ def write_state(cache: HybridCache, slot: int, value: float) -> None:
         pool[:, slot] = value
 
 
-def step(cache: HybridCache, lease: Lease, tokens: list[int]) -> None:
+def step(cache: HybridCache, lease: SequenceCache, tokens: list[int]) -> None:
     """What a step of the engine does: read the state, write K/V and state, commit."""
     state = read_state(cache, lease.slot) if lease.done else 0
     values = []
@@ -130,8 +130,8 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rules = 0
-        self.leases: dict[Lease, Naive] = {}
-        self.kept: dict[Snapshot, Naive] = {}
+        self.leases: dict[SequenceCache, Naive] = {}
+        self.kept: dict[CacheSnapshot, Naive] = {}
         self.fresh = iter(range(1 << 30))
 
     @initialize(pages=st.sampled_from((6, 4, 3, 9, 2, 1)), slots=st.sampled_from((4, 3, 5, 2, 4, 1)))
@@ -161,10 +161,10 @@ class CacheMachine(RuleBasedStateMachine):
     def fits(self, source: Naive) -> bool:
         return self.free_slots > 0 and self.free_pages >= bool(len(source.tokens) % PAGE)
 
-    def lease(self, pick: int) -> tuple[Lease, Naive]:
+    def lease(self, pick: int) -> tuple[SequenceCache, Naive]:
         return list(self.leases.items())[pick % len(self.leases)]
 
-    def snapshot(self, pick: int) -> tuple[Snapshot, Naive]:
+    def snapshot(self, pick: int) -> tuple[CacheSnapshot, Naive]:
         return list(self.kept.items())[pick % len(self.kept)]
 
     # Programs
@@ -224,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         """L2: so has a fork of a snapshot."""
         self.forked(*self.snapshot(pick))
 
-    def forked(self, source: Lease | Snapshot, naive: Naive) -> None:
+    def forked(self, source: SequenceCache | CacheSnapshot, naive: Naive) -> None:
         expected = self.fits(naive)
         lease = self.cache.fork(source)
         assert (lease is not None) == expected
@@ -254,7 +254,7 @@ class CacheMachine(RuleBasedStateMachine):
         """L2: restoring nothing is the start."""
         self.restored(pick, None, Naive())
 
-    def restored(self, pick: int, kept: Snapshot | None, naive: Naive) -> None:
+    def restored(self, pick: int, kept: CacheSnapshot | None, naive: Naive) -> None:
         lease, own = self.lease(pick)
         others = {page for holder in self.holders() if holder is not own for page in holder.pages}
         room = self.cache.pages.size > len(others) or not len(naive.tokens) % PAGE
@@ -368,25 +368,25 @@ class GoesBackwards(CachePools):
 
 
 class CommitsTwice(HybridCache):
-    def commit(self, lease: Lease, count: int, base: int | None = None) -> None:
+    def commit(self, lease: SequenceCache, count: int, base: int | None = None) -> None:
         lease.keys.append(0)
         super().commit(lease, count + (lease.covered - lease.done > count), base)
 
 
 class PromisesMore(HybridCache):
-    def reserve(self, lease: Lease, tokens: int) -> int:
+    def reserve(self, lease: SequenceCache, tokens: int) -> int:
         super().reserve(lease, tokens)
         return tokens
 
 
 class LeaksPages(HybridCache):
-    def drop(self, snapshot: Snapshot) -> None:
+    def drop(self, snapshot: CacheSnapshot) -> None:
         del self.accounts.snapshots[snapshot.slot]
         self.slots.release([snapshot.slot])
 
 
 class CutsState(HybridCache):
-    def restore(self, lease: Lease, snapshot: Snapshot | None) -> bool:
+    def restore(self, lease: SequenceCache, snapshot: CacheSnapshot | None) -> bool:
         done = super().restore(lease, snapshot)
         self.accounts.queue[:] = [operation for operation in self.accounts.queue if not isinstance(operation, CopySlot)]
         return done
@@ -403,7 +403,7 @@ def test_the_machine_notices_a_broken_cache(kind: type[HybridCache | CachePools]
 # Directly
 
 
-def leased(cache: HybridCache, tokens: list[int]) -> Lease:
+def leased(cache: HybridCache, tokens: list[int]) -> SequenceCache:
     lease = cache.admit()
     assert lease is not None and cache.reserve(lease, len(tokens)) == len(tokens)
     step(cache, lease, tokens)
@@ -578,7 +578,7 @@ def test_check_notices_wrong_accounts(wreck: Any) -> None:
 
 
 def test_units_that_nobody_took_cost_nothing() -> None:
-    ledger = Ledger("page", 1 << 40)
+    ledger = BlockPool("page", 1 << 40)
     assert ledger.take(200) == [*range(200)] and ledger.free == (1 << 40) - 200
     ledger.release([7, 3])
     assert ledger.take(4) == [3, 7, 200, 201] and not ledger.owned(202)
@@ -592,7 +592,7 @@ def test_units_that_nobody_took_cost_nothing() -> None:
 @pytest.mark.parametrize("size", [1, 70, 3000])
 def test_the_lowest_free_units_are_taken(size: int) -> None:
     """Against a set of them."""
-    ledger, draw, free, taken = Ledger("page", size), random.Random(size), {*range(size)}, list[int]()
+    ledger, draw, free, taken = BlockPool("page", size), random.Random(size), {*range(size)}, list[int]()
     for _ in range(400):
         count = draw.choice([1, 2, 64, 65, 500, size])
         if draw.random() < 0.5:
@@ -611,14 +611,14 @@ def test_the_lowest_free_units_are_taken(size: int) -> None:
 
 
 def test_ledger_takes_the_lowest_and_all_or_nothing() -> None:
-    ledger = Ledger("unit", 4)
+    ledger = BlockPool("unit", 4)
     assert ledger.take(3) == [0, 1, 2] and ledger.take(2) is None and ledger.free == 1
     ledger.release([1])
     assert ledger.take(2) == [1, 3] and ledger.take(0) == [] and ledger.take() is None
 
 
 def test_ledger_frees_a_unit_with_its_last_owner() -> None:
-    ledger = Ledger("unit", 2)
+    ledger = BlockPool("unit", 2)
     assert ledger.take(1) == [0]
     ledger.share([0, 0])
     ledger.release([0, 0])
@@ -630,7 +630,7 @@ def test_ledger_frees_a_unit_with_its_last_owner() -> None:
 
 
 def test_ledger_refuses_units_that_nobody_owns() -> None:
-    ledger = Ledger("page", 2)
+    ledger = BlockPool("page", 2)
     with pytest.raises(AssertionError, match="page 1 is released"):
         ledger.release([1])
     with pytest.raises(AssertionError, match="page 0 is shared"):
@@ -638,7 +638,7 @@ def test_ledger_refuses_units_that_nobody_owns() -> None:
 
 
 def test_ledger_check_names_the_unit() -> None:
-    ledger = Ledger("page", 3)
+    ledger = BlockPool("page", 3)
     ledger.take(2)
     with pytest.raises(AssertionError, match="1: 0 found, 1 booked"):
         ledger.check([0])

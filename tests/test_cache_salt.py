@@ -16,25 +16,25 @@ from support import Answers, drain, greedy, numbers, odd_runtime, reference, sam
 from test_prompts import PROMPT as SHOWN
 from test_prompts import request as shown
 
-from deltic.cache.offload.disk import Disk
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.params import Embed, Event, Request, SamplingParams, VectorOut, common_length
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.draft_model import ModelDrafter
-from deltic.spec_decode.proposers import Drafter, MtpDrafter, NgramDrafter
+from deltic.params import Embed, EngineRequest, Event, SamplingParams, VectorEvent, common_length
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.draft_model import DraftModelProposer
+from deltic.spec_decode.proposers import MtpProposer, NgramProposer, Proposer
 
 TEXT, COUNT = numbers(1, 150, 500), 12
 MINE, YOURS = {"cache_salt": "mine"}, {"cache_salt": "yours"}
 
 
-def asked(name: str, prompt: tuple[int, ...] = TEXT, salt: str = "", **params: object) -> Request:
+def asked(name: str, prompt: tuple[int, ...] = TEXT, salt: str = "", **params: object) -> EngineRequest:
     return replace(greedy(prompt, COUNT, name, **params), cache_salt=salt)
 
 
-def cached(engine: Engine, *requests: Request) -> list[int]:
+def cached(engine: Engine, *requests: EngineRequest) -> list[int]:
     """Prompt tokens that each found; what they answer is what they would without."""
     found = serve(engine, *requests)
     for request in requests:
@@ -66,11 +66,11 @@ def test_several_choices_and_vectors() -> None:
     for salt in ("mine", "yours"):
         found = serve(engine, asked(salt, salt=salt, temperature=1.0, seed=3, n=3))
         assert [usage_of(found, salt, choice).cached_tokens for choice in range(3)] == [0, 150, 150]
-        engine.add(Request("vector " + salt, TEXT, Embed(), (100,), cache_salt=salt))
+        engine.add(EngineRequest("vector " + salt, TEXT, Embed(), (100,), cache_salt=salt))
         events = list[Event]()
         while engine.has_work:
             events += engine.step()
-        vector, = (event for event in events if isinstance(event, VectorOut))
+        vector, = (event for event in events if isinstance(event, VectorEvent))
         assert vector.usage.cached_tokens == 0, "a state is kept at the end alone, which is no vector"
 
 
@@ -92,10 +92,10 @@ def test_nobody_waits_for_what_another_is_reading() -> None:
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_in_tiers(kind: str, tmp_path: Path) -> None:
     """Of a disk after a restart too."""
-    host = Host(64 << 20)
+    host = HostStore(64 << 20)
 
     def started() -> Engine:
-        store = host if kind == "host" else Disk(tmp_path, "model", 64 << 20)
+        store = host if kind == "host" else DiskStore(tmp_path, "model", 64 << 20)
         return Engine(runtime_of(odd_runtime(), tiers=[TierIndex(store, threads=False)]))
 
     engine = started()
@@ -112,10 +112,10 @@ def test_in_tiers(kind: str, tmp_path: Path) -> None:
     engine.close()
 
 
-def drafting(kind: str, runtime: Runtime) -> Drafter:
+def drafting(kind: str, runtime: ModelRunner) -> Proposer:
     if runtime.mtp_runner:
-        return MtpDrafter(runtime, runtime.mtp_runner, 3)
-    return ModelDrafter(runtime_of(odd_runtime()), 509, 3) if kind == "model" else NgramDrafter(3)
+        return MtpProposer(runtime, runtime.mtp_runner, 3)
+    return DraftModelProposer(runtime_of(odd_runtime()), 509, 3) if kind == "model" else NgramProposer(3)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "model", "head"])
@@ -123,10 +123,10 @@ def test_drafters(kind: str) -> None:
     """A model that drafts has a cache of its own."""
     runtime = runtime_of(headed() if kind == "head" else odd_runtime())
     drafter = drafting(kind, runtime)
-    engine, read = Engine(runtime, drafter, FixedDepth(3)), list[int]()
+    engine, read = Engine(runtime, drafter, FixedDraftLength(3)), list[int]()
     for salt in ("mine", "yours", "mine"):
         read += cached(engine, asked(f"{salt} {len(read)}", salt=salt))
-        if isinstance(drafter, ModelDrafter):
+        if isinstance(drafter, DraftModelProposer):
             cache = drafter._runtime.cache
             known = [cache.known([*engine.keys_of(asked("", (*TEXT, 1), each))]) for each in ("mine", "yours", "")]
             assert [count > 0 for count in known] == [True, len(read) > 1, False]
@@ -144,7 +144,7 @@ def test_prompts_with_pictures() -> None:
 def test_a_pinned_prompt_is_for_all(pin: bool) -> None:
     """What the operator pins is no secret; what comes after it is."""
     engine, opening = Engine(runtime_of(odd_runtime())), TEXT[:70]
-    serve(engine, Request("opening", opening, SamplingParams(max_tokens=0), (70,)))
+    serve(engine, EngineRequest("opening", opening, SamplingParams(max_tokens=0), (70,)))
     if pin:
         assert engine.pin(opening) and engine.pin(opening)
     for salt in ("mine", "yours"):
@@ -158,7 +158,7 @@ def test_a_pinned_prompt_is_for_all(pin: bool) -> None:
 def test_a_pinned_prompt_by_itself() -> None:
     """Its answers are nobody else's."""
     engine, opening = Engine(runtime_of(odd_runtime())), TEXT[:70]
-    serve(engine, Request("opening", opening, SamplingParams(max_tokens=0), (70,)))
+    serve(engine, EngineRequest("opening", opening, SamplingParams(max_tokens=0), (70,)))
     engine.pin(opening)
     answer = serve(engine, asked("mine", opening, "mine"))["mine", 0].tokens
     guess = (*opening, *answer[:-1], 7)
@@ -189,7 +189,7 @@ def test_keys_of_salts() -> None:
 def test_many_salts_at_once_in_a_small_cache(seed: int) -> None:
     """They push each other out, pause, end early and find no more than what their own salt has left."""
     draw, engine = Random(seed), Engine(runtime_of(odd_runtime(), pages=40, slots=10, batch=3, budget=40))
-    answers, told = Answers(), dict[str, list[Request]]()
+    answers, told = Answers(), dict[str, list[EngineRequest]]()
     for number in range(14):
         salt, common = draw.choice(["", "mine", "yours"]), draw.choice([20, 48, 90])
         prompt = (*TEXT[:common], *numbers(draw.randrange(3), draw.randrange(1, 30), 500))

@@ -26,12 +26,12 @@ from torch import Tensor
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.cache.manager import HybridCache
 from deltic.cache.offload import index as tier_index
-from deltic.cache.offload.disk import Disk
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.prefix_items import Loaded, LostError, Source
-from deltic.cache.offload.tiers import Fetch
-from deltic.cache.offload.types import Item, PrefixHash, TierStoreError
+from deltic.cache.offload.prefix_items import LoadedPrefix, LostError, PrefixSource
+from deltic.cache.offload.tiers import LoadRequest
+from deltic.cache.offload.types import PrefixHash, StoredItem, TierStoreError
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
 from deltic.params import PAGE
@@ -47,7 +47,7 @@ STATE_BYTES = 100
 """Of the tensors of a state of `source_of`."""
 
 
-def source_of(tokens: Sequence[int], logits: bool = False) -> Source:
+def source_of(tokens: Sequence[int], logits: bool = False) -> PrefixSource:
     """A prefix whose K/V are running hashes, and whose state is the last of them."""
     found = hashes(list(tokens))
 
@@ -57,39 +57,39 @@ def source_of(tokens: Sequence[int], logits: bool = False) -> Source:
 
     def state() -> dict[str, Tensor]:
         return {"recurrent": torch.full((25,), float(found[-1]))} | ({"logits": torch.ones(3)} if logits else {})
-    return Source(tokens, run, state, logits)
+    return PrefixSource(tokens, run, state, logits)
 
 
-def check_loaded(loaded: Loaded, tokens: Sequence[int]) -> None:
+def check_loaded(loaded: LoadedPrefix, tokens: Sequence[int]) -> None:
     found = torch.tensor(hashes(list(tokens)), dtype=torch.float32)
     assert list(loaded.tokens) == list(tokens)
     assert torch.equal(torch.cat([run["keys"] for _, run in loaded.runs]), found)
     assert bool((loaded.state["recurrent"] == found[-1]).all())
 
 
-class Flaky(Host):
+class Flaky(HostStore):
     """A store that refuses, forgets and corrupts."""
 
     def __init__(self, budget: int) -> None:
         super().__init__(budget)
         self.full, self.now = False, 1.0
 
-    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+    def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().write(item, tensors)
         return item.size + 7  # a header
 
-    def scan(self) -> Iterable[Item]:
+    def scan(self) -> Iterable[StoredItem]:
         self.now += 1
         return [replace(self.names[key], size=sum(t.numel() * t.itemsize for t in tensors.values()) + 7, used=self.now)
                 for key, tensors in self._items.items()]
 
     @property
-    def names(self) -> dict[tuple[str, str], Item]:
+    def names(self) -> dict[tuple[str, str], StoredItem]:
         return {key: item for key, item in self.known.items() if key in self._items}
 
-    known: dict[tuple[str, str], Item]
+    known: dict[tuple[str, str], StoredItem]
 
 
 class Recording(Flaky):
@@ -101,7 +101,7 @@ class Recording(Flaky):
         super().__init__(budget)
         self.known = {}
 
-    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+    def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
         size = super().write(item, tensors)
         self.known[item.kind, item.key] = item
         return size
@@ -272,7 +272,7 @@ def test_a_state_that_comes_back_has_the_name_that_it_had() -> None:
 def test_memory_keeps_what_it_has_for_however_long(threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else writes there, and it does not say what it has: no look may take that for nothing."""
     monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
-    tier = TierIndex(Host(1 << 20), threads=threads)
+    tier = TierIndex(HostStore(1 << 20), threads=threads)
     for start in (0, 1000, 2000):
         tier.offer(source_of(tuple(range(start, start + 60))))
         while tier._pending or tier._scan:
@@ -289,7 +289,7 @@ def test_memory_keeps_what_it_has_for_however_long(threads: bool, monkeypatch: p
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 def test_a_file_that_cannot_be_read_now_stays(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, prompt = TierIndex(Disk(tmp_path, "model", 1 << 20), threads=False), (*range(40), 7)
+    tier, prompt = TierIndex(DiskStore(tmp_path, "model", 1 << 20), threads=False), (*range(40), 7)
     tier.offer(source_of(tuple(range(40))))
     files = sorted(tmp_path.rglob("*"))
 
@@ -298,10 +298,10 @@ def test_a_file_that_cannot_be_read_now_stays(code: int, tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("deltic.cache.offload.item_folder.open_regular", refuse)
-        fetch = Fetch(prompt, 0, (tier,))
+        fetch = LoadRequest(prompt, 0, (tier,))
         assert fetch.poll() and fetch.loaded is None
     assert sorted(tmp_path.rglob("*")) == files
-    fetch = Fetch(prompt, 0, (tier,))
+    fetch = LoadRequest(prompt, 0, (tier,))
     assert fetch.poll() and fetch.loaded and fetch.loaded.done == 40
 
 
@@ -310,7 +310,7 @@ def test_where_no_thread_can_be_started_nothing_comes(monkeypatch: pytest.Monkey
     tier.offer(source_of(tuple(range(40))))
     monkeypatch.setattr(tier, "_reader", ThreadPoolExecutor(1))
     monkeypatch.setattr("threading.Thread.start", lambda thread: (_ for _ in ()).throw(RuntimeError("no more threads")))
-    fetch = Fetch((*range(40), 7), 0, (tier,))
+    fetch = LoadRequest((*range(40), 7), 0, (tier,))
     assert fetch.poll() and fetch.loaded is None
 
 
@@ -318,7 +318,7 @@ def test_a_fetch_that_may_not_begin_finds_out_whether_there_is_anything() -> Non
     tier = TierIndex(Recording(1 << 20), threads=False)
     reader = tier._reader = Delayed()
     tier.offer(source_of(tuple(range(40))))
-    nothing, something = Fetch((7, 8, 9), 0, (tier,)), Fetch((*range(40), 7), 0, (tier,))
+    nothing, something = LoadRequest((7, 8, 9), 0, (tier,)), LoadRequest((*range(40), 7), 0, (tier,))
     assert nothing.poll(begin=False) and not nothing.begun
     assert not something.poll(begin=False) and not something.begun and not reader.waiting
     assert not something.poll() and something.begun
@@ -412,7 +412,7 @@ class TierMachine(ReuseMachine):
                 budget=st.sampled_from((1 << 12, 1 << 14, 1 << 20)))
     def start(self, pages: int, slots: int, budget: int) -> None:  # type: ignore[override]
         self.cache = toy_cache(pages, slots, self.kind)
-        self.cache.tiers = (TierIndex(Host(budget), threads=False),)
+        self.cache.tiers = (TierIndex(HostStore(budget), threads=False),)
 
     @rule(prompt=PROMPTS, room=st.integers(0, 80))
     def admit(self, prompt: Prefix, room: int) -> None:  # type: ignore[override]
@@ -465,7 +465,7 @@ def test_l2_a_cache_over_a_tier_equals_the_naive_model_in_thousands_of_programs(
 
 
 class RestoresNoState(HybridCache):
-    def _arrive(self, fetch: Fetch, room: int, known: int) -> Any:
+    def _arrive(self, fetch: LoadRequest, room: int, known: int) -> Any:
         if fetch.loaded:
             wrong = {name: tensor * 0 for name, tensor in fetch.loaded.state.items()}
             fetch.loaded = replace(fetch.loaded, state=wrong)
@@ -475,7 +475,7 @@ class RestoresNoState(HybridCache):
 class RestoresWrongRun(HybridCache):
     """The K/V of a run is that of the run before."""
 
-    def _arrive(self, fetch: Fetch, room: int, known: int) -> Any:
+    def _arrive(self, fetch: LoadRequest, room: int, known: int) -> Any:
         if fetch.loaded and len(fetch.loaded.runs) > 1:
             runs = [(start, {name: tensor.roll(1, 1) for name, tensor in run.items()})
                     for start, run in fetch.loaded.runs]
@@ -499,7 +499,7 @@ OPENING = replace(greedy(PROMPT, 8), boundaries=(40,))
 
 def disk_engine(directory: Path, model: str = "model", budget: int = 1 << 24) -> Engine:
     """A process's engine over a directory."""
-    tiers = [TierIndex(Disk(directory, model, budget), threads=True)]
+    tiers = [TierIndex(DiskStore(directory, model, budget), threads=True)]
     return Engine(runtime_of(odd_runtime(), batch=2, tiers=tiers))
 
 
@@ -560,7 +560,7 @@ def test_a_full_disk_only_stops_writing(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Disk, "write", full)
+        patched.setattr(DiskStore, "write", full)
         engine = disk_engine(tmp_path)
         for seed in range(5):
             serve(engine, greedy(numbers(20 + seed, 60, 500), 5))
@@ -653,7 +653,7 @@ def test_an_abort_while_a_tier_is_read_leaves_nothing(tmp_path: Path) -> None:
 
 def test_tensors_of_other_shapes_are_not_used() -> None:
     cache = toy_cache(8, 4)
-    tier = TierIndex(Host(1 << 20), threads=False)
+    tier = TierIndex(HostStore(1 << 20), threads=False)
     cache.tiers = (tier,)
     good = torch.zeros((2, 20, 1, 1), dtype=torch.float64)
     state = {"recurrent": torch.zeros((3, 1, 1, 2), dtype=torch.float64),
@@ -662,7 +662,7 @@ def test_tensors_of_other_shapes_are_not_used() -> None:
     for index, (name, keys) in enumerate(runs.items()):
         tokens = tuple(range(index * 100, index * 100 + 20))
         run = {"tokens": torch.tensor(tokens), "keys": keys, "values": torch.zeros((2, 20, 1, 2), dtype=torch.float64)}
-        tier.offer(Source(tokens, lambda _, run=run: dict(run), lambda: dict(state)))
+        tier.offer(PrefixSource(tokens, lambda _, run=run: dict(run), lambda: dict(state)))
         fetch = cache.fetch((*tokens, 1))
         assert fetch.poll()
         lease = cache.admit((*tokens, 1), 0, fetch)
@@ -684,7 +684,7 @@ def test_an_item_of_other_tokens_is_not_used() -> None:
 
 def test_a_missing_item_is_named() -> None:
     with pytest.raises(TierStoreError, match="not there"):
-        Host(100).read(Item("kv", "00", "", 0, 1))
+        HostStore(100).read(StoredItem("kv", "00", "", 0, 1))
 
 
 # The whole way: a model, its fingerprint, its directory

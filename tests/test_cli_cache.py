@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_cache_disk import KEY, MODEL, OLD, OTHER, file_of, home, names, put
 
-from deltic.cache.offload.disk import Disk, DiskNotes
-from deltic.cache.offload.types import Item, PrefixHash
+from deltic.cache.offload.disk import DiskRecords, DiskStore
+from deltic.cache.offload.types import PrefixHash, StoredItem
 from deltic.cli import main
 
 
@@ -24,16 +24,20 @@ def filled(tmp_path):
     put(tmp_path / "photo.jpg")
     tokens = PrefixHash(range(40))
     first, last = tokens.key(16), tokens.key(40)
-    disk = Disk(tmp_path, MODEL, 1, "some/model", "bfloat16, avx2")
-    for item in (Item("kv", first, "", 0, 16), Item("kv", last, first, 16, 40), Item("state", first, first, 16, 16),
-                 Item("final", last, last, 40, 40)):
+    disk = DiskStore(tmp_path, MODEL, 1, "some/model", "bfloat16, avx2")
+    for item in (
+        StoredItem("kv", first, "", 0, 16),
+        StoredItem("kv", last, first, 16, 40),
+        StoredItem("state", first, first, 16, 16),
+        StoredItem("final", last, last, 40, 40),
+    ):
         disk.write(item, {"x": torch.zeros(1000)})
     for item in disk.scan():
         if item.key == first:
             os.utime(file_of(tmp_path, item), (OLD, OLD))
-    Disk(tmp_path, OTHER, 1).write(Item("state", KEY, "", 0, 5), {})
+    DiskStore(tmp_path, OTHER, 1).write(StoredItem("state", KEY, "", 0, 5), {})
     os.utime(home(tmp_path, OTHER) / f"5-0-{KEY}-root.state", (OLD - 1, OLD - 1))
-    DiskNotes(tmp_path, MODEL).put("ab", b"text")
+    DiskRecords(tmp_path, MODEL).put("ab", b"text")
     return tmp_path
 
 
@@ -72,7 +76,7 @@ def test_stats(filled, capsys):
 
 def test_clear_leaves_the_users_files(filled, capsys):
     put(home(filled) / "stray")
-    Disk(filled, "ef", 1)
+    DiskStore(filled, "ef", 1)
     (home(filled) / "link").symlink_to(filled / "user")
     put(home(filled).parent / "weights.json")
     assert "deleted 8 files" in command(capsys, "clear", filled, "--yes")
@@ -91,7 +95,7 @@ def test_clear_leaves_what_is_not_ours(filled, capsys):
 def test_clear_the_old(filled, capsys):
     assert "nothing kept" in command(capsys, "clear", filled, "--yes", "--older-than", 31)
     assert "deleted 3 files" in command(capsys, "clear", filled, "--yes", "--older-than", 29)
-    assert [item.done for item in Disk(filled, MODEL, 1).scan()] == [40, 40]
+    assert [item.done for item in DiskStore(filled, MODEL, 1).scan()] == [40, 40]
     assert not home(filled, OTHER).exists()
 
 

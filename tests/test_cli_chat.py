@@ -18,7 +18,7 @@ from deltic.cli import chat, main
 from deltic.cli.answer import Screen
 from deltic.engine.worker import Worker
 from deltic.llm import LLM
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--max-tokens", "4", "--threads", "1"]
@@ -108,7 +108,7 @@ def test_a_failed_answer_is_dropped(monkeypatch, prompts, capsys):
     def fail(self, batch):
         raise RuntimeError("on fire")
 
-    monkeypatch.setattr(Runtime, "run", fail)
+    monkeypatch.setattr(ModelRunner, "run", fail)
     talk(monkeypatch, "Hi\nYou?\n", code=1)
     assert prompts[1] == [("user", "You?")]
     assert "deltic: error: internal error: on fire" in capsys.readouterr().err

@@ -9,14 +9,14 @@ from deltic.cli.floors import floors, prompt_operations, step_bytes
 from deltic.cli.measure import Case
 from deltic.config import ModelConfig
 from deltic.ops.types import MoeWeights
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 
-def state_bytes(runtime: Runtime) -> int:
+def state_bytes(runtime: ModelRunner) -> int:
     return int(runtime.pools.recurrent[:, 0].nbytes)
 
 
-def key_bytes(runtime: Runtime) -> int:
+def key_bytes(runtime: ModelRunner) -> int:
     """Of a token's keys and values in all layers."""
     return 2 * int(runtime.pools.keys[:, 0, 0].nbytes)
 

@@ -10,8 +10,8 @@ import pytest
 
 from deltic.chat.deltas import AnswerCall, Delta
 from deltic.cli import main
-from deltic.cli.answer import Meter, Screen
-from deltic.runner.model_runner import Runtime
+from deltic.cli.answer import AnswerTiming, Screen
+from deltic.runner.model_runner import ModelRunner
 
 SHORT = ["--max-tokens", "6", "--threads", "1"]
 
@@ -101,7 +101,7 @@ def test_a_failed_answer_has_code_1(capsys, monkeypatch):
     def fail(self, batch):
         raise RuntimeError("the kernel is on fire")
 
-    monkeypatch.setattr(Runtime, "run", fail)
+    monkeypatch.setattr(ModelRunner, "run", fail)
     out, err = run(capsys, "Hi", *SHORT, code=1)
     assert out == "\n" and "deltic: error: internal error: the kernel is on fire" in err and "Traceback" not in err
     answer = as_json(capsys, "Hi", *SHORT, code=1)
@@ -177,11 +177,11 @@ def test_text_comes_out_at_once(monkeypatch):
 
 
 def test_rates():
-    assert Meter(1.0, 11, 2.0, 1, 7.0).timings() == {
+    assert AnswerTiming(1.0, 11, 2.0, 1, 7.0).timings() == {
         "time_to_first_token_ms": 1000.0, "total_ms": 6000.0, "tokens_per_second": 2.0}
-    assert Meter(1.0, 0, None, 0, 2.0).timings() == {
+    assert AnswerTiming(1.0, 0, None, 0, 2.0).timings() == {
         "time_to_first_token_ms": 1000.0, "total_ms": 1000.0, "tokens_per_second": None}
-    assert Meter(1.0, 1, 2.0, 1, 2.0).tokens_per_second is None
+    assert AnswerTiming(1.0, 1, 2.0, 1, 2.0).tokens_per_second is None
 
 
 def test_the_embedded_model_knows_paris(capsys):

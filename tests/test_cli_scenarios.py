@@ -12,7 +12,7 @@ from support import fresh_pools, numbers, odd_runtime, small_runtime
 from deltic.cache.manager import HybridCache
 from deltic.cli import main
 from deltic.cli.bench_run import BenchRun, Restartable, Summary, Timed, medians, run_scenario, serve
-from deltic.cli.scenarios import SCENARIOS, Ask, Group, Scenario, Script, Sizes, advance, drawing, rehearse
+from deltic.cli.scenarios import SCENARIOS, Ask, RequestGroup, Scenario, Script, Sizes, advance, drawing, rehearse
 from deltic.cli.table import grid
 from deltic.engine.engine import Engine
 from deltic.errors import DelticError
@@ -167,7 +167,7 @@ def test_a_rehearsal_is_like_the_play(name: str, turns: int) -> None:
     assert [group.restarted for group in run].count(True) == (name == "restart")
 
 
-def shape(groups: list[Group]) -> list[Any]:
+def shape(groups: list[RequestGroup]) -> list[Any]:
     return [[(ask.name, len(ask.prompt), ask.boundaries) for ask in group.asks] for group in groups]
 
 
@@ -240,9 +240,9 @@ def test_states_without_room_are_counted() -> None:
 def test_all_requests_of_a_group_are_answered_in_order() -> None:
     model = Fixed()
     asks = tuple(Ask(name, numbers(index, 20 + index, 500), ()) for index, name in enumerate("abc"))
-    timed, answers = serve(model.engine, Group(asks), 6)
+    timed, answers = serve(model.engine, RequestGroup(asks), 6)
     assert [(t.request, t.prompt_tokens) for t in timed] == [("a", 20), ("b", 21), ("c", 22)]
-    alone = [serve(Fixed().engine, Group((ask,)), 6)[1][0] for ask in asks]
+    alone = [serve(Fixed().engine, RequestGroup((ask,)), 6)[1][0] for ask in asks]
     assert answers == alone and all(len(answer) == 6 for answer in answers)
 
 
@@ -279,7 +279,7 @@ def test_types_fit() -> None:
     model: Restartable = Fixed()
 
     def script(sizes: Sizes, draw: Any) -> Script:
-        yield Group((Ask("only", draw(sizes.prompt_tokens), ()),))
+        yield RequestGroup((Ask("only", draw(sizes.prompt_tokens), ()),))
 
     run = run_scenario(model, Scenario("one request", Sizes(20, 1, 2, 1), script), Sizes(20, 1, 2, 1))
     assert run.summary.prompt_tokens == run.summary.computed_tokens == 20

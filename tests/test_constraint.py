@@ -30,9 +30,9 @@ from support import (
 )
 
 from deltic.engine.engine import Engine
-from deltic.params import Request, SamplingParams
-from deltic.runner.logit_masks import SLOW, Masks, forbids, offsets
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.params import EngineRequest, SamplingParams
+from deltic.runner.logit_masks import SLOW, LogitMasks, forbids, offsets
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 PROMPT, ANSWER, VOCABULARY = 83, 40, 509
 
@@ -93,9 +93,9 @@ def test_only_what_is_allowed_comes(params: str, pattern: str, depth: int) -> No
     """A neighbour without a constraint goes on as ever."""
     answer = constrained(params)
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS[pattern], depth)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
-    engine.add(Request("other", answer.prompt, PARAMS[params]))
-    engine.add(Request("a", answer.prompt, PARAMS[params], constraint=Quarter))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))
+    engine.add(EngineRequest("other", answer.prompt, PARAMS[params]))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS[params], constraint=Quarter))
     answers = drain(engine)
     assert answers["a", 0].tokens == list(answer.tokens) and keeps_to_the_rule(answer.tokens)
     same_tokens(expected("odd", params), answers["other", 0].tokens, PARAMS[params])
@@ -110,18 +110,18 @@ def test_only_what_is_allowed_comes(params: str, pattern: str, depth: int) -> No
 @pytest.mark.parametrize("depth", [0, 4])
 def test_penalties_and_filters_go_over_what_is_left(params: str, depth: int) -> None:
     plain = Engine(runtime_of(odd_runtime()))
-    plain.add(Request("a", constrained("greedy").prompt, PARAMS[params], constraint=Quarter))
+    plain.add(EngineRequest("a", constrained("greedy").prompt, PARAMS[params], constraint=Quarter))
     tokens = drain(plain)["a", 0].tokens
     assert keeps_to_the_rule(tokens) and len(tokens) == ANSWER and 9 not in tokens
     drafter = Scripted({("a", 0): tokens}, PATTERNS["every third wrong"], depth)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
-    engine.add(Request("a", constrained("greedy").prompt, PARAMS[params], constraint=Quarter))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))
+    engine.add(EngineRequest("a", constrained("greedy").prompt, PARAMS[params], constraint=Quarter))
     assert drain(engine)["a", 0].tokens == tokens
 
 
 def test_each_choice_has_its_own() -> None:
     engine = Engine(runtime_of(odd_runtime()))
-    engine.add(Request("a", constrained("drawn").prompt, replace(PARAMS["drawn"], n=3), constraint=Quarter))
+    engine.add(EngineRequest("a", constrained("drawn").prompt, replace(PARAMS["drawn"], n=3), constraint=Quarter))
     answers = drain(engine)
     for choice in range(3):
         assert answers["a", choice].tokens == list(constrained("drawn", choice).tokens)
@@ -130,18 +130,18 @@ def test_each_choice_has_its_own() -> None:
 def test_preempted_and_repeated_prompts() -> None:
     answer = constrained("greedy")
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS["now and then"], 4)
-    engine = Engine(small_runtime(odd_runtime(), batch=4, pages=20, context=160), drafter, FixedDepth(4))
+    engine = Engine(small_runtime(odd_runtime(), batch=4, pages=20, context=160), drafter, FixedDraftLength(4))
     for index in range(3):
         engine.add(greedy(numbers(20 + index, 70, VOCABULARY), 60, f"n{index}"))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"], constraint=Quarter))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"], constraint=Quarter))
     assert drain(engine)["a", 0].tokens == list(answer.tokens) and engine.scheduler.preemptions > 0
     engine = Engine(runtime_of(odd_runtime()))
     for name in ("a", "b"):
-        engine.add(Request(name, answer.prompt, PARAMS["greedy"], constraint=Quarter))
+        engine.add(EngineRequest(name, answer.prompt, PARAMS["greedy"], constraint=Quarter))
         answers = drain(engine)
         assert answers[name, 0].tokens == list(answer.tokens)
     assert usage_of(answers, "b").cached_tokens == PROMPT
-    engine.add(Request("c", answer.prompt, PARAMS["greedy"]))  # the kept logits are the model's own
+    engine.add(EngineRequest("c", answer.prompt, PARAMS["greedy"]))  # the kept logits are the model's own
     same_tokens(expected("odd", "greedy"), drain(engine)["c", 0].tokens)
 
 
@@ -149,8 +149,8 @@ def test_preempted_and_repeated_prompts() -> None:
 def test_logprobs_are_those_before_the_constraint(depth: int) -> None:
     answer = constrained("greedy")
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS["every third wrong"], depth)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
-    engine.add(Request("a", answer.prompt, replace(PARAMS["greedy"], logprobs=2), constraint=Quarter))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))
+    engine.add(EngineRequest("a", answer.prompt, replace(PARAMS["greedy"], logprobs=2), constraint=Quarter))
     events, wanted = drain(engine)["a", 0].events, answer.logits.log_softmax(-1)
     assert len(events) == ANSWER
     for index, event in enumerate(events):
@@ -161,7 +161,7 @@ def test_logprobs_are_those_before_the_constraint(depth: int) -> None:
 
 def test_a_guide_has_the_last_word() -> None:
     engine = Engine(runtime_of(odd_runtime()))
-    engine.add(Request("a", constrained("greedy").prompt, PARAMS["greedy"], guide=partial(Dictate, {3: 8, 4: 9}),
+    engine.add(EngineRequest("a", constrained("greedy").prompt, PARAMS["greedy"], guide=partial(Dictate, {3: 8, 4: 9}),
                        constraint=Quarter))
     tokens = drain(engine)["a", 0].tokens
     assert tokens[3:5] == [8, 9] and tokens[:3] == list(constrained("greedy").tokens[:3])
@@ -185,7 +185,7 @@ def test_an_end_that_is_held_back_comes_where_nothing_else_may(more: dict[str, A
     runtime = runtime_of(replace(runtime, generation=runtime.generation.with_eos([13])))
     engine = Engine(runtime)
     wants_end = SamplingParams(temperature=0.0, max_tokens=20, logit_bias={13: 100.0}, **more)
-    engine.add(Request("a", constrained("greedy").prompt, wants_end, constraint=Stair))
+    engine.add(EngineRequest("a", constrained("greedy").prompt, wants_end, constraint=Stair))
     answer = drain(engine)["a", 0]
     length = {"min_tokens": min(more.get("min_tokens", 0), 8), "ignore_eos": 8}.get(next(iter(more), ""), 4)
     assert answer.last.finish == "stop" and answer.tokens.index(13) == length == len(answer.tokens) - 1
@@ -212,9 +212,9 @@ def test_nobody_waits_for_a_slow_mask(depth: int) -> None:
     """Its sequence sits out steps; the answers of both are as ever."""
     answer, slow = constrained("greedy"), Slow()
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS["right"], depth)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"], constraint=lambda: slow))
-    engine.add(Request("other", answer.prompt, PARAMS["greedy"]))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"], constraint=lambda: slow))
+    engine.add(EngineRequest("other", answer.prompt, PARAMS["greedy"]))
     answers: Answers = {}
     for _ in range(20_000):
         take(answers, engine.step())
@@ -229,7 +229,7 @@ def test_nobody_waits_for_a_slow_mask(depth: int) -> None:
 def test_an_answer_may_be_aborted_while_its_mask_is_made() -> None:
     answer, slow = constrained("greedy"), Slow()
     engine = Engine(runtime_of(odd_runtime()))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"], constraint=lambda: slow))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"], constraint=lambda: slow))
     for _ in range(20_000):
         engine.step()
         if len(slow.tokens) == 2:
@@ -244,7 +244,7 @@ def test_an_answer_may_be_aborted_while_its_mask_is_made() -> None:
 
 def test_slow_masks_take_turns_by_client() -> None:
     """Sixty of one client wait, and one of another is made next."""
-    masks, made, free, begun = Masks(), list[str](), threading.Event(), threading.Event()
+    masks, made, free, begun = LogitMasks(), list[str](), threading.Event(), threading.Event()
 
     class Waits:
         def __init__(self, client: str) -> None:
@@ -276,7 +276,9 @@ def test_a_mask_that_waits_is_dropped_with_its_answer() -> None:
     other.free.set()
     engine = Engine(runtime_of(odd_runtime()))
     for name, constraint in (("a", slow), ("b", other)):
-        engine.add(Request(name, answer.prompt, PARAMS["greedy"], constraint=lambda constraint=constraint: constraint))
+        engine.add(
+            EngineRequest(name, answer.prompt, PARAMS["greedy"], constraint=lambda constraint=constraint: constraint)
+        )
     held = False
     for _ in range(20_000):
         engine.step()
@@ -296,7 +298,7 @@ def test_bias_that_leaves_nothing_ends_with_an_error() -> None:
     engine = Engine(runtime_of(odd_runtime()))
     first = [token for token in range(VOCABULARY) if may_follow([], token)]
     params = SamplingParams(temperature=0.0, max_tokens=4, logit_bias=dict.fromkeys(first, -100.0))
-    engine.add(Request("a", constrained("greedy").prompt, params, constraint=Quarter))
+    engine.add(EngineRequest("a", constrained("greedy").prompt, params, constraint=Quarter))
     last = drain(engine)["a", 0].last
     assert last.finish == "error" and "no token is left" in str(last.error)
 
@@ -315,9 +317,9 @@ def test_one_that_fails_harms_its_own_request_alone(method: str, depth: int) -> 
     setattr(Broken, method, fail)
     answer = constrained("greedy")
     drafter = Scripted({("a", 0): answer.tokens, ("bad", 0): answer.tokens}, PATTERNS["right"], depth)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
-    engine.add(Request("bad", answer.prompt, PARAMS["greedy"], constraint=Broken))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"], constraint=Quarter))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))
+    engine.add(EngineRequest("bad", answer.prompt, PARAMS["greedy"], constraint=Broken))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"], constraint=Quarter))
     answers = drain(engine)
     if method == "fitting":  # it costs drafts, if there are any
         assert answers["bad", 0].tokens == list(answer.tokens)

@@ -12,7 +12,7 @@ from support import numbers
 
 from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import MOST, _pieces, on_device
 from deltic.ops.types import PAGE, Layout
 from deltic.runner.input_batch import (
@@ -30,19 +30,19 @@ from deltic.runner.input_batch import (
     verifies,
     verifying,
 )
-from deltic.runner.model_runner import Runtime
-from deltic.runner.upload import Upload
+from deltic.runner.model_runner import ModelRunner
+from deltic.runner.upload import HostToDeviceBuffer
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Runtime:
+def runtime() -> ModelRunner:
     model = RandomModel(layers=4, initializer_range=0.1)
     return load(model, EngineConfig(dtype="float32", memory="96MiB", max_batch=8, max_context=600, ops=("torch",)))
 
 
-def prompts(runtime: Runtime, lengths: tuple[int, ...]) -> tuple[list[Row], list[tuple[torch.Tensor, ...]]]:
+def prompts(runtime: ModelRunner, lengths: tuple[int, ...]) -> tuple[list[PlannedRow], list[tuple[torch.Tensor, ...]]]:
     """Sequences that have read so many tokens, and their next rows."""
     cache, rows = runtime.cache, []
     for seed, length in enumerate(lengths):
@@ -50,22 +50,22 @@ def prompts(runtime: Runtime, lengths: tuple[int, ...]) -> tuple[list[Row], list
         assert lease is not None and cache.reserve(lease, length + 1) == length + 1
         tokens = numbers(seed, length + 1, runtime.config.vocab_size)
         if length:
-            runtime.run(build(Plan((Row(tokens[:-1], 0, tuple(lease.pages), lease.slot, 1),)), CPU))
+            runtime.run(build(StepPlan((PlannedRow(tokens[:-1], 0, tuple(lease.pages), lease.slot, 1),)), CPU))
         lease.keys += tokens[:-1]
         cache.commit(lease, length)
-        rows.append(Row(tokens[-1:], length, tuple(lease.pages), lease.slot, 1))
+        rows.append(PlannedRow(tokens[-1:], length, tuple(lease.pages), lease.slot, 1))
     return rows, [tuple(tensor.clone() for tensor in _memory(runtime))]
 
 
-def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
+def _memory(runtime: ModelRunner) -> tuple[torch.Tensor, ...]:
     pools = runtime.pools
     return pools.keys, pools.values, pools.recurrent, pools.conv
 
 
 @torch.inference_mode()
-def test_a_padded_step_is_the_step(runtime: Runtime) -> None:
+def test_a_padded_step_is_the_step(runtime: ModelRunner) -> None:
     rows, (before,) = prompts(runtime, (1, 0, 40, 17, 300))
-    plan = Plan(tuple(sorted(rows, key=lambda row: row.slot)))
+    plan = StepPlan(tuple(sorted(rows, key=lambda row: row.slot)))
     assert decodes(plan)
     plain = runtime._forward(build(plan, CPU))[0]
     after = [tensor.clone() for tensor in _memory(runtime)]
@@ -82,8 +82,8 @@ def test_a_padded_step_is_the_step(runtime: Runtime) -> None:
 
 
 def test_what_a_bucket_holds() -> None:
-    rows = tuple(Row((5 + index,), 20 * index, (3, 4, 7), index, 1, rotary=-index) for index in range(3))
-    batch = decoding(Plan(rows), CPU)
+    rows = tuple(PlannedRow((5 + index,), 20 * index, (3, 4, 7), index, 1, rotary=-index) for index in range(3))
+    batch = decoding(StepPlan(rows), CPU)
     padded = batch.padded
     assert padded and (padded.rows, padded.pages) == (4, 16)
     whole = step_of(padded)
@@ -98,8 +98,10 @@ def test_what_a_bucket_holds() -> None:
 def test_all_steps_of_a_bucket_have_one_layout() -> None:
     """Whatever their rows, contexts and positions are."""
     def layout(*lengths: int) -> Layout:
-        rows = (Row((1,), length, list(range(length // PAGE + 1)), index, 1) for index, length in enumerate(lengths))
-        padded = decoding(Plan(tuple(rows)), CPU).padded
+        rows = (
+            PlannedRow((1,), length, list(range(length // PAGE + 1)), index, 1) for index, length in enumerate(lengths)
+        )
+        padded = decoding(StepPlan(tuple(rows)), CPU).padded
         assert padded
         return step_of(padded).layout
 
@@ -113,15 +115,25 @@ def test_steps_one_after_another_have_the_memory_of_their_bucket() -> None:
     draw, places = Random(4), dict[tuple[int, int, int | None], torch.Tensor]()
     memories, drawn, seen = (BatchMemory(places), BatchMemory(places)), torch.arange(1000, 1100), set[int]()
     for _ in range(200):
-        rows = [Row((draw.randrange(99),), draw.randrange(300), [draw.randrange(1, 50) for _ in range(19)], slot, 1,
-                    target=draw.choice([None, 77]), drawn=None) for slot in range(draw.choice([1, 2, 3, 5]))]
-        alone = decoding(Plan(tuple(rows)), CPU, hidden=True).padded
+        rows = [
+            PlannedRow(
+                (draw.randrange(99),),
+                draw.randrange(300),
+                [draw.randrange(1, 50) for _ in range(19)],
+                slot,
+                1,
+                target=draw.choice([None, 77]),
+                drawn=None,
+            )
+            for slot in range(draw.choice([1, 2, 3, 5]))
+        ]
+        alone = decoding(StepPlan(tuple(rows)), CPU, hidden=True).padded
         assert alone
         fresh = step_of(alone)
         chosen = draw.choice([None, drawn])
         if chosen is not None:
             rows = [replace(row, tokens=(-1,), drawn=draw.randrange(100)) for row in rows]
-        batch = decoding(Plan(tuple(rows)), CPU, chosen, draw.choice(memories), hidden=True)
+        batch = decoding(StepPlan(tuple(rows)), CPU, chosen, draw.choice(memories), hidden=True)
         assert batch.padded and batch.padded.bucket in places and batch.layout.rows == len(rows)
         found = step_of(batch.padded)
         ids = fresh.ids.tolist() if chosen is None else [1000 + (row.drawn or 0) for row in (*rows, *rows[-1:] * 8)]
@@ -136,19 +148,22 @@ def test_steps_one_after_another_have_the_memory_of_their_bucket() -> None:
 @pytest.mark.parametrize("change", [{"tokens": (1, 2)}, {"logits": 0}, {"emits": ((21, 3),)}, {"append": True},
                                     {"base": 18}])
 def test_what_has_no_bucket(change: dict[str, object]) -> None:
-    row = Row((1,), 20, (0, 1), 0, 1)
-    assert decodes(Plan((row,)))
-    assert not decodes(Plan((row, replace(row, **change))))
+    row = PlannedRow((1,), 20, (0, 1), 0, 1)
+    assert decodes(StepPlan((row,)))
+    assert not decodes(StepPlan((row, replace(row, **change))))
 
 
 def test_what_a_bucket_of_drafts_holds() -> None:
     """Rows of several tokens and of one, tokens and rows beyond the real ones, which have nothing."""
-    rows = (Row((5,), 20, (3, 4), 1, 1, base=18, ring=7), Row((6, 7, 8), 14, (5, 6), 2, 3, base=9, ring=8, append=True),
-            Row((9, 10), 30, (7, 8), 4, 2, base=30, ring=9, append=True, rotary=-2))
-    assert verifies(Plan(rows)) and not decodes(Plan(rows))
+    rows = (
+        PlannedRow((5,), 20, (3, 4), 1, 1, base=18, ring=7),
+        PlannedRow((6, 7, 8), 14, (5, 6), 2, 3, base=9, ring=8, append=True),
+        PlannedRow((9, 10), 30, (7, 8), 4, 2, base=30, ring=9, append=True, rotary=-2),
+    )
+    assert verifies(StepPlan(rows)) and not decodes(StepPlan(rows))
     memory = BatchMemory()
     for _ in range(2):
-        batch = verifying(Plan(rows), CPU, memory, hidden=True)
+        batch = verifying(StepPlan(rows), CPU, memory, hidden=True)
     padded = batch.padded
     assert padded and padded.bucket == (4, 16, 8) and batch.layout.chunks == (1, 3, 2) and batch.layout.logits == 6
     assert batch.ids.tolist() == [5, 6, 7, 8, 9, 10] and batch.logit_tokens.tolist() == list(range(6))
@@ -161,16 +176,16 @@ def test_what_a_bucket_of_drafts_holds() -> None:
     assert whole.starts.tolist() == [0, 1, 4, 6, 6] and whole.ring.tolist() == [7, 8, 9, 9] and len(whole.ids) == 8
     assert whole.pages.shape == (4, 16) and whole.base is not whole.done
     for change in ({"logits": 1}, {"emits": ((15, 3),)}, {"append": False}):
-        assert not verifies(Plan((rows[0], replace(rows[1], **change))))
+        assert not verifies(StepPlan((rows[0], replace(rows[1], **change))))
 
 
 def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
-    rows = (Row((6, -1, -1), 14, (5, 6), 2, 3, base=9, ring=8, append=True, drafts=2),
-            Row((9, -1), 30, (7, 8), 4, 2, base=30, ring=9, append=True, drafts=1))
+    rows = (PlannedRow((6, -1, -1), 14, (5, 6), 2, 3, base=9, ring=8, append=True, drafts=2),
+            PlannedRow((9, -1), 30, (7, 8), 4, 2, base=30, ring=9, append=True, drafts=1))
     numbers = torch.arange(100, 120)
     memory = BatchMemory()
     for places in ([3, 1, 7, 0, 12], [19, 18, 17, 16, 15]):
-        batch = build(Plan(rows), CPU, drawn=Promised(numbers, places), memory=memory, verified=True)
+        batch = build(StepPlan(rows), CPU, drawn=Promised(numbers, places), memory=memory, verified=True)
         assert batch.ids.tolist() == [100 + place for place in places]
         assert batch.padded
         assert step_of(batch.padded).ids[5:].tolist() == [100 + places[-1]] * 3, "those that fill up are the last one"
@@ -178,10 +193,14 @@ def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
 
 def test_what_a_bucket_over_rings_holds() -> None:
     """Of many rows of one token, which may be behind, and leave this one in their rings."""
-    rows = tuple(Row((row,), 20 + row, (row, 20 + row, 40 + row), row, 1, 50 + row if row % 5 == 0 else None,
+    rows = tuple(PlannedRow((row,), 20 + row, (row, 20 + row, 40 + row), row, 1, 50 + row if row % 5 == 0 else None,
                      base=20 + row - row % 5, ring=60 + row, append=row % 5 > 0) for row in range(17))
-    assert decodes(Plan(rows), verified=True) and not decodes(Plan(rows)) and not decodes(Plan(rows[:16]), True)
-    batch = decoding(Plan(rows), CPU)
+    assert (
+        decodes(StepPlan(rows), verified=True)
+        and not decodes(StepPlan(rows))
+        and not decodes(StepPlan(rows[:16]), True)
+    )
+    batch = decoding(StepPlan(rows), CPU)
     padded = batch.padded
     assert padded and padded.bucket == (32, 16, 32) and batch.layout.appends and batch.layout.singles == 17
     for given in (batch, step_of(padded)):
@@ -198,11 +217,11 @@ def test_what_a_bucket_over_rings_holds() -> None:
 def test_tokens_that_are_not_known_behind_a_step() -> None:
     """Few rows over rings have no bucket for them, and rows of prompts beside them keep their own tokens."""
     device, drawn = torch.device("cuda"), torch.tensor([70, 80, 90], device="cuda")
-    plain = tuple(Row((-1,), 20, (row, 20 + row), row, 1, target=9 + row, drawn=2 - row) for row in range(2))
+    plain = tuple(PlannedRow((-1,), 20, (row, 20 + row), row, 1, target=9 + row, drawn=2 - row) for row in range(2))
     behind = tuple(replace(row, base=18, ring=3 + row.slot) for row in plain)
-    prompt = Row((5, 6, 7), 0, (50,), 5, 1)
+    prompt = PlannedRow((5, 6, 7), 0, (50,), 5, 1)
     for rows, bucket in ((plain, True), (behind, False), ((*plain, prompt), False), ((*behind, prompt), False)):
-        batch = build(Plan(rows), device, drawn=drawn, memory=BatchMemory(), verified=True)
+        batch = build(StepPlan(rows), device, drawn=drawn, memory=BatchMemory(), verified=True)
         assert (batch.padded is not None) == bucket
         assert batch.ids.tolist() == [90, 80, *(prompt.tokens if prompt in rows else ())]
 
@@ -216,7 +235,7 @@ def test_all_buckets() -> None:
     found = list(buckets(5, 600))
     assert found == [(rows, pages) for rows in (8, 4, 2, 1) for pages in (64, 32, 16)]
     for rows, pages in ((1, 1), (3, 17), (5, 38)):
-        padded = decoding(Plan((Row((0,), 0, (0,) * pages, 0, 1),) * rows), CPU).padded
+        padded = decoding(StepPlan((PlannedRow((0,), 0, (0,) * pages, 0, 1),) * rows), CPU).padded
         assert padded and (padded.rows, padded.pages) in found
 
 
@@ -234,7 +253,7 @@ def test_a_page_table_is_changed_by_what_has_changed() -> None:
             lists.insert(draw.randint(0, len(lists)), [draw.randrange(1, 99)])
         if draw.random() < 0.2 and len(lists) > 1:
             del lists[draw.randrange(len(lists))]
-        rows = [Row((1,), 0, pages, index, 1) for index, pages in enumerate(lists)]
+        rows = [PlannedRow((1,), 0, pages, index, 1) for index, pages in enumerate(lists)]
         width = max(map(len, lists))
         found = table.of(rows, width)
         assert found.shape[0] == len(rows) and found.is_contiguous()
@@ -247,7 +266,7 @@ def test_a_page_table_is_changed_by_what_has_changed() -> None:
 def test_numbers_come_to_their_place(count: int, device: str) -> None:
     """Again and again, with tokens among them that only the device knows, and without."""
     tokens = min(16, (count - 1) // 2)
-    upload, generator = Upload(torch.zeros(count, dtype=torch.int64, device=device), tokens), Random(count)
+    upload, generator = HostToDeviceBuffer(torch.zeros(count, dtype=torch.int64, device=device), tokens), Random(count)
     drawn = torch.tensor([generator.getrandbits(60) for _ in range(50)], device=device)
     for turn in range(7):
         numbers = [generator.getrandbits(62) for _ in range(count)]
@@ -297,7 +316,7 @@ def test_numbers_are_read_before_others_get_their_memory() -> None:
     busy, places = torch.randn(4096, 4096, device="cuda"), []
     for turn in range(20):
         place = torch.zeros(40, dtype=torch.int64, device="cuda")
-        upload = Upload(place, 4)
+        upload = HostToDeviceBuffer(place, 4)
         upload.begin()[:] = turn
         for _ in range(10):
             busy = busy @ busy

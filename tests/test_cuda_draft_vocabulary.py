@@ -18,7 +18,7 @@ from torch import Tensor
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.model.draft_vocabulary import DraftVocabulary, draftable
 from deltic.ops.cuda.sample import choose
 from deltic.ops.noise import gumbel, sample_key
@@ -26,10 +26,10 @@ from deltic.ops.quantized import QTensor
 from deltic.ops.types import Sampling
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import verifying
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.pending_drafts import Promise
-from deltic.spec_decode.proposers import MtpDrafter
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.pending_drafts import PendingDrafts
+from deltic.spec_decode.proposers import MtpProposer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 MODELS = {"0.8b": (SMALL, "none", 4000), "0.8b q4_k": (SMALL, "q4_k", 4000), "4b fp8": (LARGE, "fp8", 4000),
@@ -38,7 +38,7 @@ MODELS = {"0.8b": (SMALL, "none", 4000), "0.8b q4_k": (SMALL, "q4_k", 4000), "4b
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     model, quant, count = MODELS[request.param]
     loaded = load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=8, max_context=1024,
                                       speculate="mtp:4", quant=quant, draft_vocab=count, prefix_cache=False))
@@ -48,7 +48,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     torch.cuda.empty_cache()
 
 
-def vocabulary_of(runtime: Runtime) -> DraftVocabulary:
+def vocabulary_of(runtime: ModelRunner) -> DraftVocabulary:
     assert runtime.mtp and runtime.mtp.vocabulary
     return runtime.mtp.vocabulary
 
@@ -94,28 +94,30 @@ def test_draws_are_of_the_rows_tokens(width: int, rows: int) -> None:
 
 
 @torch.inference_mode()
-def drafts_of(runtime: Runtime, rows: tuple[Row, ...], count: int) -> Tensor:
+def drafts_of(runtime: ModelRunner, rows: tuple[PlannedRow, ...], count: int) -> Tensor:
     """By the recorded graph, greedily."""
     head = runtime.mtp_runner
     assert head and head._step
     zeros = torch.zeros(count * len(rows), device="cuda")
-    found = head._step.draft(verifying(Plan(rows), runtime.device), torch.full((len(rows),), count),
+    found = head._step.draft(verifying(StepPlan(rows), runtime.device), torch.full((len(rows),), count),
                              Sampling(zeros, zeros.long(), zeros + 1, zeros, zeros.long()))
     return found.clone()
 
 
 @torch.inference_mode()
-def test_a_recorded_graph_drafts_with_the_rows_of_today(runtime: Runtime) -> None:
+def test_a_recorded_graph_drafts_with_the_rows_of_today(runtime: ModelRunner) -> None:
     """The first draft is the best of the tokens that have rows then, as the torch ops say."""
     head, pools, vocabulary = runtime.mtp_runner, runtime.pools, vocabulary_of(runtime)
     assert head and head._step and pools.hidden is not None
     recorded: Any = head._step.follow
-    rows = tuple(Row((7 + row,), 20 + 9 * row, tuple(range(1 + 8 * row, 9 + 8 * row)), row, 1) for row in range(3))
+    rows = tuple(
+        PlannedRow((7 + row,), 20 + 9 * row, tuple(range(1 + 8 * row, 9 + 8 * row)), row, 1) for row in range(3)
+    )
     draw, changed, graphs = random.Random(2), 0, None
     for seed in range(24):
         for offset, tensor in enumerate((pools.keys, pools.values, pools.hidden)):
             tensor.copy_(randn(*tensor.shape[1:], seed=3 * seed + offset))
-        batch = verifying(Plan(rows), pools.device)
+        batch = verifying(StepPlan(rows), pools.device)
         kept = [tensor.clone() for tensor in (runtime.views.kv[-1].keys, runtime.views.kv[-1].values)]
         logits = head._mtp.draft(batch.ids, pools.hidden[0][batch.source], batch, runtime.views)[1]
         for tensor, before in zip((runtime.views.kv[-1].keys, runtime.views.kv[-1].values), kept, strict=True):
@@ -135,17 +137,17 @@ def test_a_recorded_graph_drafts_with_the_rows_of_today(runtime: Runtime) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_answers_stay_while_rows_change(runtime: Runtime, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_stay_while_rows_change(runtime: ModelRunner, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, with steps in flight behind steps with drafts; what was drafted had a row when it was drafted."""
     size, vocabulary, draw = runtime.config.vocab_size, vocabulary_of(runtime), random.Random(rows)
     requests = [replace(greedy(numbers(seed, 30 + seed, size), 60, str(seed)), output=SamplingParams(
         temperature=0.8 * (seed % 2), seed=seed, max_tokens=60, ignore_eos=True)) for seed in range(rows)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(runtime), requests).items()}
-    engine, answers = Engine(runtime, None, FixedDepth(4)), Answers()
+    engine, answers = Engine(runtime, None, FixedDraftLength(4)), Answers()
     drafter = engine.speculator.drafter
-    assert isinstance(drafter, MtpDrafter)
-    then, drafts, draft_ahead, drafted = dict[int, set[int]](), Promise.drafts, drafter.draft_ahead, list[int]()
-    kept = list[Promise]()  # an id is of one promise as long as that is there
+    assert isinstance(drafter, MtpProposer)
+    then, drafts, draft_ahead, drafted = dict[int, set[int]](), PendingDrafts.drafts, drafter.draft_ahead, list[int]()
+    kept = list[PendingDrafts]()  # an id is of one promise as long as that is there
 
     def noted(flight: Any) -> None:
         draft_ahead(flight)
@@ -153,14 +155,14 @@ def test_answers_stay_while_rows_change(runtime: Runtime, rows: int, monkeypatch
             then[id(drafter._ahead)] = known_by(vocabulary)
             kept.append(drafter._ahead)
 
-    def checked(self: Promise, sequence: Any, count: int) -> tuple[int, ...]:
+    def checked(self: PendingDrafts, sequence: Any, count: int) -> tuple[int, ...]:
         found = drafts(self, sequence, count)
         assert {*found} <= then[id(self)], "rows of one step with the tokens of another"
         drafted.extend(found)
         return found
 
     monkeypatch.setattr(drafter, "draft_ahead", noted)
-    monkeypatch.setattr(Promise, "drafts", checked)
+    monkeypatch.setattr(PendingDrafts, "drafts", checked)
     before = vocabulary.copied
     for request in requests:
         engine.add(request)
@@ -180,7 +182,7 @@ def test_the_embedded_models_head_learns_from_prompts() -> None:
     for name, device in (("cpu", "cpu"), ("cuda", "cuda"), ("blind", "cuda")):
         loaded = load(None, EngineConfig(device=device, dtype="bfloat16", memory="256MiB", max_context=512,
                                          speculate="mtp:3", draft_vocab=128))
-        engine = Engine(loaded, None, FixedDepth(3))
+        engine = Engine(loaded, None, FixedDraftLength(3))
         if name == "blind":
             engine.speculator.drafter._see = lambda sequences: None  # type: ignore[union-attr, method-assign]
         for seed in range(8):

@@ -17,18 +17,18 @@ from torch import Tensor
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError
 from deltic.ops import reference
 from deltic.ops.cuda import arguments
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.moe import ALL, Experts, ExpertsShape, Real, shape_of
+from deltic.ops.cuda.moe import ALL, ExpertsShape, MoeOp, Real, shape_of
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.types import MlpWeights, MoeWeights
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 TRUE = ExpertsShape(2048, 512, 256, 8, True, True)
@@ -110,7 +110,7 @@ class Mixture:
         self.shape, self.weights = shape, weights_of(shape)
         assert shape_of(self.weights) == shape
         device = torch.device("cuda", torch.cuda.current_device())
-        self.experts = Experts(Module(source(shape), device), shape, [self.weights], 24)
+        self.experts = MoeOp(Module(source(shape), device), shape, [self.weights], 24)
         self.scale, self.wide = randn(shape.hidden, seed=3) * 0.1 + 1, wide(self.weights)
 
     def input(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +168,7 @@ def test_many_tokens_on_all_multiprocessors(tokens: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     weights = weights_of(TRUE)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    experts = Experts(Module(source(TRUE), device), TRUE, [weights], multiprocessors)
+    experts = MoeOp(Module(source(TRUE), device), TRUE, [weights], multiprocessors)
     x = randn(tokens, TRUE.hidden, seed=tokens).bfloat16()
     wanted = experts.many(weights, x)
     assert sum(not torch.equal(experts.many(weights, x), wanted) for _ in range(20)) == 0
@@ -231,7 +231,7 @@ def test_of_equals_the_first_is_chosen() -> None:
 
 
 @pytest.fixture(scope="module", params=[ExpertsConfig(5, 5, 40, 40), ExpertsConfig(60, 9, 40, 40)], ids=str)
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003, experts=request.param)
     yield load(RandomModel(shape=config), EngineConfig(
         device="cuda", dtype="bfloat16", memory="2GiB", max_batch=64, max_context=4096, speculate="off"))
@@ -241,7 +241,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 @needs_card
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
 @torch.inference_mode()
-def test_steps(runtime: Runtime, done: list[int]) -> None:
+def test_steps(runtime: ModelRunner, done: list[int]) -> None:
     """As torch's; which experts a token passes, rounding decides now and then."""
     fill(runtime)
     batch = batch_of(done, len(done))
@@ -255,21 +255,21 @@ def test_steps(runtime: Runtime, done: list[int]) -> None:
 
 @needs_card
 @torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
+def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: ModelRunner) -> None:
     check_alone(runtime)
 
 
 @needs_card
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @torch.inference_mode()
-def test_replayed_steps(runtime: Runtime, rows: int) -> None:
+def test_replayed_steps(runtime: ModelRunner, rows: int) -> None:
     check_replays(runtime, rows)
 
 
 @needs_card
 @torch.inference_mode()
-def test_prompts(runtime: Runtime) -> None:
-    plan = Plan(tuple(Row(tuple((7 * row + 3 * i) % 5000 for i in range(90 + 70 * row)), 0,
+def test_prompts(runtime: ModelRunner) -> None:
+    plan = StepPlan(tuple(PlannedRow(tuple((7 * row + 3 * i) % 5000 for i in range(90 + 70 * row)), 0,
                           tuple(range(20 * row, 20 * row + 20)), row, 1) for row in range(3)))
     batch = build(plan, runtime.pools.device)
     wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))
@@ -296,8 +296,18 @@ def test_experts_beside_the_card() -> None:
         some = whole if cap == 60 else load(RandomModel(shape=config), replace(beside, expert_cap=cap))
         for rows in (1, 5, 12, 40, 3):
             long = rows == 3
-            plan = Plan(tuple(Row(tuple(range(7 + row, 97 + row)) if long else (7 + row,), 0 if long else 20 + row,
-                                  tuple(range(6 * row, 6 * row + 6)), row, 1) for row in range(rows)))
+            plan = StepPlan(
+                tuple(
+                    PlannedRow(
+                        tuple(range(7 + row, 97 + row)) if long else (7 + row,),
+                        0 if long else 20 + row,
+                        tuple(range(6 * row, 6 * row + 6)),
+                        row,
+                        1,
+                    )
+                    for row in range(rows)
+                )
+            )
             fill(some)
             found = []
             for _ in range(12):
@@ -350,7 +360,7 @@ def test_same_answers_with_drafts(cap: int | None) -> None:
         temperature=0.8 * (seed % 2), seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(3)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
     for drafter in (Known(wanted), None):
-        engine = Engine(loaded, drafter, FixedDepth(4))
+        engine = Engine(loaded, drafter, FixedDraftLength(4))
         for request in requests:
             engine.add(request)
         assert {name: answer.tokens for (name, _), answer in drain(engine).items()} == wanted

@@ -19,21 +19,21 @@ from torch import Tensor
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import library
-from deltic.ops.cpu.offloaded_experts import Beside
+from deltic.ops.cpu.offloaded_experts import OffloadedExperts
 from deltic.ops.cuda import arguments, cpu_experts
 from deltic.ops.cuda.cpu_experts import HostExperts
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.expert_store import ExpertStore, hosted_experts
-from deltic.ops.cuda.moe import ALL, Experts, ExpertsShape, Real, shape_of
+from deltic.ops.cuda.expert_store import PinnedExpertStore, hosted_experts
+from deltic.ops.cuda.moe import ALL, ExpertsShape, MoeOp, Real, shape_of
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.types import MoeWeights
 from deltic.runner.expert_offload import host_share
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 HOSTED = [replace(shape, host=True) for shape in (*SHAPES, TRUE)]
@@ -53,13 +53,13 @@ def test_structs_are_the_kernels(name: str) -> None:
 
 @pytest.mark.skipif(bool(missing()), reason=str(missing()))
 def test_kernels_are_told_where_the_mailbox_lies() -> None:
-    threads = Beside([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (1, 0))
+    threads = OffloadedExperts([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (1, 0))
     threads.counts[0] = 1
     threads.ask(0, 1)
     host = HostExperts(threads, torch.device("cpu"), 0.25)
     given = dict.fromkeys(("x", "scale", "logits", "weights", "count", "starts"))
-    asked = arguments.AskHost(layer=3, eps=1e-6, tokens=5, first=0, **host.request, **given)
-    added = arguments.AddHost(y=None, hidden=64, **host.answer)
+    asked = arguments.AskHostArgs(layer=3, eps=1e-6, tokens=5, first=0, **host.request, **given)
+    added = arguments.AddHostArgs(y=None, hidden=64, **host.answer)
     for name in ("counts", "experts", "shares", "factors", "input"):
         assert getattr(asked, name) == getattr(threads, name).data_ptr()
     assert (asked.request, asked.answer) == tuple(word.data_ptr() for word in threads.words)
@@ -103,10 +103,10 @@ def test_the_share_of_the_host() -> None:
 
 
 def store_of(weights: MoeWeights, shape: ExpertsShape, slots: int, share: float, patience: float | None = None
-             ) -> ExpertStore:
+             ) -> PinnedExpertStore:
     """Two layers, of which the first has the experts in the opposite order. share 0: the card reads all."""
     device = torch.device("cuda", torch.cuda.current_device())
-    store = ExpertStore(2, shape.count, shape.size, shape.hidden, device, 1)
+    store = PinnedExpertStore(2, shape.count, shape.size, shape.hidden, device, 1)
     experts: list[Any] = list(weights.parts[:shape.count])
     for layer, parts in enumerate((experts[::-1], experts)):
         both, down = (torch.stack([getattr(part, name) for part in parts]) for name in ("gate_up", "down"))
@@ -114,7 +114,9 @@ def store_of(weights: MoeWeights, shape: ExpertsShape, slots: int, share: float,
             assert store.take(f"model.layers.{layer}.mlp.experts.{name}_proj.weight", stack)
     store.fill(slots)
     if share:
-        threads = Beside(store.matrices, shape.hidden, shape.per_token, (3, library().deltic_best_level()), pinned=True)
+        threads = OffloadedExperts(
+            store.matrices, shape.hidden, shape.per_token, (3, library().deltic_best_level()), pinned=True
+        )
         store.share(HostExperts(threads, device, patience), share)
     return store
 
@@ -129,7 +131,7 @@ class Mixture:
         self.weights = replace(plain, experts=self.store.pools()[1])
         assert shape_of(self.weights) == self.shape
         device = torch.device("cuda", torch.cuda.current_device())
-        self.experts = Experts(Module(source(self.shape), device), self.shape, [self.weights], 24)
+        self.experts = MoeOp(Module(source(self.shape), device), self.shape, [self.weights], 24)
         self.scale = randn(shape.hidden, seed=3) * 0.1 + 1
 
     def input(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +150,7 @@ class Mixture:
         return found
 
     @property
-    def threads(self) -> Beside:
+    def threads(self) -> OffloadedExperts:
         assert self.store.host
         return self.store.host.beside
 
@@ -260,7 +262,7 @@ OPTIONS = {"device": "cuda", "dtype": "bfloat16", "memory": "2GiB", "max_batch":
            "speculate": "off", "threads": 3}
 
 
-def loaded(experts: ExpertsConfig, cap: int, compute: str, **changes: Any) -> Runtime:
+def loaded(experts: ExpertsConfig, cap: int, compute: str, **changes: Any) -> ModelRunner:
     """With random weights."""
     options = EngineConfig(**{**OPTIONS, "expert_cap": cap, "expert_compute": compute, **changes})
     return load(RandomModel(shape=replace(CONFIG, experts=experts), initializer_range=0.05), options)
@@ -270,7 +272,7 @@ ALL_PASS, SOME_PASS = ExpertsConfig(5, 5, 40, 40), ExpertsConfig(60, 9, 40, 40)
 
 
 @pytest.fixture(scope="module")
-def runtimes() -> Iterator[tuple[Runtime, Runtime]]:
+def runtimes() -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """By the host and by the card, of experts that all tokens pass, so that rounding changes no choices."""
     both = tuple(loaded(ALL_PASS, 2, compute, expert_refresh=1 << 20) for compute in ("host", "card"))
     yield both[0], both[1]
@@ -280,7 +282,7 @@ def runtimes() -> Iterator[tuple[Runtime, Runtime]]:
     torch.cuda.empty_cache()
 
 
-def wake(runtime: Runtime) -> None:
+def wake(runtime: ModelRunner) -> None:
     """As `Runtime.run` does."""
     assert runtime.experts
     runtime.experts.store.begin_step()
@@ -289,7 +291,7 @@ def wake(runtime: Runtime) -> None:
 @needs_card
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 @torch.inference_mode()
-def test_steps(runtimes: tuple[Runtime, Runtime], tokens: int) -> None:
+def test_steps(runtimes: tuple[ModelRunner, ModelRunner], tokens: int) -> None:
     found = []
     for runtime in runtimes:
         fill(runtime)
@@ -305,7 +307,7 @@ def test_steps(runtimes: tuple[Runtime, Runtime], tokens: int) -> None:
 
 @needs_card
 @torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtimes: tuple[Runtime, Runtime]) -> None:
+def test_a_tokens_bits_do_not_depend_on_the_batch(runtimes: tuple[ModelRunner, ModelRunner]) -> None:
     wake(runtimes[0])
     check_alone(runtimes[0])
 
@@ -313,17 +315,17 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(runtimes: tuple[Runtime, Runti
 @needs_card
 @pytest.mark.parametrize("rows", [1, 5, 12])
 @torch.inference_mode()
-def test_replayed_steps(runtimes: tuple[Runtime, Runtime], rows: int) -> None:
+def test_replayed_steps(runtimes: tuple[ModelRunner, ModelRunner], rows: int) -> None:
     check_replays(runtimes[0], rows)
 
 
 @needs_card
 @torch.inference_mode()
-def test_steps_of_many_tokens_are_the_cards(runtimes: tuple[Runtime, Runtime]) -> None:
+def test_steps_of_many_tokens_are_the_cards(runtimes: tuple[ModelRunner, ModelRunner]) -> None:
     """To the bit."""
     found, before = [], [runtime.experts.store.statistics().computed for runtime in runtimes if runtime.experts]
     for runtime in runtimes:
-        plan = Plan(tuple(Row(tuple(range(7 + row, 97 + row)), 0, tuple(range(6 * row, 6 * row + 6)), row, 1)
+        plan = StepPlan(tuple(PlannedRow(tuple(range(7 + row, 97 + row)), 0, tuple(range(6 * row, 6 * row + 6)), row, 1)
                           for row in range(3)))
         fill(runtime)
         found.append(runtime.run(build(plan, runtime.pools.device)).clone())
@@ -338,7 +340,7 @@ def test_experts_change_places_while_steps_run() -> None:
     assert host.experts and card.experts
     store = host.experts.store
     for count in (1, 5, 12):
-        plan = Plan(tuple(Row((7 + row,), 20 + row, tuple(range(6 * row, 6 * row + 6)), row, 1)
+        plan = StepPlan(tuple(PlannedRow((7 + row,), 20 + row, tuple(range(6 * row, 6 * row + 6)), row, 1)
                           for row in range(count)))
         found = []
         for runtime in (host, card):
@@ -354,7 +356,7 @@ def test_experts_change_places_while_steps_run() -> None:
     assert seen.promotions and all(seen.misses) and all(seen.hits)
     assert seen.computed and seen.computed_bytes == seen.computed * each
     assert seen.bytes < (sum(seen.misses) + seen.promotions) * each, "what the host computed counts as read"
-    assert isinstance(store, ExpertStore)
+    assert isinstance(store, PinnedExpertStore)
     # who left is the host's again, who came is not
     gates, downs = (part[:, :-1, 0].cpu().numpy() == 0 for part in store._tables.parts[:2])
     assert (gates == ~store._residency.resident).all() and (downs == gates).all()
@@ -390,7 +392,7 @@ def test_a_host_that_ends_is_an_error_of_the_requests(monkeypatch: pytest.Monkey
         engine.add(greedy(numbers(seed, 30, 5003), 200, str(seed), ignore_eos=True))
     for _ in range(10):
         engine.step()
-    assert runtime.experts and isinstance(runtime.experts.store, ExpertStore)
+    assert runtime.experts and isinstance(runtime.experts.store, PinnedExpertStore)
     runtime.experts.store.close()
     answers = drain(engine)
     assert len(answers) == 3 and all(answer.last.error for answer in answers.values())

@@ -14,18 +14,18 @@ from test_cuda_kernels import batch_of, error, randn, served
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.torch import gdn as torch_gdn
 from deltic.ops.types import GdnWeights, StateView
 from deltic.runner.input_batch import decoding, step_of
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 
 @pytest.fixture(scope="module", params=["qwen3.5-0.8b", "qwen3.5-4b"])
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     yield load(RandomModel(request.param, 4), EngineConfig(
         device="cuda", dtype="bfloat16", memory="3GiB", max_batch=256, max_context=256, speculate="off"))
     torch.cuda.empty_cache()
@@ -35,7 +35,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("blocks", [132, 5])
 @torch.inference_mode()
-def test_whole_states(runtime: Runtime, blocks: int, moved: bool, real: int) -> None:
+def test_whole_states(runtime: ModelRunner, blocks: int, moved: bool, real: int) -> None:
     step, layer = served(runtime), runtime.decoder.weights.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
     state, spec = runtime.views.states[0], layer.mixer.spec
@@ -71,22 +71,31 @@ class Place:
     other: int
     behind: int = 0
 
-    def advance(self, row: Row) -> None:
+    def advance(self, row: PlannedRow) -> None:
         self.behind = self.behind + 1 if row.append else 0
         if not row.append:
             self.slot, self.other = self.other, self.slot
 
 
-def row_of(index: int, place: Place, tokens: int, deferred: bool) -> Row:
+def row_of(index: int, place: Place, tokens: int, deferred: bool) -> PlannedRow:
     """That has had so many tokens more than at first. deferred: most leave this one in their rings, not all at once."""
     done, append = (5 * index) % 23 + tokens, deferred and (tokens + index) % 8 != 0
-    return Row((7,), done, tuple(range(4 * index, 4 * index + 4)), place.slot, 1, None if append else place.other,
-               base=done - place.behind, ring=39 - index, append=append)
+    return PlannedRow(
+        (7,),
+        done,
+        tuple(range(4 * index, 4 * index + 4)),
+        place.slot,
+        1,
+        None if append else place.other,
+        base=done - place.behind,
+        ring=39 - index,
+        append=append,
+    )
 
 
 @pytest.mark.parametrize("blocks", [132, 7])
 @torch.inference_mode()
-def test_deferred_updates_have_the_same_bits(runtime: Runtime, blocks: int) -> None:
+def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) -> None:
     """Outputs token by token, and the states in the end."""
     step, layer, pools, count = served(runtime), runtime.decoder.weights.layers[0], runtime.pools, 40
     assert isinstance(layer.mixer, GdnWeights) and runtime.defers and pools.rings
@@ -102,7 +111,7 @@ def test_deferred_updates_have_the_same_bits(runtime: Runtime, blocks: int) -> N
         outputs = []
         for tokens in range(21):
             rows = tuple(row_of(index, place, tokens, deferred) for index, place in enumerate(places))
-            padded = decoding(Plan(rows), pools.device).padded
+            padded = decoding(StepPlan(rows), pools.device).padded
             assert padded and (padded.tokens is not None) == deferred
             batch = step_of(padded)
             proj = randn(padded.rows, spec.channels + spec.values + 2 * spec.value_heads, seed=tokens,
@@ -140,7 +149,7 @@ def test_answers_with_deferred_updates(model: str | None, speculate: str) -> Non
     recorded = runtime.graphs.buckets
     requests = [greedy(numbers(seed, 5 + 3 * seed, runtime.config.vocab_size), 30 + 3 * (seed % 11), str(seed))
                 for seed in range(50)]
-    plain, deferring = (Engine(each, depth=FixedDepth(0)) for each in (replace(runtime), runtime))
+    plain, deferring = (Engine(each, depth=FixedDraftLength(0)) for each in (replace(runtime), runtime))
     plain.scheduler.defer_from = None
     answers = []
     for engine in (plain, deferring):

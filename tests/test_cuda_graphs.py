@@ -17,10 +17,10 @@ from support import greedy, numbers, serve
 from deltic import LLM
 from deltic.config import EngineConfig
 from deltic.engine.loading import load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import decoding, step_of
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,23 +29,25 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fin
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     yield load(None, EngineConfig(device="cuda", dtype=request.param, memory="256MiB", max_batch=8, max_context=2048,
                                   speculate="off"))
 
 
-def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
+def _memory(runtime: ModelRunner) -> tuple[torch.Tensor, ...]:
     pools = runtime.pools
     return pools.keys, pools.values, pools.recurrent, pools.conv
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @torch.inference_mode()
-def test_a_replayed_step_has_the_bits_of_the_step(runtime: Runtime, rows: int) -> None:
+def test_a_replayed_step_has_the_bits_of_the_step(runtime: ModelRunner, rows: int) -> None:
     assert runtime.graphs
     for tensor in _memory(runtime):
         tensor.normal_(0, 0.1)
-    plan = Plan(tuple(Row((7 + row,), 20 + 5 * row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows)))
+    plan = StepPlan(
+        tuple(PlannedRow((7 + row,), 20 + 5 * row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows))
+    )
     batch = decoding(plan, runtime.pools.device)
     assert batch.padded
     before = [tensor.clone() for tensor in _memory(runtime)]
@@ -59,7 +61,7 @@ def test_a_replayed_step_has_the_bits_of_the_step(runtime: Runtime, rows: int) -
         assert torch.equal(tensor, new)
 
 
-def test_answers_with_and_without_graphs(runtime: Runtime) -> None:
+def test_answers_with_and_without_graphs(runtime: ModelRunner) -> None:
     plain = replace(runtime)
     object.__setattr__(plain, "graphs", None)
     requests = [greedy(numbers(seed, 5 + 9 * seed, runtime.config.vocab_size), 40, str(seed)) for seed in range(5)]
@@ -69,7 +71,7 @@ def test_answers_with_and_without_graphs(runtime: Runtime) -> None:
     assert same >= (5 if runtime.options.dtype == "float32" else 3)
 
 
-def test_nothing_is_recorded_after_warming_up(runtime: Runtime) -> None:
+def test_nothing_is_recorded_after_warming_up(runtime: ModelRunner) -> None:
     fresh = replace(runtime)
     fresh.warm_up()
     assert fresh.graphs
@@ -83,7 +85,7 @@ def test_nothing_is_recorded_after_warming_up(runtime: Runtime) -> None:
     assert same >= (8 if runtime.options.dtype == "float32" else 6)
 
 
-def test_sampled_answers_do_not_depend_on_neighbours(runtime: Runtime) -> None:
+def test_sampled_answers_do_not_depend_on_neighbours(runtime: ModelRunner) -> None:
     """Greedy and drawn, alone and together: with the kernels bit for bit, with the torch ops in float32 too."""
     requests = [replace(greedy(numbers(seed, 30 + seed, runtime.config.vocab_size), 30, str(seed), seed=seed),
                         output=SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=30,

@@ -13,19 +13,19 @@ from support import Answers, drain, greedy, numbers, serve
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.params import Request
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest
+from deltic.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
+def runtime() -> Iterator[ModelRunner]:
     yield load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_batch=32, max_context=1024,
                                   batch_invariant=True))
 
 
-def requests(vocabulary: int) -> list[Request]:
+def requests(vocabulary: int) -> list[EngineRequest]:
     return [greedy(numbers(seed, 10 + 23 * seed % 200, vocabulary), 40, str(seed), temperature=0.8 * (seed % 2),
                    seed=seed, logprobs=1) for seed in range(24)]
 
@@ -39,7 +39,7 @@ def check_same(found: Answers, wanted: Answers) -> None:
                 assert abs(one.logprobs.token - other.logprobs.token) < 1e-5, key
 
 
-def test_steps_are_recorded_for_few_rows(runtime: Runtime) -> None:
+def test_steps_are_recorded_for_few_rows(runtime: ModelRunner) -> None:
     fresh = replace(runtime)
     assert not fresh.verifies and not fresh.defers and fresh.step is not None
     fresh.warm_up()
@@ -50,7 +50,7 @@ def test_steps_are_recorded_for_few_rows(runtime: Runtime) -> None:
     assert fresh.graphs.buckets == recorded
 
 
-def test_alone_and_among_many(runtime: Runtime) -> None:
+def test_alone_and_among_many(runtime: ModelRunner) -> None:
     asked = requests(runtime.config.vocab_size)
     together = serve(runtime, asked)
     for request in asked[::5]:
@@ -58,13 +58,13 @@ def test_alone_and_among_many(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 7, 500])
-def test_however_prompts_are_cut(runtime: Runtime, budget: int) -> None:
+def test_however_prompts_are_cut(runtime: ModelRunner, budget: int) -> None:
     asked = requests(runtime.config.vocab_size)[:6]
     other = replace(runtime, options=replace(runtime.options, token_budget=budget))
     check_same(serve(other, asked), serve(runtime, asked))
 
 
-def test_from_what_was_kept(runtime: Runtime) -> None:
+def test_from_what_was_kept(runtime: ModelRunner) -> None:
     vocabulary = runtime.config.vocab_size
     begin = numbers(1, 150, vocabulary)
     first, second = greedy(begin, 30, "first"), greedy([*begin, *numbers(2, 33, vocabulary)], 40, "second", logprobs=1)

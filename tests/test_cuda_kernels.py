@@ -12,10 +12,10 @@ from torch import Tensor
 
 from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference
-from deltic.ops.cuda.arguments import Product
-from deltic.ops.cuda.decode import Step
+from deltic.ops.cuda.arguments import ProductArgs
+from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.kernel_config import (
     ADD,
@@ -44,7 +44,7 @@ from deltic.ops.types import (
     StateView,
 )
 from deltic.runner.input_batch import build, step_of
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 NAN = float("nan")
@@ -103,7 +103,7 @@ def launch(module: Module, product: Multiply, weight: Tensor, x: Tensor, y: Tens
     rows, units = len(weight), -(-len(weight) // product.unit)
     group = product.group(len(x), -(-units // BLOCKS))
     slots, shared = product.shared(len(x), group, -(-units // BLOCKS))
-    module.launch(product.name(len(x)), (BLOCKS,), WARPS * 32 + 32, Product(
+    module.launch(product.name(len(x)), (BLOCKS,), WARPS * 32 + 32, ProductArgs(
         weight=weight, x=x, scale=scale, y=y, eps=1e-6, tokens=len(x), rows=rows, whole=units // BLOCKS,
         rest=units % BLOCKS, group=group, inverse=65536 // len(x) + 1, slots=slots), shared)
     torch.cuda.synchronize()
@@ -198,7 +198,7 @@ def test_products_of_heads(products: Module, spec: GdnSpec, tokens: int) -> None
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-0.8b q4_k"])
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     name, _, quant = request.param.partition(" ")
     model = None if name == "tiny" else RandomModel(name, 4, initializer_range=0.05)
     yield load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=64, max_context=4096,
@@ -206,8 +206,8 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     torch.cuda.empty_cache()
 
 
-def served(runtime: Runtime) -> Step:
-    assert isinstance(runtime.step, Step), "the kernels do not serve this model"
+def served(runtime: ModelRunner) -> DecodeStep:
+    assert isinstance(runtime.step, DecodeStep), "the kernels do not serve this model"
     return runtime.step
 
 
@@ -230,7 +230,7 @@ CURSORS = [[1], [0], [17, 0, 300, 15], [16 * row + row for row in range(16)], [1
 
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
-def test_gdn(runtime: Runtime, done: list[int], moved: bool) -> None:
+def test_gdn(runtime: ModelRunner, done: list[int], moved: bool) -> None:
     step, layer = served(runtime), runtime.decoder.weights.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
     state, spec = runtime.views.states[0], layer.mixer.spec
@@ -267,7 +267,7 @@ STEPS, LAST = 4096, 512
 
 
 @torch.inference_mode()
-def test_states_do_not_drift(runtime: Runtime) -> None:
+def test_states_do_not_drift(runtime: ModelRunner) -> None:
     """Against float64 on the same inputs, with states that remember hundreds of tokens: after 4,096 steps the roundings
     of float32 (6e-8) have added up to no more than if they were independent (64 of them)."""
     step, layer = served(runtime), runtime.decoder.weights.layers[0]
@@ -301,12 +301,12 @@ def test_states_do_not_drift(runtime: Runtime) -> None:
 
 def prompt_of(done: int, tokens: int, slot: Tensor) -> Batch:
     """One row of a prompt whose state is in that slot."""
-    row = Row((7,) * tokens, done, (1,) * (-(-(done + tokens) // PAGE)), int(slot), 1)
-    return build(Plan((row,)), slot.device)
+    row = PlannedRow((7,) * tokens, done, (1,) * (-(-(done + tokens) // PAGE)), int(slot), 1)
+    return build(StepPlan((row,)), slot.device)
 
 
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
-def test_attention(runtime: Runtime, done: list[int]) -> None:
+def test_attention(runtime: ModelRunner, done: list[int]) -> None:
     step, layer = served(runtime), runtime.decoder.weights.layers[3]
     assert isinstance(layer.mixer, AttentionWeights)
     kv, spec = runtime.views.kv[0], layer.mixer.spec
@@ -344,7 +344,7 @@ def row_alone(whole: Batch, row: int) -> Batch:
     return step_of(Padded(numbers, 1, whole.pages.shape[1]))
 
 
-def fill(runtime: Runtime) -> None:
+def fill(runtime: ModelRunner) -> None:
     pools = runtime.pools
     for seed, tensor in enumerate((pools.keys, pools.values, pools.recurrent, pools.conv)):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
@@ -352,7 +352,7 @@ def fill(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
 @torch.inference_mode()
-def test_steps(runtime: Runtime, done: list[int]) -> None:
+def test_steps(runtime: ModelRunner, done: list[int]) -> None:
     fill(runtime)
     batch = batch_of(done, len(done))
     wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))
@@ -365,9 +365,11 @@ def test_steps(runtime: Runtime, done: list[int]) -> None:
     assert error(runtime.pools.recurrent, states) < 2e-2
 
 
-def check_replays(runtime: Runtime, rows: int) -> None:
+def check_replays(runtime: ModelRunner, rows: int) -> None:
     """A recorded step gives the same bits whenever it is replayed."""
-    plan = Plan(tuple(Row((7 + row,), 20 + row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows)))
+    plan = StepPlan(
+        tuple(PlannedRow((7 + row,), 20 + row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows))
+    )
     batch = build(plan, runtime.pools.device)
     assert runtime.graphs and batch.padded
     fill(runtime)
@@ -377,7 +379,7 @@ def check_replays(runtime: Runtime, rows: int) -> None:
         assert torch.equal(runtime.run(build(plan, runtime.pools.device)), wanted)
 
 
-def check_alone(runtime: Runtime) -> None:
+def check_alone(runtime: ModelRunner) -> None:
     """Tokens of a step have the bits that they have alone, and leave the same behind."""
     done = [16 * row + row for row in range(16)]
     whole = batch_of(done, 16)
@@ -393,12 +395,12 @@ def check_alone(runtime: Runtime) -> None:
 
 
 @torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
+def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: ModelRunner) -> None:
     check_alone(runtime)
 
 
 @torch.inference_mode()
-def test_rows_that_fill_a_bucket_up_leave_nothing(runtime: Runtime) -> None:
+def test_rows_that_fill_a_bucket_up_leave_nothing(runtime: ModelRunner) -> None:
     fill(runtime)
     before = runtime.pools.recurrent.clone()
     batch = batch_of([5, 9, 20, 30], 2)

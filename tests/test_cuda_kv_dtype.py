@@ -26,11 +26,11 @@ from deltic.cache.manager import HybridCache
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference as ref
 from deltic.ops.cuda import long_attention
 from deltic.ops.cuda import prefill as prompts_module
-from deltic.ops.cuda.driver import Arguments, Module, fields
+from deltic.ops.cuda.driver import KernelArguments, Module, fields
 from deltic.ops.cuda.kernel_config import entry
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.kv import FP8, is_finite, rounded
@@ -38,10 +38,10 @@ from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import PAGE, AttentionWeights, Batch, KvView, Padded, Rope
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import step_of, verifying
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.proposers import MtpDrafter
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.proposers import MtpProposer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 NAN = float("nan")
@@ -55,7 +55,7 @@ def options(**given: Any) -> EngineConfig:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     loaded = load(MODELS[request.param], options())
     assert loaded.pools.keys.dtype == FP8 and loaded.pools.conv.dtype == torch.bfloat16
     yield loaded
@@ -63,7 +63,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 
 @pytest.fixture(scope="module")
-def drafting() -> Runtime:
+def drafting() -> ModelRunner:
     """With a draft head."""
     loaded = load(None, options(memory="256MiB", max_batch=4, max_context=600, speculate="mtp:3", prefix_cache=False))
     assert loaded.verifies, "the kernels do not serve this model, or not its head"
@@ -78,7 +78,7 @@ def raw(x: Tensor) -> Tensor:
 # Numbers
 
 
-class Convert(Arguments):
+class Convert(KernelArguments):
     _fields_ = fields("x narrow soft back wide", "", "count")
 
 
@@ -127,7 +127,7 @@ def test_numbers_are_rounded_as_on_the_cpu() -> None:
 # Attention
 
 
-def reference(runtime: Runtime, layer: Any, proj: Tensor, batch: Batch, view: KvView) -> Tensor:
+def reference(runtime: ModelRunner, layer: Any, proj: Tensor, batch: Batch, view: KvView) -> Tensor:
     """In float64 on the numbers in the pages, the new tokens' own among them, which it stores as float8, too."""
     mixer, width = layer.mixer, proj.shape[1]
     table = ref.rope(batch.positions.cpu(), runtime.decoder.weights.rope)
@@ -164,7 +164,7 @@ def check_stored(kv: KvView, slow: KvView, before: KvView, batch: Batch) -> None
 
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
 @torch.inference_mode()
-def test_decode_attention(runtime: Runtime, done: list[int]) -> None:
+def test_decode_attention(runtime: ModelRunner, done: list[int]) -> None:
     step, layer = served(runtime), runtime.decoder.weights.layers[3]
     kv, spec, batch, few = runtime.views.kv[0], layer.mixer.spec, batch_of(done, len(done)), len(done) <= 16
     assert int(batch.pages.max()) < len(kv.keys)
@@ -186,7 +186,7 @@ def test_decode_attention(runtime: Runtime, done: list[int]) -> None:
 @pytest.mark.parametrize("shape", [[(0, 65)], [(40, 130)], [(300, 200)], RAGGED],
                          ids=lambda shape: f"{len(shape)}-{shape[-1][1]}")
 @torch.inference_mode()
-def test_prompt_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
+def test_prompt_attention(runtime: ModelRunner, shape: list[tuple[int, int]], large: bool,
                           monkeypatch: pytest.MonkeyPatch) -> None:
     """With stale NaN wherever nothing may be read."""
     if large:
@@ -214,7 +214,7 @@ def test_prompt_attention(runtime: Runtime, shape: list[tuple[int, int]], large:
 
 
 @torch.inference_mode()
-def test_every_kernel_writes_the_same_bytes(runtime: Runtime) -> None:
+def test_every_kernel_writes_the_same_bytes(runtime: ModelRunner) -> None:
     """Of the same projections, all of bfloat16 numbers. Values are those of the projection; keys that float32 has
     rounded differently (kernels for many rows are compiled apart, those of prompts multiply in another order) become
     the same float8 numbers but for a few."""
@@ -251,8 +251,8 @@ def test_every_kernel_writes_the_same_bytes(runtime: Runtime) -> None:
     many, _ = one_by_one("many")
     # all at once, as drafts are verified: each block makes what comes before its token itself
     reset()
-    row = Row((5,) * tokens, done, pages[:4], 0, tokens, base=done, ring=1, append=True)
-    padded = verifying(Plan((row,)), torch.device("cuda")).padded
+    row = PlannedRow((5,) * tokens, done, pages[:4], 0, tokens, base=done, ring=1, append=True)
+    padded = verifying(StepPlan((row,)), torch.device("cuda")).padded
     assert padded
     batch = step_of(padded)
     work = step._begin(replace(batch, base=batch.done), "few")
@@ -296,20 +296,20 @@ def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
 # Through the engine
 
 
-def session_over(runtime: Runtime) -> Session:
+def session_over(runtime: ModelRunner) -> Session:
     """A Session with the runtime's pools."""
     with patch("deltic.session.load_any", lambda *_: replace(runtime, cache=HybridCache(runtime.pools))):
         return Session()
 
 
-def logits_of(runtime: Runtime, length: int = 300) -> Tensor:
+def logits_of(runtime: ModelRunner, length: int = 300) -> Tensor:
     """After a prompt of this length, and after each of some tokens that follow it."""
     session = session_over(runtime)
     prompt, tokens = numbers(3, length, session.vocab_size), numbers(4, 8, session.vocab_size)
     return torch.stack([session.prefill(prompt), *(session.step(token) for token in tokens)]).float()
 
 
-def test_prompts_then_decode(runtime: Runtime) -> None:
+def test_prompts_then_decode(runtime: ModelRunner) -> None:
     """As over bfloat16, up to the coarser numbers."""
     plain = load(MODELS["tiny" if runtime.name == "tiny" else "0.8b"], options(kv_dtype="auto"))
     assert plain.pools.keys.dtype == torch.bfloat16
@@ -330,7 +330,7 @@ def test_the_torch_ops_serve_it_too(model: str) -> None:
     assert len(serve(theirs, [greedy(numbers(1, 100, 500), 20)])["a", 0].tokens) == 20
 
 
-def test_a_cached_prefix_gives_the_same_answer(runtime: Runtime) -> None:
+def test_a_cached_prefix_gives_the_same_answer(runtime: ModelRunner) -> None:
     """From the card's own pages, by forks of one prompt, and among others."""
     kept, vocabulary = replace(runtime, cache=HybridCache(runtime.pools, True)), runtime.config.vocab_size
     requests = [greedy(numbers(seed, 50 + 60 * seed, vocabulary), 24, f"{seed}") for seed in range(6)]
@@ -394,15 +394,15 @@ def test_greedy_tokens_are_mostly_those_over_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["known", "head"])
-def test_same_answers_with_drafts(drafting: Runtime, drafter: str) -> None:
+def test_same_answers_with_drafts(drafting: ModelRunner, drafter: str) -> None:
     """To the bit, with up to 16 tokens in a step."""
     requests = [replace(greedy(numbers(seed, 30 + seed, 500), 50, str(seed)), output=SamplingParams(
         temperature=0.8 * (seed % 2), seed=seed, max_tokens=50, ignore_eos=True)) for seed in range(3)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(drafting), requests).items()}
     head = drafting.mtp_runner
     assert head
-    drafts = Known(wanted, 0.6) if drafter == "known" else MtpDrafter(drafting, head, 3)
-    engine = Engine(drafting, drafts, FixedDepth(3))
+    drafts = Known(wanted, 0.6) if drafter == "known" else MtpProposer(drafting, head, 3)
+    engine = Engine(drafting, drafts, FixedDraftLength(3))
     for request in requests:
         engine.add(request)
     answers = drain(engine)
@@ -411,7 +411,7 @@ def test_same_answers_with_drafts(drafting: Runtime, drafter: str) -> None:
     assert sum(stats.drafted_at) > 50 and sum(stats.accepted_at) > 10
 
 
-def test_the_head_keeps_its_own_as_float8_too(drafting: Runtime) -> None:
+def test_the_head_keeps_its_own_as_float8_too(drafting: ModelRunner) -> None:
     """What it stores after a step of few tokens and after one of many."""
     assert len(drafting.pools.keys) == len(drafting.config.attention_layers) + 1
     for pool in drafting.pools.page_tensors:

@@ -24,16 +24,16 @@ from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.convert import convert
 from deltic.loader.hub import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
-from deltic.ops.cuda.arguments import Enter
-from deltic.ops.cuda.decode import Step
+from deltic.ops.cuda.arguments import EnterArgs
+from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Shapes, gdn_slice
 from deltic.ops.cuda.nvrtc import compile_source
 from deltic.ops.cuda.quantized import PackedMultiply, launch, product_of, unpack
 from deltic.ops.cuda.quantized_gemm import KINDS, PLAIN_KINDS, Tiles, form, tiles_of
 from deltic.ops.types import GdnSpec
-from deltic.params import Request, SamplingParams
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 BLOCKS = 24
@@ -186,7 +186,7 @@ def test_embeddings(products: Module, kind: str) -> None:
     residual, turns = torch.full((3, 512), NAN, device="cuda"), torch.zeros(3, 8, device="cuda")
     positions, axes = (torch.zeros(shape, dtype=torch.int64, device="cuda") for shape in ((3, 3), (4,)))
     frequencies = torch.ones(4, device="cuda")
-    products.launch(f"k_enter_{kind.lower()}", (BLOCKS,), 256, Enter(
+    products.launch(f"k_enter_{kind.lower()}", (BLOCKS,), 256, EnterArgs(
         ids=ids, positions=positions, embedding=tiles.data, frequencies=frequencies, axes=axes, residual=residual,
         turns=turns, hidden=512, rotary=8, tokens=3))
     assert error(residual, weight[ids]) < 1e-6
@@ -219,12 +219,12 @@ def file_of(weights: dict[str, Tensor], type: str, place: Path, shape: ModelConf
     return place / "m.gguf"
 
 
-def answers(runtime: Runtime, count: int) -> list[list[int]]:
+def answers(runtime: ModelRunner, count: int) -> list[list[int]]:
     engine = Engine(runtime)
     engine.scheduler.times = None  # what is computed together may not depend on the time
     found: dict[str, list[int]] = {str(index): [] for index in range(count)}
     for index in range(count):
-        engine.add(Request(str(index), numbers(index, 40 + index, 3000), SamplingParams(
+        engine.add(EngineRequest(str(index), numbers(index, 40 + index, 3000), SamplingParams(
             temperature=0.0, max_tokens=24, ignore_eos=True)))
     while engine.has_work:
         for event in engine.step():
@@ -234,7 +234,7 @@ def answers(runtime: Runtime, count: int) -> list[list[int]]:
 
 def test_a_file_stays_quantized(file: Path) -> None:
     packed, plain = load(str(file), options()), load(str(file), options(packed_weights="off"))
-    assert isinstance(packed.step, Step) and isinstance(plain.step, Step)
+    assert isinstance(packed.step, DecodeStep) and isinstance(plain.step, DecodeStep)
     kinds = packed.decoder.weight_kinds()
     assert {"Q4_K", "Q6_K"} <= {*kinds} and packed.decoder.weight_bytes() < 0.4 * plain.decoder.weight_bytes()
     alone = answers(packed, 1)[0]
@@ -253,7 +253,7 @@ def test_a_model_in_float8(tmp_path: Path) -> None:
                for name, weight in quantize_tensors(iter(sources.items()), FP8, SHAPE, form("cpu")).items()}
     file = str(file_of(rounded, "BF16", tmp_path))  # type: ignore[arg-type]
     packed, plain = load(file, options(quant="fp8")), load(file, options())
-    assert isinstance(packed.step, Step) and {"FP8", "Q8_0"} <= {*packed.decoder.weight_kinds()}
+    assert isinstance(packed.step, DecodeStep) and {"FP8", "Q8_0"} <= {*packed.decoder.weight_kinds()}
     assert packed.decoder.weight_bytes() < 0.65 * plain.decoder.weight_bytes()
     alone, together = answers(packed, 1)[0], answers(packed, 16)
     assert together[0] == alone, "an answer depends on its neighbours"

@@ -22,7 +22,7 @@ from torch import Tensor
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.memory import working_bytes
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError
 from deltic.loader.dummy import random_tensors, random_weights
 from deltic.loader.gguf.blocks import BY_NAME, decode
@@ -38,10 +38,10 @@ from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.moe import ALL, ExpertsShape, Real
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.cuda.quantized_gemm import KINDS, Tiles, pack_stack
-from deltic.ops.cuda.quantized_moe import Kinds, PackedExperts, PackedShape, experts_shape, knows_packed, scratch_bytes
+from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape, knows_packed, scratch_bytes
 from deltic.ops.types import Block, MlpWeights, MoeWeights
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 GIB = 1 << 30
@@ -226,7 +226,7 @@ class Mixture:
 
     shape: PackedShape
     weights: MoeWeights
-    experts: PackedExperts
+    experts: QuantizedMoeOp
     scale: Tensor
 
     def input(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,7 +261,7 @@ def mixture(request: pytest.FixtureRequest, compiled: None) -> Mixture:
     shape, device = SHAPES[request.param], torch.device("cuda", torch.cuda.current_device())
     weights = weights_of(shape)
     assert experts_shape(weights) == shape
-    experts = PackedExperts(Module(source(shape), device), shape, [weights], BLOCKS)
+    experts = QuantizedMoeOp(Module(source(shape), device), shape, [weights], BLOCKS)
     return Mixture(shape, weights, experts, randn(shape.hidden, seed=3) * 0.1 + 1)
 
 
@@ -298,7 +298,7 @@ def test_few_tokens_in_several_passes(mixture: Mixture) -> None:
 def test_blocks_change_no_bits(mixture: Mixture, blocks: int) -> None:
     residual, _, logits = mixture.input(5)
     wanted = mixture.few(residual, logits)
-    other = PackedExperts(mixture.experts._module, mixture.shape, [mixture.weights], blocks)
+    other = QuantizedMoeOp(mixture.experts._module, mixture.shape, [mixture.weights], blocks)
     found = residual.clone()
     other.few(mixture.weights, found, mixture.scale, 1e-6, logits)
     assert torch.equal(found, wanted)
@@ -350,7 +350,7 @@ def test_tiles_take_the_bytes_of_their_bits() -> None:
     bits = {kind: found.nbytes * 8 / 2048 for kind, found in KINDS.items()}
     wanted = 2048 * 512 * (256 * (2 * bits["Q4_K"] + bits["Q6_K"]) + 3 * bits["Q8_0"]) / 8
     assert wanted <= held < 1.02 * wanted
-    experts = PackedExperts(Module(source(TRUE), device), TRUE, [weights], BLOCKS)
+    experts = QuantizedMoeOp(Module(source(TRUE), device), TRUE, [weights], BLOCKS)
     added = torch.cuda.memory_allocated() - before - held - scratch_bytes(257, 512, 2048)
     assert 0 <= added < 8 << 20 and experts.in_passes
 
@@ -367,13 +367,13 @@ ALL_PASSED = replace(SMALL, experts=ExpertsConfig(4, 4, 256, 256))
 
 
 @pytest.fixture(scope="module", params=["all passed", "some passed", "float8"])
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     yield load(RandomModel(shape=SMALL if request.param == "some passed" else ALL_PASSED),
                options(quant="fp8" if request.param == "float8" else "q4_k"))
     torch.cuda.empty_cache()
 
 
-def close(runtime: Runtime) -> float:
+def close(runtime: ModelRunner) -> float:
     """As far as a step may be from torch's; which experts a token passes, rounding decides now and then."""
     if runtime.options.quant == "fp8":  # which rounds activations on both sides
         return 0.1
@@ -383,7 +383,7 @@ def close(runtime: Runtime) -> float:
 @needs_card
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
 @torch.inference_mode()
-def test_steps(runtime: Runtime, done: list[int]) -> None:
+def test_steps(runtime: ModelRunner, done: list[int]) -> None:
     assert ({"FP8"} if runtime.options.quant == "fp8" else {"Q4_K", "Q6_K"}) <= {*runtime.decoder.weight_kinds()}
     fill(runtime)
     batch = batch_of(done, len(done))
@@ -396,9 +396,9 @@ def test_steps(runtime: Runtime, done: list[int]) -> None:
 @needs_card
 @pytest.mark.parametrize("lengths", [(30, 50), (90, 160, 230)], ids=str)
 @torch.inference_mode()
-def test_prompts(runtime: Runtime, lengths: tuple[int, ...]) -> None:
+def test_prompts(runtime: ModelRunner, lengths: tuple[int, ...]) -> None:
     """Of few tokens and of many."""
-    plan = Plan(tuple(Row(tuple((7 * row + 3 * i) % 3000 for i in range(length)), 0,
+    plan = StepPlan(tuple(PlannedRow(tuple((7 * row + 3 * i) % 3000 for i in range(length)), 0,
                           tuple(range(20 * row, 20 * row + 20)), row, 1) for row, length in enumerate(lengths)))
     batch = build(plan, runtime.pools.device)
     wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))
@@ -409,13 +409,13 @@ def test_prompts(runtime: Runtime, lengths: tuple[int, ...]) -> None:
 @needs_card
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @torch.inference_mode()
-def test_replayed_steps(runtime: Runtime, rows: int) -> None:
+def test_replayed_steps(runtime: ModelRunner, rows: int) -> None:
     check_replays(runtime, rows)
 
 
 @needs_card
 @torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
+def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: ModelRunner) -> None:
     check_alone(runtime)
 
 

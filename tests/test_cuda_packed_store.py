@@ -24,7 +24,7 @@ from torch import Tensor
 from deltic.config import EngineConfig, ExpertsConfig
 from deltic.engine import packed_weights
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.dummy import random_tensors
 from deltic.loader.gguf.blocks import BY_NAME
@@ -35,12 +35,12 @@ from deltic.ops.cuda import card_store, quantized_gemm, tile_store
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.moe import ALL, Real, shape_of
 from deltic.ops.cuda.quantized_gemm import KINDS, Tiles, pack_stack
-from deltic.ops.cuda.quantized_moe import Kinds, PackedExperts, PackedShape, experts_shape
+from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape
 from deltic.ops.cuda.tile_store import TileStore, form, pack_beside, pointers_of, rows_of, take_stacks
 from deltic.ops.types import MlpWeights, MoeWeights
 from deltic.runner.expert_offload import check_experts
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -255,7 +255,7 @@ class Mixture:
                                   experts_of(shape, common, 1, 20)[0] if common else None, shape.per_token,
                                   shape.normalised)
         self.module, self.scale = Module(source(shape), self.device), randn(shape.hidden, seed=3) * 0.1 + 1
-        self.whole = PackedExperts(self.module, shape, [self.weights], BLOCKS)
+        self.whole = QuantizedMoeOp(self.module, shape, [self.weights], BLOCKS)
         experts: Any = self.weights.experts
         own = (*zip(*(part.gate_up for part in experts), strict=True), [part.down for part in experts])
         sizes = [(shape.size, shape.hidden)] * 2 + [(shape.hidden, shape.size)]
@@ -267,10 +267,10 @@ class Mixture:
         found.fill(slots)
         return found
 
-    def some(self, store: TileStore) -> tuple[MoeWeights, PackedExperts]:
+    def some(self, store: TileStore) -> tuple[MoeWeights, QuantizedMoeOp]:
         weights = replace(self.weights, experts=store.pools()[1])
         assert experts_shape(weights) == self.shape == experts_shape(self.weights)
-        return weights, PackedExperts(self.module, self.shape, [weights], BLOCKS)
+        return weights, QuantizedMoeOp(self.module, self.shape, [weights], BLOCKS)
 
     def input(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Residual, and the router's products [T, n] float32."""
@@ -279,7 +279,7 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return residual, (normed @ self.weights.router.double().t()).float().contiguous()
 
-    def few(self, experts: PackedExperts, weights: MoeWeights, residual: Tensor, logits: Tensor, real: Real = ALL
+    def few(self, experts: QuantizedMoeOp, weights: MoeWeights, residual: Tensor, logits: Tensor, real: Real = ALL
             ) -> Tensor:
         found = residual.clone()
         experts.few(weights, found, self.scale, 1e-6, logits, real)
@@ -365,11 +365,11 @@ def test_replays_while_experts_change_places() -> None:
 # Whole models
 
 
-def logits_of(runtime: Runtime) -> list[Tensor]:
+def logits_of(runtime: ModelRunner) -> list[Tensor]:
     """Of steps of few and of many rows, and of prompts, each several times, while experts change places."""
     found = []
     for count, length in ((1, 1), (5, 1), (12, 1), (40, 1), (3, 90)):
-        plan = Plan(tuple(Row(tuple(range(7 + row, 7 + row + length)), 0 if length > 1 else 20 + row,
+        plan = StepPlan(tuple(PlannedRow(tuple(range(7 + row, 7 + row + length)), 0 if length > 1 else 20 + row,
                               tuple(range(6 * row, 6 * row + 6)), row, 1) for row in range(count)))
         fill(runtime)
         for _ in range(8):
@@ -378,7 +378,7 @@ def logits_of(runtime: Runtime) -> list[Tensor]:
     return found
 
 
-def store_of(runtime: Runtime) -> TileStore:
+def store_of(runtime: ModelRunner) -> TileStore:
     assert runtime.experts and isinstance(runtime.experts.store, TileStore)
     return runtime.experts.store
 

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference
 from deltic.ops.cuda import long_attention
 from deltic.ops.cuda import prefill as prompts_module
-from deltic.ops.cuda.decode import Step
-from deltic.ops.cuda.prefill import Prompts, plan_of
+from deltic.ops.cuda.decode import DecodeStep
+from deltic.ops.cuda.prefill import PrefillStep, plan_of
 from deltic.ops.quantized import QTensor
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch import gdn as torch_gdn
 from deltic.ops.torch.delta import Gates, chunked, cut
 from deltic.ops.types import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights, KvView, Rope, StateView
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 NAN = float("nan")
@@ -42,7 +42,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-0.8b q4_k"])
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     name, _, quant = request.param.partition(" ")
     model = None if name == "tiny" else RandomModel(name, 4, initializer_range=0.05)
     yield load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=64, max_context=16384,
@@ -50,8 +50,8 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     torch.cuda.empty_cache()
 
 
-def prompts_of(runtime: Runtime) -> Prompts:
-    assert isinstance(runtime.step, Step) and runtime.step._prompts, "the kernels do not serve this model"
+def prompts_of(runtime: ModelRunner) -> PrefillStep:
+    assert isinstance(runtime.step, DecodeStep) and runtime.step._prompts, "the kernels do not serve this model"
     return runtime.step._prompts
 
 
@@ -63,11 +63,11 @@ def batch_of(shape: list[tuple[int, int]], emits: dict[int, list[int]] | None = 
     for index, (done, tokens) in enumerate(shape):
         count = -(-(done + tokens) // PAGE)
         wanted = (emits or {}).get(index, [])
-        rows.append(Row(tuple((7 * index + 3 * token) % 500 for token in range(tokens)), done,
+        rows.append(PlannedRow(tuple((7 * index + 3 * token) % 500 for token in range(tokens)), done,
                         tuple(pages[used:used + count]), 3 * index, 1, 3 * index + 1 if moved else None,
                         emits=tuple((done + length, slot + i) for i, length in enumerate(wanted))))
         used, slot = used + count, slot + len(wanted)
-    return build(Plan(tuple(rows)), torch.device("cuda"))
+    return build(StepPlan(tuple(rows)), torch.device("cuda"))
 
 
 RAGGED = [(17, 1), (0, 1), (300, 1), (0, 2), (1, 63), (64, 64), (3, 65), (100, 127), (0, 200)]
@@ -91,7 +91,7 @@ def poison(state: StateView, batch: Batch, seed: int) -> StateView:
 @pytest.mark.parametrize("moved", [False, True], ids=["in-place", "moved"])
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
-def test_gdn(runtime: Runtime, case: str, moved: bool) -> None:
+def test_gdn(runtime: ModelRunner, case: str, moved: bool) -> None:
     prompts, layer = prompts_of(runtime), runtime.decoder.weights.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
     state, spec = runtime.views.states[0], layer.mixer.spec
@@ -115,18 +115,18 @@ def test_gdn(runtime: Runtime, case: str, moved: bool) -> None:
         assert torch.equal(found[others].double().nan_to_num(7), old[others].nan_to_num(7))
 
 
-def mix(prompts: Prompts, layer: object, proj: Tensor, batch: Batch) -> Tensor:
+def mix(prompts: PrefillStep, layer: object, proj: Tensor, batch: Batch) -> Tensor:
     work, mixer = prompts._work(batch, plan_of(batch), _turns(prompts._step, batch)), layer.mixer
     return (prompts._gdn if isinstance(mixer, GdnWeights) else prompts._attention)(layer, mixer, proj, work)
 
 
-def _turns(step: Step, batch: Batch) -> Tensor:
+def _turns(step: DecodeStep, batch: Batch) -> Tensor:
     table = reference.rope(batch.positions.cpu(), step._decoder.rope)
     half = table.cos.shape[1] // 2
     return torch.cat((table.cos[:, :half], table.sin[:, :half]), 1).cuda()
 
 
-def delta_errors(runtime: Runtime, tokens: int, slow_decay: bool) -> tuple[float, float]:
+def delta_errors(runtime: ModelRunner, tokens: int, slow_decay: bool) -> tuple[float, float]:
     """Of the outputs and of the final state, against float64 on the same convolved bfloat16 channels."""
     prompts, layer = prompts_of(runtime), runtime.decoder.weights.layers[0]
     mixer = layer.mixer
@@ -152,7 +152,7 @@ def delta_errors(runtime: Runtime, tokens: int, slow_decay: bool) -> tuple[float
 
 @pytest.mark.parametrize("slow_decay", [False, True])
 @torch.inference_mode()
-def test_delta_rule_alone(runtime: Runtime, slow_decay: bool) -> None:
+def test_delta_rule_alone(runtime: ModelRunner, slow_decay: bool) -> None:
     output, state = delta_errors(runtime, 2000, slow_decay)
     print(f"delta rule of {runtime.name}, slow decay {slow_decay}: outputs {output:.1e}, state {state:.1e}")
     assert output < 6e-3 and state < 6e-3
@@ -163,7 +163,7 @@ def test_delta_rule_alone(runtime: Runtime, slow_decay: bool) -> None:
                                    [(500, 1), (513, 300), (0, 33)]],
                          ids=lambda shape: f"{len(shape)}-{shape[-1][1]}")
 @torch.inference_mode()
-def test_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
+def test_attention(runtime: ModelRunner, shape: list[tuple[int, int]], large: bool,
                    monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
         monkeypatch.setattr(long_attention, "_LARGE", 60 * 60)
@@ -210,7 +210,7 @@ def widened(part: Any) -> Any:
 
 @pytest.mark.parametrize("case", ["2", "65", "ragged"])
 @torch.inference_mode()
-def test_steps(runtime: Runtime, case: str) -> None:
+def test_steps(runtime: ModelRunner, case: str) -> None:
     """Against the torch ops in float32, on the same weights."""
     batch = batch_of(*CASES[case])
     pools, decoder = runtime.cache.pools, runtime.decoder
@@ -253,7 +253,10 @@ def test_a_step_gives_the_same_bits_again(model: str, tokens: int, monkeypatch: 
             return seen[-1][1]
         monkeypatch.setattr(owner, name, call)
 
-    for owner, names in ((Step, ("linear", "normed", "feed_forward", "head")), (Prompts, ("_gdn", "_attention"))):
+    for owner, names in (
+        (DecodeStep, ("linear", "normed", "feed_forward", "head")),
+        (PrefillStep, ("_gdn", "_attention")),
+    ):
         for name in names:
             watched(owner, name)
 

@@ -18,7 +18,7 @@ import torch
 
 from deltic.ops import explain, select
 from deltic.ops.cuda import arguments, encoder, mtp, nvrtc, prefill, staging, state_delta_log
-from deltic.ops.cuda.driver import Arguments
+from deltic.ops.cuda.driver import KernelArguments
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -115,13 +115,13 @@ def members(struct: str) -> list[str]:
                                   "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
                                   "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn", "TowerNorm"])
 def test_structs_are_the_kernels(name: str) -> None:
-    given: type[Arguments] = getattr(arguments, name)
+    given: type[KernelArguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)
 
 
 @pytest.mark.parametrize("name", ["Verify", "OverRings"])
 def test_the_structs_of_rows_with_rings_begin_as_that_without(name: str) -> None:
-    given: type[Arguments] = getattr(arguments, name)
+    given: type[KernelArguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == [*members("Gdn"), *members(f"{name} : Gdn")]
 
 

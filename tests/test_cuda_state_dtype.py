@@ -29,13 +29,13 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.scheduler import DEFERRED
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import explain, reference
 from deltic.ops.torch import gdn as torch_gdn
-from deltic.ops.types import Batch, GdnWeights, Layer, RingView, StateView
+from deltic.ops.types import Batch, DecoderLayer, DeltaLogView, GdnWeights, StateView
 from deltic.runner.input_batch import decoding, power_of_two, step_of, verifying
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 pytestmark = needs_card
@@ -53,7 +53,7 @@ def options(**given: Any) -> EngineConfig:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Runtime]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """The same model over bfloat16 states, and over float32."""
     small, plain = (load(MODELS[request.param], options(state_dtype=state)) for state in ("bfloat16", "float32"))
     assert small.pools.recurrent.dtype == BF16 and plain.pools.recurrent.dtype == torch.float32
@@ -63,14 +63,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Runtime]]:
 
 
 @pytest.fixture
-def runtime(pair: tuple[Runtime, Runtime]) -> Runtime:
+def runtime(pair: tuple[ModelRunner, ModelRunner]) -> ModelRunner:
     return pair[0]
 
 
 # One layer's kernels
 
 
-def fill(runtime: Runtime) -> None:
+def fill(runtime: ModelRunner) -> None:
     """Numbers that bfloat16 holds, the same whatever the states are."""
     pools = runtime.pools
     for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.rings or ()))):
@@ -83,11 +83,11 @@ def fill(runtime: Runtime) -> None:
 
 def in_float64(state: StateView) -> StateView:
     ring = state.ring
-    return StateView(state.recurrent[:SLOTS].double(), state.conv[:SLOTS].double(), ring and RingView(
+    return StateView(state.recurrent[:SLOTS].double(), state.conv[:SLOTS].double(), ring and DeltaLogView(
         *(getattr(ring, name).double() for name in NAMES), ring.tiled))
 
 
-def enough(runtime: Runtime, slots: int) -> None:
+def enough(runtime: ModelRunner, slots: int) -> None:
     if runtime.pools.recurrent.shape[1] < slots:
         pytest.skip("the model's states are too large for so many")
 
@@ -105,20 +105,20 @@ def check_states(found: Tensor, exact: Tensor, before: Tensor, slots: list[int],
     assert torch.equal(found[:SLOTS][others].nan_to_num(7), before[others].nan_to_num(7))
 
 
-def inputs(layer: Layer, tokens: int, few: bool) -> Tensor:
+def inputs(layer: DecoderLayer, tokens: int, few: bool) -> Tensor:
     assert isinstance(layer.mixer, GdnWeights)
     spec = layer.mixer.spec
     proj = randn(tokens, spec.channels + spec.values + 2 * spec.value_heads, seed=3, dtype=BF16)
     return proj.float() if few else proj
 
 
-def weights_in_float64(layer: Layer) -> GdnWeights:
+def weights_in_float64(layer: DecoderLayer) -> GdnWeights:
     assert isinstance(layer.mixer, GdnWeights)
     return replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
                                    for name in ("conv", "decay", "dt_bias", "norm")})
 
 
-def run_layer(runtime: Runtime, batch: Batch, proj: Tensor, blocks: int | None = None) -> Tensor:
+def run_layer(runtime: ModelRunner, batch: Batch, proj: Tensor, blocks: int | None = None) -> Tensor:
     """What the first layer's kernels give for a bucket: [tokens, values]. blocks: for as many multiprocessors."""
     step, layer = served(runtime), runtime.decoder.weights.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
@@ -138,7 +138,9 @@ def run_layer(runtime: Runtime, batch: Batch, proj: Tensor, blocks: int | None =
 @pytest.mark.parametrize(("count", "blocks"), [(1, 132), (2, 132), (5, 132), (16, 132), (17, 132), (40, 132), (40, 7),
                                                (256, 132)])
 @torch.inference_mode()
-def test_rows_that_write_their_states(pair: tuple[Runtime, Runtime], count: int, blocks: int, moved: bool) -> None:
+def test_rows_that_write_their_states(
+    pair: tuple[ModelRunner, ModelRunner], count: int, blocks: int, moved: bool
+) -> None:
     """Few blocks have more heads than they remember the places of."""
     done = [(3 + 7 * row) % 1000 if row % 9 != 4 else 0 for row in range(count)]
     done += [done[-1]] * (power_of_two(count) - count)
@@ -172,27 +174,39 @@ def check_pair(found: list[tuple[Tensor, Tensor]], *what: object) -> None:
 
 @pytest.mark.parametrize("case", RINGS)
 @torch.inference_mode()
-def test_rows_of_several_tokens(runtime: Runtime, case: str) -> None:
+def test_rows_of_several_tokens(runtime: ModelRunner, case: str) -> None:
     """That leave tokens in rings, have some there, or both; of which the kernel folds those that are full."""
-    rows = tuple(Row((7,) * count, done, tuple(range(1 + 4 * index, 5 + 4 * index)), 2 * index, count, base=base,
+    rows = tuple(PlannedRow((7,) * count, done, tuple(range(1 + 4 * index, 5 + 4 * index)), 2 * index, count, base=base,
                      ring=index + 1, append=count > 1 or index % 2 == 1) for index, (done, base, count)
                  in enumerate(RINGS[case]))
-    check_rings(runtime, verifying(Plan(rows), runtime.pools.device), rows)
+    check_rings(runtime, verifying(StepPlan(rows), runtime.pools.device), rows)
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["in-place", "moved"])
 @pytest.mark.parametrize(("count", "blocks"), [(17, 132), (40, 132), (40, 7), (256, 132)])
 @torch.inference_mode()
-def test_many_rows_over_rings(runtime: Runtime, count: int, blocks: int, moved: bool) -> None:
+def test_many_rows_over_rings(runtime: ModelRunner, count: int, blocks: int, moved: bool) -> None:
     """One of five writes its state, the others leave their token in their ring; with none to nine behind."""
     enough(runtime, 300 + count if moved else count)
-    rows = tuple(Row((7,), 30 + index % 7, tuple(range(4)), index, 1, 300 + index if moved and not append else None,
-                     base=30 + index % 7 - index % 10, ring=count - 1 - index, append=append)
-                 for index in range(count) for append in [index % DEFERRED != DEFERRED - 1])
-    check_rings(runtime, decoding(Plan(rows), runtime.pools.device), rows, blocks)
+    rows = tuple(
+        PlannedRow(
+            (7,),
+            30 + index % 7,
+            tuple(range(4)),
+            index,
+            1,
+            300 + index if moved and not append else None,
+            base=30 + index % 7 - index % 10,
+            ring=count - 1 - index,
+            append=append,
+        )
+        for index in range(count)
+        for append in [index % DEFERRED != DEFERRED - 1]
+    )
+    check_rings(runtime, decoding(StepPlan(rows), runtime.pools.device), rows, blocks)
 
 
-def check_rings(runtime: Runtime, batch: Batch, rows: tuple[Row, ...], blocks: int | None = None) -> None:
+def check_rings(runtime: ModelRunner, batch: Batch, rows: tuple[PlannedRow, ...], blocks: int | None = None) -> None:
     fill(runtime)
     state, layer = runtime.views.states[0], runtime.decoder.weights.layers[0]
     assert state.ring and batch.padded
@@ -218,7 +232,7 @@ def check_rings(runtime: Runtime, batch: Batch, rows: tuple[Row, ...], blocks: i
 
 
 @torch.inference_mode()
-def test_folding(runtime: Runtime) -> None:
+def test_folding(runtime: ModelRunner) -> None:
     """All layers at once, in place and to another slot; the bits that a kernel writes whose row finds its ring full."""
     fill(runtime)
     pools, states = runtime.pools, runtime.views.states
@@ -232,8 +246,8 @@ def test_folding(runtime: Runtime) -> None:
         for slot, first in ((5, 26), (4, 3)):
             places = [position % 4 for position in range(first, first + 4)]
             assert torch.equal(pools.conv[layer, slot, places].double(), exact.conv[slot, places])
-    row = Row((7,) * 6, 30, (1, 2, 3), 3, 6, base=19, ring=1, append=True)
-    padded = verifying(Plan((row,)), pools.device).padded
+    row = PlannedRow((7,) * 6, 30, (1, 2, 3), 3, 6, base=19, ring=1, append=True)
+    padded = verifying(StepPlan((row,)), pools.device).padded
     assert padded
     bucket = step_of(padded)
     run_layer(runtime, bucket, inputs(runtime.decoder.weights.layers[0], bucket.layout.tokens, True))
@@ -243,7 +257,7 @@ def test_folding(runtime: Runtime) -> None:
 @pytest.mark.parametrize("moved", [False, True], ids=["in-place", "moved"])
 @pytest.mark.parametrize("case", PROMPTS)
 @torch.inference_mode()
-def test_prompts(pair: tuple[Runtime, Runtime], case: str, moved: bool) -> None:
+def test_prompts(pair: tuple[ModelRunner, ModelRunner], case: str, moved: bool) -> None:
     """With states that are emitted inside and at the ends of chunks, and rows of one token among them."""
     batch, found = prompt_of(*PROMPTS[case], moved), []
     written = sorted({*batch.target.tolist(), *batch.emit_slot.tolist()})
@@ -268,7 +282,7 @@ def test_prompts(pair: tuple[Runtime, Runtime], case: str, moved: bool) -> None:
 # Through the engine
 
 
-def test_the_kernels_serve_it(runtime: Runtime) -> None:
+def test_the_kernels_serve_it(runtime: ModelRunner) -> None:
     who = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
     assert who["step"] == "cuda" and runtime.graphs is not None
     assert served(runtime)._prompts is not None and served(runtime)._rings is not None
@@ -281,7 +295,7 @@ def test_more_states_fit() -> None:
     assert 1.9 < plain.pools.sizes.slot_bytes / small.pools.sizes.slot_bytes <= 2
 
 
-def test_prompts_then_decode(pair: tuple[Runtime, Runtime]) -> None:
+def test_prompts_then_decode(pair: tuple[ModelRunner, ModelRunner]) -> None:
     small, plain = (logits_of(runtime, 150) for runtime in pair)
     difference = error(small, plain)
     print(f"{pair[0].name}: logits over bfloat16 states are {difference:.1e} from those over float32")
@@ -333,13 +347,13 @@ def tokens_of(answers: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("defers", [False, True], ids=["all written", "deferred"])
-def test_many_sequences(pair: tuple[Runtime, Runtime], defers: bool) -> None:
+def test_many_sequences(pair: tuple[ModelRunner, ModelRunner], defers: bool) -> None:
     """Come and end, by recorded steps; with states written for every token, and for every fifth."""
     requests = [greedy(numbers(seed, 5 + 2 * seed, pair[0].config.vocab_size), 30 + 3 * (seed % 11), str(seed))
                 for seed in range(50)]
     found = []
     for runtime in pair:
-        engine = Engine(replace(runtime, cache=HybridCache(runtime.pools)), depth=FixedDepth(0))
+        engine = Engine(replace(runtime, cache=HybridCache(runtime.pools)), depth=FixedDraftLength(0))
         if not defers:
             engine.scheduler.defer_from = None
         for request in requests:
@@ -360,7 +374,7 @@ def test_drafts(drafter: str) -> None:
     assert small.verifies and small.pools.recurrent.dtype == BF16
     requests = [greedy(numbers(seed, 30 + seed, 500), 50, str(seed)) for seed in range(3)]
     wanted = tokens_of(serve(plain_of(plain), requests))
-    engine = Engine(small, Known(wanted, 1.0) if drafter == "known" else None, FixedDepth(3))
+    engine = Engine(small, Known(wanted, 1.0) if drafter == "known" else None, FixedDraftLength(3))
     for request in requests:
         engine.add(request)
     found, stats = tokens_of(drain(engine)), engine.speculator.stats
@@ -423,7 +437,7 @@ STEPS = 2048
 
 @pytest.mark.parametrize("written", [1, DEFERRED])
 @torch.inference_mode()
-def test_roundings_do_not_add_up(runtime: Runtime, written: int) -> None:
+def test_roundings_do_not_add_up(runtime: ModelRunner, written: int) -> None:
     """Against float64, with states that remember hundreds of tokens, rounded after every token or after every fifth:
     each rounding is forgotten as what it was made of is."""
     layer, state = runtime.decoder.weights.layers[0], runtime.views.states[0]
@@ -446,15 +460,15 @@ def test_roundings_do_not_add_up(runtime: Runtime, written: int) -> None:
     assert errors[-1] < 0.1 and errors[-1] < 3 * errors[1] + 1e-3
 
 
-def one_by_one(runtime: Runtime, written: int) -> Callable[[Tensor], Tensor]:
+def one_by_one(runtime: ModelRunner, written: int) -> Callable[[Tensor], Tensor]:
     """The first layer, a token a step, from no state on: all but each `written`-th one stay in the ring meanwhile."""
     def run(proj: Tensor) -> Tensor:
         fill(runtime)
         found, base = [], 0
         for done in range(len(proj)):
             append = (done + 1) % written != 0
-            row = Row((7,), done, (1,) * (done // 16 + 1), 3, 1, base=base, ring=2, append=append)
-            padded = verifying(Plan((row,)), runtime.pools.device).padded
+            row = PlannedRow((7,), done, (1,) * (done // 16 + 1), 3, 1, base=base, ring=2, append=append)
+            padded = verifying(StepPlan((row,)), runtime.pools.device).padded
             assert padded
             found.append(run_layer(runtime, step_of(padded), proj[done:done + 1]).clone())
             base = base if append else done + 1

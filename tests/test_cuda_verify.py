@@ -17,17 +17,17 @@ from tokenizers import Tokenizer
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.loader.hub import resolve
 from deltic.ops import reference
-from deltic.ops.cuda.decode import Step
-from deltic.ops.types import GdnWeights, RingView, StateView
+from deltic.ops.cuda.decode import DecodeStep
+from deltic.ops.types import DeltaLogView, GdnWeights, StateView
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import build, step_of, verifying
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.proposers import MtpDrafter
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.proposers import MtpProposer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 SMALL, LARGE = (RandomModel(name, 4, initializer_range=0.05, head=True) for name in ("qwen3.5-0.8b", "qwen3.5-4b"))
@@ -37,7 +37,7 @@ SIZES = {"tiny": (None, "none"), "0.8b": (SMALL, "none"), "4b": (LARGE, "none"),
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     model, quant = SIZES[request.param]
     loaded = load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=16, max_context=2048,
                                       speculate="mtp:4", quant=quant))
@@ -65,24 +65,24 @@ def fill_with_nan(work: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
-def test_rings(runtime: Runtime, case: str) -> None:
+def test_rings(runtime: ModelRunner, case: str) -> None:
     step, layer, pools = runtime.step, runtime.decoder.weights.layers[0], runtime.pools
-    assert isinstance(step, Step) and isinstance(layer.mixer, GdnWeights) and step._rings
+    assert isinstance(step, DecodeStep) and isinstance(layer.mixer, GdnWeights) and step._rings
     for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.rings or ()))):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
     state, spec = runtime.views.states[0], layer.mixer.spec
     assert state.ring
     state.ring.decays.uniform_(0.5, 1)
-    rows = tuple(Row((7,) * count, done, tuple(range(1 + 4 * index, 5 + 4 * index)), 2 * index, count, base=base,
+    rows = tuple(PlannedRow((7,) * count, done, tuple(range(1 + 4 * index, 5 + 4 * index)), 2 * index, count, base=base,
                      ring=index + 1, append=count > 1 or index % 2 == 1) for index, (done, base, count)
                  in enumerate(CASES[case]))
-    padded = verifying(Plan(rows), pools.device).padded
+    padded = verifying(StepPlan(rows), pools.device).padded
     assert padded
     batch = step_of(padded)
     kind = "few" if batch.layout.tokens <= 16 else "many"
     proj = randn(batch.layout.tokens, spec.channels + spec.values + 2 * spec.value_heads, seed=9,
                  dtype=torch.float32 if kind == "few" else torch.bfloat16)
-    slow = StateView(state.recurrent.double(), state.conv.double(), RingView(
+    slow = StateView(state.recurrent.double(), state.conv.double(), DeltaLogView(
         state.ring.inputs.double(), *(getattr(state.ring, name).double() for name in ("keys", "updates", "decays")),
         state.ring.tiled))
     work = step._begin(batch, kind)
@@ -93,7 +93,7 @@ def test_rings(runtime: Runtime, case: str) -> None:
                                    for name in ("conv", "decay", "dt_bias", "norm")})
     wanted = proj.double()
     wanted[:, :spec.channels] = wanted[:, :spec.channels].bfloat16().double()
-    real = verifying(Plan(rows), pools.device)
+    real = verifying(StepPlan(rows), pools.device)
     real = replace(real, append=real.append.bool(), padded=None)
     output = reference.gdn_core(wanted[:real.layout.tokens], wide, slow, real)
     found = work.y.view(-1)[:output.numel()].view(output.shape)
@@ -109,21 +109,21 @@ def test_rings(runtime: Runtime, case: str) -> None:
 
 
 @torch.inference_mode()
-def test_folding_has_the_bits_of_replaying(runtime: Runtime) -> None:
+def test_folding_has_the_bits_of_replaying(runtime: ModelRunner) -> None:
     """What a row of one token finds after the ring was folded into its slot, and over the ring itself."""
     pools, ops = runtime.pools, runtime.decoder.ops
     for seed, tensor in enumerate((pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.rings or ()))):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
     before = [tensor.clone() for tensor in (pools.recurrent, pools.conv)]
-    row = Row((7,), 30, (1, 2, 3), 3, 1, base=19, ring=1)
-    batch = verifying(Plan((row,)), pools.device).padded
+    row = PlannedRow((7,), 30, (1, 2, 3), 3, 1, base=19, ring=1)
+    batch = verifying(StepPlan((row,)), pools.device).padded
     assert batch and runtime.step
     over = runtime.step(step_of(batch))
     over_state = pools.recurrent[:, 3].clone()
     for tensor, old in zip((pools.recurrent, pools.conv), before, strict=True):
         tensor.copy_(old)
     ops.fold_ring(runtime.views.states, 3, 1, 19, 30, 5)
-    batch = verifying(Plan((replace(row, slot=5, base=30),)), pools.device).padded
+    batch = verifying(StepPlan((replace(row, slot=5, base=30),)), pools.device).padded
     assert batch and over
     folded = runtime.step(step_of(batch))
     assert folded and torch.equal(over[0], folded[0]) and torch.equal(over_state, pools.recurrent[:, 5])
@@ -131,13 +131,13 @@ def test_folding_has_the_bits_of_replaying(runtime: Runtime) -> None:
 
 
 @torch.inference_mode()
-def test_prompts_beside_rows_that_are_behind(runtime: Runtime) -> None:
+def test_prompts_beside_rows_that_are_behind(runtime: ModelRunner) -> None:
     """Against the torch ops: rows of one token, with and without tokens in their rings, and a prompt."""
     pools = runtime.pools
     tensors = (pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.rings or ()))
-    rows = (Row((7,), 30, (1, 2, 3), 1, 1, base=19, ring=1), Row((9,), 20, (4, 5), 2, 1, base=20),
-            Row(tuple(range(40)), 0, (6, 7, 8), 3, 1))
-    batch = build(Plan(rows), pools.device, hidden=True, verified=True)
+    rows = (PlannedRow((7,), 30, (1, 2, 3), 1, 1, base=19, ring=1), PlannedRow((9,), 20, (4, 5), 2, 1, base=20),
+            PlannedRow(tuple(range(40)), 0, (6, 7, 8), 3, 1))
+    batch = build(StepPlan(rows), pools.device, hidden=True, verified=True)
     found = []
     for serve_step in (runtime.step, lambda given: (runtime.decoder.forward(given, runtime.views), None)):
         for seed, tensor in enumerate(tensors):
@@ -206,17 +206,17 @@ PARAMS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(tem
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("pattern", [*PATTERNS, "head"])
 @pytest.mark.parametrize("depth", [1, 3, 7])
-def test_same_answers_whatever_is_drafted(embedded: Runtime, pattern: str, depth: int, params: str) -> None:
+def test_same_answers_whatever_is_drafted(embedded: ModelRunner, pattern: str, depth: int, params: str) -> None:
     """To the bit, with up to 16 tokens in a step; one who does not want drafts; twice."""
     requests = [replace(greedy(numbers(seed, 30 + seed, 500), 40, str(seed)), speculate=seed != 1, output=replace(
         PARAMS[params], seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(16 // (depth + 1))]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(embedded), requests).items()}
     head = embedded.mtp_runner
     assert head
-    drafter = (MtpDrafter(embedded, head, depth) if pattern == "head"
+    drafter = (MtpProposer(embedded, head, depth) if pattern == "head"
                else Known(wanted, PATTERNS[pattern]))
     drafter.limit = depth
-    engine = Engine(embedded, drafter, FixedDepth(depth))
+    engine = Engine(embedded, drafter, FixedDraftLength(depth))
     for _ in range(2):
         for request in requests:
             engine.add(request)
@@ -229,24 +229,24 @@ def test_same_answers_whatever_is_drafted(embedded: Runtime, pattern: str, depth
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Runtime:
+def embedded() -> ModelRunner:
     return load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", max_batch=8, max_context=512,
                                    speculate="mtp:7", prefix_cache=False))
 
 
-def plain_of(runtime: Runtime) -> Runtime:
+def plain_of(runtime: ModelRunner) -> ModelRunner:
     return replace(runtime, mtp=None, options=replace(runtime.options, speculate="off"))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_same_answers_with_drafts(runtime: Runtime, rows: int) -> None:
+def test_same_answers_with_drafts(runtime: ModelRunner, rows: int) -> None:
     """To the bit, with up to 16 tokens in a step."""
     requests = [replace(greedy(numbers(seed, 30 + seed, runtime.config.vocab_size), 60, str(seed)),
                         output=SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=60, ignore_eos=True))
                 for seed in range(rows)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(runtime), requests).items()}
     for drafter in (Known(wanted), None):
-        engine = Engine(runtime, drafter, FixedDepth(4))
+        engine = Engine(runtime, drafter, FixedDraftLength(4))
         for request in requests:
             engine.add(request)
         answers = drain(engine)
@@ -262,14 +262,16 @@ def test_same_answers_with_drafts(runtime: Runtime, rows: int) -> None:
 
 
 @torch.inference_mode()
-def test_drafts_are_those_of_the_torch_ops(runtime: Runtime) -> None:
+def test_drafts_are_those_of_the_torch_ops(runtime: ModelRunner) -> None:
     """One by one from the same hidden states and K/V."""
     head, pools = runtime.mtp_runner, runtime.pools
     assert head and head._step and pools.hidden is not None
     for seed, tensor in enumerate((pools.keys, pools.values, pools.hidden)):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed))
-    rows = tuple(Row((7 + row,), 20 + 9 * row, tuple(range(1 + 8 * row, 9 + 8 * row)), row, 1) for row in range(3))
-    batch = verifying(Plan(rows), pools.device)
+    rows = tuple(
+        PlannedRow((7 + row,), 20 + 9 * row, tuple(range(1 + 8 * row, 9 + 8 * row)), row, 1) for row in range(3)
+    )
+    batch = verifying(StepPlan(rows), pools.device)
     views, mtp, layer = runtime.views, head._mtp, runtime.views.kv[-1]
     kept = layer.keys.clone(), layer.values.clone()
     slow, hidden = batch, pools.hidden[0][batch.source]
@@ -280,7 +282,7 @@ def test_drafts_are_those_of_the_torch_ops(runtime: Runtime) -> None:
         logits_of.append(logits)
         moved = tuple(replace(row, tokens=(int(wanted[-1][index]),), done=row.done + depth + 1)
                       for index, row in enumerate(rows))
-        slow = verifying(Plan(moved), pools.device)
+        slow = verifying(StepPlan(moved), pools.device)
     layer.keys.copy_(kept[0])
     layer.values.copy_(kept[1])
     from deltic.ops.types import Sampling
@@ -302,7 +304,7 @@ def test_a_model_with_a_head_drafts_by_itself(quant: str) -> None:
     loaded = load(SMALL, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=4, max_context=512,
                                       quant=quant))
     assert loaded.verifies and loaded.mtp_runner and loaded.mtp_runner.ahead
-    engine = Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), FixedDepth(3))
+    engine = Engine(loaded, MtpProposer(loaded, loaded.mtp_runner, 3), FixedDraftLength(3))
     requests = [greedy(numbers(seed, 40, 500), 40, str(seed)) for seed in range(3)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
     for request in requests:
@@ -323,7 +325,7 @@ def test_same_answers_whoever_rests(seed: int) -> None:
         for index, name in enumerate(names)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
     loaded.cache.clear()
-    engine, answers = Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), FixedDepth(3)), Answers()
+    engine, answers = Engine(loaded, MtpProposer(loaded, loaded.mtp_runner, 3), FixedDraftLength(3)), Answers()
     for request in requests:
         engine.add(request)
     for step in range(1000):
@@ -357,7 +359,10 @@ def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state() -> None:
                                      max_context=512, speculate="mtp:3"))
     assert loaded.mtp_runner
     shares = []
-    wanted, found = Engine(plain_of(loaded)), Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), FixedDepth(3))
+    wanted, found = (
+        Engine(plain_of(loaded)),
+        Engine(loaded, MtpProposer(loaded, loaded.mtp_runner, 3), FixedDraftLength(3)),
+    )
     for last in range(3, 35):
         request = replace(greedy(numbers(last, 40, 500), 60, "first"), matcher=lambda end=last: EndsAt(end))
         results, counts = [], (sum(found.speculator.stats.drafted_at), sum(found.speculator.stats.accepted_at))
@@ -388,7 +393,7 @@ def test_the_embedded_models_head_is_nearly_always_right_about_what_it_knows() -
             loaded = load(None, EngineConfig(device=device, dtype="bfloat16", memory="256MiB", max_context=512,
                                              speculate="mtp:3"))
             assert loaded.mtp_runner
-            engine = Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), FixedDepth(3))
+            engine = Engine(loaded, MtpProposer(loaded, loaded.mtp_runner, 3), FixedDraftLength(3))
             if not ahead:
                 engine.speculator.draft_ahead = lambda flight: None  # type: ignore[method-assign]
             for country in COUNTRIES:
@@ -400,7 +405,7 @@ def test_the_embedded_models_head_is_nearly_always_right_about_what_it_knows() -
             assert sum(stats.accepted_at) > 0.6 * sum(stats.drafted_at) > 10, (device, ahead, stats)
 
 
-class NowAndThen(FixedDepth):
+class NowAndThen(FixedDraftLength):
     """Three drafts in steps that are three apart, none in between."""
 
     step = 0
@@ -417,7 +422,7 @@ def test_drafts_come_and_go() -> None:
     assert loaded.mtp_runner
     requests = [greedy(numbers(seed, 40, 500), 60, str(seed)) for seed in range(3)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
-    engine = Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), NowAndThen(3))
+    engine = Engine(loaded, MtpProposer(loaded, loaded.mtp_runner, 3), NowAndThen(3))
     for request in requests:
         engine.add(request)
     answers = drain(engine)

@@ -13,7 +13,7 @@ from deltic import LLM
 from deltic.config.vision import VisionConfig
 from deltic.loader.files import read_json
 from deltic.loader.vision import load_tower, plan_tower
-from deltic.model.vision_tower import Tower, build_tower
+from deltic.model.vision_tower import VisionTower, build_tower
 from deltic.ops import select
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -21,7 +21,7 @@ __all__ = ["directory"]
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 
 
-def tower_on(directory: Path, device: str, dtype: str) -> Tower:
+def tower_on(directory: Path, device: str, dtype: str) -> VisionTower:
     mapping = read_json(directory / "config.json")
     config = VisionConfig.from_hf(mapping, mapping["text_config"]["hidden_size"])
     assert config is not None

@@ -10,16 +10,16 @@ from deltic.config import ModelConfig
 from deltic.config.speculation import parse_speculation
 from deltic.errors import ConfigError
 from deltic.params import Auto, Draft, Mtp, Ngram
-from deltic.spec_decode.draft_length import Acceptance, AdaptiveDepth, Growth
+from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, Growth
 
 BASE, PER_DRAFT = 0.02, 0.003
 
 
 def served(share: float, steps: int, seconds: list[float], limit: int = 3, rows: int = 1,
-           depth: AdaptiveDepth | None = None) -> tuple[float, list[int], AdaptiveDepth]:
+           depth: AdaptiveDraftLength | None = None) -> tuple[float, list[int], AdaptiveDraftLength]:
     """Tokens per second of sequences whose every draft is right with this probability; `seconds`: of a step with so
     many drafts."""
-    rng, depth = random.Random(1), depth or AdaptiveDepth(limit)
+    rng, depth = random.Random(1), depth or AdaptiveDraftLength(limit)
     known = [Acceptance.hopeful(limit) for _ in range(rows)]
     tokens, spent, chosen = 0, 0.0, []
     for _ in range(steps):
@@ -76,14 +76,14 @@ def test_bad_drafts_of_a_mixture_cost_little_from_the_first_on() -> None:
     seconds = [BASE * MIXTURE.factor(1, drafts) for drafts in range(4)]
     lost = {}
     for name, growth in (("told", MIXTURE), ("not told", Growth())):
-        rate, _, _ = served(0.0, 64, seconds, depth=AdaptiveDepth(3, growth))
+        rate, _, _ = served(0.0, 64, seconds, depth=AdaptiveDraftLength(3, growth))
         lost[name] = 1 - rate * BASE
     assert lost["told"] <= 0.025 and lost["not told"] > 1.5 * lost["told"], lost
 
 
 def test_times_that_are_not_known_grow_as_a_mixture_does() -> None:
     """From that of one draft to that of three."""
-    depth = AdaptiveDepth(3, MIXTURE)
+    depth = AdaptiveDraftLength(3, MIXTURE)
     for drafts in (0, 0, 0, 1, 1):
         depth.timed(1, drafts, BASE * MIXTURE.factor(1, drafts))
     for drafts in range(4):
@@ -92,7 +92,7 @@ def test_times_that_are_not_known_grow_as_a_mixture_does() -> None:
 
 def test_a_slow_minute_is_forgotten() -> None:
     """Steps without drafts that were measured while the machine was busy do not make drafts look good for ever."""
-    depth = AdaptiveDepth(3)
+    depth = AdaptiveDraftLength(3)
     for _ in range(3):
         depth.timed(8, 0, 3 * BASE)
     _, chosen, _ = served(0.6, 600, linear(0.9), rows=8, depth=depth)
@@ -104,7 +104,7 @@ def test_a_slow_minute_is_forgotten() -> None:
 def test_a_spike_does_not_decide(at: int, drafts: int) -> None:
     """Neither that drafts look bad, nor that they look good, for long."""
     for share, slope, wanted in ((0.8, 0.15, 3), (0.3, 0.5, 0)):
-        depth = AdaptiveDepth(3)
+        depth = AdaptiveDraftLength(3)
         if at:
             served(share, at, linear(slope), depth=depth)
         depth.timed(1, drafts, 50 * BASE)
@@ -114,7 +114,7 @@ def test_a_spike_does_not_decide(at: int, drafts: int) -> None:
 
 def test_what_comes_right_after_drafts_is_not_the_time_of_a_plain_step() -> None:
     """It brings the state forward, too. Else drafts look better than they are, and go on because of it."""
-    depth = AdaptiveDepth(3)
+    depth = AdaptiveDraftLength(3)
     for _ in range(3):
         depth.timed(1, 0, BASE)
     for _ in range(9):
@@ -143,7 +143,7 @@ def test_it_comes_back() -> None:
 
 def test_the_best_depth_lies_between() -> None:
     """Where the second draft is mostly wrong, one is drafted."""
-    rng, depth, known, chosen = random.Random(2), AdaptiveDepth(4), [Acceptance.hopeful(4)], list[int]()
+    rng, depth, known, chosen = random.Random(2), AdaptiveDraftLength(4), [Acceptance.hopeful(4)], list[int]()
     for _ in range(500):
         drafts = depth.choose(known, 1)
         right = 0

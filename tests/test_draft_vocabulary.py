@@ -36,12 +36,12 @@ from deltic.ops.cpu import missing
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import QTensor, pack_rows
 from deltic.ops.types import Block
-from deltic.params import Request, SamplingParams
-from deltic.runner.model_runner import Runtime
-from deltic.runner.sampling import Draw, sampling_of
+from deltic.params import EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
+from deltic.runner.sampling import SampleRow, sampling_of
 from deltic.spec_decode import proposers
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.proposers import MtpDrafter
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.proposers import MtpProposer
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -205,7 +205,7 @@ def test_a_step_shows_the_head_a_bounded_number_of_tokens() -> None:
             self.tokens = [*range(count)]
 
     head: Any = Shown()
-    drafter, sequences = MtpDrafter(embedded_with_head(), head, 3), [Long(100_000), Long(5_000), Long(10)]
+    drafter, sequences = MtpProposer(embedded_with_head(), head, 3), [Long(100_000), Long(5_000), Long(10)]
     counts = []
     while sum(counts) < 105_010:
         before = len(head.tokens)
@@ -236,7 +236,7 @@ def test_rows_are_copied_for_new_tokens_alone() -> None:
 # Drafts
 
 
-def short(params: Any = None, **options: Any) -> Runtime:
+def short(params: Any = None, **options: Any) -> ModelRunner:
     """A random model whose head knows 48 of 509 tokens."""
     chosen = EngineConfig(**{"dtype": "float32", "memory": "8MiB", "max_batch": 8, "threads": 1, "draft_vocab": 32,
                              "speculate": "mtp:4", **options})
@@ -251,7 +251,7 @@ def test_native_drafts_are_those_of_all_logits(params: str) -> None:
     head = runtime.mtp_runner
     assert head and head._step and head._mtp.vocabulary
     head.see(numbers(2, 9, 509))
-    drafter, engine = MtpDrafter(runtime, head, 4), Engine(runtime, depth=FixedDepth(0))
+    drafter, engine = MtpProposer(runtime, head, 4), Engine(runtime, depth=FixedDraftLength(0))
     requests = [replace(greedy(numbers(seed, 30, 509), 60, str(seed)),
                         output=replace(PARAMS[params], seed=seed, max_tokens=60)) for seed in range(3)]
     for request in requests:
@@ -284,7 +284,7 @@ def test_a_head_drafts_the_best_of_its_tokens(backend: str) -> None:
     assert float((found[0, known] - whole[0, known]).abs().max()) < 1e-4
 
 
-def wanted_of(runtime: Runtime, requests: Sequence[Request]) -> dict[str, list[int]]:
+def wanted_of(runtime: ModelRunner, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
     """Without drafts."""
     plain = replace(runtime, mtp=None, options=replace(runtime.options, speculate="off"))
     engine = Engine(plain)
@@ -300,7 +300,7 @@ MODELS = {"dense": lambda: short(), "experts": lambda: short(moe_shape()),
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def shortened(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+def shortened(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     if request.param != "torch" and missing():
         pytest.skip("needs the compiled kernels")
     yield MODELS[request.param]()
@@ -308,14 +308,14 @@ def shortened(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 @pytest.mark.parametrize("params", ["greedy", "drawn", "filters", "penalties"])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_l6_no_answer_depends_on_the_rows(shortened: Runtime, rows: int, params: str) -> None:
+def test_l6_no_answer_depends_on_the_rows(shortened: ModelRunner, rows: int, params: str) -> None:
     """Though others' tokens replace them between any two steps."""
     runtime = runtime_of(shortened)
     size = runtime.config.vocab_size
     requests = [replace(greedy(numbers(seed, 20 + 9 * seed, size), 40, str(seed)),
                         output=replace(PARAMS[params], seed=seed, max_tokens=24)) for seed in range(rows)]
     wanted, draw = wanted_of(shortened, requests), random.Random(rows)
-    engine, answers = Engine(runtime, depth=FixedDepth(4)), Answers()
+    engine, answers = Engine(runtime, depth=FixedDraftLength(4)), Answers()
     head = runtime.mtp_runner
     assert head and head._mtp.vocabulary
     before = head._mtp.vocabulary.copied
@@ -327,7 +327,7 @@ def test_l6_no_answer_depends_on_the_rows(shortened: Runtime, rows: int, params:
         engine.check()
     assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
     assert sum(engine.speculator.stats.drafted_at) > 0 and head._mtp.vocabulary.copied > before + 5
-    assert isinstance(engine.speculator.drafter, MtpDrafter) and not engine.speculator.drafter._seen
+    assert isinstance(engine.speculator.drafter, MtpProposer) and not engine.speculator.drafter._seen
 
 
 @NATIVE
@@ -335,15 +335,15 @@ def test_l6_no_answer_depends_on_the_rows(shortened: Runtime, rows: int, params:
 def test_tokens_of_a_prompt_are_drafted(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model repeats what it read; a head that is not shown the prompt drafts less of it."""
     accepted = []
-    request = Request("a", embedded_prompt(), SamplingParams(temperature=temperature, seed=3, max_tokens=60))
+    request = EngineRequest("a", embedded_prompt(), SamplingParams(temperature=temperature, seed=3, max_tokens=60))
     for shown in (False, True):
         runtime = load(None, EngineConfig(dtype="float32", memory="64MiB", max_context=512, threads=1, draft_vocab=128,
                                           speculate="mtp:3"))
         if not shown:
-            monkeypatch.setattr(MtpDrafter, "_see", lambda self, sequences: None)
+            monkeypatch.setattr(MtpProposer, "_see", lambda self, sequences: None)
         count = 0
         for number in range(2):
-            engine = Engine(runtime, depth=FixedDepth(3))
+            engine = Engine(runtime, depth=FixedDraftLength(3))
             engine.add(replace(request, output=replace(request.output, seed=number)))
             count += usage_of(drain(engine)).accepted_tokens
         monkeypatch.undo()
@@ -366,17 +366,17 @@ def test_the_embedded_models_special_tokens_have_rows(kind: str, tmp_path: Path)
     assert added and max(added) > 64
 
 
-def test_one_with_penalties_drafts_among_the_rows_too(shortened: Runtime) -> None:
+def test_one_with_penalties_drafts_among_the_rows_too(shortened: ModelRunner) -> None:
     """What is said of a token counts for it, wherever its row lies."""
     runtime = runtime_of(shortened)
     head = runtime.mtp_runner
     assert head and head._mtp.vocabulary
-    engine = Engine(runtime, depth=FixedDepth(0))
+    engine = Engine(runtime, depth=FixedDraftLength(0))
     engine.add(replace(greedy(numbers(1, 20, runtime.config.vocab_size), 30), output=SamplingParams(
         temperature=0.0, max_tokens=30, ignore_eos=True, logit_bias={5: 100.0})))
     for _ in range(3):
         engine.step()
     [sequence] = engine.scheduler.running
-    [drafts] = MtpDrafter(runtime, head, 2).draft([(sequence, 2)])
+    [drafts] = MtpProposer(runtime, head, 2).draft([(sequence, 2)])
     assert drafts == [5, 5]
-    assert sampling_of([Draw(sequence)], torch.device("cpu"), runtime.config.vocab_size).adjust is not None
+    assert sampling_of([SampleRow(sequence)], torch.device("cpu"), runtime.config.vocab_size).adjust is not None

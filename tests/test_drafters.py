@@ -39,7 +39,7 @@ from support import (
     take,
 )
 
-from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.index import TierIndex
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
@@ -48,13 +48,13 @@ from deltic.engine.memory import share_memory
 from deltic.engine.sequence import Sequence as Running
 from deltic.errors import ConfigError
 from deltic.ops.types import Batch
-from deltic.params import MAX_DRAFTS, PAGE, Request, SamplingParams
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.draft_model import ModelDrafter
+from deltic.params import MAX_DRAFTS, PAGE, EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.draft_model import DraftModelProposer
 from deltic.spec_decode.mtp import MtpRunner
 from deltic.spec_decode.pending_drafts import Wants
-from deltic.spec_decode.proposers import MtpDrafter, NgramDrafter, _Ngrams
+from deltic.spec_decode.proposers import MtpProposer, NgramProposer, _Ngrams
 
 # The other drafters
 
@@ -65,7 +65,7 @@ def test_a_long_prompt_is_looked_at_over_several_steps() -> None:
         tokens = (*range(40000), 7, 8, 9)
 
     sequence: Any = Long()
-    drafter, found = NgramDrafter(4), list[list[int]]()
+    drafter, found = NgramProposer(4), list[list[int]]()
     for step in range(4):
         found += drafter.draft([(sequence, 3)])
         assert len(drafter._known[sequence]._earlier) == min(2 + 16384 * (step + 1), 40003)
@@ -99,14 +99,14 @@ def test_ngrams_of_a_long_prompt_are_small() -> None:
 def test_ngrams_draft_what_followed_before() -> None:
     runtime = load(RandomModel(shape=odd_shape(tie_word_embeddings=True), initializer_range=0.02), EngineConfig(
         dtype="float32", memory="8MiB", threads=1))
-    drafter, prompt = NgramDrafter(4), numbers(3, 20, 509)
-    engine = Engine(runtime_of(runtime), drafter, FixedDepth(4))
+    drafter, prompt = NgramProposer(4), numbers(3, 20, 509)
+    engine = Engine(runtime_of(runtime), drafter, FixedDraftLength(4))
     engine.add(greedy(prompt, 40))
     answers = drain(engine)
     same_tokens(reference(runtime, prompt, 40), answers["a", 0].tokens, tau=1e-5)
     assert usage_of(answers).accepted_tokens > 20, "this model soon repeats itself"
     assert not drafter._known
-    request = Request("x", (1, 2, 3, 4, 5, 1, 2, 3))
+    request = EngineRequest("x", (1, 2, 3, 4, 5, 1, 2, 3))
     sequence = engine._sequence(request, 0, 0, engine.keys_of(request))
     assert drafter.draft([(sequence, 3)]) == [[4, 5, 1]]
     sequence.own_keys().append(4)
@@ -115,16 +115,16 @@ def test_ngrams_draft_what_followed_before() -> None:
     assert drafter.draft([(sequence, 6)]) == [[]]
 
 
-def itself(depth: int, **limits: Any) -> ModelDrafter:
+def itself(depth: int, **limits: Any) -> DraftModelProposer:
     """The model as its own draft model: drafts nothing wrong, as it draws with the same noise."""
-    return ModelDrafter(runtime_of(odd_runtime(), **limits), 509, depth)
+    return DraftModelProposer(runtime_of(odd_runtime(), **limits), 509, depth)
 
 
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int) -> None:
     drafter, answer = itself(4), expected("odd", params)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(4))
     for index in range(batch):
         engine.add(request_of(answer.prompt, params, name=f"a{index}"))
     answers = drain(engine)
@@ -142,9 +142,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int)
 def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, ...], model: str) -> None:
     """Also where the model has gone on alone for some steps: it drafts as if it had never made them, and reads nothing
     again."""
-    drafter, fresh = (ModelDrafter(runtime_of(MODELS[model](), budget=512), 509, 4) for _ in range(2))
+    drafter, fresh = (DraftModelProposer(runtime_of(MODELS[model](), budget=512), 509, 4) for _ in range(2))
     engine = Engine(runtime_of(MODELS[model]()))
-    request = Request("a", expected(model, "greedy").prompt, PARAMS["greedy"])
+    request = EngineRequest("a", expected(model, "greedy").prompt, PARAMS["greedy"])
     sequence = engine._sequence(request, 0, 0, engine.keys_of(request))
     sequence.own_keys()
     leases = []
@@ -163,9 +163,9 @@ def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, .
 
 def test_another_model_drafts_wrongly_and_changes_nothing() -> None:
     small = runtime_of(qwen3_runtime())
-    drafter, answer = ModelDrafter(small, 509, 3), expected("odd", "greedy")
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(3))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    drafter, answer = DraftModelProposer(small, 509, 3), expected("odd", "greedy")
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(3))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
     answers = drain(engine)
     same_tokens(answer, answers["a", 0].tokens)
     assert usage_of(answers).accepted_tokens < 5 and small.cache.at_rest
@@ -173,14 +173,14 @@ def test_another_model_drafts_wrongly_and_changes_nothing() -> None:
 
 def test_a_draft_model_without_room_drafts_nothing() -> None:
     drafter, answer = itself(4, pages=2), expected("odd", "greedy")
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(4))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
     answers = drain(engine)
     same_tokens(answer, answers["a", 0].tokens)
     assert usage_of(answers).drafted_tokens == 0 and drafter._runtime.cache.at_rest
 
 
-def read_by(runtime: Runtime, tokens: list[int]) -> Runtime:
+def read_by(runtime: ModelRunner, tokens: list[int]) -> ModelRunner:
     """The runtime, which appends to `tokens` how many tokens it reads of prompts."""
     def run(batch: Batch) -> torch.Tensor:
         if not batch.layout.logits:
@@ -191,19 +191,19 @@ def read_by(runtime: Runtime, tokens: list[int]) -> Runtime:
         def __getattr__(self, name: str) -> Any:
             return run if name == "run" else getattr(runtime, name)
 
-    return cast(Runtime, Counting())
+    return cast(ModelRunner, Counting())
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_draft_model_reads_what_is_new_in_a_conversation(model: str) -> None:
     """Though its last drafts were wrong when the turn before ended."""
     read: list[int] = []
-    drafter = ModelDrafter(read_by(runtime_of(MODELS[model](), budget=512), read), 509, 4)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
+    drafter = DraftModelProposer(read_by(runtime_of(MODELS[model](), budget=512), read), 509, 4)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(4))
     prompt, turns = numbers(1, 200, 509), []
     for turn in range(3):
         end = reference(odd_runtime(), prompt, 12).tokens[8]
-        engine.add(Request("a", prompt, SamplingParams(temperature=0.0, max_tokens=100, stop_token_ids=(end,))))
+        engine.add(EngineRequest("a", prompt, SamplingParams(temperature=0.0, max_tokens=100, stop_token_ids=(end,))))
         answer = drain(engine)["a", 0].tokens
         prompt = (*prompt, *answer, *numbers(50 + turn, 5, 509))
         turns.append(sum(read))
@@ -215,15 +215,15 @@ def test_a_draft_model_reads_what_is_new_in_a_conversation(model: str) -> None:
 def test_a_draft_model_reads_a_common_beginning_once(model: str) -> None:
     """Of the choices of one request, and of requests that share their opening."""
     read: list[int] = []
-    engine = Engine(runtime_of(odd_runtime()), ModelDrafter(read_by(runtime_of(MODELS[model]()), read), 509, 4),
-                    FixedDepth(4))
+    engine = Engine(runtime_of(odd_runtime()), DraftModelProposer(read_by(runtime_of(MODELS[model]()), read), 509, 4),
+                    FixedDraftLength(4))
     opening = numbers(1, 200, 509)
-    engine.add(Request("a", (*opening, *numbers(2, 20, 509)), replace(PARAMS["drawn"], n=3), boundaries=(200,)))
+    engine.add(EngineRequest("a", (*opening, *numbers(2, 20, 509)), replace(PARAMS["drawn"], n=3), boundaries=(200,)))
     drain(engine)
     assert sum(read) <= 220 + 3 * 25, "after the prompt it reads what it drafted wrongly"
     read.clear()
     for name in "bc":
-        engine.add(Request(name, (*opening, *numbers(ord(name), 30, 509)), PARAMS["greedy"], boundaries=(200,)))
+        engine.add(EngineRequest(name, (*opening, *numbers(ord(name), 30, 509)), PARAMS["greedy"], boundaries=(200,)))
     drain(engine)
     assert 60 <= sum(read) <= 60 + 2 * 25
 
@@ -231,8 +231,8 @@ def test_a_draft_model_reads_a_common_beginning_once(model: str) -> None:
 def test_a_draft_model_reads_no_more_at_once_than_a_step_may() -> None:
     """Answers go on meanwhile, without drafts for who is not read yet."""
     read: list[int] = []
-    drafter = ModelDrafter(read_by(runtime_of(odd_runtime(), budget=16), read), 509, 4)
-    engine = Engine(runtime_of(odd_runtime(), budget=512), drafter, FixedDepth(4))
+    drafter = DraftModelProposer(read_by(runtime_of(odd_runtime(), budget=16), read), 509, 4)
+    engine = Engine(runtime_of(odd_runtime(), budget=512), drafter, FixedDraftLength(4))
     engine.add(greedy(numbers(1, 10, 509), 60, "a"))
     answers: Answers = {}
     take(answers, engine.step())
@@ -254,8 +254,8 @@ def test_a_draft_model_with_room_for_one_reads_nothing_twice(short: str) -> None
     small, read = runtime_of(odd_runtime(), pages=9 if short == "pages" else 256), list[int]()
     while short != "pages" and getattr(small.cache, short).free > 1:
         assert getattr(small.cache, short).take()
-    drafter = ModelDrafter(read_by(small, read), 509, 4)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
+    drafter = DraftModelProposer(read_by(small, read), 509, 4)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(4))
     for index in range(3):
         engine.add(greedy(numbers(index, 100, 509), 30 + index, f"r{index}"))
     answers = drain(engine)
@@ -275,12 +275,12 @@ def test_a_model_without_a_head_says_so(option: str, words: str) -> None:
     assert caught.value.option == "speculate"
 
 
-@pytest.mark.parametrize(("option", "kind"), [("auto", MtpDrafter), ("mtp:2", MtpDrafter), ("off", type(None)),
-                                              ("ngram:5", NgramDrafter)])
+@pytest.mark.parametrize(("option", "kind"), [("auto", MtpProposer), ("mtp:2", MtpProposer), ("off", type(None)),
+                                              ("ngram:5", NgramProposer)])
 def test_options_choose_the_drafter(option: str, kind: type) -> None:
     runtime = load(RandomModel(shape=odd_shape(), head=True), EngineConfig(memory="8MiB", speculate=option))
     engine = Engine(runtime)
-    assert isinstance(engine.speculator.drafter, kind) and (runtime.mtp_runner is None) == (kind is not MtpDrafter)
+    assert isinstance(engine.speculator.drafter, kind) and (runtime.mtp_runner is None) == (kind is not MtpProposer)
     assert engine.speculator.depth.limit == {"auto": 3, "mtp:2": 2, "off": 0, "ngram:5": 5}[option]
 
 
@@ -288,7 +288,7 @@ def test_a_draft_model_is_loaded_beside() -> None:
     """With a vocabulary of its own it is refused."""
     runtime = load(None, EngineConfig(memory="64MiB", speculate="draft:tiny:2"))
     engine = Engine(runtime)
-    assert isinstance(engine.speculator.drafter, ModelDrafter) and engine.speculator.depth.limit == 2
+    assert isinstance(engine.speculator.drafter, DraftModelProposer) and engine.speculator.depth.limit == 2
     assert runtime.draft is not None and runtime.draft.cache is not runtime.cache
     with pytest.raises(ConfigError, match="the draft model /nowhere: there is no directory '/nowhere'") as caught:
         load(None, EngineConfig(memory="64MiB", speculate="draft:/nowhere"))
@@ -332,8 +332,8 @@ class Failing:
 def test_l8_a_drafter_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     answer = expected("odd", "greedy")
     drafter = Failing(answer.tokens)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(3))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(3))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
     answers = drain(engine)
     same_tokens(answer, answers["a", 0].tokens)
     assert usage_of(answers).accepted_tokens == 6 and drafter.calls == 3
@@ -359,7 +359,7 @@ class Odd(Scripted):
                                            for drafts in ([], [[9999]], [[-1, 3]], [[1], [2]], None))])
 def test_l8_a_drafter_that_makes_no_sense_is_switched_off(drafter: Scripted, caplog: pytest.LogCaptureFixture) -> None:
     answer, other = expected("odd", "greedy"), numbers(9, 30, 509)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(3))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(3))
     engine.add(greedy(answer.prompt, 5, "a"))
     if isinstance(drafter, Forgetful):
         engine.add(greedy(other, 30, "b"))
@@ -408,7 +408,7 @@ def places(session: Any) -> list[int]:
 @pytest.mark.parametrize(("depth", "batch"), [(1, 3), (3, 1), (MAX_DRAFTS, 3)])
 def test_l6_with_a_head_that_drafts_wrong(params: str, depth: int, batch: int) -> None:
     runtime, answer = headed(), expected("odd", params)
-    engine = Engine(runtime_of(runtime), depth=FixedDepth(depth))
+    engine = Engine(runtime_of(runtime), depth=FixedDraftLength(depth))
     for index in range(batch):
         engine.add(replace(request_of(answer.prompt, params, name=f"a{index}"), speculate=index != 2))
     answers = drain(engine)
@@ -423,9 +423,9 @@ def test_drafts_of_one_call_are_those_of_many(params: str, monkeypatch: pytest.M
     answer = expected("odd", params)
 
     def drafted() -> list[list[list[int]]]:
-        engine, seen = Engine(runtime_of(headed()), depth=FixedDepth(4)), list[list[list[int]]]()
+        engine, seen = Engine(runtime_of(headed()), depth=FixedDraftLength(4)), list[list[list[int]]]()
         drafter = engine.speculator.drafter
-        assert isinstance(drafter, MtpDrafter)
+        assert isinstance(drafter, MtpProposer)
         original = drafter.draft
 
         def spy(wants: Wants) -> list[list[int]]:
@@ -434,7 +434,7 @@ def test_drafts_of_one_call_are_those_of_many(params: str, monkeypatch: pytest.M
 
         monkeypatch.setattr(drafter, "draft", spy)
         for index in range(3):
-            engine.add(Request(f"a{index}", answer.prompt, replace(PARAMS[params], max_tokens=20 + index)))
+            engine.add(EngineRequest(f"a{index}", answer.prompt, replace(PARAMS[params], max_tokens=20 + index)))
         drain(engine)
         return seen
 
@@ -449,13 +449,13 @@ def test_a_head_serves_what_was_kept_without_drafts(tmp_path: Path) -> None:
     """Prefixes from the tree, from host memory and from disk bring the head's rows and hidden state with them."""
     runtime, answer = headed(), expected("odd", "greedy")
     for place in ("tree", "disk"):
-        tiers = [TierIndex(Disk(tmp_path, "x", 1 << 30), threads=False)] if place == "disk" else []
+        tiers = [TierIndex(DiskStore(tmp_path, "x", 1 << 30), threads=False)] if place == "disk" else []
         engine = Engine(runtime_of(runtime, tiers=tiers))
         engine.add(greedy(answer.prompt, 30, "before"))
         drain(engine)
         if tiers:
             engine.close()
-            engine = Engine(runtime_of(runtime, tiers=[TierIndex(Disk(tmp_path, "x", 1 << 30), threads=False)]))
+            engine = Engine(runtime_of(runtime, tiers=[TierIndex(DiskStore(tmp_path, "x", 1 << 30), threads=False)]))
         drafted: list[list[int]] = []
         drafter = engine.speculator.drafter
         assert drafter is not None
@@ -466,7 +466,7 @@ def test_a_head_serves_what_was_kept_without_drafts(tmp_path: Path) -> None:
             return drafted[-1:]
 
         drafter.draft = spy  # type: ignore[method-assign]
-        engine.speculator.depth = FixedDepth(3)
+        engine.speculator.depth = FixedDraftLength(3)
         engine.add(greedy((*answer.prompt, *answer.tokens[:30], *numbers(9, 9, 509)), 8))
         answers = drain(engine)
         assert usage_of(answers).cached_tokens == PROMPT + 29
@@ -479,9 +479,9 @@ def test_l6_with_the_trained_head(params: str) -> None:
     runtime, prompt = embedded_with_head(), embedded_prompt()
     found = []
     for depth in (0, 3):
-        engine = Engine(runtime_of(runtime), depth=FixedDepth(depth))
+        engine = Engine(runtime_of(runtime), depth=FixedDraftLength(depth))
         for index in range(3):
-            engine.add(Request(f"a{index}", prompt, replace(PARAMS[params], ignore_eos=False, seed=index)))
+            engine.add(EngineRequest(f"a{index}", prompt, replace(PARAMS[params], ignore_eos=False, seed=index)))
         answers = drain(engine)
         found.append([answers[f"a{index}", 0].tokens for index in range(3)])
     assert found[0] == found[1]
@@ -504,8 +504,8 @@ def test_a_head_whose_norms_have_the_offset_drafts_as_well(tmp_path: Path, caplo
     assert len([record for record in caplog.records if "draft head's norms" in record.getMessage()]) == 1
     accepted = []
     for runtime in (original, changed):
-        engine = Engine(runtime_of(runtime), depth=FixedDepth(3))
-        engine.add(Request("a", prompt, replace(PARAMS["greedy"], max_tokens=96)))
+        engine = Engine(runtime_of(runtime), depth=FixedDraftLength(3))
+        engine.add(EngineRequest("a", prompt, replace(PARAMS["greedy"], max_tokens=96)))
         drain(engine)
         accepted.append((sum(engine.speculator.stats.drafted_at), sum(engine.speculator.stats.accepted_at)))
     assert accepted[0] == accepted[1] and accepted[0][1] > 0

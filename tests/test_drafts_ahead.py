@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import row_keys
 from deltic.ops.drafted import Drafted
 from deltic.ops.noise import answer_key, sample_key
 from deltic.params import SamplingParams
-from deltic.runner.launch import InFlight, Share
-from deltic.spec_decode.pending_drafts import Promise
-from deltic.spec_decode.proposers import MtpDrafter, _has_room
+from deltic.runner.launch import InFlight, ScheduledSequence
+from deltic.spec_decode.pending_drafts import PendingDrafts
+from deltic.spec_decode.proposers import MtpProposer, _has_room
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ def promise_of(*rows: list[int]) -> tuple[Any, list[Any]]:
         numbers[drafted.token_at(place):drafted.token_at(place) + 2] = torch.tensor([token, position])
         for draft, found in enumerate(follow):
             numbers[drafted.draft_at(place, draft)] = found
-    return Promise(places, drafted, numbers, arrived), sequences
+    return PendingDrafts(places, drafted, numbers, arrived), sequences
 
 
 def test_drafts_are_taken_as_far_as_they_are_wanted() -> None:
@@ -64,7 +64,10 @@ def test_drafts_lie_as_the_device_writes_them() -> None:
 
 def test_a_step_can_take_them_from_where_they_are() -> None:
     promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
-    rows = [Row((9, -1, -1), 31, (0, 1), 0, 3, drafts=2), Row((5, -1, -1, -1), 20, (0, 1), 1, 4, drafts=3)]
+    rows = [
+        PlannedRow((9, -1, -1), 31, (0, 1), 0, 3, drafts=2),
+        PlannedRow((5, -1, -1, -1), 20, (0, 1), 1, 4, drafts=3),
+    ]
     numbers, places = promise.promised(rows, [second, first])
     assert numbers[places].tolist() == [9, 1, 2, 5, 6, 7, 8]
 
@@ -84,23 +87,25 @@ def test_drafts_of_a_step_that_another_one_has_followed_are_gone() -> None:
     """While drafts do not pay there are steps without."""
     promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
     nothing: Any = SimpleNamespace(ahead=True)
-    drafter, wants = MtpDrafter(nothing, nothing, 3), [(first, 3), (second, 3)]
+    drafter, wants = MtpProposer(nothing, nothing, 3), [(first, 3), (second, 3)]
     drafter._ahead = promise
     assert drafter.promise(wants) is promise and drafter.promise(wants) is None
     drafter._ahead = promise
-    drafter.draft_ahead(InFlight(Plan((Row((5,), 20, (0, 1), 0, 1), Row((9,), 31, (0, 1), 1, 1))), []))
+    drafter.draft_ahead(
+        InFlight(StepPlan((PlannedRow((5,), 20, (0, 1), 0, 1), PlannedRow((9,), 31, (0, 1), 1, 1))), [])
+    )
     assert drafter.promise(wants) is None
 
 
-def share_of(row: Row, covered: int) -> Share:
+def share_of(row: PlannedRow, covered: int) -> ScheduledSequence:
     sequence: Any = Running(list(row.tokens), row.done)
     lease: Any = SimpleNamespace(covered=covered)
-    return Share(sequence, lease, row)
+    return ScheduledSequence(sequence, lease, row)
 
 
 def test_nothing_is_drafted_past_the_granted_pages() -> None:
     """Of three drafts that are all right, the last of three more lies six places after the row's first token."""
-    row = Row((1, 2, 3, 4), 25, (0, 1), 0, 4, drafts=3)
+    row = PlannedRow((1, 2, 3, 4), 25, (0, 1), 0, 4, drafts=3)
     assert _has_room(share_of(row, 32)) and not _has_room(share_of(row, 31))
     assert not _has_room(share_of(replace(row, tokens=(1,), drafts=0), 99)), "it has no drafts"
 

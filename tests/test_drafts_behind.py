@@ -19,20 +19,20 @@ from support import Answers, embedded_runtime, every, numbers, odd_runtime, take
 from test_ahead import plain, tell
 from test_prefix_tree import tokens_of
 
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import UNKNOWN, Plan, Row
+from deltic.engine.step_plan import UNKNOWN, PlannedRow, StepPlan
 from deltic.ops.drafted import Drafted
 from deltic.ops.types import Batch
-from deltic.params import PAGE, RING, Request
+from deltic.params import PAGE, RING, EngineRequest
 from deltic.runner import launch
 from deltic.runner.input_batch import BatchMemory, Promised, build
 from deltic.runner.launch import InFlight, Launcher
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.pending_drafts import Promise, Wants
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ class Foreseeing:
 
     def __init__(self, limit: int, answers: dict[str, list[int]], right: Right) -> None:
         self.limit, self._answers, self._right = limit, answers, right
-        self._ahead: Promise | None = None
+        self._ahead: PendingDrafts | None = None
 
     def _drafts(self, sequence: Sequence, place: int, count: int) -> list[int]:
         """Of the tokens from this place on."""
@@ -86,9 +86,9 @@ class Foreseeing:
             share.ahead = True
         arrived: Any = SimpleNamespace(synchronize=lambda: None)
         places = {share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}
-        self._ahead = Promise(places, drafted, drafted.numbers.clone(), arrived)
+        self._ahead = PendingDrafts(places, drafted, drafted.numbers.clone(), arrived)
 
-    def promise(self, wants: Wants) -> Promise | None:
+    def promise(self, wants: Wants) -> PendingDrafts | None:
         ahead, self._ahead = self._ahead, None
         return ahead if ahead and ahead.covers(sequence for sequence, _ in wants) else None
 
@@ -107,16 +107,16 @@ def limits_of(**changes: Any) -> dict[str, Any]:
     return {"batch": 4, "slots": 40, **changes}
 
 
-def drafting(model: Runtime, known: dict[str, list[int]], right: Right, depth: int = 3, ahead: bool = True,
+def drafting(model: ModelRunner, known: dict[str, list[int]], right: Right, depth: int = 3, ahead: bool = True,
              **changes: Any) -> Engine:
     limits = limits_of(**changes)
     limits["slots"] += limits["batch"] if ahead else 0
-    engine = Engine(runtime_of(model, **limits), Foreseeing(depth, known, right), FixedDepth(depth), ahead)
+    engine = Engine(runtime_of(model, **limits), Foreseeing(depth, known, right), FixedDraftLength(depth), ahead)
     engine.scheduler.times, engine.scheduler.mixes = None, False
     return engine
 
 
-def drafted(seed: int, name: str, **params: Any) -> Request:
+def drafted(seed: int, name: str, **params: Any) -> EngineRequest:
     return replace(plain(name, seed, **params), speculate=True)
 
 
@@ -126,14 +126,14 @@ def content(answers: Answers) -> Any:
                   or event.finish] for key, answer in answers.items()}
 
 
-def following(requests: list[Request], answers: Answers, keep: int = 0) -> list[Request]:
+def following(requests: list[EngineRequest], answers: Answers, keep: int = 0) -> list[EngineRequest]:
     """The next turns of conversations: after each answer, or so much of it."""
     return [replace(request, id=f"{request.id} next", prompt=(*request.prompt, *tokens[:keep or None], 7, 8, 9),
                     matcher=None, guide=None) for request in requests
             if (tokens := answers[request.id, 0].tokens) is not None]
 
 
-REQUESTS: dict[str, list[Request]] = {
+REQUESTS: dict[str, list[EngineRequest]] = {
     "one": [drafted(2, "a", max_tokens=90)],
     "drawn": [drafted(1, "a"), drafted(3, "b", top_p=0.9), drafted(2, "c", logprobs=3)],
     "lengths": [drafted(1, "a", max_tokens=1), drafted(2, "b", max_tokens=4), drafted(4, "c", max_tokens=70)],
@@ -223,9 +223,9 @@ PARAMS: list[dict[str, Any]] = [
     {"stop_token_ids": tuple(range(0, 500, 23)), "ignore_eos": False}]
 
 
-def any_requests(draw: Random, seed: int) -> dict[int, Request]:
+def any_requests(draw: Random, seed: int) -> dict[int, EngineRequest]:
     """Eight with beginnings in common, by the step before which they come, the first of them before the first step."""
-    opening, found = numbers(seed, 70, 250), dict[int, Request]()
+    opening, found = numbers(seed, 70, 250), dict[int, EngineRequest]()
     for index in range(8):
         params = draw.choice(PARAMS)
         prompt = (*opening[:draw.randrange(70)], *numbers(100 * seed + index, draw.randrange(1, 40), 250))
@@ -247,7 +247,7 @@ def test_l6_whatever_comes_between(seed: int) -> None:
     answers = tell(Engine(runtime_of(odd_runtime(), batch=4, slots=60, pages=400), ahead=False), [*requests.values()])
     found = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers},
                      draw.choice([*PATTERNS.values()]), draw.choice([1, 2, 3, 5, 7]),
-                     tiers=[TierIndex(Host(1 << 22), threads=False)] * draw.randrange(2),
+                     tiers=[TierIndex(HostStore(1 << 22), threads=False)] * draw.randrange(2),
                      pages=draw.choice([40, 60, 200]), batch=draw.choice([2, 3, 4]), slots=draw.choice([8, 24]))
 
     def meddle(step: int) -> None:
@@ -297,7 +297,7 @@ def test_no_step_reaches_past_the_end_of_an_answer(monkeypatch: pytest.MonkeyPat
     """However many drafts are right: there the context may end, too."""
     launched, behind = Launcher.launch, 0
 
-    def launch(launcher: Launcher, plan: Plan, sequences: Any, *args: Any, **named: Any) -> InFlight:
+    def launch(launcher: Launcher, plan: StepPlan, sequences: Any, *args: Any, **named: Any) -> InFlight:
         nonlocal behind
         for row, sequence in zip(plan.rows, sequences, strict=True):
             behind += row.accepts > 0
@@ -340,11 +340,13 @@ def test_more_drafts_than_the_ring_takes_twice_wait(depth: int) -> None:
     not torch.cuda.is_available(), reason="torch finds no CUDA device"))])
 def test_the_cursors_of_a_batch_are_moved(device: str) -> None:
     """To where the device has the rows' first tokens: with them positions in the text and places of K/V."""
-    rows = [Row((UNKNOWN,) * 4, 14, (5, 6, 9), 2, 4, base=9, ring=8, append=True, drafts=3, accepts=3, rotary=100),
-            Row((UNKNOWN,) * 2, 30, (7, 8, 3), 4, 2, base=30, ring=9, append=True, drafts=1, accepts=3)]
+    rows = [
+        PlannedRow((UNKNOWN,) * 4, 14, (5, 6, 9), 2, 4, base=9, ring=8, append=True, drafts=3, accepts=3, rotary=100),
+        PlannedRow((UNKNOWN,) * 2, 30, (7, 8, 3), 4, 2, base=30, ring=9, append=True, drafts=1, accepts=3),
+    ]
     drawn = torch.tensor([11, 16, 12, 13, 14, 21, 30, 22], device=device)
     for memory in (BatchMemory(), BatchMemory()):
-        batch = build(Plan(tuple(rows)), drawn.device, drawn=Promised(drawn, [0, 2, 3, 4, 5, 7]), memory=memory)
+        batch = build(StepPlan(tuple(rows)), drawn.device, drawn=Promised(drawn, [0, 2, 3, 4, 5, 7]), memory=memory)
         assert batch.ids.tolist() == [11, 12, 13, 14, 21, 22] and batch.done.tolist() == [16, 30]
         assert batch.positions.tolist() == [[116, 117, 118, 119, 30, 31]] * 3 and batch.base.tolist() == [9, 30]
         assert batch.store.tolist() == [*range(6 * PAGE, 6 * PAGE + 4), 8 * PAGE + 14, 8 * PAGE + 15]

@@ -34,8 +34,8 @@ from deltic.engine.engine import Engine
 from deltic.errors import RequestError
 from deltic.ops import reference as ref
 from deltic.ops.types import Batch
-from deltic.params import Request, SamplingParams
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
 
 VOCABULARY = 509
 PROMPT = (3, 14, 15, 92, 65)
@@ -73,12 +73,12 @@ def scripted(table: Tensor, eos: tuple[int, ...] = (), **limits: Any) -> Any:
     return Scripted(small_runtime(runtime, **{"batch": 8, **limits}), table=table)
 
 
-def answers_of(table: Tensor, *requests: Request, eos: tuple[int, ...] = (), **limits: Any) -> Answers:
+def answers_of(table: Tensor, *requests: EngineRequest, eos: tuple[int, ...] = (), **limits: Any) -> Answers:
     return serve(scripted(table, eos, **limits), requests)
 
 
-def ask(name: str = "a", prompt: Sequence[int] = PROMPT, **params: Any) -> Request:
-    return Request(name, tuple(prompt), SamplingParams(**{"temperature": 0.0, **params}))
+def ask(name: str = "a", prompt: Sequence[int] = PROMPT, **params: Any) -> EngineRequest:
+    return EngineRequest(name, tuple(prompt), SamplingParams(**{"temperature": 0.0, **params}))
 
 
 # Draws
@@ -111,7 +111,7 @@ def test_l6_choices_are_the_keyed_draws_of_as_many_runs() -> None:
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True, n=3)
     prompt = numbers(8, 21, VOCABULARY)
     for batch in (8, 1):
-        found = serve(small_runtime(runtime, batch=batch), [Request("a", prompt, params)])
+        found = serve(small_runtime(runtime, batch=batch), [EngineRequest("a", prompt, params)])
         for choice in range(3):
             same_tokens(reference(runtime, prompt, 20, params, choice), found[("a", choice)].tokens, params, choice)
     assert len({tuple(answer.tokens) for answer in found.values()}) == 3
@@ -135,7 +135,7 @@ def test_a_seed_fixes_the_answer_and_no_seed_does_not() -> None:
 def test_draws_follow_the_documented_noise() -> None:
     """The engine's token is the maximum of logits / temperature + keyed Gumbel noise."""
     table, params = random_table(3), SamplingParams(temperature=0.8, seed=21, max_tokens=30)
-    found = answers_of(table, Request("a", PROMPT, params))[("a", 0)].tokens
+    found = answers_of(table, EngineRequest("a", PROMPT, params))[("a", 0)].tokens
     last, position = PROMPT[-1], len(PROMPT)
     for token in found:
         assert token == drawn(table[last], params, 0, position)
@@ -146,9 +146,9 @@ def test_generation_defaults_fill_what_a_request_leaves_open() -> None:
     table = random_table(4)
     runtime = scripted(table)
     runtime.runtime = replace(runtime.runtime, generation=GenerationDefaults(temperature=0.0))
-    default = serve(runtime, [Request("a", PROMPT, SamplingParams(max_tokens=9))])[("a", 0)].tokens
+    default = serve(runtime, [EngineRequest("a", PROMPT, SamplingParams(max_tokens=9))])[("a", 0)].tokens
     assert default == answers_of(table, ask(max_tokens=9))[("a", 0)].tokens
-    own = serve(runtime, [Request("a", PROMPT, SamplingParams(max_tokens=9, temperature=1.0, seed=1))])[("a", 0)]
+    own = serve(runtime, [EngineRequest("a", PROMPT, SamplingParams(max_tokens=9, temperature=1.0, seed=1))])[("a", 0)]
     assert own.tokens == answers_of(table, ask(max_tokens=9, temperature=1.0, seed=1))[("a", 0)].tokens != default
 
 
@@ -192,7 +192,7 @@ def test_penalties_and_bias_mean_what_they_say(params: dict[str, Any]) -> None:
     for seed in range(6):
         table = repetitive_table(seed)
         plain = answers_of(table, ask(max_tokens=30))[("a", 0)].tokens
-        found = answers_of(table, Request("a", PROMPT, sampling), ask("b", max_tokens=30))
+        found = answers_of(table, EngineRequest("a", PROMPT, sampling), ask("b", max_tokens=30))
         assert found[("a", 0)].tokens == naive_answer(table, sampling, 30)
         assert found[("b", 0)].tokens == plain, "a neighbour's penalties leak"
         changed += found[("a", 0)].tokens != plain
@@ -351,7 +351,7 @@ SICK = 77
 """A prompt that ends with this token has broken logits."""
 
 
-def poison(value: Callable[[Tensor], Tensor]) -> Callable[[Runtime], Any]:
+def poison(value: Callable[[Tensor], Tensor]) -> Callable[[ModelRunner], Any]:
     @dataclass(slots=True)
     class Poisoned(Watch):
         def run(self, batch: Batch) -> Tensor:
@@ -375,7 +375,7 @@ POISONS = {
 }
 
 
-def neighbours() -> list[Request]:
+def neighbours() -> list[EngineRequest]:
     return [greedy(numbers(30 + i, 12 + 9 * i, VOCABULARY - 100), 25, f"n{i}") for i in range(3)]
 
 
@@ -461,7 +461,7 @@ def test_l8_a_prompt_that_fails_ends_all_its_choices() -> None:
     (ask("x", logit_bias={VOCABULARY: 1.0}), "logit_bias", "vocabulary"),
     (ask("x", stop_token_ids=(VOCABULARY + 5,)), "stop_token_ids", "vocabulary"),
 ])
-def test_l8_a_bad_request_is_refused_by_name_and_harms_nobody(request_: Request, field: str, words: str) -> None:
+def test_l8_a_bad_request_is_refused_by_name_and_harms_nobody(request_: EngineRequest, field: str, words: str) -> None:
     engine = Engine(scripted(chain(1, 2, 3)))
     engine.add(ask(max_tokens=3))
     with pytest.raises(RequestError, match=words) as caught:

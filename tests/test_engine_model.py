@@ -22,7 +22,7 @@ from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import Numbers
 from deltic.runner.model import Model
 from deltic.spec_decode.mtp import MtpRunner
-from deltic.spec_decode.proposers import NgramDrafter
+from deltic.spec_decode.proposers import NgramProposer
 
 OPS = backends()["reference"]
 PAGES, SLOTS = 12, 6
@@ -91,7 +91,7 @@ def test_its_prompts_are_kept() -> None:
 def test_it_may_be_drafted_for() -> None:
     model = Successor()
     vocabulary = model.config.vocab_size
-    plain, drafted = Engine(model), Engine(replace(model, cache=small_cache(model.config)), NgramDrafter(3))
+    plain, drafted = Engine(model), Engine(replace(model, cache=small_cache(model.config)), NgramProposer(3))
     found = []
     for engine in (plain, drafted):
         engine.add(greedy(list(range(vocabulary - 20, vocabulary)) + list(range(20)), vocabulary // 8, "a"))

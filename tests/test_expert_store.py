@@ -42,8 +42,8 @@ from deltic.engine.stats import snapshot
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.dummy import random_weights
 from deltic.ops.cpu import missing
-from deltic.params import Request
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest
+from deltic.runner.model_runner import ModelRunner
 from deltic.server.metrics import exposition
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -67,7 +67,7 @@ def made(directory: Path, kind: str) -> tuple[str, EngineConfig, ModelConfig]:
     return str(saved(directory, replace(ODD, dtype=dtype), form(weights))), options_of(dtype=dtype), ODD
 
 
-def logits_of(runtime: Runtime, config: ModelConfig) -> Tensor:
+def logits_of(runtime: ModelRunner, config: ModelConfig) -> Tensor:
     """Of a prompt read in chunks, and of what is then said token by token."""
     session = session_over(runtime, budget=23)
     rows = [session.prefill(numbers(3, 60, config.vocab_size), all_logits=True)]
@@ -125,7 +125,7 @@ class Way:
     kept: str
     speculate: str
 
-    def answers(self, requests: list[Request], place: str) -> list[Answers]:
+    def answers(self, requests: list[EngineRequest], place: str) -> list[Answers]:
         """Of one engine after another: what the first has kept on a disk is there for the second."""
         model, found = pooled_runtime(1, self.cap), []
         if self.speculate == "mtp":

@@ -20,9 +20,9 @@ from test_scheduler import VOCABULARY, Toy
 from torch import Tensor
 
 from deltic.engine.engine import Engine
-from deltic.engine.policy import Meeting, StepTimes, hurry, share
+from deltic.engine.policy import PrefixWait, StepTimes, hurry, share
 from deltic.ops.types import Batch
-from deltic.params import Request, SamplingParams
+from deltic.params import EngineRequest, SamplingParams
 
 BUDGETS = st.integers(1, 600)
 PENDING = st.lists(st.integers(1, 5000), min_size=1, max_size=20)
@@ -74,19 +74,19 @@ def test_a_state_that_others_wait_for_is_a_goal() -> None:
 
 @pytest.mark.parametrize(("meeting", "pays"), [
     # equal short prompts in one batch: what they have in common is read once
-    (Meeting(own=60, saved=40, away=40, others=60, alone=True), True),
-    (Meeting(own=30, saved=17, away=17, others=30, alone=True), False),
+    (PrefixWait(own=60, saved=40, away=40, others=60, alone=True), True),
+    (PrefixWait(own=30, saved=17, away=17, others=30, alone=True), False),
     # beside a long prompt every step is long
-    (Meeting(own=20, saved=17, away=17, others=30_000, alone=True), False),
-    (Meeting(own=100, saved=80, away=80, others=30_000, alone=True), False),
-    (Meeting(own=20_020, saved=20_000, away=20_000, others=30_000, alone=True), True),
-    (Meeting(own=20_020, saved=20_000, away=100, others=10_100, alone=False), True),
+    (PrefixWait(own=20, saved=17, away=17, others=30_000, alone=True), False),
+    (PrefixWait(own=100, saved=80, away=80, others=30_000, alone=True), False),
+    (PrefixWait(own=20_020, saved=20_000, away=20_000, others=30_000, alone=True), True),
+    (PrefixWait(own=20_020, saved=20_000, away=100, others=10_100, alone=False), True),
     # the other one is far behind
-    (Meeting(own=200, saved=150, away=20_000, others=20_000, alone=True), False),
-    (Meeting(own=600, saved=40, away=40, others=600, alone=True), False),
-    (Meeting(own=600, saved=400, away=400, others=600, alone=True), True),
+    (PrefixWait(own=200, saved=150, away=20_000, others=20_000, alone=True), False),
+    (PrefixWait(own=600, saved=40, away=40, others=600, alone=True), False),
+    (PrefixWait(own=600, saved=400, away=400, others=600, alone=True), True),
 ])
-def test_waiting_pays_if_it_saves_more_than_it_costs(meeting: Meeting, pays: bool) -> None:
+def test_waiting_pays_if_it_saves_more_than_it_costs(meeting: PrefixWait, pays: bool) -> None:
     assert meeting.pays(512) == pays
 
 
@@ -181,12 +181,12 @@ def engine_of(slots: int = 40) -> Engine:
     return engine
 
 
-def ask(name: str, *lengths: int, count: int = 1) -> Request:
+def ask(name: str, *lengths: int, count: int = 1) -> EngineRequest:
     """A prompt that begins with the same tokens as others with the same first lengths; the last part is its own."""
     *common, own = lengths
     parts = [numbers(length, length, VOCABULARY) for length in common]
     parts.append(numbers(sum(map(ord, name)), own, VOCABULARY))
-    return Request(name, tuple(chain.from_iterable(parts)), SamplingParams(temperature=0.0, max_tokens=count))
+    return EngineRequest(name, tuple(chain.from_iterable(parts)), SamplingParams(temperature=0.0, max_tokens=count))
 
 
 def steps_to(engine: Engine, name: str, most: int = 2000) -> int:
@@ -299,7 +299,7 @@ def test_planning_does_not_grow_with_the_number_that_wait() -> None:
     tree.match = counting(tree.match)  # type: ignore[method-assign]
     common = numbers(1, 20_000, VOCABULARY)
     for index in range(1000):
-        engine.add(Request(f"r{index}", (*common, index % VOCABULARY, index // VOCABULARY),
+        engine.add(EngineRequest(f"r{index}", (*common, index % VOCABULARY, index // VOCABULARY),
                            SamplingParams(temperature=0.0, max_tokens=2)))
     most = 0
     for _ in range(46):
@@ -324,6 +324,6 @@ def test_many_choices_share_one_copy_of_the_prompt_while_they_wait() -> None:
 
 def test_who_is_read_after_shorter_ones_rather_waits() -> None:
     """Until they are read it has what it would have read beside another one, from that one."""
-    meeting = Meeting(own=83, saved=70, away=70, others=385, alone=False)
+    meeting = PrefixWait(own=83, saved=70, away=70, others=385, alone=False)
     assert not meeting.pays(64) and replace(meeting, nearer=255).pays(64)
     assert not replace(meeting, saved=20, nearer=255).pays(64), "too little is spared"

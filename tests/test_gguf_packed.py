@@ -39,7 +39,7 @@ from deltic.ops import explain
 from deltic.ops.cpu import library, missing, overlay
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.quantized import QTensor
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -101,7 +101,7 @@ def options(**changes: Any) -> EngineConfig:
                            **changes})
 
 
-def logits_of(runtime: Runtime, length: int = len(TOKENS)) -> Tensor:
+def logits_of(runtime: ModelRunner, length: int = len(TOKENS)) -> Tensor:
     """After every token, in sequences of so many tokens."""
     session, parts = session_over(runtime, batch=2, budget=16), []
     for start in range(0, len(TOKENS), length):

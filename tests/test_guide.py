@@ -36,14 +36,14 @@ from deltic.chat.conversation import Conversation
 from deltic.chat.output_router import AnswerText, chat_router
 from deltic.chat.processor import ChatProcessor
 from deltic.chat.template import ChatTemplate
-from deltic.chat.thinking import Closing, ThinkingBudget
+from deltic.chat.thinking import ThinkEnd, ThinkingBudget
 from deltic.chat.tokenizer import Tokenizer
 from deltic.chat.tokenizer_files import TokenizerFiles
 from deltic.cli import main
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError, RequestError
-from deltic.params import Guide, Request
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.params import EngineRequest, ForcedTokens
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 PROMPT, ANSWER = 83, 40
 
@@ -71,9 +71,9 @@ def guided(params: str, choice: int = 0) -> Reference:
 def test_forced_tokens_come_and_the_model_goes_on_after_them(params: str, pattern: str, depth: int) -> None:
     answer = guided(params)
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS[pattern], depth)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
-    engine.add(Request("other", answer.prompt, PARAMS[params]))
-    engine.add(Request("a", answer.prompt, PARAMS[params], guide=Dictate))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))
+    engine.add(EngineRequest("other", answer.prompt, PARAMS[params]))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS[params], guide=Dictate))
     answers = drain(engine)
     same_tokens(answer, answers["a", 0].tokens, PARAMS[params])
     assert [answers["a", 0].tokens[place] for place in FORCED] == list(FORCED.values())
@@ -87,7 +87,9 @@ def test_drafts_of_what_the_model_would_say_are_rejected_where_it_is_not_asked()
     """The draft before the forced token is right, the one in its place is not."""
     answer, place = expected("odd", "greedy"), 3
     token = (answer.tokens[place] + 1) % 509
-    engine = Engine(runtime_of(odd_runtime()), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
+    engine = Engine(
+        runtime_of(odd_runtime()), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDraftLength(4)
+    )
     engine.add(replace(greedy(answer.prompt, place + 1), guide=partial(Dictate, {place: token})))
     answers = drain(engine)
     assert answers["a", 0].tokens == [*answer.tokens[:place], token]
@@ -101,7 +103,7 @@ def test_drafts_of_what_the_model_would_say_are_rejected_where_it_is_not_asked()
 
 def test_each_choice_has_a_guide_of_its_own() -> None:
     engine = Engine(runtime_of(odd_runtime()))
-    engine.add(Request("a", guided("drawn").prompt, replace(PARAMS["drawn"], n=3), guide=Dictate))
+    engine.add(EngineRequest("a", guided("drawn").prompt, replace(PARAMS["drawn"], n=3), guide=Dictate))
     answers = drain(engine)
     for choice in range(3):
         same_tokens(guided("drawn", choice), answers["a", choice].tokens, PARAMS["drawn"], choice)
@@ -113,15 +115,15 @@ def test_preempted_and_repeated_prompts(depth: int) -> None:
     """An exact hit draws from logits that the cache knows, without a step."""
     answer = guided("greedy")
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS["now and then"], depth)
-    engine = Engine(small_runtime(odd_runtime(), batch=4, pages=20, context=160), drafter, FixedDepth(depth))
+    engine = Engine(small_runtime(odd_runtime(), batch=4, pages=20, context=160), drafter, FixedDraftLength(depth))
     for index in range(3):
         engine.add(greedy(numbers(20 + index, 70, 509), 60, f"n{index}"))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"], guide=Dictate))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"], guide=Dictate))
     same_tokens(answer, drain(engine)["a", 0].tokens)
     assert engine.scheduler.preemptions > 0
     engine = Engine(runtime_of(odd_runtime()))
     for name in ("a", "b"):
-        engine.add(Request(name, answer.prompt, PARAMS["greedy"], guide=Dictate))
+        engine.add(EngineRequest(name, answer.prompt, PARAMS["greedy"], guide=Dictate))
         answers = drain(engine)
         same_tokens(answer, answers[name, 0].tokens)
     assert usage_of(answers, "b").cached_tokens == PROMPT
@@ -133,10 +135,10 @@ def test_logprobs_are_those_of_the_tokens_that_came(depth: int, bias: bool) -> N
     """As the model gave them, before bias."""
     answer = guided("greedy")
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS["every third wrong"], depth)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))
     more: dict[str, Any] = {"logit_bias": {11: -9.0, 12: 30.0}} if bias else {}
     params = replace(PARAMS["greedy"], logprobs=2, max_tokens=1 if bias else ANSWER, **more)
-    engine.add(Request("a", answer.prompt, params, guide=Dictate))
+    engine.add(EngineRequest("a", answer.prompt, params, guide=Dictate))
     events = drain(engine)["a", 0].events
     wanted = answer.logits.log_softmax(-1)
     for index, event in enumerate(events):
@@ -149,7 +151,7 @@ def test_logprobs_are_those_of_the_tokens_that_came(depth: int, bias: bool) -> N
 def test_a_forced_end_ends_and_a_limit_cuts_what_is_forced() -> None:
     engine = Engine(runtime_of(odd_runtime()))
     params = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(13,))
-    engine.add(Request("stop", guided("greedy").prompt, params, guide=Dictate))
+    engine.add(EngineRequest("stop", guided("greedy").prompt, params, guide=Dictate))
     engine.add(replace(greedy(guided("greedy").prompt, 7, "limit"), guide=Dictate))
     engine.add(replace(greedy(guided("greedy").prompt, 0, "none"), guide=Dictate))
     answers = drain(engine)
@@ -170,8 +172,8 @@ def test_a_guide_that_fails_harms_its_own_request_alone(method: str) -> None:
 
     setattr(Broken, method, fail)
     engine = Engine(runtime_of(odd_runtime()))
-    engine.add(Request("bad", guided("greedy").prompt, PARAMS["greedy"], guide=Broken))
-    engine.add(Request("a", guided("greedy").prompt, PARAMS["greedy"], guide=Dictate))
+    engine.add(EngineRequest("bad", guided("greedy").prompt, PARAMS["greedy"], guide=Broken))
+    engine.add(EngineRequest("a", guided("greedy").prompt, PARAMS["greedy"], guide=Dictate))
     answers = drain(engine)
     assert answers["bad", 0].last.finish == "error" and "mine" in str(answers["bad", 0].last.error)
     same_tokens(guided("greedy"), answers["a", 0].tokens)
@@ -195,11 +197,11 @@ class Budgeted(ThinkingBudget):
 
 
 def budget_of(tokens: int, prompt: str = "", tokenizer: Tokenizer = TOKENIZER) -> ThinkingBudget:
-    closing = Closing(b"\n", tuple(tokenizer.encode("\n")), tuple(tokenizer.encode("</think>\n\n")))
+    closing = ThinkEnd(b"\n", tuple(tokenizer.encode("\n")), tuple(tokenizer.encode("</think>\n\n")))
     return Budgeted(AnswerText(chat_router(tokenizer, tokenizer.encode(prompt))), tokenizer, closing, tokens)
 
 
-def play(guide: Guide, script: Sequence[int]) -> tuple[list[int], list[bool]]:
+def play(guide: ForcedTokens, script: Sequence[int]) -> tuple[list[int], list[bool]]:
     """The answer of a model that says the script wherever it may choose, and which of its tokens were forced."""
     answer, forced, wanted = list[int](), list[bool](), iter(script)
     while True:
@@ -272,7 +274,7 @@ def test_whatever_the_model_says(said: list[str], budget: int, opened: bool) -> 
 @pytest.mark.parametrize("words", [True, False])
 def test_the_closing_is_that_of_the_template(template: str, closing: str, words: bool) -> None:
     tokenizer = TOKENIZER if words else without_markers()
-    found = Closing.of(Conversation(ChatTemplate(template), tokenizer, [{"role": "user", "content": "Hi"}]))
+    found = ThinkEnd.of(Conversation(ChatTemplate(template), tokenizer, [{"role": "user", "content": "Hi"}]))
     gap = closing.partition("</think>")[0]
     assert found.gap == gap.encode() and spelled(found.gap_ids, tokenizer) == gap
     assert spelled(found.after(b"so"), tokenizer) == closing

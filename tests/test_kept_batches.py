@@ -10,13 +10,13 @@ import torch
 from test_penalties import sequence_of
 from torch import Tensor
 
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import backends
 from deltic.ops.noise import sample_key
 from deltic.ops.types import PAGE, Batch, Sampled, Sampling
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import BatchMemory, build
-from deltic.runner.sampling import Draw, SamplingTable, sampling_of
+from deltic.runner.sampling import SampleRow, SamplingTable, sampling_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 2000
@@ -34,14 +34,14 @@ def same(found: Batch | Sampling | Sampled, wanted: Batch | Sampling | Sampled) 
             assert left == right, name
 
 
-def next_row(draw: Random, row: Row) -> Row:
+def next_row(draw: Random, row: PlannedRow) -> PlannedRow:
     """What the same sequence does in the next step: mostly one more token."""
     done, pages = row.done + len(row.tokens), row.pages
     count = draw.choice([1, 1, 1, 1, 1, 1, 1, 3, 40])
     while len(pages) * PAGE < done + count:
         pages.append(draw.randrange(1, 99))  # type: ignore[attr-defined]
     drafts = min(count - 1, draw.choice([0, 0, 2]))
-    return Row(tuple(draw.randrange(VOCABULARY) for _ in range(count)), done, pages, row.slot, drafts + 1,
+    return PlannedRow(tuple(draw.randrange(VOCABULARY) for _ in range(count)), done, pages, row.slot, drafts + 1,
                target=draw.choice([None] * 6 + [99]), emits=((done + 1, 50),) if draw.random() < 0.1 else (),
                base=draw.choice([None, done, max(done - 2, 0)]), ring=draw.randrange(3), append=drafts > 0,
                drafts=drafts)
@@ -49,14 +49,14 @@ def next_row(draw: Random, row: Row) -> Row:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_batch(seed: int) -> None:
-    draw, memory, rows, last, again = Random(seed), BatchMemory(), list[Row](), None, 0
+    draw, memory, rows, last, again = Random(seed), BatchMemory(), list[PlannedRow](), None, 0
     for _ in range(400):
         rows = [next_row(draw, row) if draw.random() < 0.9 else replace(row, slot=row.slot + 1) for row in rows]
         if not rows or draw.random() < 0.03:
-            rows.append(Row((draw.randrange(VOCABULARY),), 0, [draw.randrange(1, 99)], draw.randrange(40), 1))
+            rows.append(PlannedRow((draw.randrange(VOCABULARY),), 0, [draw.randrange(1, 99)], draw.randrange(40), 1))
         if len(rows) > 1 and draw.random() < 0.05:
             del rows[draw.randrange(len(rows))]
-        plan = Plan(tuple(sorted(rows, key=lambda row: (len(row.tokens) > 1, row.slot))))
+        plan = StepPlan(tuple(sorted(rows, key=lambda row: (len(row.tokens) > 1, row.slot))))
         whole = draw.random() < 0.05, seed == 1
         found, wanted = build(plan, CPU, *whole, memory=memory), build(plan, CPU, *whole)
         same(found, wanted)
@@ -81,7 +81,9 @@ def test_draws(backend: str, seed: int) -> None:
     for step in range(150):
         if draw.random() < 0.2:
             drawing = draw.sample(every, draw.randint(1, 5))
-        draws = [Draw(sequence, (5,) * ahead) for sequence in drawing for ahead in range(draw.choice([1, 1, 1, 2]))]
+        draws = [
+            SampleRow(sequence, (5,) * ahead) for sequence in drawing for ahead in range(draw.choice([1, 1, 1, 2]))
+        ]
         logits = torch.randn(len(draws), VOCABULARY, generator=torch.Generator().manual_seed(step)) * 3
         found, wanted = table.of(draws, CPU, VOCABULARY), sampling_of(draws, CPU, VOCABULARY)
         same(found, wanted)

@@ -21,12 +21,12 @@ from support import drain, fresh_pools, greedy, numbers, odd_runtime, small_runt
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.disk import Disk
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.item_file import encode
-from deltic.cache.offload.item_folder import Label, folders, read_label, root_of
-from deltic.cache.offload.types import Item
+from deltic.cache.offload.item_folder import FolderLabel, folders, read_label, root_of
+from deltic.cache.offload.types import StoredItem
 from deltic.cache.operations import CopyPage
 from deltic.cache.tensors import page_bytes, slot_bytes
 from deltic.cli import main
@@ -42,7 +42,7 @@ from deltic.ops.kv import FP8, is_finite, rounded, store, take
 from deltic.ops.torch.attention import _attend
 from deltic.ops.types import KvView
 from deltic.params import PAGE
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 NAN, INFINITY = float("nan"), float("inf")
 EVERY = torch.arange(256).to(torch.uint8).view(FP8)
@@ -222,7 +222,7 @@ def test_float8_is_read_as_the_numbers_that_it_is() -> None:
 # Pools and tiers
 
 
-def over_float8(*tiers: TierIndex, reuse: bool = True) -> Runtime:
+def over_float8(*tiers: TierIndex, reuse: bool = True) -> ModelRunner:
     """On the CPU, where no option gives it."""
     small = small_runtime(odd_runtime(), batch=4)
     pools = fresh_pools(small, 384, 24, kv=FP8)
@@ -251,7 +251,9 @@ PROMPT = numbers(1, 100, 500)
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_a_prefix_comes_back_byte_by_byte(store: str, tmp_path: Path) -> None:
     def tier() -> TierIndex:
-        return TierIndex(Host(1 << 24) if store == "host" else Disk(tmp_path, "model", 1 << 24), threads=False)
+        return TierIndex(
+            HostStore(1 << 24) if store == "host" else DiskStore(tmp_path, "model", 1 << 24), threads=False
+        )
 
     kept = tier()
     first = over_float8(kept)
@@ -268,7 +270,7 @@ def test_a_prefix_comes_back_byte_by_byte(store: str, tmp_path: Path) -> None:
         assert is_finite(found) and same_bits(found, before)
 
 
-def added(runtime: Runtime, *requests: Any) -> Engine:
+def added(runtime: ModelRunner, *requests: Any) -> Engine:
     engine = Engine(runtime)
     for request in requests:
         engine.add(request)
@@ -277,7 +279,7 @@ def added(runtime: Runtime, *requests: Any) -> Engine:
 
 def test_only_what_these_pools_could_hold_is_let_in() -> None:
     pools = over_float8().pools
-    item = Item("kv", "key", "", 0, 3)
+    item = StoredItem("kv", "key", "", 0, 3)
     shape = (len(pools.keys), 3, *pools.keys.shape[3:])
 
     def why(dtype: torch.dtype, byte: int = 0) -> str:
@@ -297,15 +299,15 @@ def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, FP8, torch.bfloat16, FP8):
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, dtype)
         assert len(tiers) == 1 and notes is not None
-        tiers[0].store.write(Item("kv", "0" * 32, "", 0, 1), {"keys": torch.ones(1).to(dtype)})
+        tiers[0].store.write(StoredItem("kv", "0" * 32, "", 0, 1), {"keys": torch.ones(1).to(dtype)})
     labels = {read_label(folder) for folder in folders(root_of(tmp_path))}
-    assert {label.about.partition(",")[0] for label in labels if isinstance(label, Label)} == {
+    assert {label.about.partition(",")[0] for label in labels if isinstance(label, FolderLabel)} == {
         "bfloat16", "float8_e4m3fn"}
 
 
 def test_files_are_safetensors() -> None:
     from safetensors.torch import load
 
-    content = b"".join(bytes(piece) for piece in encode(Item("kv", "0" * 32, "", 0, 256), {"keys": EVERY}))
+    content = b"".join(bytes(piece) for piece in encode(StoredItem("kv", "0" * 32, "", 0, 256), {"keys": EVERY}))
     assert BytesIO(content).getbuffer().nbytes > 256
     assert same_bits(load(content)["keys"], EVERY)

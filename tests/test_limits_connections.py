@@ -17,7 +17,7 @@ import pytest
 from test_server_harness import Scripted, read_all, serving, wait_until
 
 from deltic.server import connections
-from deltic.server.connections import Acceptor
+from deltic.server.connections import ConnectionAcceptor
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 WHOLE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -166,7 +166,7 @@ def test_without_files_it_waits_and_says_so_once(monkeypatch: pytest.MonkeyPatch
         loop, listener, ready = asyncio.get_running_loop(), Empty(), set[Callable[[], Any]]()
         monkeypatch.setattr(loop, "add_reader", lambda _, call: ready.add(call))
         monkeypatch.setattr(loop, "remove_reader", lambda _: ready.clear())
-        acceptor = Acceptor(listener, lambda _: pytest.fail("made"))  # type: ignore[arg-type]
+        acceptor = ConnectionAcceptor(listener, lambda _: pytest.fail("made"))  # type: ignore[arg-type]
         acceptor.start()
         turns = 0
         while listener.tries < 5:

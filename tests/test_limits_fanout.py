@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, serving, tiny
 
-from deltic.params import Request, SamplingParams, TokenOut
+from deltic.params import EngineRequest, SamplingParams, TokenEvent
 from deltic.server import request_handle as handles
-from deltic.server.request_handle import RequestHandle, Unread
+from deltic.server.request_handle import RequestHandle, UnreadLimits
 
-UNBOUND = Unread(1 << 20, 60, lambda: None)
+UNBOUND = UnreadLimits(1 << 20, 60, lambda: None)
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), [
@@ -74,10 +74,12 @@ def test_an_echo_is_as_large_as_a_body_may_be() -> None:
 
 def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
     async def read() -> tuple[list[int], int]:
-        handle = RequestHandle([Request("a", (1,), SamplingParams())], 0, UNBOUND, lambda _: None, lambda *_: None)
+        handle = RequestHandle(
+            [EngineRequest("a", (1,), SamplingParams())], 0, UNBOUND, lambda _: None, lambda *_: None
+        )
         for _ in range(999):
-            handle.take(TokenOut("a", 0, 5))
-        handle.take(TokenOut("a", 0, 5, finish="length"))
+            handle.take(TokenEvent("a", 0, 5))
+        handle.take(TokenEvent("a", 0, 5, finish="length"))
         turns, sizes = 0, []
 
         async def other() -> None:

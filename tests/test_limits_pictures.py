@@ -25,9 +25,9 @@ from vision_models import data_url, directory, drawing, png
 
 from deltic import LLM
 from deltic.config import Limits
-from deltic.config.vision import PictureConfig, Vision, VisionConfig
+from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import BusyError, DelticError, RequestError
-from deltic.server.pictures import DECODER_MIB, HeldBytes, PictureDecoder, Share
+from deltic.server.pictures import DECODER_MIB, HeldBytes, PictureDecoder, PictureShare
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.images import DecodeJob, PixelBudget, decode
 from deltic.vision.patches import Pixels
@@ -37,7 +37,7 @@ from deltic.vision.sizes import target_size
 __all__ = ["directory"]
 
 TOWER = VisionConfig(2, 48, 100, 4, 64, 36, 3, 16, 2, 2, 1e4, 1, 2)
-SMALL = Vision(TOWER, PictureConfig(64 * 64, 512 * 512))
+SMALL = Vision(TOWER, ImageConfig(64 * 64, 512 * 512))
 WIDE = (9_000, 7_500)
 """Beyond max_picture_megapixels."""
 FITS = (6_000, 5_000)
@@ -200,7 +200,7 @@ def ordinary() -> dict[str, bytes]:
 def test_ordinary_pictures_keep_their_pixels() -> None:
     with DecoderProcess(DECODER_MIB) as process:
         for kind, data in ordinary().items():
-            for vision in (SMALL, *([Vision(TOWER, PictureConfig())] if kind in ("png", "strips", "cmyk") else [])):
+            for vision in (SMALL, *([Vision(TOWER, ImageConfig())] if kind in ("png", "strips", "cmyk") else [])):
                 found = decoded(process, data, vision)
                 assert np.array_equal(found, plainly(data, vision)), kind
                 assert np.array_equal(found, np.asarray(job(data, vision).run())), kind
@@ -323,7 +323,7 @@ def test_seconds_are_those_of_all_pictures_of_a_request() -> None:
 def test_decoded_pictures_of_all_requests_have_a_limit() -> None:
     """A client may hold as much as stays free; what it holds ends with what it belongs to."""
     limits = Limits(max_pictures_mib=4)
-    large = Vision(TOWER, PictureConfig(512 * 512, 512 * 512))  # 768 KiB each
+    large = Vision(TOWER, ImageConfig(512 * 512, 512 * 512))  # 768 KiB each
 
     async def work() -> None:
         decoder = PictureDecoder(limits)
@@ -351,7 +351,7 @@ def test_decoded_pictures_of_all_requests_have_a_limit() -> None:
 def test_what_is_held_is_counted_once() -> None:
     held = HeldBytes(99)
     assert held.take("two", 20)
-    with pytest.raises(BusyError), Share(held, "one") as share:
+    with pytest.raises(BusyError), PictureShare(held, "one") as share:
         share.take(20)
         share.take(20)
     held.free("two", 20)

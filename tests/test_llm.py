@@ -22,7 +22,7 @@ from deltic.engine.start_times import StartTimes
 from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError
 from deltic.llm import Stream
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.pending_drafts import Wants
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
@@ -314,7 +314,7 @@ def test_on_token_stops_within_right_drafts_too(random_llm: LLM, wanted: int, mo
         def forget(self, sequence: Sequence) -> None:
             pass
 
-    monkeypatch.setattr(random_llm, "worker", Worker(Engine(random_llm.runtime, Right(), FixedDepth(3))))
+    monkeypatch.setattr(random_llm, "worker", Worker(Engine(random_llm.runtime, Right(), FixedDraftLength(3))))
     choice = random_llm.generate([prompt], greedy(8), on_token)[0].choices[0]
     assert choice.tokens == tuple(seen) == plain[:wanted] and choice.finish == "abort"
     assert choice.usage.completion_tokens == wanted

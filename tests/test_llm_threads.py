@@ -26,13 +26,13 @@ from torch import Tensor
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.engine.engine import Engine
-from deltic.engine.mailbox import Mailbox
+from deltic.engine.mailbox import EventMailbox
 from deltic.engine.worker import Worker
 from deltic.errors import GenerationError, RequestError, UnavailableError
-from deltic.llm import Output
+from deltic.llm import ChatOutput
 from deltic.ops.types import Batch
-from deltic.params import Request, TokenOut
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, TokenEvent
+from deltic.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ["What is the capital of France?", "1+1=", "What is the opposite of hot?", "Say something.",
@@ -49,7 +49,7 @@ def endless(**params: Any) -> SamplingParams:
     return wild(0, max_tokens=100_000, **params)
 
 
-def answers(outputs: Sequence[Output]) -> list[Any]:
+def answers(outputs: Sequence[ChatOutput]) -> list[Any]:
     """All that must not depend on who else asks: what is reused, and drafted, may."""
     return [[(choice.text, choice.reasoning, choice.tokens, choice.logprobs, choice.finish, choice.usage.prompt_tokens)
              for choice in output.choices] for output in outputs]
@@ -168,8 +168,8 @@ def test_a_served_model_can_be_used_beside_its_clients(alone: list[Any]) -> None
 
 
 def test_waiting_for_a_whole_answer_wakes_nobody_for_each_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    woken, get = [], Mailbox.get
-    monkeypatch.setattr(Mailbox, "get", lambda self, timeout=None: woken.append(1) or get(self, timeout))
+    woken, get = [], EventMailbox.get
+    monkeypatch.setattr(EventMailbox, "get", lambda self, timeout=None: woken.append(1) or get(self, timeout))
     llm.chat("Hello", wild(0, max_tokens=200))
     assert len(woken) <= 5
 
@@ -322,10 +322,10 @@ def test_an_interrupted_call_ends_at_once_and_its_request_with_it(llm: LLM, call
 # Failures
 
 
-def failing(after: int) -> Callable[[Runtime, Batch], Tensor]:
-    run, left = Runtime.run, iter(range(after))
+def failing(after: int) -> Callable[[ModelRunner, Batch], Tensor]:
+    run, left = ModelRunner.run, iter(range(after))
 
-    def fail(self: Runtime, batch: Batch) -> Tensor:
+    def fail(self: ModelRunner, batch: Batch) -> Tensor:
         if next(left, None) is None:
             raise RuntimeError("kernel exploded")
         return run(self, batch)
@@ -337,10 +337,10 @@ def failing(after: int) -> Callable[[Runtime, Batch], Tensor]:
 def test_l8_a_chat_that_fails_raises_and_has_what_came(model: LLM, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params = wild(0, n=n)
     whole = model.chat("Hello", params)
-    monkeypatch.setattr(Runtime, "run", failing(5))
+    monkeypatch.setattr(ModelRunner, "run", failing(5))
     with pytest.raises(GenerationError, match="kernel exploded") as caught:
         model.chat("Hello", params)
-    assert isinstance(caught.value.output, Output) and len(caught.value.output.choices) == n
+    assert isinstance(caught.value.output, ChatOutput) and len(caught.value.output.choices) == n
     for found, wanted in zip(caught.value.output.choices, whole.choices, strict=True):
         assert found.finish == "error" and found.error and "kernel exploded" in found.error
         assert found.tokens == wanted.tokens[:len(found.tokens)] and 0 < len(found.tokens) < 24
@@ -348,7 +348,7 @@ def test_l8_a_chat_that_fails_raises_and_has_what_came(model: LLM, n: int, monke
 
 
 def test_l8_a_stream_that_fails_says_so_at_its_end(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runtime, "run", failing(5))
+    monkeypatch.setattr(ModelRunner, "run", failing(5))
     stream, found = model.stream("Hello", wild(0)), []
     with pytest.raises(GenerationError, match="kernel exploded"):
         for delta in stream:
@@ -369,14 +369,14 @@ def test_l8_a_stream_that_fails_says_so_at_its_end(model: LLM, monkeypatch: pyte
 def test_l8_a_prompt_that_fails_does_not_cost_the_others(odd: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[*numbers(0, 9, 60)], [5, 6, SICK], [*numbers(1, 20, 60)]]
     expected = odd.generate(prompts, wild(0, n=2))
-    run = Runtime.run
+    run = ModelRunner.run
 
-    def sick(self: Runtime, batch: Batch) -> Tensor:
+    def sick(self: ModelRunner, batch: Batch) -> Tensor:
         logits = run(self, batch)
         rows = batch.ids[batch.logit_tokens] == SICK
         return torch.where(rows[:, None], torch.full_like(logits, float("nan")), logits)
 
-    monkeypatch.setattr(Runtime, "run", sick)
+    monkeypatch.setattr(ModelRunner, "run", sick)
     odd.worker.call(lambda engine: engine.runtime.cache.clear())
     found = odd.generate(prompts, wild(0, n=2))
     for choice in found[1].choices:
@@ -453,14 +453,14 @@ def test_commands_run_between_two_steps_and_raise_where_they_were_asked(llm: LLM
 
 def test_a_listener_that_raises_harms_itself_alone(odd: LLM) -> None:
     class Broken:
-        def on_events(self, events: list[TokenOut]) -> None:
+        def on_events(self, events: list[TokenEvent]) -> None:
             raise LookupError("mine")
 
         def on_end(self, error: UnavailableError) -> None:
             pass
 
     expected = odd.generate([[1, 2, 3]], wild(0))
-    odd.worker.submit([Request("broken", (4, 5), wild(0, max_tokens=900))], Broken(), lambda error: None)
+    odd.worker.submit([EngineRequest("broken", (4, 5), wild(0, max_tokens=900))], Broken(), lambda error: None)
     assert answers(odd.generate([[1, 2, 3]], wild(0))) == answers(expected)
     wait_until(lambda: not odd.engine.has_work, 20)
     assert odd.worker.fault(60) is None

@@ -24,7 +24,7 @@ from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
 from deltic.ops import backends, memory
 from deltic.ops.types import Batch
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 
 @pytest.fixture
@@ -99,16 +99,16 @@ def test_a_step_without_memory_costs_one_request(ahead: bool, monkeypatch: pytes
     runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, budget=64, slots=40)
     short = [greedy(numbers(index, 20, 500), 30, name=f"short{index}", seed=index) for index in range(3)]
     alone = {key: answer.tokens for request in short for key, answer in serve(runtime, [request]).items()}
-    engine, answers, run, failed = Engine(runtime, ahead=ahead), Answers(), Runtime.run_hidden, list[int]()
+    engine, answers, run, failed = Engine(runtime, ahead=ahead), Answers(), ModelRunner.run_hidden, list[int]()
 
-    def refuse(self: Runtime, batch: Batch) -> Any:
+    def refuse(self: ModelRunner, batch: Batch) -> Any:
         found = run(self, batch)
         if batch.layout.tokens > 50:
             failed.append(batch.layout.tokens)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return found
 
-    monkeypatch.setattr(Runtime, "run_hidden", refuse)
+    monkeypatch.setattr(ModelRunner, "run_hidden", refuse)
     runtime.cache.clear()
     for request in (short[0], short[1]):
         engine.add(request)

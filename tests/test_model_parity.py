@@ -21,7 +21,7 @@ from deltic.loader.safetensors import load_directory
 from deltic.model.decoder import build
 from deltic.ops import Ops, backends, reference
 from deltic.ops.types import Batch, GdnWeights, Rope, RopeSpec, StateView
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -61,7 +61,7 @@ class Pair:
     """One model in both libraries."""
 
     theirs: Any
-    ours: Runtime
+    ours: ModelRunner
 
     def expected(self, tokens: Sequence[int]) -> Tensor:
         """transformers' logits of a whole prompt, [n, V]."""
@@ -299,7 +299,7 @@ def test_the_comparison_notices_norms_of_the_other_family(tmp_path: Path, family
             same_logits(expected, session_over(broken, budget=512).prefill(tokens, all_logits=True))
 
 
-def with_ops(runtime: Runtime, ops: Ops) -> Runtime:
+def with_ops(runtime: ModelRunner, ops: Ops) -> ModelRunner:
     return replace(runtime, decoder=replace(runtime.decoder, ops=ops))
 
 
@@ -330,7 +330,7 @@ def updates_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def reference_ops(pair: Pair) -> Runtime:
+def reference_ops(pair: Pair) -> ModelRunner:
     return with_ops(pair.ours, replace(pair.ours.decoder.ops, gdn_mixer=backends()["reference"].gdn_mixer))
 
 

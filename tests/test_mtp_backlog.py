@@ -13,21 +13,21 @@ from support import Answers, greedy, numbers, session_over, take
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode import mtp
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 PROMPTS = {"a": 5, "b": 30, "c": 17, "d": 40, "e": 9}
 LENGTHS = {"a": 60, "b": 35, "c": 5, "d": 21, "e": 44}
 
 
-def headed() -> Runtime:
+def headed() -> ModelRunner:
     shape = replace(ModelConfig.preset("qwen3.5-0.8b", 4), vocab_size=5003)
     return load(RandomModel(shape=shape, initializer_range=0.1, head=True), EngineConfig(
         dtype="float32", memory="96MiB", max_batch=3, max_context=256, threads=1, speculate="mtp:2"))
 
 
-def head_rows(runtime: Runtime, pages: list[int], done: int) -> list[torch.Tensor]:
+def head_rows(runtime: ModelRunner, pages: list[int], done: int) -> list[torch.Tensor]:
     """The head's keys and values of the first `done` tokens in these pages."""
     return [tensor[-1, pages].flatten(0, 1)[:done].clone() for tensor in runtime.pools.page_tensors]
 
@@ -47,7 +47,7 @@ def compare(late: Engine, early: Engine) -> None:
 def test_a_head_that_is_told_late_knows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by step beside one that is told at once: sequences come and go, one is aborted, one begins with what another
     has just left; what is kept of them all is complete."""
-    engines = [Engine(headed(), depth=FixedDepth(0)) for _ in range(2)]
+    engines = [Engine(headed(), depth=FixedDraftLength(0)) for _ in range(2)]
     requests = {name: greedy(numbers(index, PROMPTS[name], 500), LENGTHS[name], name)
                 for index, name in enumerate(PROMPTS)}
     single, calls = mtp._single, [0, 0]

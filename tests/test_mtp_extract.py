@@ -127,7 +127,7 @@ def test_in_pieces_with_progress(source: Path, tmp_path: Path, monkeypatch: pyte
         reads.append(count)
         return checkpoint.read(name, offset, count)
 
-    extract_head(mtp_head.Checkpoint(source, checkpoint.sizes, read), tmp_path / "h.safetensors", "x",
+    extract_head(mtp_head.CheckpointFiles(source, checkpoint.sizes, read), tmp_path / "h.safetensors", "x",
                  lambda done, total: seen.append((done, total)))
     assert_extracted(tmp_path / "h.safetensors")
     total = sum(tensor.nbytes for tensor in HEAD.values())
@@ -193,7 +193,7 @@ def test_a_file_that_ends_early_leaves_nothing(source: Path, tmp_path: Path) -> 
         return found[:-1] if count == HEAD["mtp.norm.weight"].nbytes else found
 
     with pytest.raises(ModelError, match=r"safetensors ended while it was read"):
-        extract_head(mtp_head.Checkpoint(source, checkpoint.sizes, read), tmp_path / "x.safetensors", "x")
+        extract_head(mtp_head.CheckpointFiles(source, checkpoint.sizes, read), tmp_path / "x.safetensors", "x")
     assert left_in(tmp_path) == []
 
 

@@ -18,14 +18,14 @@ from deltic import Session
 from deltic.cache.tensors import allocate
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.names import canonical_head, expected_head, packed_parts, split_packed
 from deltic.loader.quantize import quantize_weights
 from deltic.loader.safetensors import load_directory
 from deltic.model.decoder import Decoder, build
-from deltic.model.mtp_head import Mtp, build_head
+from deltic.model.mtp_head import MtpHead, build_head
 from deltic.ops import Ops, backends
 from deltic.ops.cpu import missing
 from deltic.ops.types import AttentionWeights, Batch, Block, CacheViews, KvView
@@ -107,7 +107,7 @@ class Pair:
     weights: dict[str, Tensor]
     place: Path
 
-    def mtp(self, ops: Ops) -> tuple[Decoder, Mtp]:
+    def mtp(self, ops: Ops) -> tuple[Decoder, MtpHead]:
         decoder = build(self.config, {**self.weights}, ops, torch.float32)
         return decoder, build_head(self.config, {**self.theirs.tensors(self.config)}, decoder)
 
@@ -129,7 +129,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 # Ours
 
 
-def poisoned(config: ModelConfig, mtp: Mtp) -> CacheViews:
+def poisoned(config: ModelConfig, mtp: MtpHead) -> CacheViews:
     """The head's own pages, full of NaN; those of the trunk are not there to be read."""
     assert mtp.layer.store == len(config.attention_layers)
     shape = (2 + -(-(PROMPT + DEPTH) // PAGE), PAGE, config.num_key_value_heads, config.head_dim)
@@ -143,11 +143,13 @@ PAGES = (3, 1, 4)
 
 def batch_of(*rows: tuple[Sequence[int], int, tuple[int, ...]]) -> Batch:
     """rows: tokens, cursor, pages."""
-    return build_batch(Plan(tuple(Row(tuple(tokens), done, pages, 0, logits=True) for tokens, done, pages in rows)),
-                       torch.device("cpu"))
+    return build_batch(
+        StepPlan(tuple(PlannedRow(tuple(tokens), done, pages, 0, logits=True) for tokens, done, pages in rows)),
+        torch.device("cpu"),
+    )
 
 
-def drafted(mtp: Mtp, config: ModelConfig, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+def drafted(mtp: MtpHead, config: ModelConfig, tokens: Sequence[int], hidden: Tensor) -> Tensor:
     """As `Theirs.drafts`: the prompt's rows through `keep`, in chunks of several lengths, and then one by one."""
     views, done = poisoned(config, mtp), 0
     before = torch.cat([torch.zeros_like(hidden[:1]), hidden])
@@ -201,8 +203,8 @@ def test_hidden_states_come_from_the_trunks_own_forward(pair: Pair) -> None:
     decoder, mtp = pair.mtp(backends()["torch"])
     tokens = tokens_of(pair.config, seed=1)
     pools = allocate(pair.config, 4, 1, torch.float32, decoder.ops)
-    row = Row(tokens[:PROMPT], 0, (0, 1, 2), 0, logits=True)
-    batch = build_batch(Plan((row,)), torch.device("cpu"), all_logits=True)
+    row = PlannedRow(tokens[:PROMPT], 0, (0, 1, 2), 0, logits=True)
+    batch = build_batch(StepPlan((row,)), torch.device("cpu"), all_logits=True)
     hidden = decoder.forward(batch, CacheViews(pools.kv_views(), pools.state_views()))
     assert error(pair.theirs.drafts(tokens), drafted(mtp, pair.config, tokens, hidden)) < TOLERANCE
 
@@ -233,7 +235,7 @@ def test_a_batch_of_several_rows_is_each_row_alone(pair: Pair) -> None:
 # Wrong wirings must not pass
 
 
-def swapped(mtp: Mtp) -> Mtp:
+def swapped(mtp: MtpHead) -> MtpHead:
     assert isinstance(mtp.fc, Tensor)
     return replace(mtp, fc=torch.cat(mtp.fc.chunk(2, dim=1)[::-1], dim=1))
 
@@ -303,7 +305,7 @@ def test_how_many_tokens_a_head_knows_is_an_option(options: dict[str, int], rows
 # Forms of weights
 
 
-def head_of(config: ModelConfig, name: str, tensors: dict[str, Block]) -> tuple[Decoder, Mtp]:
+def head_of(config: ModelConfig, name: str, tensors: dict[str, Block]) -> tuple[Decoder, MtpHead]:
     ops = backends()[name]
     decoder = build(config, {**random_weights(config)}, ops, torch.bfloat16)
     return decoder, build_head(config, tensors, decoder)
@@ -348,7 +350,7 @@ def test_own_embedding_and_logits_are_used(pair: Pair) -> None:
 # Norms that have been saved with the family's offset
 
 
-def norms_of(mtp: Mtp) -> list[Tensor]:
+def norms_of(mtp: MtpHead) -> list[Tensor]:
     mixer = mtp.layer.mixer
     assert isinstance(mixer, AttentionWeights) and mixer.q_norm is not None and mixer.k_norm is not None
     return [mtp.norm_embedding, mtp.norm_hidden, mtp.norm, mtp.layer.input_norm, mtp.layer.post_norm, mixer.q_norm,

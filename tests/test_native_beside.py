@@ -16,7 +16,7 @@ from op_cases import same_bits
 from torch import Tensor
 
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.offloaded_experts import TOKENS, Beside
+from deltic.ops.cpu.offloaded_experts import TOKENS, OffloadedExperts
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -29,8 +29,8 @@ def weights_of(hidden: int, size: int) -> list[Tensor]:
     return [(torch.randn(EXPERTS, 3 * size * hidden, generator=rng) * hidden**-0.5).bfloat16() for _ in range(LAYERS)]
 
 
-def beside(hidden: int, size: int, threads: int = 2, level: int | None = None) -> Beside:
-    return Beside(weights_of(hidden, size), hidden, MOST, (threads, best_level() if level is None else level))
+def beside(hidden: int, size: int, threads: int = 2, level: int | None = None) -> OffloadedExperts:
+    return OffloadedExperts(weights_of(hidden, size), hidden, MOST, (threads, best_level() if level is None else level))
 
 
 class Request:
@@ -46,7 +46,7 @@ class Request:
         if tokens > 3:
             self.experts[3][1] = self.experts[3][0]
 
-    def ask(self, of: Beside, layer: int, tokens: list[int]) -> Tensor:
+    def ask(self, of: OffloadedExperts, layer: int, tokens: list[int]) -> Tensor:
         """The sums of these tokens; NaN where nothing was written."""
         of.sums.fill_(torch.nan)
         for row, token in enumerate(tokens):

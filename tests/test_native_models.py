@@ -21,12 +21,12 @@ from torch import Tensor
 from deltic.config import EngineConfig, LinearConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.types import Batch
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -38,14 +38,14 @@ LEVEL_PAIRS = [(0, -1), (-1, 0), (-1, -1)]
 """Levels of two models, the last one being the best that there is."""
 
 
-def model(level: int, count: int = 1, **changes: Any) -> Runtime:
+def model(level: int, count: int = 1, **changes: Any) -> ModelRunner:
     number = range(best_level() + 1)[level]
     options: dict[str, Any] = {"memory": "8MiB", "max_batch": 4, "threads": count, "cpu_level": LEVELS[number],
                                "dtype": "bfloat16", **changes}
     return cleared(load(RandomModel(shape=SHAPE, initializer_range=0.1), EngineConfig(**options)))
 
 
-def cleared(runtime: Runtime) -> Runtime:
+def cleared(runtime: ModelRunner) -> ModelRunner:
     """With zeros in the pools: some batches here stand for sequences whose beginning nobody has read."""
     for field in fields(runtime.pools):
         value = getattr(runtime.pools, field.name)
@@ -55,11 +55,11 @@ def cleared(runtime: Runtime) -> Runtime:
     return runtime
 
 
-def steps(runtime: Runtime, chunks: tuple[int, ...] = (33, 1, 1, 1, 9, 1, 1, 1, 1, 1, 10)) -> list[Tensor]:
+def steps(runtime: ModelRunner, chunks: tuple[int, ...] = (33, 1, 1, 1, 9, 1, 1, 1, 1, 1, 10)) -> list[Tensor]:
     """The logits of one sequence's steps."""
     done, found = 0, []
     for chunk in chunks:
-        plan = Plan((Row(TOKENS[done:done + chunk], done, PAGES, 1, 1),))
+        plan = StepPlan((PlannedRow(TOKENS[done:done + chunk], done, PAGES, 1, 1),))
         found.append(runtime.run(build(plan, CPU, all_logits=True)))
         done += chunk
     return found
@@ -94,7 +94,7 @@ def test_models_by_turns(levels: tuple[int, int]) -> None:
 def test_models_at_once(levels: tuple[int, int]) -> None:
     pairs = [(model(level, count), alone(level, 1)) for level, count in zip(levels, (3, 1), strict=True)]
 
-    def work(runtime: Runtime, wanted: list[Tensor]) -> None:
+    def work(runtime: ModelRunner, wanted: list[Tensor]) -> None:
         for _ in range(6):
             assert all_same(steps(runtime), wanted)
 
@@ -105,7 +105,7 @@ def test_engines_at_once() -> None:
     """Whole answers, drawn ones among them."""
     runtimes = [model(-1, 2), model(0, 1), model(-1, 1, quant="q8_0")]
 
-    def answers(runtime: Runtime) -> list[list[int | None]]:
+    def answers(runtime: ModelRunner) -> list[list[int | None]]:
         engine = Engine(runtime)
         for index in range(4):
             request = greedy(numbers(index, 20 + 3 * index, SHAPE.vocab_size), 20, f"n{index}")
@@ -115,7 +115,7 @@ def test_engines_at_once() -> None:
 
     wanted = [answers(runtime) for runtime in runtimes]
 
-    def work(runtime: Runtime, right: list[list[int | None]]) -> None:
+    def work(runtime: ModelRunner, right: list[list[int | None]]) -> None:
         for _ in range(3):
             assert answers(runtime) == right
 
@@ -130,8 +130,8 @@ def test_one_model_stepped_from_many_threads() -> None:
 
     def work(slot: int) -> None:
         for _ in range(20):
-            row = Row(TOKENS[:33], 0, tuple(range(6 * slot, 6 * slot + 6)), slot, 1)
-            assert same_bits(runtime.run(build(Plan((row,)), CPU, all_logits=True)), wanted)
+            row = PlannedRow(TOKENS[:33], 0, tuple(range(6 * slot, 6 * slot + 6)), slot, 1)
+            assert same_bits(runtime.run(build(StepPlan((row,)), CPU, all_logits=True)), wanted)
 
     in_time(*(lambda slot=slot: work(slot) for slot in range(4)))
 
@@ -150,7 +150,12 @@ def test_a_model_keeps_its_threads() -> None:
 
 def good() -> Batch:
     """A row of one token and one of a chunk, with an emit, after some tokens."""
-    plan = Plan((Row(TOKENS[20:21], 20, PAGES, 0, 1), Row(TOKENS[:8], 17, tuple(range(6, 11)), 1, 1, emits=((20, 2),))))
+    plan = StepPlan(
+        (
+            PlannedRow(TOKENS[20:21], 20, PAGES, 0, 1),
+            PlannedRow(TOKENS[:8], 17, tuple(range(6, 11)), 1, 1, emits=((20, 2),)),
+        )
+    )
     return build(plan, CPU)
 
 
@@ -183,7 +188,7 @@ def test_a_wrong_batch_is_refused_and_harms_nothing(name: str, place: int, value
 
 
 @cache
-def shared() -> Runtime:
+def shared() -> ModelRunner:
     return model(-1)
 
 
@@ -194,7 +199,7 @@ RINGS = [("base", 5, "appends from far behind"), ("base", 30, "the state is ahea
 @pytest.mark.parametrize(("name", "value", "why"), RINGS)
 def test_a_cursor_out_of_the_replay_ring_is_refused(name: str, value: int, why: str) -> None:
     runtime = cleared(load(RandomModel(shape=SHAPE), EngineConfig(memory="8MiB", max_batch=4, threads=1), rings=True))
-    plan = Plan((Row(TOKENS[:2], 24, PAGES, 0, 1, base=20, ring=1, append=True),))
+    plan = StepPlan((PlannedRow(TOKENS[:2], 24, PAGES, 0, 1, base=20, ring=1, append=True),))
     batch = build(plan, CPU)
     assert runtime.run(batch).isfinite().all()
     with pytest.raises(ValueError, match="a batch points outside"):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deltic.ops.cpu import kernels, missing
 from deltic.ops.cpu.kernels import native_weight
-from deltic.ops.cpu.library import Pool, library
+from deltic.ops.cpu.library import ThreadPool, library
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import QTensor, pack_tensor
 
@@ -130,7 +130,7 @@ def test_pools_work_side_by_side(pool: int) -> None:
 def test_threads_of_python_may_call_at_once(threads: int) -> None:
     """One model, used by three: each call has its turn."""
     weight, x, wanted = alone()
-    shared = Pool(best_level(), threads)
+    shared = ThreadPool(best_level(), threads)
 
     def work() -> None:
         for call in range(200):
@@ -145,7 +145,7 @@ def test_threads_begin_with_the_first_call_and_end_with_the_pool() -> None:
     weight, x, _ = alone()
     known = len(os.listdir("/proc/self/task"))
     for _ in range(5):
-        shared = Pool(best_level(), 4)
+        shared = ThreadPool(best_level(), 4)
         assert len(os.listdir("/proc/self/task")) == known
         kernels.linear(shared, x, weight)
         assert len(os.listdir("/proc/self/task")) == known + 3

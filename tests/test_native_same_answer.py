@@ -39,8 +39,8 @@ from deltic.engine.loading import RandomModel, load
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import fold_ring
 from deltic.ops.types import GdnSpec, GdnWeights
-from deltic.params import Request, SamplingParams
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -60,7 +60,7 @@ SHAPES = {"qwen2": qwen2_shape(hidden_size=256, intermediate_size=512),
 
 
 @cache
-def model(kind: str) -> Runtime:
+def model(kind: str) -> ModelRunner:
     options = EngineConfig(**{"memory": "8MiB", "max_batch": 8, "threads": 1, **KINDS[kind]})
     return load(RandomModel(shape=SHAPES.get(kind, BLOCKS), initializer_range=0.1), options)
 
@@ -82,7 +82,7 @@ def recorded(kind: str, budget: int, batch: int, kept: int) -> Tensor:
     if kept:
         engine.add(greedy(answer.prompt[:kept], 1, "before"))
         drain(engine)
-    seen = Request("seen", answer.prompt, DRAWN)
+    seen = EngineRequest("seen", answer.prompt, DRAWN)
     others = [greedy(numbers(50 + i, 20 + 9 * i, BLOCKS.vocab_size), 30 - 2 * i, f"n{i}") for i in range(batch - 1)]
     for request in (*others[:1], seen, *others[1:]):
         engine.add(request)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from deltic.config import EngineConfig, LinearConfig
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import backends, reference
 from deltic.ops.cpu import missing
 from deltic.ops.types import PAGE, Batch, CacheViews, GdnWeights, StateView
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -36,12 +36,12 @@ PAGES = 6
 
 
 @cache
-def model(kind: str) -> Runtime:
+def model(kind: str) -> ModelRunner:
     options = EngineConfig(**{"memory": "8MiB", "max_batch": 4, "threads": 1, **KINDS[kind]})
     return load(RandomModel(shape=SHAPE, initializer_range=0.1), options)
 
 
-def with_rings(runtime: Runtime, units: int) -> CacheViews:
+def with_rings(runtime: ModelRunner, units: int) -> CacheViews:
     specs = [layer.mixer.spec for layer in runtime.decoder.weights.layers if isinstance(layer.mixer, GdnWeights)]
     views = [StateView(view.recurrent, view.conv, empty_ring(units, view.conv.dtype, spec))
              for view, spec in zip(runtime.views.states, specs, strict=True)]
@@ -54,7 +54,7 @@ def pages(sequence: int) -> tuple[int, ...]:
 
 def batch_of(rows: Sequence[tuple[int, tuple[int, ...], int, int, bool]], hidden: bool) -> Batch:
     """Rows (sequence, tokens, done, base, append) with all logits."""
-    plan = Plan(tuple(Row(tokens, done, pages(sequence), sequence, True)
+    plan = StepPlan(tuple(PlannedRow(tokens, done, pages(sequence), sequence, True)
                       for sequence, tokens, done, _, _ in rows))
     batch = build(plan, CPU, all_logits=True)
     return replace(batch, base=torch.tensor([base for *_, base, _ in rows]),
@@ -63,7 +63,7 @@ def batch_of(rows: Sequence[tuple[int, tuple[int, ...], int, int, bool]], hidden
                    layout=replace(batch.layout, appends=any(append for *_, append in rows), hidden=hidden))
 
 
-def plain(runtime: Runtime, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def plain(runtime: ModelRunner, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Logits and hidden states of one token at a time, as sequence 0, without rings."""
     step = runtime.step
     assert step is not None

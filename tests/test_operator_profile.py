@@ -24,7 +24,7 @@ from deltic.ops.cuda import mtp
 from deltic.ops.cuda import prefill as prompts
 from deltic.ops.cuda.marks import NAMES, mark_of, operator_of
 from deltic.ops.cuda.sample import source
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [list(numbers(seed, 5 + 40 * seed, 500)) for seed in range(4)]
@@ -35,7 +35,7 @@ def llm() -> Iterator[LLM]:
     """The embedded model with its draft head."""
     with LLM(memory="64MiB", dtype="float32", threads=1, token_budget=64, speculate="mtp:2") as model:
         # phases and drafts are counted, which may not depend on how long steps take
-        model.engine.scheduler.times, model.engine.speculator.depth = None, FixedDepth(2)
+        model.engine.scheduler.times, model.engine.speculator.depth = None, FixedDraftLength(2)
         yield model
         model.worker.call(lambda engine: engine.check())
 

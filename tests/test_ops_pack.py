@@ -12,7 +12,7 @@ from test_gguf_blocks import READABLE, random_rows
 
 from deltic.loader.gguf.blocks import BY_NAME, IQ4_VALUES, MXFP4_VALUES, decode
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.library import Matrix, library
+from deltic.ops.cpu.library import MatrixStruct, library
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -43,7 +43,7 @@ def pack(name: str, raw: Bytes, columns: int, cuts: tuple[int, ...] = ()) -> Byt
 
 
 def unpack(name: str, packed: Bytes, shape: tuple[int, int], rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    matrix = Matrix(BY_NAME[name].id, *shape, packed.ctypes.data)
+    matrix = MatrixStruct(BY_NAME[name].id, *shape, packed.ctypes.data)
     out = np.full(len(rows) * shape[1] + GUARD, 77, np.float32)
     library().deltic_unpack_rows(byref(matrix), rows.ctypes.data, len(rows), out.ctypes.data)
     assert (out[out.size - GUARD:] == 77).all()

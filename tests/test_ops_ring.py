@@ -33,7 +33,7 @@ from torch import Tensor
 
 from deltic.ops import backends, reference
 from deltic.ops.cpu import kernels, missing
-from deltic.ops.types import RING, Batch, GdnSpec, GdnWeights, RingView, StateView
+from deltic.ops.types import RING, Batch, DeltaLogView, GdnSpec, GdnWeights, StateView
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 Core = Callable[[Tensor, GdnWeights, StateView, Batch], Tensor]
@@ -157,7 +157,7 @@ class World:
         return Turn(sequence, chunk, accepted, append, self.pick(1, chunk) if emits else 0,
                     None if append or self.pick(0, 1) else slot)
 
-    def history(self, fold: Callable[..., None], corrupt: Callable[[RingView, int, int, int, bool], None]) -> bool:
+    def history(self, fold: Callable[..., None], corrupt: Callable[[DeltaLogView, int, int, int, bool], None]) -> bool:
         """Steps until all sequences are at their ends; whether everything had the right bits."""
         while turns := [turn for sequence in self.sequences if self.pick(0, 3)
                         for turn in [self.turn(sequence, self.free)] if turn] or self._unfinished():
@@ -186,7 +186,7 @@ class World:
         s.slot, s.base = target, s.done
 
 
-def sound(ring: RingView, unit: int, base: int, done: int, rejected: bool) -> None:
+def sound(ring: DeltaLogView, unit: int, base: int, done: int, rejected: bool) -> None:
     """Nothing is corrupted."""
 
 
@@ -247,36 +247,36 @@ def test_rows_that_are_cut_by_the_kernels_windows() -> None:
 # Bugs that are put in must be seen
 
 
-def _last(ring: RingView, unit: int, done: int, other: int) -> None:
+def _last(ring: DeltaLogView, unit: int, done: int, other: int) -> None:
     """The entry of the last token becomes that of `other`."""
     for name in ("keys", "updates", "decays"):
         pool = getattr(ring, name)
         pool[unit, (done - 1) % RING] = pool[unit, other % RING].clone()
 
 
-def rounded_updates(ring: RingView, unit: int, base: int, done: int, rejected: bool) -> None:
+def rounded_updates(ring: DeltaLogView, unit: int, base: int, done: int, rejected: bool) -> None:
     ring.updates[unit] = ring.updates[unit].bfloat16().float()
 
 
-def doubled_decay(ring: RingView, unit: int, base: int, done: int, rejected: bool) -> None:
+def doubled_decay(ring: DeltaLogView, unit: int, base: int, done: int, rejected: bool) -> None:
     ring.decays[unit, (done - 1) % RING] **= 2
 
 
-def dropped_entry(ring: RingView, unit: int, base: int, done: int, rejected: bool) -> None:
+def dropped_entry(ring: DeltaLogView, unit: int, base: int, done: int, rejected: bool) -> None:
     ring.decays[unit, base % RING], ring.updates[unit, base % RING] = 1.0, 0.0
 
 
-def repeated_entry(ring: RingView, unit: int, base: int, done: int, rejected: bool) -> None:
+def repeated_entry(ring: DeltaLogView, unit: int, base: int, done: int, rejected: bool) -> None:
     if done - base > 1:
         _last(ring, unit, done, done - 2)
 
 
-def leaked_draft(ring: RingView, unit: int, base: int, done: int, rejected: bool) -> None:
+def leaked_draft(ring: DeltaLogView, unit: int, base: int, done: int, rejected: bool) -> None:
     if rejected:
         _last(ring, unit, done, done)
 
 
-def leaked_input(ring: RingView, unit: int, base: int, done: int, rejected: bool) -> None:
+def leaked_input(ring: DeltaLogView, unit: int, base: int, done: int, rejected: bool) -> None:
     if rejected:
         ring.inputs[unit, (done - 1) % RING] = ring.inputs[unit, done % RING]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from deltic.ops import backends, reference
 from deltic.ops.cpu import missing
 from deltic.ops.cpu import tower as compiled
-from deltic.ops.cpu.library import LEVELS, Pool
-from deltic.ops.encoder_layers import Affine, EncoderLayer, Norm, Scene, VisionWeights
+from deltic.ops.cpu.library import LEVELS, ThreadPool
+from deltic.ops.encoder_layers import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
 
 SHAPES = {"heads of 4": (1, 4, 10, (1, 2, 3)), "of 12": (5, 12, 33, (13, 1, 40)), "of 64": (3, 64, 96, (481, 12)),
           "of 72": (2, 72, 64, (130, 1030)), "of 40": (2, 40, 50, (960, 17))}
@@ -30,8 +30,8 @@ def tower(heads: int, dim: int, inner: int, sizes: tuple[int, ...], dtype: torch
     def affine(rows: int, columns: int, scale: float = 1.0) -> Affine:
         return Affine(normal(rows, columns, scale=scale * columns ** -0.5).to(dtype), normal(rows))
 
-    def norm() -> Norm:
-        return Norm(normal(hidden), normal(hidden))
+    def norm() -> LayerNorm:
+        return LayerNorm(normal(hidden), normal(hidden))
 
     layers = tuple(EncoderLayer(affine(3 * hidden, hidden, 2.0), affine(hidden, hidden), norm(), affine(inner, hidden),
                                 affine(hidden, inner), norm()) for _ in range(2))
@@ -81,7 +81,7 @@ def test_in_torch(shape: str) -> None:
 def test_at_every_level(shape: str, level: int) -> None:
     if level > best_level():
         pytest.skip("this processor lacks the level")
-    threads = Pool(level, 2)
+    threads = ThreadPool(level, 2)
     x, plain, scene = tower(*SHAPES[shape])
     wanted, weights = exact(shape), packed(plain)
     assert run(threads, x.clone(), weights, scene, wanted) < 2e-5
@@ -89,7 +89,7 @@ def test_at_every_level(shape: str, level: int) -> None:
     assert run(threads, x.clone(), weights, narrow, wanted) < 2e-2
 
 
-def run(threads: Pool, x: Tensor, weights: VisionWeights, scene: Scene, wanted: Tensor) -> float:
+def run(threads: ThreadPool, x: Tensor, weights: VisionWeights, scene: Scene, wanted: Tensor) -> float:
     slices = sum(1 for _ in compiled.vision(threads, x, weights, scene))
     assert slices >= 2 * (2 + len(scene.sizes)), "the work of the kernels comes in slices"
     return difference(x, wanted)
@@ -101,9 +101,9 @@ def test_bits_do_not_depend_on_slices_and_neighbours(dtype: torch.dtype, monkeyp
     x, plain, scene = tower(3, 64, 96, (481, 1500), dtype)
     weights, alone = packed(plain), x[481:].clone()
     together = x.clone()
-    list(compiled.vision(Pool(best_level(), 2), together, weights, scene))
+    list(compiled.vision(ThreadPool(best_level(), 2), together, weights, scene))
     monkeypatch.setattr("deltic.ops.cpu.tower._SLICE", 1e7)
     monkeypatch.setattr("deltic.ops.cpu.tower._QUERIES", 96)
     part = Scene((1500,), scene.cos[481:], scene.sin[481:], dtype)
-    assert sum(1 for _ in compiled.vision(Pool(best_level(), 1), alone, weights, part)) > 100
+    assert sum(1 for _ in compiled.vision(ThreadPool(best_level(), 1), alone, weights, part)) > 100
     assert torch.equal(alone, together[481:])

@@ -14,12 +14,12 @@ from deltic.cache.operations import CopySlot
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError, RequestError
-from deltic.params import Embed, Request
+from deltic.params import Embed, EngineRequest
 from deltic.runner import launch
 from deltic.runner.input_batch import FEW_ROWS, build, has_bucket
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.runner.passes import passes
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime}
@@ -27,27 +27,37 @@ PAGES = (3, 4, 5)
 
 
 def test_rows_become_single_tokens() -> None:
-    rows = (Row((7, 8, 9), 14, PAGES, 1, 2, target=5, emits=((16, 6), (17, 8)), rotary=-2), Row((4,), 30, PAGES, 2, 1),
-            Row((1, 2), 0, PAGES, 3, 0))
+    rows = (
+        PlannedRow((7, 8, 9), 14, PAGES, 1, 2, target=5, emits=((16, 6), (17, 8)), rotary=-2),
+        PlannedRow((4,), 30, PAGES, 2, 1),
+        PlannedRow((1, 2), 0, PAGES, 3, 0),
+    )
     found = list(passes(rows))
     assert [part.rows for part in found] == [
-        (Row((7,), 14, PAGES, 1, 1, target=5, rotary=-2), Row((4,), 30, PAGES, 2, 1), Row((1,), 0, PAGES, 3, 1)),
-        (Row((8,), 15, PAGES, 5, 1, target=5, rotary=-2), Row((2,), 1, PAGES, 3, 1)),
-        (Row((9,), 16, PAGES, 5, 1, target=5, rotary=-2),)]
+        (
+            PlannedRow((7,), 14, PAGES, 1, 1, target=5, rotary=-2),
+            PlannedRow((4,), 30, PAGES, 2, 1),
+            PlannedRow((1,), 0, PAGES, 3, 1),
+        ),
+        (PlannedRow((8,), 15, PAGES, 5, 1, target=5, rotary=-2), PlannedRow((2,), 1, PAGES, 3, 1)),
+        (PlannedRow((9,), 16, PAGES, 5, 1, target=5, rotary=-2),),
+    ]
     assert [part.kept for part in found] == [((1, 2),), ((0, 0),), ((0, 1),)]
     assert [part.copies for part in found] == [(), (CopySlot(5, 6),), (CopySlot(5, 8),)]
 
 
 def test_positions_go_with_their_tokens() -> None:
-    row = Row((7, 8), 14, PAGES, 1, 1, rotary=((3, 4), (5, 6), (7, 8)))
+    row = PlannedRow((7, 8), 14, PAGES, 1, 1, rotary=((3, 4), (5, 6), (7, 8)))
     assert [part.rows[0].rotary for part in passes([row])] == [((3,), (5,), (7,)), ((4,), (6,), (8,))]
 
 
 def test_known_and_unknown_tokens_are_apart_and_all_have_buckets() -> None:
-    rows = [Row((-1,), 9, PAGES, n, 1, drawn=n) if n % 3 else Row((n, n), 9, PAGES, n, 1) for n in range(60)]
+    rows = [
+        PlannedRow((-1,), 9, PAGES, n, 1, drawn=n) if n % 3 else PlannedRow((n, n), 9, PAGES, n, 1) for n in range(60)
+    ]
     found = list(passes(rows))
     assert [len(part.rows) for part in found] == [16, 16, 8, 16, 4, 16, 4]
-    assert all(len(part.rows) <= FEW_ROWS and has_bucket(Plan(part.rows)) for part in found)
+    assert all(len(part.rows) <= FEW_ROWS and has_bucket(StepPlan(part.rows)) for part in found)
     assert sorted(wanted for part in found for _, wanted in part.kept) == list(range(60))
 
 
@@ -58,12 +68,12 @@ def test_no_rows() -> None:
 # Through the engine
 
 
-def invariant(model: Runtime, **limits: Any) -> Runtime:
+def invariant(model: ModelRunner, **limits: Any) -> ModelRunner:
     found = runtime_of(model, **limits)
     return replace(found, options=replace(found.options, batch_invariant=True, speculate="auto"))
 
 
-def tell(engine: Engine, requests: list[Request]) -> Answers:
+def tell(engine: Engine, requests: list[EngineRequest]) -> Answers:
     for request in requests[:2]:
         engine.add(request)
     answers = Answers()
@@ -76,7 +86,7 @@ def tell(engine: Engine, requests: list[Request]) -> Answers:
     return answers
 
 
-def mixed(vocabulary: int) -> list[Request]:
+def mixed(vocabulary: int) -> list[EngineRequest]:
     """Long and short, greedy and drawn, with choices, scores, and one that goes on from another's prompt."""
     first = greedy(numbers(1, 90, vocabulary), 12, "a")
     return [first, greedy(numbers(2, 3, vocabulary), 20, "b", temperature=0.8, seed=2),
@@ -91,9 +101,9 @@ def test_answers_are_the_same(name: str, ahead: bool, monkeypatch: pytest.Monkey
     model = MODELS[name]()
     requests = mixed(model.config.vocab_size)
     wanted = tell(Engine(runtime_of(model), ahead=ahead), requests)
-    seen = list[Plan]()
+    seen = list[StepPlan]()
 
-    def watched(plan: Plan, *args: Any, **options: Any) -> Any:
+    def watched(plan: StepPlan, *args: Any, **options: Any) -> Any:
         seen.append(plan)
         return build(plan, *args, **options)
 
@@ -108,7 +118,7 @@ def test_answers_are_the_same(name: str, ahead: bool, monkeypatch: pytest.Monkey
 def test_what_it_is_not_for() -> None:
     engine = Engine(invariant(odd_runtime()))
     with pytest.raises(RequestError, match="was loaded with batch_invariant") as caught:
-        engine.add(Request("a", (1, 2, 3), Embed()))
+        engine.add(EngineRequest("a", (1, 2, 3), Embed()))
     assert caught.value.field == "output"
     for options, name in (({"speculate": "mtp"}, "speculate"), ({"mmproj": "a.gguf"}, "mmproj"),
                           ({"device": "cuda", "expert_cap": 3}, "expert_compute")):

@@ -14,9 +14,9 @@ from test_engine import POISONS, SICK, poison
 from test_prefix_reuse import answer_to
 
 from deltic.engine.engine import Engine
-from deltic.params import Request, SamplingParams
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.proposers import NgramDrafter
+from deltic.params import EngineRequest, SamplingParams
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.proposers import NgramProposer
 
 PROMPT = numbers(1, 100, 500)
 KINDS: dict[str, dict[str, Any]] = {
@@ -66,8 +66,8 @@ def test_l6_many_pauses_amid_drafts_change_nothing(every: int) -> None:
     request = greedy(PROMPT, 40, temperature=1.0, seed=3, n=2)
     whole = serve(runtime_of(odd_runtime()), [request])
     known = {key: answer.tokens for key, answer in whole.items()}
-    for drafter in (NgramDrafter(4), Scripted(known, PATTERNS["every third wrong"], 4)):
-        engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
+    for drafter in (NgramProposer(4), Scripted(known, PATTERNS["every third wrong"], 4)):
+        engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(4))
         found = Answers()
         engine.add(request)
         while engine.scheduler.paused or engine.has_work:
@@ -156,7 +156,7 @@ def test_l3_a_paused_prompt_with_nan_leaves_nothing(kind: str) -> None:
 
 def test_l8_a_prompt_whose_logits_turn_sick_after_a_pause_ends_with_an_error() -> None:
     engine = Engine(poison(POISONS["nan"])(runtime_of(odd_runtime(), budget=16)))
-    engine.add(Request("a", (*numbers(1, 40, SICK), SICK), SamplingParams(temperature=0.0, max_tokens=5)))
+    engine.add(EngineRequest("a", (*numbers(1, 40, SICK), SICK), SamplingParams(temperature=0.0, max_tokens=5)))
     engine.step()
     engine.pause("a")
     engine.resume("a")

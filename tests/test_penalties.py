@@ -21,9 +21,9 @@ from deltic.engine.engine import Engine
 from deltic.engine.sequence import Sequence
 from deltic.ops import backends
 from deltic.ops.types import Adjust, Sampling
-from deltic.params import Request, SamplingParams
+from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.penalties import Penalties
-from deltic.runner.sampling import Draw, sampling_of
+from deltic.runner.sampling import SampleRow, sampling_of
 
 CPU = torch.device("cpu")
 OPS = backends()
@@ -36,11 +36,11 @@ def sequence_of(params: SamplingParams, prompt: List[int], eos: List[int] = ()) 
 
 
 def choices_of(params: SamplingParams, prompt: List[int], eos: List[int] = ()) -> list[Sequence]:
-    request = Request("r", tuple(prompt), params)
+    request = EngineRequest("r", tuple(prompt), params)
     return [Sequence(request, choice, params, 5, frozenset(eos), 1 << 30, list(prompt)) for choice in range(params.n)]
 
 
-def plainly(draw: Draw) -> dict[int, tuple[float, float]]:
+def plainly(draw: SampleRow) -> dict[int, tuple[float, float]]:
     """Repetition and offset of every token that is changed, from all tokens at once."""
     sequence, params, changes = draw.sequence, draw.sequence.sampling, dict[int, list[float]]()
     counts = Counter([*sequence.tokens[len(sequence.request.prompt):], *draw.ahead])
@@ -58,7 +58,7 @@ def plainly(draw: Draw) -> dict[int, tuple[float, float]]:
     return {token: (repetition, offset) for token, (repetition, offset) in changes.items()}
 
 
-def expected(draws: List[Draw], logits: Tensor) -> Tensor:
+def expected(draws: List[SampleRow], logits: Tensor) -> Tensor:
     rows, tokens, repetitions, offsets = zip(*((row, token, *change) for row, draw in enumerate(draws)
                                                for token, change in plainly(draw).items()
                                                if token < logits.shape[1]), strict=True)
@@ -91,7 +91,7 @@ def random_params(rng: random.Random, vocabulary: int) -> SamplingParams:
         min_tokens=maybe(rng.randrange(12), 0), temperature=0.0, n=rng.choice([1, 3]))
 
 
-def story(seed: int) -> Iterator[list[Draw]]:
+def story(seed: int) -> Iterator[list[SampleRow]]:
     """The draws of the steps of some sequences, which grow by one token or by several, rest, or fork."""
     rng = random.Random(seed)
     sequences: list[Sequence] = []
@@ -100,7 +100,7 @@ def story(seed: int) -> Iterator[list[Draw]]:
         prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 60))]
         eos = rng.sample(range(VOCABULARY), rng.choice([0, 1, 5]))
         sequences += choices_of(params, prompt, eos)
-    yield [Draw(sequence) for sequence in sequences]
+    yield [SampleRow(sequence) for sequence in sequences]
     for _ in range(14):
         draws = []
         for sequence in rng.sample(sequences, rng.randrange(1, len(sequences) + 1)):
@@ -108,7 +108,7 @@ def story(seed: int) -> Iterator[list[Draw]]:
                 sequence.append(rng.choice([rng.randrange(VOCABULARY), *sequence.tokens[-3:], *sequence.eos]))
             drafts = tuple(rng.choice([rng.randrange(VOCABULARY), sequence.tokens[0], *sequence.eos])
                             for _ in range(rng.choice([0, 0, 3])))
-            draws += [Draw(sequence, drafts[:count]) for count in range(len(drafts) + 1)]
+            draws += [SampleRow(sequence, drafts[:count]) for count in range(len(drafts) + 1)]
         yield draws
 
 
@@ -127,11 +127,11 @@ def test_logits_are_what_all_tokens_so_far_make_of_them(seed: int, backend: str)
 
 def test_nothing_wanted_is_nothing_kept() -> None:
     sequence = sequence_of(SamplingParams(repetition_penalty=1.0, min_tokens=4), [1, 2])
-    assert sampling_of([Draw(sequence)], CPU, VOCABULARY).adjust is None and sequence.penalties is None
+    assert sampling_of([SampleRow(sequence)], CPU, VOCABULARY).adjust is None and sequence.penalties is None
     ends = sequence_of(SamplingParams(min_tokens=1), [1, 2], eos=[7])
-    assert sampling_of([Draw(ends)], CPU, VOCABULARY).adjust is not None
+    assert sampling_of([SampleRow(ends)], CPU, VOCABULARY).adjust is not None
     ends.append(3)
-    assert sampling_of([Draw(ends)], CPU, VOCABULARY).adjust is None
+    assert sampling_of([SampleRow(ends)], CPU, VOCABULARY).adjust is None
 
 
 # Cost
@@ -158,12 +158,12 @@ def test_a_step_costs_what_is_new(vocabulary: int, monkeypatch: pytest.MonkeyPat
     params = SamplingParams(repetition_penalty=1.1, presence_penalty=1.0, frequency_penalty=0.1, temperature=0.0,
                             logit_bias=dict.fromkeys(range(0, vocabulary, 2), 0.5))
     sequence = sequence_of(params, numbers(1, 100_000, vocabulary))
-    sampling_of([Draw(sequence)], CPU, vocabulary)
+    sampling_of([SampleRow(sequence)], CPU, vocabulary)
     del looked[:]
     began = time.perf_counter()
     for step in range(50):
         sequence.append(step)
-        sampling_of([Draw(sequence, (5, 6, 7)[:count]) for count in range(4)], CPU, vocabulary)
+        sampling_of([SampleRow(sequence, (5, 6, 7)[:count]) for count in range(4)], CPU, vocabulary)
     assert time.perf_counter() - began < 1.0
     assert looked == [1] * 50
 
@@ -173,12 +173,12 @@ def test_choices_share_what_they_have_in_common() -> None:
     params = SamplingParams(repetition_penalty=1.1, logit_bias={3: -100}, n=64)
     prompt = numbers(1, 100_000, 50_000)
     sequences = choices_of(params, prompt)
-    sampling = sampling_of([Draw(sequence) for sequence in sequences], CPU, 50_000)
+    sampling = sampling_of([SampleRow(sequence) for sequence in sequences], CPU, 50_000)
     assert sampling.adjust is not None
     assert len({table.repetition.data_ptr() for table in sampling.adjust.tables}) == 1  # type: ignore[union-attr]
     for choice, sequence in enumerate(sequences[:3]):
         sequence.append(choice + 50)
-    again = sampling_of([Draw(sequence) for sequence in sequences[:4]], CPU, 50_000).adjust
+    again = sampling_of([SampleRow(sequence) for sequence in sequences[:4]], CPU, 50_000).adjust
     assert again is not None
     for row, table in enumerate(again.tables):
         assert table.repetition is not None and table.offset is not None
@@ -201,7 +201,7 @@ def test_a_request_that_forbids_every_token_fails_alone(temperature: float) -> N
     alone = drain_one(runtime, greedy(prompt, 8, "n"))
     engine = Engine(odd_runtime())
     sick = SamplingParams(temperature=temperature, max_tokens=5, logit_bias=bans(vocabulary), n=2, seed=1)
-    for request in (greedy(prompt, 8, "n"), Request("sick", prompt, sick)):
+    for request in (greedy(prompt, 8, "n"), EngineRequest("sick", prompt, sick)):
         engine.add(request)
     answers = drain(engine)
     assert [event.token for event in answers["n", 0].events] == alone
@@ -211,7 +211,7 @@ def test_a_request_that_forbids_every_token_fails_alone(temperature: float) -> N
         assert [event.token for event in answers["sick", choice].events] == [None]
 
 
-def drain_one(runtime: Any, request: Request) -> list[int | None]:
+def drain_one(runtime: Any, request: EngineRequest) -> list[int | None]:
     engine = Engine(runtime)
     engine.add(request)
     return [event.token for event in drain(engine)[request.id, 0].events]
@@ -222,9 +222,9 @@ def test_the_only_token_left_may_be_forbidden_by_the_minimum_length() -> None:
     vocabulary, prompt = runtime.config.vocab_size, numbers(1, 20, runtime.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=5, logit_bias=bans(vocabulary, [7]), stop_token_ids=(7,),
                             ignore_eos=True)
-    assert drain_one(runtime, Request("a", prompt, params)) == [7]
+    assert drain_one(runtime, EngineRequest("a", prompt, params)) == [7]
     engine = Engine(runtime)
-    engine.add(Request("b", prompt, replace(params, min_tokens=2)))
+    engine.add(EngineRequest("b", prompt, replace(params, min_tokens=2)))
     assert "min_tokens" in str(drain(engine)["b", 0].last.error)
 
 
@@ -235,6 +235,6 @@ def test_rows_without_a_possible_token_are_told(backend: str) -> None:
     for top_k in (0, 5):
         for sequence in sequences:
             sequence.sampling = replace(sequence.sampling, top_k=top_k)
-        found = OPS[backend].sample(logits.clone(), sampling_of([Draw(s) for s in sequences], CPU, 20))
+        found = OPS[backend].sample(logits.clone(), sampling_of([SampleRow(s) for s in sequences], CPU, 20))
         assert found.possible.tolist() == [False, True, False] and found.healthy.all()
         assert found.tokens[1] == 4 and ((found.tokens >= 0) & (found.tokens < 20)).all()

@@ -18,19 +18,19 @@ from support import drain, embedded_runtime, fresh_pools, greedy, numbers, odd_r
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.prefix_items import Loaded
-from deltic.cache.offload.tiers import Offer
-from deltic.cache.operations import CopyPage, CopySlot, FoldRing, RestoreItem, StoreItem, operation_of, plain
+from deltic.cache.offload.prefix_items import LoadedPrefix
+from deltic.cache.offload.tiers import StoreRequest
+from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, RestoreItem, StoreItem, operation_of, plain
 from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.types import Batch
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 WITHOUT_TORCH = """
 import runpy, sys
@@ -58,15 +58,24 @@ def test_thousands_of_plain_requests() -> None:
         serve_plainly(seed, 80)
 
 
-OPERATIONS = (CopyPage(1, 2), CopySlot(3, 4), FoldRing(5, 6, 7, 9), StoreItem(0, (1, 2), 3), RestoreItem(1, (), 16, 0))
+OPERATIONS = (
+    CopyPage(1, 2),
+    CopySlot(3, 4),
+    FlushDeltaLog(5, 6, 7, 9),
+    StoreItem(0, (1, 2), 3),
+    RestoreItem(1, (), 16, 0),
+)
 
 
 def test_a_plan_is_written_and_read_back() -> None:
-    rows = (Row((5,), 31, (3, 4), 2, 1, base=30, ring=1, append=True), Row((1, 2, 3), 0, (7,), 1, 0, emits=((2, 5),)),
-            Row((4,), 9, (5,), 0, 1, rotary=-3),
-            Row((0, 0), 2, (8,), 3, 0, rotary=((2, 2), (2, 2), (2, 3)), hidden=True))
-    for plan in (Plan(()), Plan(rows), Plan((), OPERATIONS), Plan(rows, OPERATIONS)):
-        again = Plan.from_json(plan.to_json())
+    rows = (
+        PlannedRow((5,), 31, (3, 4), 2, 1, base=30, ring=1, append=True),
+        PlannedRow((1, 2, 3), 0, (7,), 1, 0, emits=((2, 5),)),
+        PlannedRow((4,), 9, (5,), 0, 1, rotary=-3),
+        PlannedRow((0, 0), 2, (8,), 3, 0, rotary=((2, 2), (2, 2), (2, 3)), hidden=True),
+    )
+    for plan in (StepPlan(()), StepPlan(rows), StepPlan((), OPERATIONS), StepPlan(rows, OPERATIONS)):
+        again = StepPlan.from_json(plan.to_json())
         assert again == plan and hash(again) == hash(plan)
     assert all(operation_of(plain(operation)) == operation for operation in OPERATIONS)
 
@@ -83,10 +92,10 @@ class Recorder:
     """Stands before a runtime and writes down all that reaches its pools: plans, what was carried out outside of one,
     and what came from tiers. logits: of each plan with rows."""
 
-    runtime: Runtime
+    runtime: ModelRunner
     plans: list[str] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    arrived: dict[int, Loaded] = field(default_factory=dict)
+    arrived: dict[int, LoadedPrefix] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runtime, name)
@@ -101,12 +110,12 @@ class Recorder:
             return found
 
         def flushed() -> None:
-            self.plans.append(Plan((), tuple(cache.accounts.queue)).to_json())
+            self.plans.append(StepPlan((), tuple(cache.accounts.queue)).to_json())
             flush()
 
         def held(pools: CachePools, content: object) -> int:
             number = hold(pools, content)
-            if isinstance(content, Loaded):
+            if isinstance(content, LoadedPrefix):
                 self.arrived[number] = content
             return number
 
@@ -120,7 +129,7 @@ class Recorder:
         return logits
 
     def operations(self) -> list[str]:
-        return [type(operation).__name__ for text in self.plans for operation in Plan.from_json(text).operations]
+        return [type(operation).__name__ for text in self.plans for operation in StepPlan.from_json(text).operations]
 
 
 def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +137,7 @@ def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     a prompt, a prompt known to its end, one that comes back from a tier, and the turn after an answer with drafts."""
     answer = expected("odd", "greedy")
     engine = Engine(recorder, Scripted({("a", 0): answer.tokens}, PATTERNS["alternating"], 4),  # type: ignore[arg-type]
-                    FixedDepth(4))
+                    FixedDraftLength(4))
     recorder.watch(engine, monkeypatch)
     opening = numbers(1, 70, 509)
     engine.add(replace(greedy((*opening, *numbers(2, 30, 509)), 12, "first"), boundaries=(len(opening),)))
@@ -155,13 +164,13 @@ def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    tiers = [TierIndex(Host(1 << 24), threads=False)]
+    tiers = [TierIndex(HostStore(1 << 24), threads=False)]
     recorder = Recorder(runtime_of(odd_runtime(), pages=18, slots=16, batch=4, context=200, tiers=tiers))
     story(recorder, monkeypatch)
     return recorder
 
 
-def second(recorder: Recorder) -> Runtime:
+def second(recorder: Recorder) -> ModelRunner:
     """The model over pools of its own. What came from tiers is given to it by its numbers."""
     sizes = recorder.runtime.cache.sizes
     pools = fresh_pools(recorder.runtime, sizes.pages, sizes.slots, sizes.rings)
@@ -171,31 +180,31 @@ def second(recorder: Recorder) -> Runtime:
 
 def test_plans_that_were_written_down_give_the_same_bits_on_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch)
-    assert set(recorder.operations()) == {"CopyPage", "CopySlot", "FoldRing", "StoreItem", "RestoreItem"}
+    assert set(recorder.operations()) == {"CopyPage", "CopySlot", "FlushDeltaLog", "StoreItem", "RestoreItem"}
     assert replayed(second(recorder), recorder) == len(recorder.logits) > 50
 
 
-@pytest.mark.parametrize("kind", [CopyPage, CopySlot, FoldRing, RestoreItem])
+@pytest.mark.parametrize("kind", [CopyPage, CopySlot, FlushDeltaLog, RestoreItem])
 def test_no_kind_of_operation_is_for_nothing(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch)
-    recorder.plans = [without(Plan.from_json(text), kind).to_json() for text in recorder.plans]
+    recorder.plans = [without(StepPlan.from_json(text), kind).to_json() for text in recorder.plans]
     with pytest.raises(AssertionError, match="differs"):
         replayed(second(recorder), recorder)
 
 
-def without(plan: Plan, kind: type) -> Plan:
+def without(plan: StepPlan, kind: type) -> StepPlan:
     return replace(plan, operations=tuple(one for one in plan.operations if not isinstance(one, kind)))
 
 
-def replayed(runtime: Runtime, recorder: Recorder) -> int:
+def replayed(runtime: ModelRunner, recorder: Recorder) -> int:
     """Carry out what was written down; returns how many steps gave the same bits. What is offered to tiers stays."""
     logits = iter(recorder.logits)
     steps = 0
     for text in recorder.plans:
-        plan = Plan.from_json(text)
+        plan = StepPlan.from_json(text)
         for operation in plan.operations:
             if isinstance(operation, StoreItem):
-                runtime.pools.held[operation.item] = Offer((), None, ())
+                runtime.pools.held[operation.item] = StoreRequest((), None, ())
         runtime.pools.apply(plan.operations)
         if plan.rows:
             found = runtime.run(build(plan, runtime.pools.device))

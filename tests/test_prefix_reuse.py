@@ -24,7 +24,7 @@ from test_engine import POISONS, SICK, Fragile, poison
 
 from deltic import LLM
 from deltic.engine.engine import Engine
-from deltic.params import PAGE, Request, SamplingParams
+from deltic.params import PAGE, EngineRequest, SamplingParams
 
 
 def test_the_same_prompt_again_reads_nothing() -> None:
@@ -156,7 +156,7 @@ def test_chat_answers_are_the_same_without_reuse() -> None:
 # What is expected stays
 
 
-def turn(name: str, prompt: Sequence[int], *boundaries: int, count: int = 4) -> Request:
+def turn(name: str, prompt: Sequence[int], *boundaries: int, count: int = 4) -> EngineRequest:
     return replace(greedy(tuple(prompt), count, name), boundaries=boundaries)
 
 

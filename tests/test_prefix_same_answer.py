@@ -37,15 +37,15 @@ from test_scheduler import VOCABULARY, Toy, check_answers
 from test_scheduler import answer as toy_answer
 from torch import Tensor
 
-from deltic.cache.offload.disk import Disk
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.operations import CopyPage, CopySlot, Operation
 from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
 from deltic.ops.types import Sampled, Sampling
-from deltic.params import PAGE, Request, SamplingParams
-from deltic.runner.model_runner import Runtime
+from deltic.params import PAGE, EngineRequest, SamplingParams
+from deltic.runner.model_runner import ModelRunner
 
 # The grid: what the cache knows, how the prompt is cut, who else is there
 
@@ -90,7 +90,7 @@ of their own."""
 CASES = [pytest.param(case, marks=() if case in FEW else pytest.mark.slow, id=str(case)) for case in GRID]
 
 
-def prompt_of(runtime: Runtime) -> tuple[int, ...]:
+def prompt_of(runtime: ModelRunner) -> tuple[int, ...]:
     return numbers(5, PROMPT, runtime.config.vocab_size)
 
 
@@ -100,7 +100,7 @@ def expected(model: str, drawn: bool, choice: int = 0) -> Reference:
     return reference(runtime, prompt_of(runtime), ANSWER, DRAWN if drawn else FREE, choice)
 
 
-def neighbours(runtime: Runtime) -> list[Request]:
+def neighbours(runtime: ModelRunner) -> list[EngineRequest]:
     """One that begins like the observed prompt, and strangers."""
     vocabulary = runtime.config.vocab_size
     shared = (*prompt_of(runtime)[:70], *numbers(6, 60, vocabulary))
@@ -110,11 +110,11 @@ def neighbours(runtime: Runtime) -> list[Request]:
 
 def tiers_of(case: Case, directory: Path) -> list[TierIndex]:
     if "host" in case.story:
-        return [TierIndex(Host(1 << 26), threads=False)]
-    return [TierIndex(Disk(directory, "model", 1 << 26), threads=True)] if "disk" in case.story else []
+        return [TierIndex(HostStore(1 << 26), threads=False)]
+    return [TierIndex(DiskStore(directory, "model", 1 << 26), threads=True)] if "disk" in case.story else []
 
 
-def told(case: Case, runtime: Runtime, params: SamplingParams, directory: Path) -> Engine:
+def told(case: Case, runtime: ModelRunner, params: SamplingParams, directory: Path) -> Engine:
     """Run the case's story; the observed request is named "seen"."""
     def engine_over(tiers: Sequence[TierIndex]) -> Engine:
         return Engine(runtime_of(runtime, batch=8, budget=case.budget, context=256, tiers=tiers))
@@ -130,7 +130,7 @@ def told(case: Case, runtime: Runtime, params: SamplingParams, directory: Path) 
         engine = engine_over(tiers_of(case, directory))
     for request in neighbours(runtime)[:case.batch - 1]:
         engine.add(request)
-    engine.add(Request("seen", prompt, replace(params, n=case.choices)))
+    engine.add(EngineRequest("seen", prompt, replace(params, n=case.choices)))
     return engine
 
 
@@ -186,7 +186,7 @@ QUICK = (1, 2, 15, 16, 17, 31, 33, 47, 48, 49, 62, 63, 64, 65, 66, 70)
 class Recorder:
     """A `sample` op that keeps the logits."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: ModelRunner) -> None:
         self.runtime, self.rows = runtime, list[Tensor]()
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
@@ -280,13 +280,15 @@ class Workload:
         self.toy = Toy(**{**shape, "slots": max(shape["slots"], shape["max_batch"] + 1)},
                        context=min(shape["pages"] * PAGE, 120))
         self.engine = Engine(self.toy)  # type: ignore[arg-type]
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self.answers: Answers = {}
 
     def add(self, prompt: tuple[int, ...], count: int, n: int = 1, boundaries: Sequence[int] = ()) -> None:
         prompt = prompt[:self.toy.context - 1]
         params = SamplingParams(temperature=0.0, max_tokens=count, n=n if count else 1)
-        request = Request(f"r{len(self.requests)}", prompt, params, tuple(b for b in boundaries if b <= len(prompt)))
+        request = EngineRequest(
+            f"r{len(self.requests)}", prompt, params, tuple(b for b in boundaries if b <= len(prompt))
+        )
         self.requests[request.id] = request
         self.engine.add(request)
 

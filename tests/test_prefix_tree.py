@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 from test_cache_machine import PHASES, GoesBackwards, hashes, read_kv, read_state, step, toy_cache, write_state
 
-from deltic.cache.block_pool import Ledger
-from deltic.cache.handles import Lease, Snapshot
+from deltic.cache.block_pool import BlockPool
+from deltic.cache.handles import CacheSnapshot, SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.operations import CopySlot
 from deltic.cache.radix_tree import Checkpoint, PrefixTree
@@ -58,7 +58,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pages, self.slots = Ledger("page", PAGES), Ledger("slot", SLOTS)
+        self.pages, self.slots = BlockPool("page", PAGES), BlockPool("slot", SLOTS)
         self.tree = self.kind(self.pages, self.slots, 30.0)
         self.checkpoints: dict[Prefix, Kept] = {}
         self.nodes: dict[Prefix, int] = {}
@@ -241,7 +241,7 @@ def test_the_machine_notices_a_broken_tree(kind: type[PrefixTree]) -> None:
 
 
 def filled(prompts: list[Prefix], pages: int = PAGES, slot_tokens: float = 30.0) -> PrefixTree:
-    page_ledger, slot_ledger = Ledger("page", pages), Ledger("slot", len(prompts))
+    page_ledger, slot_ledger = BlockPool("page", pages), BlockPool("slot", len(prompts))
     tree = PrefixTree(page_ledger, slot_ledger, slot_tokens)
     for prompt in prompts:
         slot, own = slot_ledger.take(), page_ledger.take(-(-len(prompt) // PAGE))
@@ -356,14 +356,14 @@ class ReuseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rules = 0
-        self.leases: dict[Lease, Wanted] = {}
-        self.kept: dict[Snapshot, list[int]] = {}
+        self.leases: dict[SequenceCache, Wanted] = {}
+        self.kept: dict[CacheSnapshot, list[int]] = {}
 
     @initialize(pages=st.sampled_from((12, 6, 4, 9, 2, 20)), slots=st.sampled_from((6, 4, 3, 8, 2)))
     def start(self, pages: int, slots: int) -> None:
         self.cache = toy_cache(pages, slots, self.kind)
 
-    def lease(self, pick: int) -> tuple[Lease, Wanted]:
+    def lease(self, pick: int) -> tuple[SequenceCache, Wanted]:
         return list(self.leases.items())[pick % len(self.leases)]
 
     def loose_slots(self) -> int:
@@ -400,7 +400,7 @@ class ReuseMachine(RuleBasedStateMachine):
         step(self.cache, lease, list(tokens[:room]))
         naive.tokens += tokens[:room]
 
-    def emit(self, lease: Lease, naive: Wanted, position: int, fresh: list[int]) -> None:
+    def emit(self, lease: SequenceCache, naive: Wanted, position: int, fresh: list[int]) -> None:
         slot = self.cache.emit(lease, position)
         assert slot is None or position not in naive.emitting
         if slot is not None:
@@ -456,7 +456,7 @@ class ReuseMachine(RuleBasedStateMachine):
         if restored:
             naive.tokens = list(self.kept[kept])
 
-    def room_for_a_page(self, lease: Lease) -> bool:
+    def room_for_a_page(self, lease: SequenceCache) -> bool:
         """Whether holders other than this lease leave a page. (Checkpoints may be locked: count only without any.)"""
         if any(checkpoint.locks for checkpoint in self.cache.tree._checkpoints):
             return False
@@ -552,7 +552,7 @@ class ForgetsState(CachePools):
 class KeepsWrongPosition(HybridCache):
     """K/V without its state: the end's state is kept for an earlier position."""
 
-    def release(self, lease: Lease, keep: bool = False) -> None:
+    def release(self, lease: SequenceCache, keep: bool = False) -> None:
         if keep and lease.done > PAGE:
             lease.done -= 1
         super().release(lease, keep)
@@ -565,7 +565,7 @@ def test_the_machine_notices_a_cache_that_breaks_l2(kind: type[HybridCache | Cac
         reuse_programs(kind, 300, looks, report_multiple_bugs=False, phases=PHASES)
 
 
-def lease_of(cache: HybridCache, tokens: list[int]) -> Lease:
+def lease_of(cache: HybridCache, tokens: list[int]) -> SequenceCache:
     lease = cache.admit(tokens)
     assert lease is not None
     rest = tokens[lease.done:]

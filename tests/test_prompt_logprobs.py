@@ -24,15 +24,17 @@ from test_server_harness import USER, Served, serving, tiny
 
 from deltic import SamplingParams
 from deltic.engine.engine import Engine
-from deltic.params import Request, TokenLogprobs
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, TokenLogprobs
+from deltic.runner.model_runner import ModelRunner
 from deltic.runner.sampling import scores_of
 
 Found = tuple[TokenLogprobs, ...]
 
 
-def asking(id: str, prompt: tuple[int, ...], top: int = 2, **more: Any) -> Request:
-    return Request(id, prompt, SamplingParams(**{"max_tokens": 3, "temperature": 0.0, "prompt_logprobs": top} | more))
+def asking(id: str, prompt: tuple[int, ...], top: int = 2, **more: Any) -> EngineRequest:
+    return EngineRequest(
+        id, prompt, SamplingParams(**{"max_tokens": 3, "temperature": 0.0, "prompt_logprobs": top} | more)
+    )
 
 
 def found_in(answers: Any, id: str = "x") -> Found:
@@ -42,7 +44,7 @@ def found_in(answers: Any, id: str = "x") -> Found:
     return first.prompt
 
 
-def alone(runtime: Runtime, prompt: tuple[int, ...], **more: Any) -> Found:
+def alone(runtime: ModelRunner, prompt: tuple[int, ...], **more: Any) -> Found:
     return found_in(serve(small_runtime(runtime), [asking("x", prompt, **more)]))
 
 
@@ -65,13 +67,13 @@ def test_they_are_those_of_a_plain_forward(name: str) -> None:
 def test_company_pieces_and_what_is_known_change_no_bit() -> None:
     runtime = odd_runtime()
     prompt = numbers(5, 150, runtime.config.vocab_size)
-    expected, plain = alone(runtime, prompt), serve(small_runtime(runtime), [Request(
+    expected, plain = alone(runtime, prompt), serve(small_runtime(runtime), [EngineRequest(
         "x", prompt, SamplingParams(max_tokens=3, temperature=0.0))])
     for budget in (5, 40, 512):
         shared = small_runtime(runtime, budget=budget)
         others = [asking(str(seed), numbers(seed, 20 + 30 * seed, runtime.config.vocab_size)) for seed in range(4)]
-        neighbours = [Request(f"n{seed}", numbers(9 + seed, 60, runtime.config.vocab_size)) for seed in range(2)]
-        neighbours = [Request(one.id, one.prompt, SamplingParams(max_tokens=40, temperature=1.0, seed=1))
+        neighbours = [EngineRequest(f"n{seed}", numbers(9 + seed, 60, runtime.config.vocab_size)) for seed in range(2)]
+        neighbours = [EngineRequest(one.id, one.prompt, SamplingParams(max_tokens=40, temperature=1.0, seed=1))
                       for one in neighbours]
         for _ in range(2):  # the second time all of the prompt is known
             answers = serve(shared, [*neighbours, *others, asking("x", prompt)])
@@ -79,7 +81,7 @@ def test_company_pieces_and_what_is_known_change_no_bit() -> None:
             assert answers["x", 0].tokens == plain["x", 0].tokens
             assert answers["x", 0].last.usage.cached_tokens == 0  # type: ignore[union-attr]
         # and others know it afterwards
-        known = serve(shared, [Request("y", prompt, SamplingParams(max_tokens=3, temperature=0.0))])["y", 0]
+        known = serve(shared, [EngineRequest("y", prompt, SamplingParams(max_tokens=3, temperature=0.0))])["y", 0]
         assert known.tokens == plain["x", 0].tokens and known.last.usage.cached_tokens > 100  # type: ignore
 
 
@@ -122,7 +124,7 @@ def test_a_large_one_leaves_others_their_steps() -> None:
     for index in range(3):
         engine.add(asking(f"large{index}", numbers(index, 480, runtime.config.vocab_size), top=20, max_tokens=1))
     for index in range(3):
-        engine.add(Request(str(index), numbers(7 + index, 12, runtime.config.vocab_size),
+        engine.add(EngineRequest(str(index), numbers(7 + index, 12, runtime.config.vocab_size),
                            SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)))
     plans, plan = [], engine.scheduler.plan
     engine.scheduler.plan = lambda: plans.append(plan()) or plans[-1]  # type: ignore

@@ -25,18 +25,18 @@ from support import (
     stepwise_logits,
 )
 
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import RequestError
 from deltic.ops import backends
-from deltic.params import Prompt, Request, SamplingParams, content_keys
+from deltic.params import EngineRequest, Prompt, SamplingParams, content_keys
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.draft_model import ModelDrafter
-from deltic.spec_decode.proposers import MtpDrafter
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.draft_model import DraftModelProposer
+from deltic.spec_decode.proposers import MtpProposer
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime}
 COUNT = 24
@@ -79,15 +79,17 @@ def with_rotary(prompt: Prompt, answer: Sequence[int]) -> tuple[list[int], list[
                  else ((place + prompt.offset,),) * 3 for place in range(len(ids))]
 
 
-def fresh_reading(runtime: Runtime, prompt: Prompt, answer: Sequence[int] = (), hidden: bool = False) -> torch.Tensor:
+def fresh_reading(
+    runtime: ModelRunner, prompt: Prompt, answer: Sequence[int] = (), hidden: bool = False
+) -> torch.Tensor:
     """The logits [n, V] after each token of prompt and answer, read one by one where nobody was before."""
     ids, rotary = with_rotary(prompt, answer)
     lease = runtime.cache.admit(ids)
     assert lease is not None and runtime.cache.reserve(lease, len(ids)) == len(ids)
     logits = []
     for place, (token, positions) in enumerate(zip(ids, rotary, strict=True)):
-        row = Row((token,), place, lease.pages, lease.slot, 1, rotary=positions)  # type: ignore[arg-type]
-        logits.append(runtime.run(build(Plan((row,)), runtime.device, hidden=hidden))[0].clone())
+        row = PlannedRow((token,), place, lease.pages, lease.slot, 1, rotary=positions)  # type: ignore[arg-type]
+        logits.append(runtime.run(build(StepPlan((row,)), runtime.device, hidden=hidden))[0].clone())
         runtime.cache.commit(lease, 1)
     return torch.stack(logits)
 
@@ -103,15 +105,17 @@ def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice
     assert runtime.cache.reserve(lease, COUNT) == COUNT
     while len(tokens) < COUNT:
         lease.keys.append(tokens[-1])
-        row = Row((tokens[-1],), lease.done, lease.pages, lease.slot, 1, rotary=((lease.done + prompt.offset,),) * 3)
-        rows.append(runtime.run(build(Plan((row,)), runtime.device))[0].clone())
+        row = PlannedRow(
+            (tokens[-1],), lease.done, lease.pages, lease.slot, 1, rotary=((lease.done + prompt.offset,),) * 3
+        )
+        rows.append(runtime.run(build(StepPlan((row,)), runtime.device))[0].clone())
         runtime.cache.commit(lease, 1)
         tokens.append(drawn(rows[-1], PARAMS[params], choice, len(prompt) + len(tokens)))
     return Reference(prompt.ids, tuple(tokens), torch.stack(rows))
 
 
-def request(prompt: Prompt = PROMPT, name: str = "a", params: str = "greedy", **changes: object) -> Request:
-    return Request(name, prompt, replace(PARAMS[params], **changes),  # type: ignore[arg-type]
+def request(prompt: Prompt = PROMPT, name: str = "a", params: str = "greedy", **changes: object) -> EngineRequest:
+    return EngineRequest(name, prompt, replace(PARAMS[params], **changes),  # type: ignore[arg-type]
                    boundaries=(len(OPENING), len(OPENING) + 20))
 
 
@@ -132,7 +136,7 @@ def test_the_positions_matter() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_in_chunks_with_neighbours(model: str, budget: int, params: str) -> None:
     engine = Engine(runtime_of(MODELS[model](), budget=budget))
-    plain, other = Request("text", PROMPT.ids[:50], PARAMS["greedy"]), joined(QUESTION, (b"one", 1, 3), OPENING)
+    plain, other = EngineRequest("text", PROMPT.ids[:50], PARAMS["greedy"]), joined(QUESTION, (b"one", 1, 3), OPENING)
     found = serve(engine, request(params=params), plain, request(other, "b"))
     right(model, found["a", 0].tokens, params)
 
@@ -172,7 +176,7 @@ def longer(prompt: Prompt, text: Sequence[int]) -> Prompt:
 
 
 def test_back_from_a_tier() -> None:
-    engine = Engine(runtime_of(odd_runtime(), tiers=[TierIndex(Host(1 << 24), threads=False)]))
+    engine = Engine(runtime_of(odd_runtime(), tiers=[TierIndex(HostStore(1 << 24), threads=False)]))
     serve(engine, request())
     engine.runtime.cache.clear()
     found = serve(engine, request())
@@ -205,7 +209,7 @@ def test_paused(steps: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_with_drafts(model: str, pattern: str) -> None:
     drafter = Scripted({("a", 0): expected(model).tokens}, PATTERNS[pattern], 4)
-    engine = Engine(runtime_of(MODELS[model]()), drafter, FixedDepth(4))
+    engine = Engine(runtime_of(MODELS[model]()), drafter, FixedDraftLength(4))
     found = serve(engine, request())
     right(model, found["a", 0].tokens)
     usage = usage_of(found)
@@ -215,7 +219,7 @@ def test_with_drafts(model: str, pattern: str) -> None:
 def test_a_draft_model_reads_the_same_positions() -> None:
     """One with the same weights is always right; two prompts that only their keys tell apart are two for it, too."""
     draft = runtime_of(odd_runtime())
-    engine = Engine(runtime_of(odd_runtime()), ModelDrafter(draft, 509, 4), FixedDepth(4))
+    engine = Engine(runtime_of(odd_runtime()), DraftModelProposer(draft, 509, 4), FixedDraftLength(4))
     for name in ("first", "second"):
         found = serve(engine, request(name=name))
         right("odd", found[name, 0].tokens)
@@ -229,7 +233,7 @@ def test_a_draft_head_follows_the_positions() -> None:
     """Its K/V, over chunks, steps with drafts and what was kept of them, and what it drafts."""
     runtime = runtime_of(headed())
     assert runtime.mtp_runner
-    engine = Engine(runtime, MtpDrafter(runtime, runtime.mtp_runner, 3), FixedDepth(3))
+    engine = Engine(runtime, MtpProposer(runtime, runtime.mtp_runner, 3), FixedDraftLength(3))
     for name in ("first", "again"):
         engine.add(replace(request(name=name), prompt=PROMPT))
         while not engine.scheduler.running or engine.scheduler.running[0].generated < 9:
@@ -247,9 +251,9 @@ def test_a_draft_head_follows_the_positions() -> None:
         drafts, hidden, tokens = engine.speculator.drafter.draft([(sequence, 3)])[0], None, sequence.tokens[-1:]
         for depth in range(3):
             place = ((sequence.done + depth + PROMPT.offset,),) * 3
-            row = Row((tokens[-1],), sequence.done + depth, lease.pages, lease.slot, 1, rotary=place)
+            row = PlannedRow((tokens[-1],), sequence.done + depth, lease.pages, lease.slot, 1, rotary=place)
             plain.cache.reserve(lease, depth + 1)
-            hidden, logits = plain.mtp_runner.draft(build(Plan((row,)), plain.device), hidden)
+            hidden, logits = plain.mtp_runner.draft(build(StepPlan((row,)), plain.device), hidden)
             tokens.append(int(logits.argmax()))
         assert drafts == tokens[1:]
         drain(engine)
@@ -265,7 +269,7 @@ def other_picture() -> Prompt:
 @pytest.mark.parametrize("place", ["tree", "tier", "beside"])
 def test_other_pictures_are_never_taken_for_each_other(place: str) -> None:
     """Not even where all ids agree: in the tree with its kept logits, in a tier, and while both are read."""
-    tiers = [TierIndex(Host(1 << 24), threads=False)] if place == "tier" else []
+    tiers = [TierIndex(HostStore(1 << 24), threads=False)] if place == "tier" else []
     engine = Engine(runtime_of(odd_runtime(), tiers=tiers, budget=32))
     if place == "beside":
         found = serve(engine, request(), request(other_picture(), "b"), request(name="c"))
@@ -277,7 +281,7 @@ def test_other_pictures_are_never_taken_for_each_other(place: str) -> None:
         found = serve(engine, request(other_picture(), "b"), request(PROMPT, "text"))
         assert usage_of(found, "text").cached_tokens == len(PROMPT)
     assert usage_of(found, "b").cached_tokens == (0 if place == "beside" else len(OPENING))
-    text = serve(engine, Request("ids", PROMPT.ids, PARAMS["greedy"]))
+    text = serve(engine, EngineRequest("ids", PROMPT.ids, PARAMS["greedy"]))
     assert usage_of(text, "ids").cached_tokens == len(OPENING)
 
 
@@ -299,6 +303,8 @@ def test_keys_of_ids_are_theirs() -> None:
     engine = Engine(runtime_of(odd_runtime()))
     for prompt in (Prompt((1, 2), (1, 3)), Prompt((1, 509), (1, -2)), Prompt(())):
         with pytest.raises(RequestError, match="prompt"):
-            engine.add(Request("a", prompt))
-    same = serve(engine, Request("a", Prompt(QUESTION), PARAMS["greedy"]), Request("b", QUESTION, PARAMS["greedy"]))
+            engine.add(EngineRequest("a", prompt))
+    same = serve(
+        engine, EngineRequest("a", Prompt(QUESTION), PARAMS["greedy"]), EngineRequest("b", QUESTION, PARAMS["greedy"])
+    )
     assert same["a", 0].tokens == same["b", 0].tokens and not engine.has_work

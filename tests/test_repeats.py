@@ -22,10 +22,10 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.repeats import LONGEST, Repeats
 from deltic.errors import ConfigError, RequestError
-from deltic.params import Request
-from deltic.runner.model_runner import Runtime
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.proposers import Drafter, NgramDrafter
+from deltic.params import EngineRequest
+from deltic.runner.model_runner import ModelRunner
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.proposers import NgramProposer, Proposer
 
 
 def circles(tokens: Sequence[int], times: int) -> bool:
@@ -120,7 +120,7 @@ def cycle(count: int) -> list[int]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_cut_is_exact_within_drafts(pattern: str, depth: int) -> None:
     drafter = Scripted({("a", 0): cycle(99)}, PATTERNS[pattern], depth)
-    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))
     for times in (2, 3):
         request = greedy(numbers(5, 20 + times, 509), 90, max_repeat=times)
         engine.add(replace(request, guide=Cycle))
@@ -134,15 +134,15 @@ def test_the_cut_is_exact_within_drafts(pattern: str, depth: int) -> None:
 
 
 @cache
-def stuck() -> Runtime:
+def stuck() -> ModelRunner:
     """A model that soon says one token for ever."""
     model = RandomModel(shape=odd_shape(tie_word_embeddings=True), initializer_range=0.02)
     return load(model, EngineConfig(dtype="float32", memory="8MiB", threads=1))
 
 
-@pytest.mark.parametrize("drafter", [None, NgramDrafter(4), NgramDrafter(12)], ids=["none", "4", "12"])
-def test_a_model_that_is_stuck_is_ended(drafter: Drafter | None) -> None:
-    engine = Engine(runtime_of(stuck()), drafter, FixedDepth(drafter.limit if drafter else 0))
+@pytest.mark.parametrize("drafter", [None, NgramProposer(4), NgramProposer(12)], ids=["none", "4", "12"])
+def test_a_model_that_is_stuck_is_ended(drafter: Proposer | None) -> None:
+    engine = Engine(runtime_of(stuck()), drafter, FixedDraftLength(drafter.limit if drafter else 0))
     engine.add(greedy(numbers(3, 20, 509), 60, "free"))
     engine.add(greedy(numbers(3, 20, 509), 60, "cut", max_repeat=3))
     answers = drain(engine)
@@ -154,7 +154,7 @@ def test_a_model_that_is_stuck_is_ended(drafter: Drafter | None) -> None:
 def test_choices_have_circles_of_their_own() -> None:
     engine = Engine(runtime_of(odd_runtime()))
     params = SamplingParams(temperature=0.0, max_tokens=80, max_repeat=2, n=3, ignore_eos=True)
-    engine.add(Request("a", numbers(5, 20, 509), params, guide=Cycle))
+    engine.add(EngineRequest("a", numbers(5, 20, 509), params, guide=Cycle))
     answers = drain(engine)
     assert all(answers["a", choice].tokens == cycle(35) for choice in range(3))
 
@@ -163,7 +163,7 @@ def test_an_end_of_text_comes_before_a_circle() -> None:
     engine = Engine(runtime_of(odd_runtime()))
     last = cycle(35)[-1]
     params = SamplingParams(temperature=0.0, max_tokens=80, max_repeat=2, stop_token_ids=(last,))
-    engine.add(Request("a", numbers(5, 20, 509), params, guide=Cycle))
+    engine.add(EngineRequest("a", numbers(5, 20, 509), params, guide=Cycle))
     assert drain(engine)["a", 0].last.finish == "stop"
 
 

@@ -47,9 +47,9 @@ from deltic.loader.dummy import random_weights
 from deltic.model.decoder import build as build_decoder
 from deltic.ops.cpu import missing
 from deltic.ops.types import Batch
-from deltic.params import PAGE, Request, SamplingParams
+from deltic.params import PAGE, EngineRequest, SamplingParams
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 PROMPT, ANSWER = 83, 40
 WHOLE = 512
@@ -112,15 +112,15 @@ def expected(model: str, drawn: bool) -> Reference:
     return answer
 
 
-def neighbours(case: Case, runtime: Runtime) -> list[Request]:
+def neighbours(case: Case, runtime: ModelRunner) -> list[EngineRequest]:
     """Requests of other lengths that overlap with the observed one at every budget."""
     vocabulary = runtime.config.vocab_size
-    return [Request(f"n{i}", numbers(50 + i, length, vocabulary),
+    return [EngineRequest(f"n{i}", numbers(50 + i, length, vocabulary),
                     SamplingParams(temperature=1.0, max_tokens=answer, ignore_eos=True, seed=i))
             for i, (length, answer) in enumerate(NEIGHBOURS[:case.batch - 1])]
 
 
-def squeezed_pages(requests: list[Request]) -> int:
+def squeezed_pages(requests: list[EngineRequest]) -> int:
     """Enough for all prompts, not for all answers."""
     return sum(-(-len(request.prompt) // PAGE) for request in requests) + 3
 
@@ -171,10 +171,10 @@ class Story:
             self.engine.abort(running[-1])
 
 
-def serve(case: Case, runtime: Runtime, params: SamplingParams, prompt: tuple[int, ...]) -> Run:
+def serve(case: Case, runtime: ModelRunner, params: SamplingParams, prompt: tuple[int, ...]) -> Run:
     """Serve the observed request among its neighbours; last of them, so first to be preempted, in a small pool."""
     others = neighbours(case, runtime)
-    seen = Request("seen", prompt, params)
+    seen = EngineRequest("seen", prompt, params)
     requests = [*others, seen] if case.squeezed else [*others[:1], seen, *others[1:]]
     watch = Watch(small_runtime(runtime, batch=case.batch, budget=case.budget, context=160,
                                 pages=squeezed_pages(requests) if case.squeezed else None))
@@ -241,8 +241,8 @@ def test_l6_200_tokens(model: str) -> None:
     forcing.force(SEED, answer)
     params = SamplingParams(temperature=1.0, max_tokens=200, ignore_eos=True, seed=SEED)
     engine = Engine(small_runtime(with_sample(runtime, forcing.sample), batch=2, budget=24))
-    engine.add(Request("other", numbers(7, 50, 300), replace(params, seed=1, max_tokens=300)))
-    engine.add(Request("seen", answer.prompt, params))
+    engine.add(EngineRequest("other", numbers(7, 50, 300), replace(params, seed=1, max_tokens=300)))
+    engine.add(EngineRequest("seen", answer.prompt, params))
     drain(engine)
     same_logits(answer.logits, forcing.recorded(SEED), decided=0.95 if model != "embedded" else 0.0)
     if model == "odd":
@@ -253,7 +253,7 @@ TAU_BFLOAT16 = 0.3
 """Largest difference of logits between two paths of the random model in bfloat16; their deviation is 0.63."""
 
 
-def half_and_exact(*ops: str) -> tuple[Runtime, Runtime]:
+def half_and_exact(*ops: str) -> tuple[ModelRunner, ModelRunner]:
     """The odd model in bfloat16, and the same weights in float32."""
     shape = odd_shape()
     half = load(RandomModel(shape=shape, initializer_range=0.1),

@@ -24,10 +24,10 @@ from deltic.cache.manager import HybridCache
 from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import Plan
+from deltic.engine.step_plan import StepPlan
 from deltic.ops import backends
 from deltic.ops.types import Batch
-from deltic.params import PAGE, Request, SamplingParams
+from deltic.params import PAGE, EngineRequest, SamplingParams
 
 VOCABULARY = 97
 MODULUS = 2_147_483_647
@@ -140,7 +140,7 @@ class Checked(Engine):
         self.held: set[Sequence] = set()
         self._plan, self.scheduler.plan = self.scheduler.plan, self._checked_plan  # type: ignore[method-assign]
 
-    def _checked_plan(self) -> tuple[Plan, list[Sequence]]:
+    def _checked_plan(self) -> tuple[StepPlan, list[Sequence]]:
         before = self.order()
         plan, sequences = self._plan()
         after = self.order()
@@ -166,7 +166,7 @@ class Checked(Engine):
         assert numbers == sorted(numbers), "a younger sequence has overtaken an older one"
         return queue
 
-    def check_rows(self, plan: Plan, sequences: list[Sequence]) -> None:
+    def check_rows(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         """L4: every position is backed by pages that the sequence owns; the budget is kept."""
         cache = self.runtime.cache
         cache.check()
@@ -185,13 +185,13 @@ class Checked(Engine):
         self.chunks.append(tuple(sizes))
 
 
-def request(name: str, length: int, count: int, n: int = 1, seed: int = 0) -> Request:
+def request(name: str, length: int, count: int, n: int = 1, seed: int = 0) -> EngineRequest:
     rng = random.Random(f"{name} {seed}")
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(length))
-    return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=count, n=n))
+    return EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=count, n=n))
 
 
-def check_answers(requests: dict[str, Request], answers: Answers, engine: Engine) -> None:
+def check_answers(requests: dict[str, EngineRequest], answers: Answers, engine: Engine) -> None:
     """Each choice has each of its tokens once and in order, or, if aborted, the first of them."""
     for item in requests.values():
         params = item.output
@@ -259,7 +259,7 @@ def test_thousands_of_workloads(shape: dict[str, int], program: list[Any]) -> No
     run_program(shape, program)
 
 
-def engine_with(requests: list[Request], **shape: int) -> Checked:
+def engine_with(requests: list[EngineRequest], **shape: int) -> Checked:
     shape = {"pages": 40, "max_batch": 4, "budget": 16, "context": 200, **shape}
     engine = Checked(Toy(**shape))
     for item in requests:
@@ -267,7 +267,7 @@ def engine_with(requests: list[Request], **shape: int) -> Checked:
     return engine
 
 
-def served(engine: Checked, requests: list[Request]) -> Answers:
+def served(engine: Checked, requests: list[EngineRequest]) -> Answers:
     answers = drain(engine, limit=3000)
     check_answers({item.id: item for item in requests}, answers, engine)
     return answers
@@ -437,7 +437,9 @@ class Broken:
 @pytest.mark.parametrize("n", [1, 3])
 def test_l8_a_matcher_that_raises_harms_its_own_request_only(at: int, n: int) -> None:
     good = [request("a", 6, 3, n=n), request("c", 7, 9)]
-    bad = Request("b", good[0].prompt, SamplingParams(temperature=0.0, max_tokens=8, n=n), matcher=lambda: Broken(at))
+    bad = EngineRequest(
+        "b", good[0].prompt, SamplingParams(temperature=0.0, max_tokens=8, n=n), matcher=lambda: Broken(at)
+    )
     engine = engine_with([good[0], bad, good[1]], budget=64, max_batch=8)
     answers = drain(engine)
     for choice in range(n):
@@ -450,7 +452,7 @@ def test_l8_a_matcher_that_raises_harms_its_own_request_only(at: int, n: int) ->
 
 def test_l8_a_matcher_that_cannot_be_made_for_every_choice_harms_its_own_request_only() -> None:
     made = iter([Broken(9)])
-    bad = Request("b", request("a", 6, 3).prompt, SamplingParams(temperature=0.0, max_tokens=8, n=3),
+    bad = EngineRequest("b", request("a", 6, 3).prompt, SamplingParams(temperature=0.0, max_tokens=8, n=3),
                   matcher=lambda: next(made))
     good = request("c", 7, 9)
     engine = engine_with([bad, good], budget=64, max_batch=8)
@@ -481,5 +483,5 @@ def test_l8_a_sampler_that_raises_ends_the_choices_that_were_drawing(n: int) -> 
 def test_a_plan_is_plain_data() -> None:
     engine = engine_with([request("a", 5, 3), request("b", 30, 3)])
     plan, _ = engine._plan()
-    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json() and "Row(" in repr(plan)
+    assert StepPlan.from_json(plan.to_json()).to_json() == plan.to_json() and "Row(" in repr(plan)
     assert all(type(number) is int for row in plan.rows for number in (*row.tokens, *row.pages, row.done, row.slot))

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 from test_server_harness import USER, Served, tiny
 
-from deltic.spec_decode.draft_length import FixedDepth
+from deltic.spec_decode.draft_length import FixedDraftLength
 
 LIMITS: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 
@@ -32,7 +32,7 @@ def test_an_answer_and_its_usage(served: Served) -> None:
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_stream_is_the_answer_in_pieces(served: Served, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece per token; where tokens are drafted, per step."""
-    monkeypatch.setattr(tiny().engine.speculator, "depth", FixedDepth(drafts))
+    monkeypatch.setattr(tiny().engine.speculator, "depth", FixedDraftLength(drafts))
     whole = served.client.chat.completions.create(**LIMITS, temperature=0)
     chunks = list(served.client.chat.completions.create(**LIMITS, temperature=0, stream=True))
     assert streamed(chunks) == whole.choices[0].message.content
@@ -45,7 +45,7 @@ def test_a_stream_is_the_answer_in_pieces(served: Served, drafts: int, monkeypat
 @pytest.mark.parametrize("body", [{"messages": USER}, {"prompt": "Once upon a time"}])
 def test_a_request_can_do_without_drafts(served: Served, body: dict[str, Any],
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny().engine.speculator, "depth", FixedDepth(3))
+    monkeypatch.setattr(tiny().engine.speculator, "depth", FixedDraftLength(3))
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answers = [served.post(path, **body, temperature=0, max_tokens=12, **more).json()
                for more in ({}, {"speculate": True}, {"speculate": None}, {"speculate": False})]

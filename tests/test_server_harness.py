@@ -23,12 +23,12 @@ from starlette.applications import Starlette
 from deltic import LLM
 from deltic.chat.processor import ChatProcessor
 from deltic.config import Limits
-from deltic.engine.stats import Progress
+from deltic.engine.stats import RequestProgress
 from deltic.engine.worker import Worker
 from deltic.errors import RequestError
-from deltic.params import Request, TokenLogprobs, TokenOut, Usage
+from deltic.params import EngineRequest, TokenEvent, TokenLogprobs, Usage
 from deltic.server.app import create_app
-from deltic.server.async_engine import Bridge
+from deltic.server.async_engine import AsyncEngine
 from deltic.server.run import Server, listen, url_of
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -70,8 +70,8 @@ class Scripted:
         self.stats = SimpleNamespace(steps=0)
         self.running: dict[str, list[list[Any]]] = {}
         self.paused: set[str] = set()
-        self.seen: list[Request] = []
-        self.events: list[TokenOut] = []
+        self.seen: list[EngineRequest] = []
+        self.events: list[TokenEvent] = []
         self.before_step: Callable[[], Any] = lambda: None
         self.check: Callable[[], None] = lambda: None
 
@@ -79,12 +79,12 @@ class Scripted:
     def has_work(self) -> bool:
         return bool(self.running.keys() - self.paused or self.events)
 
-    def keys_of(self, request: Request) -> tuple[int, ...]:
+    def keys_of(self, request: EngineRequest) -> tuple[int, ...]:
         if len(request.prompt) >= self.max_context:
             raise RequestError("the prompt is too long", "prompt")
         return request.ids
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         self.keys_of(request)
         self.seen.append(request)
         matchers = [request.matcher() if request.matcher else None for _ in range(request.output.n)]
@@ -92,13 +92,13 @@ class Scripted:
 
     def abort(self, request: str) -> None:
         for choice, count, _ in self.running.pop(request, ()):
-            self.events.append(TokenOut(request, choice, None, finish="abort", usage=Usage(1, 0, count)))
+            self.events.append(TokenEvent(request, choice, None, finish="abort", usage=Usage(1, 0, count)))
 
-    def progress(self, request: Request) -> Progress:
+    def progress(self, request: EngineRequest) -> RequestProgress:
         if request.id not in self.running:
-            return Progress("finished", len(request.prompt))
+            return RequestProgress("finished", len(request.prompt))
         begun = any(count for _, count, _ in self.running[request.id])
-        return Progress("decoding", len(request.prompt)) if begun else Progress("waiting", 0)
+        return RequestProgress("decoding", len(request.prompt)) if begun else RequestProgress("waiting", 0)
 
     def pause(self, request: str) -> None:
         self.paused.add(request)
@@ -106,7 +106,7 @@ class Scripted:
     def resume(self, request: str) -> None:
         self.paused.discard(request)
 
-    def step(self) -> list[TokenOut]:
+    def step(self) -> list[TokenEvent]:
         time.sleep(self.delay)
         self.before_step()
         self.stats.steps += 1
@@ -118,12 +118,12 @@ class Scripted:
     def close(self) -> None:
         """Nothing is kept anywhere."""
 
-    def _advance(self, request: Request, choice: list[Any]) -> list[TokenOut]:
+    def _advance(self, request: EngineRequest, choice: list[Any]) -> list[TokenEvent]:
         index, at, matcher = choice
         choice[1] += 1
         if self.error and at == 3:
             self._end(request, choice)
-            return [TokenOut(request.id, index, None, finish="error", usage=Usage(1, 0, at), error=self.error)]
+            return [TokenEvent(request.id, index, None, finish="error", usage=Usage(1, 0, at), error=self.error)]
         token = self.script[at % len(self.script)]
         limit = request.output.max_tokens or 1 << 30
         over = (matcher and matcher.push(token)) or (not self.endless and at + 1 == len(self.script))
@@ -133,9 +133,9 @@ class Scripted:
         scored = request.output.logprobs is not None
         scores = TokenLogprobs(-0.5, ((token, -0.5), (1, float("-inf")))) if scored else None
         usage = Usage(len(request.prompt), 5, at + 1) if finish else None
-        return [TokenOut(request.id, index, token, scores, finish, usage)]
+        return [TokenEvent(request.id, index, token, scores, finish, usage)]
 
-    def _end(self, request: Request, choice: list[Any]) -> None:
+    def _end(self, request: EngineRequest, choice: list[Any]) -> None:
         self.running[request.id].remove(choice)
         if not self.running[request.id]:
             del self.running[request.id]
@@ -154,7 +154,7 @@ class Served:
 
     def __init__(self, url: str, server: Server, app: Starlette, thread: threading.Thread) -> None:
         self.url, self.server, self.app, self.thread = url, server, app, thread
-        self.bridge: Bridge = getattr(app.state, "bridge", None)  # type: ignore[assignment]  # of an only model
+        self.bridge: AsyncEngine = getattr(app.state, "bridge", None)  # type: ignore[assignment]  # of an only model
         self.http = httpx.Client(base_url=url, timeout=30)
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
 

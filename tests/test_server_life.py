@@ -20,10 +20,10 @@ from openai import AsyncOpenAI
 from test_server_harness import USER, Scripted, Served, read_all, serving, tiny, wait_until
 
 from deltic.errors import ConfigError, DelticError, UnavailableError
-from deltic.params import Request, SamplingParams, TokenOut
+from deltic.params import EngineRequest, SamplingParams, TokenEvent
 from deltic.server.app import serve
-from deltic.server.async_engine import Bridge
-from deltic.server.request_handle import RequestHandle, Unread
+from deltic.server.async_engine import AsyncEngine
+from deltic.server.request_handle import RequestHandle, UnreadLimits
 from deltic.server.run import listen
 
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
@@ -232,12 +232,12 @@ def test_signals_end_the_server_and_not_the_process() -> None:
 def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> None:
     """Whoever reads is cancelled so many turns of the loop after an event: it ends, or was done before."""
     async def read() -> bool:
-        unread = Unread(64, 60, lambda: None)
-        handle = RequestHandle([Request("r", (1,), SamplingParams())], 0, unread, lambda _: None, lambda *_: None)
+        unread = UnreadLimits(64, 60, lambda: None)
+        handle = RequestHandle([EngineRequest("r", (1,), SamplingParams())], 0, unread, lambda _: None, lambda *_: None)
         reader = asyncio.ensure_future(anext(handle))
         for _ in range(3):
             await asyncio.sleep(0)
-        handle.take(TokenOut("r", 0, 5))
+        handle.take(TokenEvent("r", 0, 5))
         handle.wake()
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -251,10 +251,10 @@ def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> No
 def test_a_server_that_cannot_start_says_so_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
-    def start(bridge: Bridge) -> None:
+    def start(bridge: AsyncEngine) -> None:
         raise RuntimeError("no more threads")
 
-    monkeypatch.setattr(Bridge, "start", start)
+    monkeypatch.setattr(AsyncEngine, "start", start)
     model = Scripted("one").model()
     with pytest.raises(UnavailableError, match="the server did not start: no more threads"):
         serve(model, port=0, on_ready=said.append)
@@ -279,7 +279,7 @@ def test_a_start_that_failed_is_no_success() -> None:
 
 def test_a_signal_that_comes_before_it_is_ready_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    start = Bridge.start
-    monkeypatch.setattr(Bridge, "start", lambda bridge: (start(bridge), signal.raise_signal(signal.SIGTERM)))
+    start = AsyncEngine.start
+    monkeypatch.setattr(AsyncEngine, "start", lambda bridge: (start(bridge), signal.raise_signal(signal.SIGTERM)))
     serve(Scripted("one").model(), port=0, drain_seconds=0, on_ready=said.append)
     assert not said

@@ -20,9 +20,9 @@ import deltic
 from deltic import LLM, SamplingParams
 from deltic.config import Limits
 from deltic.engine.engine import Engine
-from deltic.engine.stats import WINDOW, Distribution, Histogram, Meter, Pace, Tier, snapshot
+from deltic.engine.stats import WINDOW, Distribution, Histogram, Pace, TierUsage, TokenMeter, snapshot
 from deltic.ops.stored import ExpertStatistics
-from deltic.server.body import Intake
+from deltic.server.body import BodyReader
 from deltic.server.embeddings.app import create_encoder_app
 from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.metrics import ended_early, exposition
@@ -151,9 +151,9 @@ def test_a_server_of_encoders_tells_of_lost_lines(tmp_path: Path) -> None:
 def test_the_page_of_the_server_names_all_metrics_and_no_others() -> None:
     experts = ExpertStatistics((1,), (1,), 1, 1, 1, 1, 1, 1.0, 1.0)
     now = snapshot(tiny().engine)
-    tiers = (*now.tiers, Tier("disk", 0, 0, 0, 0, 0, 0))
+    tiers = (*now.tiers, TierUsage("disk", 0, 0, 0, 0, 0, 0))
     encoder = SimpleNamespace(batcher=SimpleNamespace(texts=0, tokens=0, batches=0, waiting=0, displaced=0))
-    services = Services((EmbeddingService("m", encoder),), Intake(Limits()))  # type: ignore[arg-type]
+    services = Services((EmbeddingService("m", encoder),), BodyReader(Limits()))  # type: ignore[arg-type]
     pages = (exposition({"m": replace(now, experts=experts, tiers=tiers)}, {200: 1}), services.metrics(),
              ended_early({"m": SimpleNamespace(displaced=0, unread=0)}))
     kinds = {name: kind for each in pages for name, kind in parse(each).kinds.items()}
@@ -226,7 +226,7 @@ def test_latencies_and_ends_are_counted(served: Served) -> None:
 
 
 def test_choices_that_never_began_end_too() -> None:
-    meter = Meter()
+    meter = TokenMeter()
     meter.end(SimpleNamespace(arrived=0.0, finish="abort"), 2)  # type: ignore[arg-type]
     assert meter.finishes == {"stop": 0, "length": 0, "abort": 3, "error": 0}
     assert sum(meter.latency.read().counts) == 1
@@ -339,7 +339,7 @@ def test_a_prefix_that_came_back_from_host_memory() -> None:
 
 
 def test_lower_tiers_have_samples_of_their_own() -> None:
-    host = Tier("host", bytes=70, budget=1000, checkpoints=3, evictions=2, restored=5, restored_tokens=400)
+    host = TierUsage("host", bytes=70, budget=1000, checkpoints=3, evictions=2, restored=5, restored_tokens=400)
     now = snapshot(tiny().engine)
     page = parse(exposition({"m": replace(now, tiers=(now.tiers[0], host))}, {}))
     assert page.of("cache_bytes", tier="host") == 70 and page.of("cache_budget_bytes", tier="host") == 1000
@@ -377,7 +377,7 @@ def test_the_pace_is_that_of_the_last_whole_seconds() -> None:
 
 
 def test_a_meter_observes_the_first_token_of_the_first_choice_only() -> None:
-    meter = Meter()
+    meter = TokenMeter()
     for choice, generated in ((0, 1), (0, 2), (1, 1)):
         meter.token(SimpleNamespace(choice=choice, generated=generated, arrived=1.0, admitted=3.5,
                                     last_token=None))  # type: ignore
@@ -388,7 +388,7 @@ def test_a_meter_observes_the_first_token_of_the_first_choice_only() -> None:
 def test_a_snapshot_of_a_fresh_engine() -> None:
     now = snapshot(Engine(tiny().runtime))
     assert (now.running, now.waiting, now.finished, now.generated_tokens, now.pace) == (0, 0, 0, 0, 0)
-    assert isinstance(now.tiers[0], Tier) and now.tiers[0].name == "device" and now.tiers[0].restored is None
+    assert isinstance(now.tiers[0], TierUsage) and now.tiers[0].name == "device" and now.tiers[0].restored is None
 
 
 # The parser must notice

@@ -18,7 +18,7 @@ import pytest
 from test_server_harness import USER, Scripted, Served, read_all, serving, wait_until
 
 from deltic.errors import ConfigError
-from deltic.server.api_keys import Keys, read_keys
+from deltic.server.api_keys import ApiKeyAuth, read_keys
 from deltic.server.app import create_app
 from deltic.server.host_check import LOCAL_NAMES
 from deltic.server.run import hosts_of, listen, listen_unix, tls_context
@@ -112,7 +112,7 @@ def test_files_of_keys() -> None:
     assert read_keys("# ours\nsk-1  Ann of X \r\n\n sk-2\n", "keys") == {"sk-1": "Ann of X", "sk-2": None}
     for owners, said in (({"": "x"}, "empty"), ({str(number): "x" for number in range(1001)}, "at most 1000")):
         with pytest.raises(ConfigError, match=said):
-            Keys(owners)
+            ApiKeyAuth(owners)
 
 
 # Hosts

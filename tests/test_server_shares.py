@@ -16,8 +16,8 @@ from test_server_harness import USER, Scripted, Served, serving, tiny, wait_unti
 
 from deltic.chat import structured as grammar_module
 from deltic.errors import GenerationError
-from deltic.params import Request, SamplingParams, TokenOut
-from deltic.server.request_handle import RequestHandle, Unread
+from deltic.params import EngineRequest, SamplingParams, TokenEvent
+from deltic.server.request_handle import RequestHandle, UnreadLimits
 
 KEYS = {"key-a": "flood", "key-b": "other"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -111,11 +111,11 @@ class Crowded(Scripted):
 
     places = 0
 
-    def step(self) -> list[TokenOut]:
+    def step(self) -> list[TokenEvent]:
         self.left = self.places
         return super().step()
 
-    def _advance(self, request: Request, choice: list[Any]) -> list[TokenOut]:
+    def _advance(self, request: EngineRequest, choice: list[Any]) -> list[TokenEvent]:
         if request.client == "flood":
             self.left -= 1
             if self.left < 0:
@@ -183,13 +183,18 @@ def test_a_newcomer_gets_room_for_its_prompt() -> None:
 def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
     async def work() -> None:
         ended, withdrawn, held = list[int](), list[RequestHandle](), list[bool]()
-        handle = RequestHandle([Request("r", (1,), SamplingParams())], 0, Unread(4, 0.02, partial(ended.append, 1)),
-                               withdrawn.append, lambda _, hold: held.append(hold))
+        handle = RequestHandle(
+            [EngineRequest("r", (1,), SamplingParams())],
+            0,
+            UnreadLimits(4, 0.02, partial(ended.append, 1)),
+            withdrawn.append,
+            lambda _, hold: held.append(hold),
+        )
         handle.admit(None)
-        handle.take(TokenOut("r", 0, 5))
+        handle.take(TokenEvent("r", 0, 5))
         assert len(await anext(handle)) == 1 and (handle.begun, handle.waiting) == (1, 0)
         for _ in range(5):
-            handle.take(TokenOut("r", 0, 5))
+            handle.take(TokenEvent("r", 0, 5))
         assert held == [True] and (handle.begun, handle.waiting) == (0, 1), "who pauses holds a place as who waits"
         while not ended:
             await asyncio.sleep(0.01)
@@ -203,12 +208,17 @@ def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
 def test_a_reader_that_comes_back_in_time_loses_nothing() -> None:
     async def work() -> None:
         ended = list[int]()
-        handle = RequestHandle([Request("r", (1,), SamplingParams())], 0, Unread(4, 0.05, partial(ended.append, 1)),
-                               lambda _: None, lambda *_: None)
-        handle.take(TokenOut("r", 0, 5))
+        handle = RequestHandle(
+            [EngineRequest("r", (1,), SamplingParams())],
+            0,
+            UnreadLimits(4, 0.05, partial(ended.append, 1)),
+            lambda _: None,
+            lambda *_: None,
+        )
+        handle.take(TokenEvent("r", 0, 5))
         await anext(handle)
         for _ in range(5):
-            handle.take(TokenOut("r", 0, 5))
+            handle.take(TokenEvent("r", 0, 5))
         assert handle.held and len(await anext(handle)) == 5 and not handle.held
         await asyncio.sleep(0.15)
         assert handle.open and not ended

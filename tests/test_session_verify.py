@@ -26,7 +26,7 @@ from support import (
 
 from deltic import RandomModel
 from deltic.errors import ConfigError, RequestError
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
 
@@ -165,7 +165,7 @@ def test_only_what_was_verified_right_before_is_accepted(after: Callable[[Sessio
 
 
 @pytest.mark.parametrize("runtime", [headed, embedded_with_head])
-def test_drafts_at_the_start_depend_on_nothing_before(runtime: Callable[[], Runtime]) -> None:
+def test_drafts_at_the_start_depend_on_nothing_before(runtime: Callable[[], ModelRunner]) -> None:
     session = session_over(runtime())
     fresh = session.draft(7, 3)
     for start in (3, 4):

@@ -39,13 +39,13 @@ from support import (
     take,
 )
 
-from deltic.cache.offload.disk import Disk
+from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
-from deltic.params import MAX_DRAFTS, Request, SamplingParams, TokenOut
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.draft_model import ModelDrafter
-from deltic.spec_decode.proposers import NgramDrafter
+from deltic.params import MAX_DRAFTS, EngineRequest, SamplingParams, TokenEvent
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.draft_model import DraftModelProposer
+from deltic.spec_decode.proposers import NgramProposer
 
 # The grid
 
@@ -89,11 +89,11 @@ def engine_of(case: Case, place: Path) -> tuple[Engine, Scripted | None]:
     drafter = None
     if case.pattern in PATTERNS:
         drafter = Scripted(answers, PATTERNS[case.pattern], case.depth)
-    real = {"ngram": lambda: NgramDrafter(case.depth),
-            "itself": lambda: ModelDrafter(runtime_of(MODELS[case.model]()), 509, case.depth)}
-    tiers = [TierIndex(Disk(place, "x", 1 << 30), threads=False)] if case.story == "from disk" else []
+    real = {"ngram": lambda: NgramProposer(case.depth),
+            "itself": lambda: DraftModelProposer(runtime_of(MODELS[case.model]()), 509, case.depth)}
+    tiers = [TierIndex(DiskStore(place, "x", 1 << 30), threads=False)] if case.story == "from disk" else []
     small = runtime_of(runtime, budget=case.budget, batch=8, slots=32, tiers=tiers)
-    return Engine(small, drafter or real.get(case.pattern, lambda: None)(), FixedDepth(case.depth)), drafter
+    return Engine(small, drafter or real.get(case.pattern, lambda: None)(), FixedDraftLength(case.depth)), drafter
 
 
 def before(case: Case, engine: Engine) -> None:
@@ -114,7 +114,7 @@ def run(case: Case, place: Path) -> tuple[Answers, Engine, Scripted | None]:
     answer = expected(case.model, case.params)
     seen = request_of(answer.prompt, case.params, 2 if case.story == "forked" else 1)
     vocabulary = engine.runtime.config.vocab_size
-    others = [Request(f"n{i}", numbers(50 + i, 20 + 9 * i, vocabulary), SamplingParams(
+    others = [EngineRequest(f"n{i}", numbers(50 + i, 20 + 9 * i, vocabulary), SamplingParams(
         temperature=1.0, max_tokens=60 - 4 * i, ignore_eos=True, seed=i), speculate=i % 2 == 0)
         for i in range(case.batch - 1)]
     for request in (*others[:1], seen, *others[1:]):
@@ -130,7 +130,7 @@ def run(case: Case, place: Path) -> tuple[Answers, Engine, Scripted | None]:
 
 
 class Nothing:
-    events: tuple[TokenOut, ...] = ()
+    events: tuple[TokenEvent, ...] = ()
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
@@ -186,8 +186,8 @@ def test_the_few_hold_every_pair() -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_logprobs_are_the_models(pattern: str) -> None:
     runtime, answer = odd_runtime(), expected("odd", "drawn")
-    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS[pattern], 3), FixedDepth(3))
-    engine.add(Request("a", answer.prompt, replace(PARAMS["drawn"], logprobs=2)))
+    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS[pattern], 3), FixedDraftLength(3))
+    engine.add(EngineRequest("a", answer.prompt, replace(PARAMS["drawn"], logprobs=2)))
     events = drain(engine)["a", 0].events
     found = torch.tensor([event.logprobs.token for event in events if event.logprobs])
     wanted = answer.logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
@@ -205,9 +205,9 @@ def test_a_stop_within_right_drafts_cuts_there(place: int, depth: int) -> None:
     stop = answer.tokens[place]
     end = answer.tokens.index(stop)
     engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], depth),
-                    FixedDepth(depth))
+                    FixedDraftLength(depth))
     params = SamplingParams(temperature=0.0, stop_token_ids=(stop,), max_tokens=ANSWER)
-    engine.add(Request("a", answer.prompt, params))
+    engine.add(EngineRequest("a", answer.prompt, params))
     answers = drain(engine)
     assert answers["a", 0].tokens == list(answer.tokens[:end + 1]) and answers["a", 0].last.finish == "stop"
     assert usage_of(answers).completion_tokens == end + 1
@@ -222,7 +222,7 @@ def test_a_stop_within_right_drafts_cuts_there(place: int, depth: int) -> None:
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 9])
 def test_the_limit_cuts_drafts(limit: int) -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
-    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
+    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDraftLength(4))
     engine.add(greedy(answer.prompt, limit))
     answers = drain(engine)
     assert answers["a", 0].tokens == list(answer.tokens[:limit]) and answers["a", 0].last.finish == "length"
@@ -231,7 +231,7 @@ def test_the_limit_cuts_drafts(limit: int) -> None:
 def test_a_matcher_sees_accepted_tokens_alone() -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     for pattern in PATTERNS.values():
-        engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, pattern, 4), FixedDepth(4))
+        engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, pattern, 4), FixedDraftLength(4))
         engine.add(replace(greedy(answer.prompt, ANSWER), matcher=lambda: EndingAt(3)))
         answers = drain(engine)
         assert answers["a", 0].tokens == list(answer.tokens[:3]) and answers["a", 0].last.finish == "stop"
@@ -240,7 +240,7 @@ def test_a_matcher_sees_accepted_tokens_alone() -> None:
 def test_minimum_length_holds_within_drafts() -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     stop = answer.tokens[4]
-    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
+    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDraftLength(4))
     plain = Engine(runtime_of(runtime))
     for each in (engine, plain):
         each.add(greedy(answer.prompt, 20, min_tokens=12, stop_token_ids=(stop,)))
@@ -251,7 +251,7 @@ def test_minimum_length_holds_within_drafts() -> None:
 def test_a_right_draft_that_ends_the_answer_is_a_right_one(place: int) -> None:
     """And those after it are not counted: neither right nor wrong."""
     runtime, answer = odd_runtime(), expected("odd", "greedy")
-    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
+    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDraftLength(4))
     assert answer.tokens[place] not in answer.tokens[:place]
     for _ in range(10):
         engine.add(greedy(answer.prompt, ANSWER, stop_token_ids=(answer.tokens[place],)))
@@ -263,7 +263,7 @@ def test_a_right_draft_that_ends_the_answer_is_a_right_one(place: int) -> None:
 
 def test_drafts_after_a_wrong_one_that_ends_the_answer_are_not_counted() -> None:
     runtime, answer, place = odd_runtime(), expected("odd", "greedy"), 5
-    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["wrong"], 4), FixedDepth(4))
+    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["wrong"], 4), FixedDraftLength(4))
     engine.add(greedy(answer.prompt, ANSWER, stop_token_ids=(answer.tokens[place],)))
     usage = usage_of(drain(engine))
     assert (usage.accepted_tokens, usage.drafted_tokens) == (0, 4 * (place - 1) + 1)
@@ -280,7 +280,7 @@ def test_who_is_preempted_comes_back_without_drafts(pages: int, seed: int) -> No
     requests = [replace(greedy(numbers(1000 * seed + index, rng.randint(10, 60), 509), rng.randint(8, 70), f"r{index}"),
                         speculate=index == 3) for index in range(4)]
     engine = Engine(runtime_of(odd_runtime(), pages=pages, context=160), Scripted({}, PATTERNS["wrong"], 12),
-                    FixedDepth(12))
+                    FixedDraftLength(12))
     for request in requests:
         engine.add(request)
     answers = drain(engine)
@@ -296,7 +296,7 @@ def test_a_prompt_that_was_read_again_amid_drafts_is_kept_with_its_own_logits() 
     runtime, prompt = odd_runtime(), numbers(7, 48, 509)
     answer = reference(runtime, prompt, 12)
     drafter = Scripted({("second", 0): answer.tokens}, PATTERNS["right"], 3)
-    engine = Engine(runtime_of(runtime, pages=6, budget=16, context=96), drafter, FixedDepth(3))
+    engine = Engine(runtime_of(runtime, pages=6, budget=16, context=96), drafter, FixedDraftLength(3))
     engine.add(replace(greedy(numbers(9, 16, 509), 60, "first"), speculate=False))
     answers: Answers = {}
     for _ in range(13):
@@ -315,7 +315,7 @@ def test_prompts_do_not_wait_for_drafts(depth: int) -> None:
     runtime, steps = odd_runtime(), []
     for drafts in (0, depth):
         engine = Engine(runtime_of(runtime, budget=64, pages=500), Scripted({}, PATTERNS["wrong"], 12),
-                        FixedDepth(drafts))
+                        FixedDraftLength(drafts))
         for index in range(7):
             engine.add(greedy(numbers(index, 8, 509), 200, f"r{index}"))
         for _ in range(6):
@@ -330,8 +330,8 @@ def test_without_rings_nothing_is_drafted() -> None:
     small = runtime_of(runtime)
     plain = replace(small.pools, rings=None)
     small.cache.__init__(plain)  # type: ignore[misc]
-    engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDraftLength(4))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
     answers = drain(engine)
     same_tokens(answer, answers["a", 0].tokens)
     assert usage_of(answers).drafted_tokens == 0
@@ -341,10 +341,10 @@ def test_without_rings_nothing_is_drafted() -> None:
 def test_preempted_sequences_go_on(pattern: str) -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     small = small_runtime(runtime, batch=4, pages=20, context=160)
-    engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS[pattern], 4), FixedDepth(4))
+    engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS[pattern], 4), FixedDraftLength(4))
     for index in range(3):
         engine.add(greedy(numbers(20 + index, 70, 509), 60, f"n{index}"))
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
     answers = drain(engine)
     same_tokens(answer, answers["a", 0].tokens)
     assert engine.scheduler.preemptions > 0
@@ -357,7 +357,7 @@ def test_preempted_sequences_go_on(pattern: str) -> None:
 def test_l6_the_comparison_notices(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     small = runtime_of(runtime)
-    engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS["alternating"], 3), FixedDepth(3))
+    engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS["alternating"], 3), FixedDraftLength(3))
     cache, commit = small.cache, small.cache.commit
 
     def broken(lease: Any, tokens: Any, base: int | None = None) -> None:
@@ -373,6 +373,6 @@ def test_l6_the_comparison_notices(bug: str, monkeypatch: pytest.MonkeyPatch) ->
             cache.pools.rings[1].copy_(cache.pools.rings[1].roll(1, 2))
 
     monkeypatch.setattr(cache, "commit", broken)
-    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
     with pytest.raises((Mismatch, AssertionError)):
         same_tokens(answer, drain(engine)["a", 0].tokens)

@@ -30,12 +30,12 @@ from support import drain, embedded_runtime, fresh_pools, greedy, numbers, odd_r
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.disk import Disk
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.item_folder import Label, folders, read_label, root_of
-from deltic.cache.offload.types import Item
-from deltic.cache.operations import CopySlot, FoldRing
+from deltic.cache.offload.item_folder import FolderLabel, folders, read_label, root_of
+from deltic.cache.offload.types import StoredItem
+from deltic.cache.operations import CopySlot, FlushDeltaLog
 from deltic.cache.tensors import page_bytes, ring_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
@@ -50,7 +50,7 @@ from deltic.export.program import ProgramInfo
 from deltic.ops import Ops, backends, explain, reference
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import StateView
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
 NAN = float("nan")
@@ -177,7 +177,7 @@ def test_what_is_written_late_is_rounded_less_often(backend: str) -> None:
 # Pools
 
 
-def over_bfloat16(*tiers: TierIndex, reuse: bool = True, slots: int = 24) -> Runtime:
+def over_bfloat16(*tiers: TierIndex, reuse: bool = True, slots: int = 24) -> ModelRunner:
     small = small_runtime(odd_runtime(), batch=4)
     pools = fresh_pools(small, 384, slots, state=BF16)
     assert pools.recurrent.dtype == BF16 and pools.conv.dtype == torch.float32
@@ -196,7 +196,7 @@ def test_slots_are_copied_folded_and_looked_at() -> None:
     assert pools.rings
     for tensor in pools.rings:
         tensor[:, 2] = torch.rand(tensor[:, 2].shape).to(tensor.dtype)
-    pools.apply([FoldRing(7, 2, 20, 24)])
+    pools.apply([FlushDeltaLog(7, 2, 20, 24)])
     for layer in range(len(pools.recurrent)):
         wide = StateView(pools.recurrent[layer, 3:4].double(), pools.conv[layer, 3:4].clone(),
                          pools.state_views()[layer].ring)
@@ -206,7 +206,7 @@ def test_slots_are_copied_folded_and_looked_at() -> None:
 
 def test_only_what_these_pools_could_hold_is_let_in() -> None:
     pools = over_bfloat16().pools
-    item = Item("state", "key", "", 0, 30)
+    item = StoredItem("state", "key", "", 0, 30)
 
     def why(dtype: torch.dtype, number: float = 1.0) -> str:
         tensors = {name: torch.ones(pool[:, 0].shape).to(pool.dtype) for name, pool in pools.named_slots.items()}
@@ -225,9 +225,9 @@ def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
         options = EngineConfig(cache_dir=str(tmp_path), state_dtype=state)
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, BF16)
         assert len(tiers) == 1 and notes is not None
-        tiers[0].store.write(Item("state", "0" * 32, "", 0, 1), {"recurrent": torch.ones(1)})
+        tiers[0].store.write(StoredItem("state", "0" * 32, "", 0, 1), {"recurrent": torch.ones(1)})
     labels = [read_label(folder) for folder in folders(root_of(tmp_path))]
-    about = sorted(label.about for label in labels if isinstance(label, Label))
+    about = sorted(label.about for label in labels if isinstance(label, FolderLabel))
     assert len(about) == 2 and "states of bfloat16" in about[1] and "states" not in about[0]
 
 
@@ -237,7 +237,9 @@ PROMPT = numbers(1, 100, 500)
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_a_prefix_comes_back_bit_by_bit(store: str, tmp_path: Path) -> None:
     def tier() -> TierIndex:
-        return TierIndex(Host(1 << 24) if store == "host" else Disk(tmp_path, "model", 1 << 24), threads=False)
+        return TierIndex(
+            HostStore(1 << 24) if store == "host" else DiskStore(tmp_path, "model", 1 << 24), threads=False
+        )
 
     kept = tier()
     first = over_bfloat16(kept)
@@ -254,7 +256,7 @@ def test_a_prefix_comes_back_bit_by_bit(store: str, tmp_path: Path) -> None:
 
 
 @lru_cache(maxsize=2)
-def embedded(state: str, speculate: str = "off") -> Runtime:
+def embedded(state: str, speculate: str = "off") -> ModelRunner:
     return load(None, EngineConfig(dtype="float32", memory="32MiB", max_batch=4, max_context=512, threads=1,
                                    speculate=speculate, state_dtype=state))
 
@@ -273,7 +275,7 @@ def test_the_engine_answers_and_says_who_serves() -> None:
     assert all(len(answer.tokens) == 30 and answer.last.finish == "length" for answer in answers.values())
 
 
-def check_preempted(runtime: Runtime) -> None:
+def check_preempted(runtime: ModelRunner) -> None:
     """Four sequences are answered that have pages for hardly two."""
     engine = Engine(runtime)
     for seed in range(4):

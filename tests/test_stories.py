@@ -31,18 +31,18 @@ from support import (
 from test_prefix_tree import tokens_of
 from torch import Tensor
 
-from deltic.cache.handles import Lease
+from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.engine.engine import Engine
 from deltic.engine.scheduler import defers
 from deltic.engine.sequence import Sequence as Running
 from deltic.params import PAGE
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
-from deltic.spec_decode.draft_length import Acceptance, AdaptiveDepth, Depth, FixedDepth
-from deltic.spec_decode.draft_model import ModelDrafter
+from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, DraftLength, FixedDraftLength
+from deltic.spec_decode.draft_model import DraftModelProposer
 from deltic.spec_decode.pending_drafts import Wants
-from deltic.spec_decode.proposers import Drafter, MtpDrafter, NgramDrafter
+from deltic.spec_decode.proposers import MtpProposer, NgramProposer, Proposer
 
 PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime, "moe": moe_runtime,
          "moe, headed": moe_runtime}
@@ -63,24 +63,24 @@ def alone(story: Story) -> Answers:
     return {(name, choice): answers[name.removesuffix(AGAIN), choice] for name, choice in story.choices}
 
 
-def drafter_of(kind: str, story: Story, runtime: Runtime, wanted: Answers) -> Drafter:
+def drafter_of(kind: str, story: Story, runtime: ModelRunner, wanted: Answers) -> Proposer:
     limit, pattern = story.drafting.limit, PATTERNS[story.drafting.pattern]
     if kind == "scripted":
         return Scripted({who: answer.tokens for who, answer in wanted.items()}, pattern, limit, VOCABULARY)
     if kind == "ngram":
-        return NgramDrafter(limit)
+        return NgramProposer(limit)
     if kind == "head":
         assert runtime.mtp_runner
-        return MtpDrafter(runtime, runtime.mtp_runner, limit)
+        return MtpProposer(runtime, runtime.mtp_runner, limit)
     model = PLAIN[story.model] if kind == "itself" else OTHER[story.model]
-    return ModelDrafter(story.drafting.room.furnish(model()), VOCABULARY, limit)
+    return DraftModelProposer(story.drafting.room.furnish(model()), VOCABULARY, limit)
 
 
 @dataclass
 class Several:
     """Drafters of which each sequence has another in every step, or none; with the call `breaks` all fail."""
 
-    drafters: Sequence[Drafter]
+    drafters: Sequence[Proposer]
     limit: int
     draw: Random
     breaks: int | None
@@ -104,7 +104,7 @@ class Several:
 
 
 @dataclass
-class Fickle(FixedDepth):
+class Fickle(FixedDraftLength):
     """Another depth in every step."""
 
     draw: Random = field(default_factory=Random)
@@ -113,7 +113,7 @@ class Fickle(FixedDepth):
         return self.draw.choice([0, 1, self.limit, self.limit, self.draw.randint(0, self.limit)])
 
 
-class Clockwork(AdaptiveDepth):
+class Clockwork(AdaptiveDraftLength):
     """Goes by made-up seconds, so that a story is the same each time it is told."""
 
     def timed(self, rows: int, drafts: int, seconds: float) -> None:
@@ -142,12 +142,15 @@ class Stage:
         room = replace(story.room, slots=story.room.slots + story.room.batch) if ahead else story.room
         runtime = room.furnish(MODELS[story.model](), place)
         drafters = [drafter_of(kind, story, runtime, wanted) for kind in drafting.drafters]
-        depths: dict[str, Depth] = {"fixed": FixedDepth(drafting.limit), "adaptive": Clockwork(drafting.limit),
-                                    "fickle": Fickle(drafting.limit, draw)}
+        depths: dict[str, DraftLength] = {
+            "fixed": FixedDraftLength(drafting.limit),
+            "adaptive": Clockwork(drafting.limit),
+            "fickle": Fickle(drafting.limit, draw),
+        }
         engine = Engine(runtime, Several(drafters, drafting.limit, draw, drafting.breaks), depths[drafting.depth],
                         ahead)
         engine.scheduler.defer_from = 2 if defers else None
-        drafts = [drafter._runtime.cache for drafter in drafters if isinstance(drafter, ModelDrafter)]
+        drafts = [drafter._runtime.cache for drafter in drafters if isinstance(drafter, DraftModelProposer)]
         return cls(story, engine, drafts, wanted, session_over(PLAIN[story.model](), batch=1))
 
     def tell(self) -> None:
@@ -261,7 +264,7 @@ def test_some_stories_with_a_step_in_flight() -> None:
 def test_some_stories_with_deferred_updates(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Counter[bool]()
 
-    def counted(cache: HybridCache, lease: Lease) -> bool:
+    def counted(cache: HybridCache, lease: SequenceCache) -> bool:
         deferred = defers(cache, lease)
         found[deferred] += 1
         return deferred

@@ -17,7 +17,7 @@ from test_server_harness import Served, scripted, serving, tiny
 
 from deltic import LLM, SamplingParams
 from deltic.chat.structured import Grammars
-from deltic.chat.tool_grammar import Calls, call_parts
+from deltic.chat.tool_grammar import CallAnswers, call_parts
 from deltic.chat.tools import PARSERS, QWEN, CallForm
 from deltic.errors import RequestError
 
@@ -287,7 +287,7 @@ def written(form: CallForm, *parameters: tuple[str, str]) -> str:
 
 
 def may_be_written(form: CallForm, schema: Any, text: str, strict: bool = True) -> bool:
-    calls = Calls(form, {0: tool(schema, strict)["function"]}, needed=True)
+    calls = CallAnswers(form, {0: tool(schema, strict)["function"]}, needed=True)
     tokenizer = tiny().chat_processor.tokenizer
     pending = Grammars(tokenizer).grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
     pending.compile()

@@ -24,7 +24,7 @@ from test_server_harness import USER, Served, serving, tiny
 
 from deltic import LLM, SamplingParams
 from deltic.chat import structured as grammar_module
-from deltic.chat.response_format import Choice, JsonSchema, OutputFormat, Regex
+from deltic.chat.response_format import ChoiceFormat, JsonSchema, OutputFormat, Regex
 from deltic.chat.structured import GrammarConstraint, Grammars
 from deltic.chat.tools import PARSERS
 from deltic.cli import main
@@ -372,7 +372,7 @@ def test_only_a_grammars_own_work_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         return compile(*given)
     monkeypatch.setattr(grammar_module, "_compile", late)
     grammars = Grammars(model().chat_processor.tokenizer, 0.2)
-    assert compiled(grammars, Choice(("yes", "no"))).vocabulary
+    assert compiled(grammars, ChoiceFormat(("yes", "no"))).vocabulary
 
 
 def test_a_grammar_that_several_want_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,14 +386,14 @@ def test_a_grammar_that_several_want_is_compiled_once(monkeypatch: pytest.Monkey
         return compile(*given)
     monkeypatch.setattr(grammar_module, "_compile", slow)
     with ThreadPoolExecutor(4) as pool:
-        found = [pool.submit(compiled, grammars, Choice(("yes", "no"))) for _ in range(4)]
+        found = [pool.submit(compiled, grammars, ChoiceFormat(("yes", "no"))) for _ in range(4)]
         assert begun.acquire(timeout=60)
         free.set()
         assert len({id(each.result(60).prototype) for each in found}) == 1 and len(calls) == 1
 
 
 def test_an_engine_never_gets_a_grammar_that_is_not_compiled() -> None:
-    job = model().chat_processor.complete("x", sampling(0.0), Choice(("yes", "no")))
+    job = model().chat_processor.complete("x", sampling(0.0), ChoiceFormat(("yes", "no")))
     assert job.request.constraint
     with pytest.raises(RuntimeError, match="has not been compiled"):
         job.request.constraint()
@@ -421,7 +421,7 @@ def test_compiled_grammars_are_kept_and_bounded() -> None:
     first = compiled(grammars, Regex("a+"))
     assert compiled(grammars, Regex("a+")).prototype is first.prototype
     for index in range(70):
-        compiled(grammars, Choice((f"text {index}",)))
+        compiled(grammars, ChoiceFormat((f"text {index}",)))
     assert compiled(grammars, Regex("a+")).prototype is not first.prototype
 
 

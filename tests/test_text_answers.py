@@ -10,10 +10,10 @@ import pytest
 from test_server_harness import USER, serving, tiny
 
 from deltic import SamplingParams
-from deltic.chat.choices import Answers
-from deltic.chat.output_router import Router
+from deltic.chat.choices import AnswerAssembler
+from deltic.chat.output_router import OutputRouter
 from deltic.chat.tokenizer import Tokenizer
-from deltic.params import TokenOut, Usage
+from deltic.params import TokenEvent, Usage
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}]
 ASKED: list[dict[str, Any]] = [
@@ -34,7 +34,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             counts[name] += 1
             return method(*given)
         monkeypatch.setattr(kind, name, call)
-    counting(Router, "feed")
+    counting(OutputRouter, "feed")
     counting(Tokenizer, "visible_bytes")
     yield counts
 
@@ -81,12 +81,12 @@ def test_an_answer_that_its_reader_stops_has_no_more_than_was_read(stop: tuple[s
     tokens = processor.tokenizer.encode("Hey: Hello here")
     ahead = job.request.matcher() if job.request.matcher else None
     assert [ahead.push(token) for token in tokens] == [False] * len(tokens) if ahead else not stop
-    answers = Answers([job])
+    answers = AnswerAssembler([job])
     read = len(processor.tokenizer.encode("Hey: Hel"))
-    answers.take([TokenOut(job.request.id, 0, token) for token in tokens[:read]])
+    answers.take([TokenEvent(job.request.id, 0, token) for token in tokens[:read]])
     answers.stop(0)
-    answers.take([TokenOut(job.request.id, 0, tokens[read])])
-    answers.take([TokenOut(job.request.id, 0, tokens[-1], finish="length", usage=Usage(1, 0, len(tokens)))])
+    answers.take([TokenEvent(job.request.id, 0, tokens[read])])
+    answers.take([TokenEvent(job.request.id, 0, tokens[-1], finish="length", usage=Usage(1, 0, len(tokens)))])
     output = answers.outputs[0]
     assert output and output.text == processor.tokenizer.decode(tokens[:read]) and output.choices[0].finish == "abort"
     assert output.choices[0].usage.completion_tokens == read == answers.tokens
@@ -94,8 +94,8 @@ def test_an_answer_that_its_reader_stops_has_no_more_than_was_read(stop: tuple[s
 
 def test_what_is_streamed_is_not_kept_but_for_what_is_remembered() -> None:
     for job, kept in ((tiny().chat_processor.complete("x"), False), (tiny().chat_processor.chat(USER), True)):
-        answers = Answers([job], whole=False)
+        answers = AnswerAssembler([job], whole=False)
         tokens = tiny().chat_processor.tokenizer.encode("Yes")
-        pieces = answers.take([TokenOut(job.request.id, 0, token) for token in tokens])
+        pieces = answers.take([TokenEvent(job.request.id, 0, token) for token in tokens])
         assert "".join(delta.text for delta in pieces[0].deltas) == "Yes"
         assert bool(answers._growing[0].said) == kept

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from test_text_support import MARKERS, QWEN_LIKE, build_prompt
 from tokenizers import normalizers
 
-from deltic.chat.choices import Answers
+from deltic.chat.choices import AnswerAssembler
 from deltic.chat.conversation import spell
 from deltic.chat.deltas import Answer
 from deltic.chat.history_store import unpack
-from deltic.chat.processor import ChatProcessor, Job
+from deltic.chat.processor import ChatProcessor, PreparedRequest
 from deltic.chat.template import ChatTemplate
 from deltic.chat.tokenizer import Tokenizer
 from deltic.errors import ConfigError, RequestError
-from deltic.params import SamplingParams, TokenOut, Usage, common_length
+from deltic.params import SamplingParams, TokenEvent, Usage, common_length
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 TOKENIZER = Tokenizer.from_directory(TINY)
@@ -72,7 +72,7 @@ def cut_small(text: str, size: int = 1) -> list[int]:
     return [id for part in parts for id in TOKENIZER.encode(part)]
 
 
-def shared(left: Job, right: Job, answer: Sequence[int] = ()) -> int:
+def shared(left: PreparedRequest, right: PreparedRequest, answer: Sequence[int] = ()) -> int:
     return common_length((*left.request.prompt, *answer), right.request.prompt)
 
 
@@ -108,15 +108,15 @@ class Talk:
     answer_ids: list[int] = field(default_factory=list)
     size: int = 1
 
-    def ask(self, sampling: SamplingParams = SamplingParams(), **variables: Any) -> Job:
+    def ask(self, sampling: SamplingParams = SamplingParams(), **variables: Any) -> PreparedRequest:
         return self.chat_processor.chat(self.messages, sampling, tools=self.tools, history=self.mode,
                                variables={"enable_thinking": self.thinking} | variables)
 
-    def say(self, text: str) -> Job:
+    def say(self, text: str) -> PreparedRequest:
         self.messages.append({"role": "user", "content": text})
         return self.ask()
 
-    def hear(self, job: Job, text: str, finish: Any = "stop", thought: str = THOUGHT) -> Answer:
+    def hear(self, job: PreparedRequest, text: str, finish: Any = "stop", thought: str = THOUGHT) -> Answer:
         """The model answers; the client keeps that in its own form."""
         self.answer_ids = cut_small((f"{thought}\n</think>\n\n" if self.thinking else "") + text, self.size)
         answer = finished(job, self.answer_ids, finish)
@@ -137,17 +137,17 @@ class Talk:
         self.chat_processor.flush()
         self.chat_processor = ChatProcessor(TOKENIZER, template, notes=store)
 
-    def result(self, text: str) -> Job:
+    def result(self, text: str) -> PreparedRequest:
         self.messages.append({"role": "tool", "tool_call_id": "1", "content": text})
         return self.ask()
 
 
-def finished(job: Job, tokens: Sequence[int], finish: Any = "stop", end: int = EOS) -> Answer:
+def finished(job: PreparedRequest, tokens: Sequence[int], finish: Any = "stop", end: int = EOS) -> Answer:
     """What a caller hears who reads the answer to its end."""
     tokens = [*tokens, end] if finish == "stop" else tokens
     last = {"finish": finish, "usage": Usage(0, 0, len(tokens))}
-    events = [TokenOut(job.request.id, 0, token) for token in tokens] or [TokenOut(job.request.id, 0, None)]
-    piece, = Answers([job]).take([*events[:-1], replace(events[-1], **last)])
+    events = [TokenEvent(job.request.id, 0, token) for token in tokens] or [TokenEvent(job.request.id, 0, None)]
+    piece, = AnswerAssembler([job]).take([*events[:-1], replace(events[-1], **last)])
     assert piece.done and piece.remember
     piece.remember()
     return Answer(piece.done.reasoning, piece.done.text, piece.done.calls)
@@ -165,7 +165,9 @@ def talk(mode: str | None = None, thinking: bool = False, template: str = TINY_T
     return Talk(ChatProcessor(TOKENIZER, template, notes=more.pop("notes", None)), mode, thinking, **more)
 
 
-def agent(client: Talk, turns: int = 20, steps: int = 3) -> Iterator[tuple[str, Job, Job, list[int]]]:
+def agent(
+    client: Talk, turns: int = 20, steps: int = 3
+) -> Iterator[tuple[str, PreparedRequest, PreparedRequest, list[int]]]:
     """A conversation: what came after the last answer, the last prompt, the next prompt, the answer between."""
     client.messages, client.tools = [SYSTEM], TOOLS
     last = client.say("Fix it all")

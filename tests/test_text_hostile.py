@@ -14,7 +14,7 @@ from test_text_support import MARKERS, read_calls
 
 from deltic.chat.markers import Markers
 from deltic.chat.messages import normalise_messages
-from deltic.chat.output_router import Calls, Router
+from deltic.chat.output_router import CallOptions, OutputRouter
 from deltic.chat.schema_coercion import coerce
 from deltic.chat.tools import tool_schemas
 
@@ -70,7 +70,7 @@ def test_calls_that_never_end(opening: str, piece: str, texts: tuple[str, ...]) 
     pieces = [CALL, opening, *[part for part in (piece.removesuffix(CALL).removesuffix(CALL_END),
                                                  piece[len(piece.removesuffix(CALL).removesuffix(CALL_END)):]) if part]]
     ids = {} if texts else {index: piece for index, piece in enumerate(pieces) if piece in MARKERS}
-    router = Router(lambda token: pieces[token].encode(), markers=Markers(ids, texts), calls=Calls(TOOLS))
+    router = OutputRouter(lambda token: pieces[token].encode(), markers=Markers(ids, texts), calls=CallOptions(TOOLS))
     with soon():
         for token in [0, 1, *list(range(2, len(pieces))) * 8_000]:
             router.feed(token)

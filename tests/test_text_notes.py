@@ -9,11 +9,11 @@ from dataclasses import replace
 from hashlib import blake2b
 from threading import Event
 
-from deltic.chat.history_store import RIVALS, Note, Notebook, digest_of, pack, unpack
+from deltic.chat.history_store import RIVALS, AnswerLog, AnswerRecord, digest_of, pack, unpack
 from deltic.chat.owned_entries import OwnedEntries
 
 IDS = array("i", [1, 2, 3000])
-NOTE = Note("é", "", (("f", '{"a": "\\ud800"}'),), IDS, digest_of(IDS), "ab", 2, 1, ("", "12"), True)
+NOTE = AnswerRecord("é", "", (("f", '{"a": "\\ud800"}'),), IDS, digest_of(IDS), "ab", 2, 1, ("", "12"), True)
 
 
 def test_notes_survive_being_written() -> None:
@@ -38,14 +38,14 @@ def test_sound_bytes_of_another_kind_are_absent() -> None:
         assert unpack("cd", data, 3001) is None
 
 
-def note(*numbers: int) -> Note:
+def note(*numbers: int) -> AnswerRecord:
     ids = array("i", numbers)
-    return Note("a", "", (), ids, digest_of(ids))
+    return AnswerRecord("a", "", (), ids, digest_of(ids))
 
 
 def test_memory_is_bounded_and_the_least_used_goes_first() -> None:
     long = note(*range(1000))
-    book = Notebook(None, 5000, limit=4000)
+    book = AnswerLog(None, 5000, limit=4000)
     for key in "abc":
         book.put(key, long)
         book.find("a")
@@ -57,7 +57,7 @@ def test_memory_is_bounded_and_the_least_used_goes_first() -> None:
 
 
 def test_an_owner_does_not_push_out_another_ones_notes() -> None:
-    book, long = Notebook(None, 5000, limit=8000), note(*range(1000))
+    book, long = AnswerLog(None, 5000, limit=8000), note(*range(1000))
     for key in "ab":
         book.put(key, long, "quiet")
     for number in range(50):
@@ -80,7 +80,7 @@ def test_entries_within_a_weight_and_a_count() -> None:
 
 
 def test_rivals_leave_memory_together_and_are_not_forgotten() -> None:
-    book = Notebook(None, 5000, limit=4000)
+    book = AnswerLog(None, 5000, limit=4000)
     book.put("a", note(1))
     book.put("a", note(2))
     book.put("b", note(1))
@@ -117,11 +117,11 @@ class Store:
 
 def test_rivals_of_other_processes_are_seen() -> None:
     store = Store()
-    one, two = Notebook(store, 5000), Notebook(store, 5000)
+    one, two = AnswerLog(store, 5000), AnswerLog(store, 5000)
     for book, found in ((one, note(1)), (two, note(2)), (one, note(1)), (two, note(1))):
         book.put("aa", found)
         book.flush()
-    for book in (one, two, Notebook(store, 5000)):
+    for book in (one, two, AnswerLog(store, 5000)):
         assert {found.digest for found in book.find("aa")} == {note(1).digest, note(2).digest}
     assert len(store.notes) == 2
 
@@ -129,16 +129,16 @@ def test_rivals_of_other_processes_are_seen() -> None:
 def test_a_rival_that_the_store_has_lost_is_missed() -> None:
     store = Store()
     for number in (1, 2):
-        book = Notebook(store, 5000)
+        book = AnswerLog(store, 5000)
         book.put("aa", note(number))
         book.flush()
     first, second = store.notes
     for lost, left in ((first, 0), (second, 2)):
         rest = Store()
         rest.notes = {key: data for key, data in store.notes.items() if key != lost}
-        assert len(Notebook(rest, 5000).find("aa")) == left
+        assert len(AnswerLog(rest, 5000).find("aa")) == left
         rest.notes = store.notes | {lost: b""}
-        assert len(Notebook(rest, 5000).find("aa")) == 2
+        assert len(AnswerLog(rest, 5000).find("aa")) == 2
 
 
 def test_a_slow_store_holds_nobody_up() -> None:
@@ -151,7 +151,7 @@ def test_a_slow_store_holds_nobody_up() -> None:
             assert self.free.wait(60)
             return super().claim(key)
     store = Slow()
-    book = Notebook(store, 5000)
+    book = AnswerLog(store, 5000)
     for key in range(50):
         book.put(f"{key:x}", note(*range(1000)))
     assert not store.notes
@@ -171,7 +171,7 @@ def test_a_note_that_is_being_written_is_no_lost_one() -> None:
             assert self.free.wait(60)
             super().put(key, data)
     store = Halting()
-    book = Notebook(store, 5000)
+    book = AnswerLog(store, 5000)
     book.put("aa", note(1))
     assert store.claimed.wait(60) and store.notes == {"aa": b""}
     assert [found.digest for found in book.find("aa")] == [note(1).digest]
@@ -181,7 +181,7 @@ def test_a_note_that_is_being_written_is_no_lost_one() -> None:
 
 
 def test_what_cannot_be_continued_takes_nobodys_place() -> None:
-    book, sound = Notebook(None, 5000), note(1)
+    book, sound = AnswerLog(None, 5000), note(1)
     for found in (replace(sound, ids=array("i")), sound, replace(sound, ids=array("i"))):
         book.put("a", found)
     assert book.find("a") == [sound]

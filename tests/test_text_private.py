@@ -22,8 +22,8 @@ from test_text_history import (
 )
 from test_text_support import QWEN_LIKE, build_prompt
 
-from deltic.cache.offload.disk import DiskNotes
-from deltic.chat.processor import ChatProcessor, Job
+from deltic.cache.offload.disk import DiskRecords
+from deltic.chat.processor import ChatProcessor, PreparedRequest
 from deltic.chat.template import ChatTemplate
 from deltic.params import SamplingParams
 
@@ -148,13 +148,13 @@ def test_equal_answers_are_one() -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["at once", "restarted"])
 def test_two_processes_over_one_directory(again: bool, tmp_path: Path) -> None:
-    fronts = [ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model")) for _ in range(2)]
+    fronts = [ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskRecords(tmp_path, "model")) for _ in range(2)]
     talks = [Talk(processor, "preserve", True, False, size=5) for processor in fronts]
     exchange(*zip(talks, SECRETS, strict=False))
     for processor in fronts:
         processor.flush()
     if again:
-        fronts = [ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model")) for _ in range(2)]
+        fronts = [ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskRecords(tmp_path, "model")) for _ in range(2)]
     for client, processor in zip(talks, reversed(fronts), strict=True):
         client.chat_processor = processor
         assert not any(secret in asked(client) for secret in SECRETS)
@@ -177,7 +177,7 @@ def test_an_owner_gets_no_others_thinking_whatever_it_sends() -> None:
 @pytest.mark.parametrize("again", [False, True], ids=["at once", "restarted"])
 def test_owners_over_one_directory(again: bool, tmp_path: Path) -> None:
     def front() -> ChatProcessor:
-        return ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model"))
+        return ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskRecords(tmp_path, "model"))
 
     processor = front()
     talks = {owner: Talk(processor.of(owner), "preserve", True, False, size=5) for owner in ("ann", "bob")}
@@ -192,12 +192,12 @@ def test_owners_over_one_directory(again: bool, tmp_path: Path) -> None:
 def test_notes_of_an_earlier_form_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no owner, and who asks has none either: what they are of cannot be known."""
     monkeypatch.setattr("deltic.chat.history._FORM", 3)
-    processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model"))
+    processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskRecords(tmp_path, "model"))
     client = Talk(processor, "preserve", True, False, size=5)
     exchange((client, "alpha"))
     processor.flush()
     monkeypatch.undo()
-    client.chat_processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model"))
+    client.chat_processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskRecords(tmp_path, "model"))
     assert "alpha" not in asked(client)
 
 
@@ -213,7 +213,7 @@ def test_random_lives(moves: list[tuple[str, int, int]], returns: Any, template:
     store = Store()
     fronts = [ChatProcessor(TOKENIZER, template, notes=store) for _ in range(2)]
     talks = [Talk(fronts[0], mode, True, size=9) for _ in SECRETS]
-    jobs: dict[int, Job] = {}
+    jobs: dict[int, PreparedRequest] = {}
     for move, who, what in moves:
         client = talks[who]
         if move in ("ask", "turn") and who not in jobs:

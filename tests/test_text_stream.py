@@ -13,7 +13,7 @@ from test_text_support import EOS, MARKERS, Vocabulary, splits
 
 from deltic.chat.deltas import Answer, Delta, Region, join
 from deltic.chat.markers import Markers, start_mode
-from deltic.chat.output_router import Calls, Router, chat_router, text_router
+from deltic.chat.output_router import CallOptions, OutputRouter, chat_router, text_router
 from deltic.chat.tools import QWEN
 
 TOOLS = [
@@ -33,17 +33,17 @@ CALL = "<tool_call>\n<function=add>\n<parameter=a>\n5\n</parameter>\n</function>
 
 def router(
     vocabulary: Vocabulary, start: Region = "content", tools: object = None, stop: tuple[str, ...] = ()
-) -> Router:
-    return Router(
+) -> OutputRouter:
+    return OutputRouter(
         vocabulary.visible_bytes,
         markers=Markers.of(vocabulary, QWEN.markers),
         start=start,
-        calls=Calls(tools, new_id=lambda: "call_x") if tools else None,  # type: ignore[arg-type]
+        calls=CallOptions(tools, new_id=lambda: "call_x") if tools else None,  # type: ignore[arg-type]
         stop=stop,
     )
 
 
-def feed(router: Router, tokens: list[int]) -> list[Delta]:
+def feed(router: OutputRouter, tokens: list[int]) -> list[Delta]:
     return [delta for token in tokens for delta in router.feed(token)] + router.finish()
 
 

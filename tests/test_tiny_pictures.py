@@ -17,7 +17,7 @@ from vision_models import picture
 
 import deltic
 from deltic import LLM, SamplingParams
-from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.config.vision import ImageConfig, VisionConfig
 from deltic.loader.files import read_json
 from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import build_tower
@@ -51,10 +51,10 @@ def scenes(count: int) -> Iterator[tuple[drawings.Scene, random.Random]]:
         yield drawings.make_scene(rng, 3 ** rng.uniform(-1, 1)), rng
 
 
-def configs() -> tuple[VisionConfig, PictureConfig]:
+def configs() -> tuple[VisionConfig, ImageConfig]:
     found = VisionConfig.from_hf(read_json(MODEL / "config.json"), 192)
     assert found
-    return found, PictureConfig.from_hf(read_json(MODEL / "preprocessor_config.json"), {})
+    return found, ImageConfig.from_hf(read_json(MODEL / "preprocessor_config.json"), {})
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
 from deltic.engine import quantum
 from deltic.engine.engine import Engine
 from deltic.engine.quantum import SHORT_TURN, TURN, turn_of
-from deltic.params import Request, SamplingParams
-from deltic.spec_decode.draft_length import FixedDepth
-from deltic.spec_decode.draft_model import ModelDrafter
+from deltic.params import EngineRequest, SamplingParams
+from deltic.spec_decode.draft_length import FixedDraftLength
+from deltic.spec_decode.draft_model import DraftModelProposer
 
 LONG = 6 * TURN
 
@@ -28,12 +28,12 @@ def until_first(engine: Engine, answers: Answers, name: str) -> int:
     raise AssertionError(f"{name} waits without end")
 
 
-def long_ones(count: int, tokens: int = LONG, **more: object) -> list[Request]:
+def long_ones(count: int, tokens: int = LONG, **more: object) -> list[EngineRequest]:
     return [greedy(numbers(index, 20, 500), tokens, name=f"long{index}", **more)
             for index in range(count)]
 
 
-def started(batch: int, requests: list[Request], steps: int) -> tuple[Engine, Answers]:
+def started(batch: int, requests: list[EngineRequest], steps: int) -> tuple[Engine, Answers]:
     engine, answers = engine_for(batch=batch, pages=600, slots=80), Answers()
     for request in requests:
         engine.add(request)
@@ -91,8 +91,8 @@ def test_l6_turns_change_no_answer_and_read_nothing_again(more: dict[str, object
 
 def test_prompts_that_are_scored_go_on_where_they_were() -> None:
     """Each takes several turns of the only place."""
-    def asked(index: int) -> Request:
-        return Request(f"scored{index}", numbers(index, 100, 500), SamplingParams(
+    def asked(index: int) -> EngineRequest:
+        return EngineRequest(f"scored{index}", numbers(index, 100, 500), SamplingParams(
             temperature=0.0, max_tokens=3, prompt_logprobs=2))
 
     alone = [serve(runtime_of(odd_runtime()), [asked(index)])[f"scored{index}", 0].events for index in range(3)]
@@ -106,8 +106,11 @@ def test_prompts_that_are_scored_go_on_where_they_were() -> None:
 
 
 def test_who_rests_needs_no_room_in_a_draft_model() -> None:
-    drafter = ModelDrafter(runtime_of(odd_runtime(), batch=2), 509, 4)
-    engine, answers = Engine(runtime_of(odd_runtime(), batch=2, pages=600, slots=80), drafter, FixedDepth(4)), Answers()
+    drafter = DraftModelProposer(runtime_of(odd_runtime(), batch=2), 509, 4)
+    engine, answers = (
+        Engine(runtime_of(odd_runtime(), batch=2, pages=600, slots=80), drafter, FixedDraftLength(4)),
+        Answers(),
+    )
     requests = long_ones(5, 6 * TURN)
     for request in requests:
         engine.add(request)
@@ -149,7 +152,7 @@ def test_without_a_prefix_cache_nobody_gives_way() -> None:
     assert engine.scheduler.turns == 0 and len(answers) == 3
 
 
-def of(client: str, requests: list[Request]) -> list[Request]:
+def of(client: str, requests: list[EngineRequest]) -> list[EngineRequest]:
     return [replace(request, client=client, id=f"{client}-{request.id}") for request in requests]
 
 

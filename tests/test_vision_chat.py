@@ -20,7 +20,7 @@ from vision_models import GREEDY, data_url, directory, drawing, png, shows
 from deltic import LLM
 from deltic.chat.processor import ChatProcessor
 from deltic.cli import main
-from deltic.cli.chat import Conversation
+from deltic.cli.chat import ChatState
 from deltic.config import Limits
 from deltic.errors import RequestError
 from deltic.params import Prompt
@@ -187,7 +187,7 @@ def test_films_that_cannot_be_read(llm: LLM, film: dict[str, Any], message: str)
 def test_in_a_conversation_on_the_command_line(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """/image shows a picture with the next message alone; what is saved can be sent to a server."""
     drawing(7).save(tmp_path / "it.png")
-    chat = Conversation(llm, Namespace(think=None, system=None, thinking_output=True), GREEDY)
+    chat = ChatState(llm, Namespace(think=None, system=None, thinking_output=True), GREEDY)
     chat.take(f"/image {tmp_path / 'it.png'}")
     chat.take("What is this?")
     chat.take("And?")

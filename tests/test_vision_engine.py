@@ -17,18 +17,18 @@ from support import drain, transformers_vision_model
 from vision_models import picture
 
 from deltic.config import EngineConfig
-from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.config.vision import ImageConfig, VisionConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.errors import RequestError
 from deltic.loader.hub import open_model
-from deltic.params import Prompt, Request, SamplingParams
-from deltic.runner.model_runner import Runtime
+from deltic.params import EngineRequest, Prompt, SamplingParams
+from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
-from deltic.vision.patches import Film, Pixels, patches_of
+from deltic.vision.patches import Pixels, Video, patches_of
 from deltic.vision.prompt import with_pictures
 
-PICTURES = PictureConfig(min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 40)
+PICTURES = ImageConfig(min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 40)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Pair:
     directory: Path
     vision: VisionConfig
 
-    def load(self, **options: Any) -> Runtime:
+    def load(self, **options: Any) -> ModelRunner:
         return load(str(self.directory), EngineConfig(**{"dtype": "float32", "memory": "64MiB", "max_context": 2048,
                                                          "threads": 1, **options}))
 
@@ -82,18 +82,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def runtime(pair: Pair) -> Runtime:
+def runtime(pair: Pair) -> ModelRunner:
     return pair.load()
 
 
-def ask(prompt: Prompt, count: int = 12, name: str = "a", **more: Any) -> Request:
+def ask(prompt: Prompt, count: int = 12, name: str = "a", **more: Any) -> EngineRequest:
     """Never answered by a token that stands for pictures."""
     params = SamplingParams(temperature=0.0, max_tokens=count, logprobs=0, ignore_eos=True,
                             logit_bias=dict.fromkeys(range(250, 307), -100.0))
-    return Request(name, prompt, replace(params, **more))
+    return EngineRequest(name, prompt, replace(params, **more))
 
 
-def tokens_of(engine: Engine, *requests: Request) -> list[list[int]]:
+def tokens_of(engine: Engine, *requests: EngineRequest) -> list[list[int]]:
     for request in requests:
         engine.add(request)
     answers = drain(engine)
@@ -101,7 +101,7 @@ def tokens_of(engine: Engine, *requests: Request) -> list[list[int]]:
     return [answers[request.id, choice].tokens for request in requests for choice in range(request.choices)]
 
 
-def cached(engine: Engine, request: Request) -> int:
+def cached(engine: Engine, request: EngineRequest) -> int:
     engine.add(request)
     usage = drain(engine)[request.id, 0].last.usage
     assert usage
@@ -121,7 +121,7 @@ def conversations(pair: Pair) -> dict[str, list[int | Pixels]]:
 
 
 @pytest.mark.parametrize("name", ["first", "middle", "last", "two", "one twice", "result"])
-def test_as_transformers(pair: Pair, runtime: Runtime, name: str) -> None:
+def test_as_transformers(pair: Pair, runtime: ModelRunner, name: str) -> None:
     text = conversations(pair)[name]
     tokens, logprobs = pair.expected(text, 12)
     engine = Engine(runtime)
@@ -142,12 +142,12 @@ def test_experts_as_transformers(tmp_path: Path) -> None:
     assert tokens_of(Engine(pair.load()), ask(pair.prompt(text), 4))[0] == pair.expected(text, 4)[0]
 
 
-def test_films_as_transformers(pair: Pair, runtime: Runtime) -> None:
+def test_films_as_transformers(pair: Pair, runtime: ModelRunner) -> None:
     """A picture, and a film of three parts that share nothing but the film."""
     vision, still = pair.vision, pair.pixels(17, 60, 2)
     frames = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 40, 3), dtype=np.uint8))
               for seed in range(6)]
-    film = Film(tuple(picture(frames[start:start + 2], PICTURES, vision, (24, 40)) for start in (0, 2, 4)),
+    film = Video(tuple(picture(frames[start:start + 2], PICTURES, vision, (24, 40)) for start in (0, 2, 4)),
                 ((11, 12), (13,), (14, 15, 16)))
     ids = [3, 250, vision.video_token_id, 251, 9, 250, vision.image_token_id, 251, 5]
     prompt, (place,) = with_pictures(ids, [film, still], vision, [5])
@@ -170,7 +170,7 @@ def test_films_as_transformers(pair: Pair, runtime: Runtime) -> None:
 @pytest.mark.parametrize("options", [{"token_budget": 7}, {"ops": ("reference",)}, {"speculate": "ngram"},
                                      {"memory": "3MiB", "max_context": 192}, {"prefix_cache": False},
                                      {"packed_weights": "off", "ops": ("mlp=torch",)}], ids=str)
-def test_however_it_is_run(pair: Pair, runtime: Runtime, options: dict[str, Any]) -> None:
+def test_however_it_is_run(pair: Pair, runtime: ModelRunner, options: dict[str, Any]) -> None:
     """Alone, and all at once, in whatever chunks, with drafts, and with a cache that is too small for all of them."""
     asked = {name: ask(pair.prompt(text), name=name) for name, text in conversations(pair).items()}
     alone = [tokens_of(Engine(pair.load()), request)[0] for request in asked.values()]
@@ -268,7 +268,9 @@ def test_others_answer_while_a_picture_is_encoded(pair: Pair) -> None:
     runtime.encode = slow
     engine = Engine(runtime)
     assert engine.pictures
-    engine.add(Request("words", tuple(range(5)), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)))
+    engine.add(
+        EngineRequest("words", tuple(range(5)), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+    )
     for _ in range(3):
         engine.step()
     import deltic.runner.image_embeds as module
@@ -327,7 +329,7 @@ def cold(pair: Pair) -> dict[str, list[list[int]]]:
     return found
 
 
-def several(prompt: Prompt, name: str = "several") -> Request:
+def several(prompt: Prompt, name: str = "several") -> EngineRequest:
     return ask(prompt, name=name, n=3, temperature=1.0, seed=5)
 
 
@@ -363,7 +365,7 @@ def test_the_same_answer_however_it_is_known(pair: Pair, cold: dict[str, list[li
 
 
 @pytest.mark.parametrize("budget", [512, 7])
-def test_a_session_sees(pair: Pair, runtime: Runtime, budget: int) -> None:
+def test_a_session_sees(pair: Pair, runtime: ModelRunner, budget: int) -> None:
     """Pictures, and embeddings that somebody else assembled: the logits of transformers, also after a return."""
     text = [*words(1, 5), pair.pixels(40, 24, 1), *words(2, 6)]
     tokens, logprobs = pair.expected(text, 6)

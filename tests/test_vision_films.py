@@ -15,10 +15,10 @@ from vision_models import GREEDY, directory, drawing
 
 from deltic import LLM
 from deltic.config import Limits
-from deltic.config.vision import FilmConfig
+from deltic.config.vision import VideoConfig
 from deltic.errors import ModelError, RequestError
 from deltic.params import Prompt
-from deltic.vision.patches import Film
+from deltic.vision.patches import Video
 from deltic.vision.reader import Reading
 from deltic.vision.video import frame_numbers, read_film
 
@@ -51,26 +51,26 @@ def test_numbers_are_those_of_transformers() -> None:
     random = Random(3)
     for said in ({}, {"fps": 0.5, "min_frames": 6, "max_frames": 30}, {"fps": 4, "max_frames": 100}, {"fps": None},
                  {"fps": None, "min_frames": 20, "max_frames": 50}, {"fps": None, "num_frames": 17}):
-        processor, films = Qwen3VLVideoProcessor(**said), FilmConfig.from_hf(said)
+        processor, films = Qwen3VLVideoProcessor(**said), VideoConfig.from_hf(said)
         given = {"num_frames": processor.num_frames, "fps": processor.fps}  # as its `preprocess` gives them
         for _ in range(100):
             count, rate = random.randint(1, 3000), random.choice([1.0, 5.0, 23.976, 25.0, 29.97, 60.0])
             wanted = processor.sample_frames(VideoMetadata(total_num_frames=count, fps=rate), **given)
             assert frame_numbers(count, rate, films, 3000, "it") == [*map(int, wanted)], (count, rate)
-            assert FilmConfig.from_hf(films.to_hf()) == films
+            assert VideoConfig.from_hf(films.to_hf()) == films
 
 
 @pytest.mark.parametrize("name", ["it.mp4", "it.avi", "it.mkv"])
 def test_frames_and_times(tmp_path: Path, name: str) -> None:
-    frames, times = read_film(film(tmp_path / name, 20), FilmConfig(), 100, lambda image, count: image, "it")
-    numbers = frame_numbers(20, 5.0, FilmConfig(), 768, "it")
+    frames, times = read_film(film(tmp_path / name, 20), VideoConfig(), 100, lambda image, count: image, "it")
+    numbers = frame_numbers(20, 5.0, VideoConfig(), 768, "it")
     assert len(frames) == 8 and shades(frames) == numbers
     assert times == [number / 5 for number in numbers]
 
 
 def test_like_a_list_of_frames(llm: LLM, tmp_path: Path) -> None:
     path = film(tmp_path / "it.mp4", 6, rate=1)
-    frames, _ = read_film(path, FilmConfig(rate=1.0), 100, lambda image, count: image, "it")
+    frames, _ = read_film(path, VideoConfig(rate=1.0), 100, lambda image, count: image, "it")
     prompts = [llm.chat_processor.chat([{"role": "user", "content": [{"type": "video", "video": given, "fps": 1}]}],
                                        GREEDY).request.prompt for given in (path, frames)]
     assert isinstance(prompts[0], Prompt) and prompts[0].pictures and prompts[0].ids == prompts[1].ids
@@ -93,16 +93,16 @@ def test_what_is_no_film(llm: LLM, tmp_path: Path) -> None:
             bad[random.randrange(len(bad))] = random.randrange(256)
         (tmp_path / "bad.mp4").write_bytes(bad)
         try:
-            read_film(tmp_path / "bad.mp4", FilmConfig(), 100, lambda image, count: image, "it")
+            read_film(tmp_path / "bad.mp4", VideoConfig(), 100, lambda image, count: image, "it")
         except RequestError as error:
             assert error.field == "it"
 
 
 def test_no_more_frames_than_pictures(tmp_path: Path) -> None:
     path = film(tmp_path / "it.mp4", 20)
-    for films in (FilmConfig(rate=5.0), FilmConfig(rate=0.0), FilmConfig(count=9)):
+    for films in (VideoConfig(rate=5.0), VideoConfig(rate=0.0), VideoConfig(count=9)):
         assert len(read_film(path, films, 3, lambda image, count: image, "it")[0]) == 3
-    for films, room in ((FilmConfig(rate=5.0), 0), (FilmConfig(sampled=False), 19)):
+    for films, room in ((VideoConfig(rate=5.0), 0), (VideoConfig(sampled=False), 19)):
         with pytest.raises(RequestError, match="max_pictures"):
             read_film(path, films, room, lambda image, count: image, "it")
 
@@ -113,26 +113,26 @@ def test_no_more_frames_than_pictures(tmp_path: Path) -> None:
     ({"do_sample_frames": None, "max_frames": 5}, [0, 5, 10, 14, 19])])
 def test_what_a_models_files_say_of_films(tmp_path: Path, said: dict[str, Any], numbers: list[int]) -> None:
     """do_sample_frames and num_frames, as they would be read from video_preprocessor_config.json."""
-    films = FilmConfig.from_hf(said)
+    films = VideoConfig.from_hf(said)
     frames, times = read_film(film(tmp_path / "it.mkv", 20), films, 100, lambda image, count: image, "it")
     assert shades(frames) == numbers and times == [number / 5 for number in numbers]
-    assert FilmConfig.from_hf(films.to_hf()) == films
+    assert VideoConfig.from_hf(films.to_hf()) == films
 
 
 def test_a_number_of_frames_and_a_rate_exclude_each_other() -> None:
     """transformers refuses each film then."""
     with pytest.raises(ModelError, match="num_frames and fps exclude each other"):
-        FilmConfig.from_hf({"num_frames": 3, "fps": 2.0})
+        VideoConfig.from_hf({"num_frames": 3, "fps": 2.0})
 
 
 def test_how_fast_a_message_wants_a_film_goes_first(llm: LLM, tmp_path: Path) -> None:
     vision = llm.runtime.vision
     assert vision
     path = film(tmp_path / "it.mp4", 20)
-    for films, part, count in ((FilmConfig(count=6), {}, 3), (FilmConfig(count=6), {"fps": 2}, 4),
-                               (FilmConfig(sampled=False), {"fps": 2}, 10)):
+    for films, part, count in ((VideoConfig(count=6), {}, 3), (VideoConfig(count=6), {"fps": 2}, 4),
+                               (VideoConfig(sampled=False), {"fps": 2}, 10)):
         seeing = replace(vision, pictures=replace(vision.pictures, films=films))
         reading = Reading(seeing, lambda text: [1], Limits(max_pictures=99), 10 ** 6)
         reading.see({"video": path, **part}, "video", "it")
         found, = reading.read(None).values()
-        assert isinstance(found, Film) and len(found.parts) == count
+        assert isinstance(found, Video) and len(found.parts) == count

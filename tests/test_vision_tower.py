@@ -18,16 +18,16 @@ from support import transformers_vision_model
 from vision_models import picture
 
 from deltic.config import Limits
-from deltic.config.vision import FilmConfig, PictureConfig, Vision, VisionConfig
+from deltic.config.vision import ImageConfig, VideoConfig, Vision, VisionConfig
 from deltic.errors import ModelError, RequestError
 from deltic.loader.files import read_json
 from deltic.loader.hub import open_model
 from deltic.loader.quantize import quantize_tower
 from deltic.loader.vision import load_tower, plan_tower
-from deltic.model.vision_tower import Tower, build_tower
+from deltic.model.vision_tower import VisionTower, build_tower
 from deltic.ops import backends
 from deltic.ops.quantized import QTensor
-from deltic.vision.patches import Film, patches_of
+from deltic.vision.patches import Video, patches_of
 from deltic.vision.positions import rotary_positions
 from deltic.vision.reader import Reading
 from deltic.vision.sizes import target_size
@@ -35,7 +35,7 @@ from deltic.vision.sizes import target_size
 GRIDS = [(2, 2), (4, 6), (10, 2), (6, 14), (2, 8)]
 
 
-def tower_of(directory: Path, backend: str = "torch", dtype: str = "float32") -> Tower:
+def tower_of(directory: Path, backend: str = "torch", dtype: str = "float32") -> VisionTower:
     mapping = read_json(directory / "config.json")
     config = VisionConfig.from_hf(mapping, mapping["text_config"]["hidden_size"])
     assert config is not None
@@ -43,7 +43,7 @@ def tower_of(directory: Path, backend: str = "torch", dtype: str = "float32") ->
     return build_tower(config, {**weights}, backends()[backend], getattr(torch, dtype))
 
 
-def encode(tower: Tower, patches: torch.Tensor, grids: list[tuple[int, int]]) -> torch.Tensor:
+def encode(tower: VisionTower, patches: torch.Tensor, grids: list[tuple[int, int]]) -> torch.Tensor:
     work = tower.encode(patches, grids)
     while True:
         try:
@@ -78,20 +78,20 @@ def test_rows(models: dict[str, tuple[Any, Path]], name: str, backend: str) -> N
 
 
 def swapped(right: Any) -> Any:
-    def turns(tower: Tower, grid: tuple[int, int]) -> torch.Tensor:
+    def turns(tower: VisionTower, grid: tuple[int, int]) -> torch.Tensor:
         return torch.cat(right(tower, grid).chunk(2, -1)[::-1], -1)
     return turns
 
 
 def in_reading_order(right: Any) -> Any:
-    def places(tower: Tower, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(tower: VisionTower, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         count = torch.arange(grid[0] * grid[1])
         return count // grid[1], count % grid[1]
     return places
 
 
 def not_interpolated(right: Any) -> Any:
-    def positions(tower: Tower, grid: tuple[int, int], part: slice) -> torch.Tensor:
+    def positions(tower: VisionTower, grid: tuple[int, int], part: slice) -> torch.Tensor:
         side = tower.config.grid_side
         rows, columns = (places[part] for places in tower._places(grid))
         return tower.positions[rows.clamp(max=side - 1) * side + columns.clamp(max=side - 1)]
@@ -113,7 +113,7 @@ def test_mistakes_are_noticed(models: dict[str, tuple[Any, Path]], part: str, mi
     tower = tower_of(models["even"][1])
     patches = torch.randn(sum(r * c for r, c in GRIDS), tower.config.patch_values)
     right = encode(tower, patches, GRIDS)
-    monkeypatch.setattr(Tower, part, mistake(getattr(Tower, part)))
+    monkeypatch.setattr(VisionTower, part, mistake(getattr(VisionTower, part)))
     assert (right - encode(tower, patches, GRIDS)).abs().max() > 1e-3 * right.abs().max()
 
 
@@ -148,7 +148,7 @@ def test_patches_are_those_of_transformers() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     random = Random(5)
-    config, vision = PictureConfig(min_pixels=4096, max_pixels=160 * 160), vision_shape()
+    config, vision = ImageConfig(min_pixels=4096, max_pixels=160 * 160), vision_shape()
     processor = Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 4096, "longest_edge": 160 * 160},
                                          image_mean=[0.5] * 3, image_std=[0.5] * 3)
     sizes = [(1, 1), (1, 200), (200, 1), (16, 16), (32, 32), (160, 160), (161, 159), (31, 33), (3000, 20), (47, 48)]
@@ -173,24 +173,24 @@ def test_frames_of_films_have_the_size_that_transformers_gives_them(said: dict[s
 
     random, vision = Random(7), vision_shape(patch_size=2)
     said = {"size": {"shortest_edge": 600, "longest_edge": 2400}, **said}
-    config, processor = PictureConfig(films=FilmConfig.from_hf(said)), Qwen3VLVideoProcessor(patch_size=2, **said)
+    config, processor = ImageConfig(films=VideoConfig.from_hf(said)), Qwen3VLVideoProcessor(patch_size=2, **said)
     for count in [*range(2, 12)] * 6:
         width, height = random.randint(4, 60), random.randint(4, 60)
         reading = Reading(Vision(vision, config), lambda text: [1], Limits(max_pictures=99), 10 ** 6)
         reading.see({"video": [Image.new("RGB", (width, height))] * count}, "video", "it")
         found, = reading.read(None).values()
-        assert isinstance(found, Film) and len(found.parts) == (count + 1) // 2
+        assert isinstance(found, Video) and len(found.parts) == (count + 1) // 2
         patches = processor.get_num_of_video_patches(count, height, width)
         assert sum(math.prod(part.grid) for part in found.parts) == patches, (count, width, height)
 
 
 def test_too_long_for_its_width() -> None:
     with pytest.raises(RequestError, match="1 x 201 pixels is more than 200 times as long as wide"):
-        target_size(201, 1, PictureConfig(), vision_shape())
+        target_size(201, 1, ImageConfig(), vision_shape())
 
 
 def test_a_picture_is_known_by_its_pixels_and_its_grid() -> None:
-    config, vision = PictureConfig(min_pixels=1024), vision_shape()
+    config, vision = ImageConfig(min_pixels=1024), vision_shape()
     wide, tall = picture([drawing(64, 32)], config, vision), picture([drawing(32, 64)], config, vision)
     other = picture([drawing(64, 32, 1)], config, vision)
     plain = Image.new("RGB", (64, 32), "red"), Image.new("RGB", (32, 64), "red")
@@ -254,18 +254,18 @@ def test_where_a_model_says_how_pictures_are_prepared(models: dict[str, tuple[An
         (tmp_path / file.name).symlink_to(file)
     other = {**SAID, "size": {"shortest_edge": 1024, "longest_edge": 2048}}
 
-    def found(**files: Any) -> PictureConfig:
+    def found(**files: Any) -> ImageConfig:
         for name, said in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(said))
         vision = open_model(str(tmp_path)).vision
         assert vision
         return vision.pictures
 
-    assert found() == PictureConfig()
-    expected = PictureConfig(4096, 65536, (0.5,) * 3, (0.25,) * 3, FilmConfig((1024, 2048)))
+    assert found() == ImageConfig()
+    expected = ImageConfig(4096, 65536, (0.5,) * 3, (0.25,) * 3, VideoConfig((1024, 2048)))
     assert found(preprocessor_config=SAID, video_preprocessor_config=other) == expected
     assert found(processor_config={"processor_class": "Qwen3VLProcessor"}) == expected
-    swapped = replace(expected, min_pixels=1024, max_pixels=2048, films=FilmConfig((4096, 65536)))
+    swapped = replace(expected, min_pixels=1024, max_pixels=2048, films=VideoConfig((4096, 65536)))
     assert found(processor_config={"image_processor": other, "video_processor": SAID}) == swapped
 
 
@@ -274,7 +274,7 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it(left_out: str | None) 
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     said = {key: value for key, value in SAID.items() if left_out in SAID and key != left_out} | {"patch_size": 16}
-    theirs, ours = Qwen2VLImageProcessorPil(**json.loads(json.dumps(said))), PictureConfig.from_hf(said, {})
+    theirs, ours = Qwen2VLImageProcessorPil(**json.loads(json.dumps(said))), ImageConfig.from_hf(said, {})
     assert (ours.min_pixels, ours.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
     assert (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
 
@@ -284,7 +284,7 @@ def test_older_keys_of_a_pictures_size_go_before_the_newer() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     for older in ({"min_pixels": 3136}, {"max_pixels": 20000}, {"min_pixels": 3136, "max_pixels": 20000}):
-        ours = PictureConfig.from_hf({**SAID, **older}, {})
+        ours = ImageConfig.from_hf({**SAID, **older}, {})
         theirs = Qwen2VLImageProcessorPil(size={**SAID["size"]}, **older).size
         assert (ours.min_pixels, ours.max_pixels) == (theirs["shortest_edge"], theirs["longest_edge"])
 
@@ -296,12 +296,12 @@ def test_older_keys_of_a_pictures_size_go_before_the_newer() -> None:
     ({"size": {"height": 224, "width": 224}}, "size must be an object of shortest_edge and longest_edge")])
 def test_pictures_that_cannot_be_prepared(change: dict[str, Any], message: str) -> None:
     fine = {**SAID, "resample": 3, "rescale_factor": 0.00392156862745098, "do_normalize": True}
-    assert PictureConfig.from_hf(fine, fine).films == FilmConfig((4096, 65536))
+    assert ImageConfig.from_hf(fine, fine).films == VideoConfig((4096, 65536))
     for pair in ((change, {}), ({}, change)):
         with pytest.raises(ModelError, match=message):
-            PictureConfig.from_hf(*pair)
+            ImageConfig.from_hf(*pair)
     with pytest.raises(ModelError, match="films must be those of pictures"):
-        PictureConfig.from_hf(fine, {**fine, "image_mean": [0.4] * 3})
+        ImageConfig.from_hf(fine, {**fine, "image_mean": [0.4] * 3})
 
 
 def test_in_8_bits(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from support import moe_shape, odd_shape, tiny_texts
 
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import load
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError, ModelError
 from deltic.export.program import hf_config
 from deltic.loader import fp8
@@ -197,7 +197,7 @@ def test_it_runs(tmp_path: Path) -> None:
     numbers = checkpoint(config, tmp_path / "fp8")
     save_file(numbers, tmp_path / "plain" / "model.safetensors")
     (tmp_path / "plain" / "config.json").write_text(json.dumps(mapping(config)))
-    batch = build(Plan((Row((5, 6, 7), 0, (0,), 0, 1),)), torch.device("cpu"))
+    batch = build(StepPlan((PlannedRow((5, 6, 7), 0, (0,), 0, 1),)), torch.device("cpu"))
     for quant in ("none", "q8_0"):
         options = EngineConfig(dtype="float32", memory="16MiB", quant=quant, speculate="off")
         found, wanted = (load(str(tmp_path / name), options).run(batch).clone() for name in ("fp8", "plain"))

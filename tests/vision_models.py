@@ -17,7 +17,7 @@ from support import transformers_vision_model
 from test_text_support import QWEN_LIKE
 
 import deltic
-from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.config.vision import ImageConfig, VisionConfig
 from deltic.params import SamplingParams
 from deltic.vision.patches import Pixels, pixels
 from deltic.vision.sizes import target_size
@@ -51,7 +51,7 @@ def drawing(seed: int, width: int = 40, height: int = 24) -> Image.Image:
     return Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def picture(images: Sequence[Image.Image], config: PictureConfig, vision: VisionConfig,
+def picture(images: Sequence[Image.Image], config: ImageConfig, vision: VisionConfig,
             size: tuple[int, int] | None = None) -> Pixels:
     """As transformers scales it, in the plainest way. size: height and width; None: those of the first alone."""
     height, width = size or target_size(images[0].height, images[0].width, config, vision)

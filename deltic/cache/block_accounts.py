@@ -23,40 +23,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from deltic.cache.block_pool import Ledger
-from deltic.cache.handles import Lease, Snapshot
-from deltic.cache.operations import CopyPage, CopySlot, FoldRing, Operation, PoolSizes
+from deltic.cache.block_pool import BlockPool
+from deltic.cache.handles import CacheSnapshot, SequenceCache
+from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, Operation, PoolSizes
 from deltic.cache.radix_tree import PrefixTree
 from deltic.params import PAGE
 
 
-class Accounts:
+class BlockAccounts:
     """The ledgers, the tree that gives way when they run out, those who hold units, and the queue."""
 
     def __init__(self, sizes: PoolSizes) -> None:
-        self.pages, self.slots = Ledger("page", sizes.pages), Ledger("slot", sizes.slots)
-        self.rings = Ledger("replay ring", sizes.rings)
+        self.pages, self.slots = BlockPool("page", sizes.pages), BlockPool("slot", sizes.slots)
+        self.rings = BlockPool("replay ring", sizes.rings)
         self.tree = PrefixTree(self.pages, self.slots, sizes.slot_tokens)
-        self.leases: dict[int, Lease] = {}
-        self.snapshots: dict[int, Snapshot] = {}
+        self.leases: dict[int, SequenceCache] = {}
+        self.snapshots: dict[int, CacheSnapshot] = {}
         self.spares: dict[int, None] = {}
         """Slots for steps in flight to write states to that are not committed yet."""
         self.queue: list[Operation] = []
 
     @property
-    def holders(self) -> list[Lease | Snapshot]:
+    def holders(self) -> list[SequenceCache | CacheSnapshot]:
         return [*self.leases.values(), *self.snapshots.values()]
 
-    def book(self, lease: Lease) -> Lease:
+    def book(self, lease: SequenceCache) -> SequenceCache:
         """Enter a lease that owns its slot and pages already."""
         self.leases[lease.slot] = lease
         return lease
 
-    def owns(self, holder: Lease | Snapshot) -> bool:
+    def owns(self, holder: SequenceCache | CacheSnapshot) -> bool:
         """Whether the lease or snapshot is one of these accounts and still stands."""
         return self.leases.get(holder.slot) is holder or self.snapshots.get(holder.slot) is holder
 
-    def expect(self, holder: Lease | Snapshot) -> None:
+    def expect(self, holder: SequenceCache | CacheSnapshot) -> None:
         assert self.owns(holder), "a lease or snapshot was given back before, or belongs to another cache"
 
     def attainable(self, pages: int, spared: Iterable[int] = ()) -> int:
@@ -111,13 +111,13 @@ class Accounts:
         self.queue.append(CopyPage(page, own[0]))
         return own[0]
 
-    def copy_state(self, source: Lease | Snapshot, target: int) -> None:
+    def copy_state(self, source: SequenceCache | CacheSnapshot, target: int) -> None:
         """Have the state of all committed tokens in a slot, which may be the source's own."""
         if source.slot != target:
             self.queue.append(CopySlot(source.slot, target))
-        if isinstance(source, Lease) and source.behind:
+        if isinstance(source, SequenceCache) and source.behind:
             assert source.ring is not None
-            self.queue.append(FoldRing(target, source.ring, source.base, source.done))
+            self.queue.append(FlushDeltaLog(target, source.ring, source.base, source.done))
 
     def check(self) -> None:
         """Assert that free + held + kept is all there is, and that nobody shares a page that will change."""
@@ -128,7 +128,7 @@ class Accounts:
         owners = Counter(self.tree.owned_pages())
         for holder in holders:
             assert len(holder.pages) * PAGE >= holder.done, "a cursor stands past its pages"
-            assert isinstance(holder, Snapshot) or len(holder.keys) >= holder.done, "a cursor stands past its keys"
+            assert isinstance(holder, CacheSnapshot) or len(holder.keys) >= holder.done, "a cursor stands past its keys"
             owners.update(holder.pages)
         self.pages.check(owners.elements())
         self.tree.check()

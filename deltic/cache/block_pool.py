@@ -10,7 +10,7 @@ _MANY = 64
 other."""
 
 
-class Ledger:
+class BlockPool:
     """Units 0 .. size - 1 with reference counts. The lowest free unit is taken first, so that units in use stay
     dense and often consecutive. Nothing takes longer because there are many that were never taken."""
 

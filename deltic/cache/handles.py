@@ -11,7 +11,7 @@ from deltic.params import PAGE
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class SequenceCache:
     """What one running sequence owns. Read it freely; only HybridCache changes it.
 
     slot: of its state.
@@ -66,7 +66,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
+class CacheSnapshot:
     """A position to which sequences can return: its tokens' keys, their pages, and a copy of the state in a slot.
     logits: those of the last token, if they are kept."""
 
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 @dataclass(slots=True, eq=False)
-class Rest:
+class PreemptedState:
     """What a sequence that gave its place to another one would return to, and how many pages it had."""
 
     guarded: list[Checkpoint]

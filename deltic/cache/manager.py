@@ -1,8 +1,8 @@
 """The hybrid cache: K/V pages and recurrent state slots under one account. Accounting alone: what is to be done to the
 pools is queued (`operations`).
 
-A sequence holds a `Lease`: pages for its K/V, one slot for its recurrent state, and the cursor `done` that says how
-many tokens both contain. Only `commit` moves a cursor forward and only `restore` moves it back (L1, L2).
+A sequence holds a `SequenceCache`: pages for its K/V, one slot for its recurrent state, and the cursor `done` that says
+how many tokens both contain. Only `commit` moves a cursor forward and only `restore` moves it back (L1, L2).
 
     tokens     0 ........ 16 ........ 32 ........ done ..... covered
     pages      [ full    ][ full     ][ partial              ]
@@ -24,11 +24,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deltic.cache.block_accounts import Accounts
-from deltic.cache.handles import Lease, Rest, Snapshot
-from deltic.cache.offload.tiers import NOTHING, Fetch, Offer
-from deltic.cache.operations import CopySlot, FoldRing, Operation, Pools, RestoreItem, StoreItem
-from deltic.cache.radix_tree import Checkpoint, Match
+from deltic.cache.block_accounts import BlockAccounts
+from deltic.cache.handles import CacheSnapshot, PreemptedState, SequenceCache
+from deltic.cache.offload.tiers import NOTHING, LoadRequest, StoreRequest
+from deltic.cache.operations import CopySlot, FlushDeltaLog, Operation, Pools, RestoreItem, StoreItem
+from deltic.cache.radix_tree import Checkpoint, PrefixMatch
 from deltic.errors import UnavailableError
 from deltic.params import PAGE, RING
 
@@ -47,11 +47,11 @@ class HybridCache:
         first. rows: positions that may be kept with their logits; None: as many as there are slots."""
         self.pools, self.reuse, self.sizes = pools, reuse, pools.sizes
         self.tiers = tuple(tiers) if reuse else ()
-        self.accounts = Accounts(self.sizes)
+        self.accounts = BlockAccounts(self.sizes)
         self.pages, self.slots, self.rings = self.accounts.pages, self.accounts.slots, self.accounts.rings
         self.tree = self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
-        self._rests: list[Rest] = []
+        self._rests: list[PreemptedState] = []
         self.lost = False
         """Not all was done to the pools that should have been: nothing in them is what the accounts say, until all
         leases and snapshots are given back and `start_anew` is called."""
@@ -92,8 +92,8 @@ class HybridCache:
         """Whether nothing is leased or kept outside of the tree."""
         return not self.accounts.leases and not self.accounts.snapshots and not self._rests
 
-    def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING,
-              end: bool = True, keys: list[int] | None = None) -> Lease | None:
+    def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: LoadRequest = NOTHING,
+              end: bool = True, keys: list[int] | None = None) -> SequenceCache | None:
         """A lease at the deepest kept position that `prompt` begins with, or at its start. Its keys are `keys`, which
         begin with the prompt and will do so; by default the prompt: that very list, if it is one.
 
@@ -102,7 +102,7 @@ class HybridCache:
         may be what stands in the way. fetch: what `fetch` brought for this prompt. end: the prompt's very end will do,
         where its logits are known.
         """
-        match = self.tree.match(prompt, end) if self.reuse else Match(None, 0)
+        match = self.tree.match(prompt, end) if self.reuse else PrefixMatch(None, 0)
         checkpoint = match.checkpoint
         pages = -(-room // PAGE)
         lease = self._arrive(fetch, pages, checkpoint.done if checkpoint else 0)
@@ -116,18 +116,18 @@ class HybridCache:
             lease.shared = match.shared
         return lease
 
-    def _begin(self, room: int) -> Lease | None:
+    def _begin(self, room: int) -> SequenceCache | None:
         """A lease at the start."""
         if room > self.accounts.attainable(room) or not self.make_room(room):
             return None
         slot = self.accounts.take_slot()
-        return None if slot is None else self.accounts.book(Lease(slot))
+        return None if slot is None else self.accounts.book(SequenceCache(slot))
 
-    def fetch(self, prompt: Sequence[int]) -> Fetch:
+    def fetch(self, prompt: Sequence[int]) -> LoadRequest:
         """Have the tiers look for a deeper position than `known` ones; to be polled, then given to `admit`."""
-        return Fetch(prompt, self.known(prompt), self.tiers, self.pools.door) if self.tiers else NOTHING
+        return LoadRequest(prompt, self.known(prompt), self.tiers, self.pools.door) if self.tiers else NOTHING
 
-    def _arrive(self, fetch: Fetch, room: int, known: int) -> Lease | None:
+    def _arrive(self, fetch: LoadRequest, room: int, known: int) -> SequenceCache | None:
         """A lease at a position that came from a tier."""
         loaded = fetch.loaded
         if loaded is None or fetch.tier is None or loaded.done <= known:
@@ -143,20 +143,22 @@ class HybridCache:
             self.pages.release(full)
             self.slots.release([] if slot is None else [slot])
             return None
-        lease = self.accounts.book(Lease(slot, [*full, *fresh], [], loaded.done, loaded.logits, fetch.tier.name))
+        lease = self.accounts.book(
+            SequenceCache(slot, [*full, *fresh], [], loaded.done, loaded.logits, fetch.tier.name)
+        )
         self._queue(RestoreItem(self.pools.hold(loaded), tuple(lease.pages), len(full) * PAGE, slot))
         fetch.tier.hits += 1
         fetch.tier.hit_tokens += loaded.done - known
         self._emit_here(lease)
         return lease
 
-    def _emit_here(self, lease: Lease) -> None:
+    def _emit_here(self, lease: SequenceCache) -> None:
         """Have the present position kept, for other sequences."""
         slot = self.emit(lease, lease.done)
         if slot is not None:
             self._queue(CopySlot(lease.slot, slot))
 
-    def _resume(self, checkpoint: Checkpoint, room: int) -> Lease | None:
+    def _resume(self, checkpoint: Checkpoint, room: int) -> SequenceCache | None:
         """A lease at a checkpoint, which may go at once: the lease owns a copy of the state and of the partial page."""
         path = self.tree.path(checkpoint)
         missing = room - checkpoint.done // PAGE
@@ -167,14 +169,14 @@ class HybridCache:
         checkpoint.locks -= 1
         return lease
 
-    def _copy_checkpoint(self, checkpoint: Checkpoint, path: Sequence[int]) -> Lease | None:
+    def _copy_checkpoint(self, checkpoint: Checkpoint, path: Sequence[int]) -> SequenceCache | None:
         copy = self.accounts.take_copy(path, checkpoint.done)
         if copy is None:
             return None
         slot, pages = copy
         self.tree.use(checkpoint)
         self._queue(CopySlot(checkpoint.slot, slot))
-        lease = self.accounts.book(Lease(slot, pages, done=checkpoint.done, logits=checkpoint.logits,
+        lease = self.accounts.book(SequenceCache(slot, pages, done=checkpoint.done, logits=checkpoint.logits,
                                          node=checkpoint.node))
         _guard(lease, checkpoint)
         return lease
@@ -188,7 +190,7 @@ class HybridCache:
         """Have the tree give up prefixes until so many pages are free, or as many as can be; True if all are."""
         return self.accounts.make_room(pages)
 
-    def reserve(self, lease: Lease, tokens: int) -> int:
+    def reserve(self, lease: SequenceCache, tokens: int) -> int:
         """Grant pages for up to `tokens` tokens after the cursor; returns for how many there is room now (L4)."""
         missing = -(-(lease.done + tokens) // PAGE) - len(lease.pages)
         if missing <= 0:
@@ -198,7 +200,7 @@ class HybridCache:
         lease.pages += pages or []
         return min(tokens, lease.covered - lease.done)
 
-    def emit(self, lease: Lease, position: int) -> int | None:
+    def emit(self, lease: SequenceCache, position: int) -> int | None:
         """A slot for a step to write the lease's state at `position` to; None if none can be had."""
         if not self.reuse or position in lease.emitting:
             return None
@@ -207,7 +209,7 @@ class HybridCache:
             lease.emitting[position] = slot
         return slot
 
-    def keep_emitted(self, lease: Lease, logits: object = None) -> None:
+    def keep_emitted(self, lease: SequenceCache, logits: object = None) -> None:
         """Put the states emitted so far into the tree. logits: of the last committed token, kept with its state."""
         emitting, lease.emitting = lease.emitting, {}
         for position, slot in emitting.items():
@@ -221,7 +223,7 @@ class HybridCache:
                 checkpoint.expected = True
                 _guard(lease, checkpoint)
 
-    def _keep(self, lease: Lease, done: int, slot: int, page: int | None, logits: Any = None,
+    def _keep(self, lease: SequenceCache, done: int, slot: int, page: int | None, logits: Any = None,
               lasting: bool = True) -> Checkpoint:
         """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers if it
         shall be lasting."""
@@ -231,11 +233,11 @@ class HybridCache:
             lease.node = checkpoint.node
         self.tree.keep_logits(self.rows - self._rows_held)
         if lasting and self.tiers:
-            item = self.pools.hold(Offer(tokens, checkpoint.logits, self.tiers))
+            item = self.pools.hold(StoreRequest(tokens, checkpoint.logits, self.tiers))
             self._queue(StoreItem(item, tuple(lease.pages[:-(-done // PAGE)]), checkpoint.slot))
         return checkpoint
 
-    def keep_sound(self, lease: Lease) -> bool:
+    def keep_sound(self, lease: SequenceCache) -> bool:
         """Put the states emitted so far into the tree although no logits were seen that depend on them, if all that the
         lease holds is finite; else give them up. Returns whether it is."""
         if not self.reuse:
@@ -253,7 +255,7 @@ class HybridCache:
         lease.emitting = {}
         return sound
 
-    def commit(self, lease: Lease, count: int, base: int | None = None) -> None:
+    def commit(self, lease: SequenceCache, count: int, base: int | None = None) -> None:
         """Move the cursor over the next `count` keys, whose K/V and state were just written: the one place that does
         (L1).
 
@@ -266,7 +268,7 @@ class HybridCache:
         lease.behind = 0 if base is None else lease.done - base
         assert 0 <= lease.behind <= RING, "the cursor is not within the replay ring"
 
-    def retreat(self, lease: Lease, done: int) -> bool:
+    def retreat(self, lease: SequenceCache, done: int) -> bool:
         """Take back the last committed tokens, which were drafts that nobody else has seen; False, and no change, if
         they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2). The keys are the
         caller's to change."""
@@ -278,26 +280,26 @@ class HybridCache:
         self._cut(lease)
         return True
 
-    def _cut(self, lease: Lease) -> None:
+    def _cut(self, lease: SequenceCache) -> None:
         """The keys after the cursor may become others."""
         if lease.done < len(lease.prompt):
             lease.prompt = lease.prompt[:lease.done]
         if lease.node and lease.done < lease.node.depth * PAGE:
             lease.node = None
 
-    def settle(self, lease: Lease) -> None:
+    def settle(self, lease: SequenceCache) -> None:
         """Bring the state in the slot forward to the cursor, so that all of the replay ring is free."""
         self.accounts.copy_state(lease, lease.slot)
         lease.behind = 0
 
-    def fold(self, lease: Lease, base: int, done: int) -> None:
+    def fold(self, lease: SequenceCache, base: int, done: int) -> None:
         """Bring the state in the slot, which stands for `base` tokens as soon as a step in flight is over, forward to
         `done` tokens, which are committed. The lease knows of neither: `commit` tells it."""
         assert lease.ring is not None and done <= lease.done, "a state is brought to tokens that may not stay"
         if base < done:
-            self.accounts.queue.append(FoldRing(lease.slot, lease.ring, base, done))
+            self.accounts.queue.append(FlushDeltaLog(lease.slot, lease.ring, base, done))
 
-    def take_ring(self, lease: Lease) -> bool:
+    def take_ring(self, lease: SequenceCache) -> bool:
         """Give the lease a replay ring, if it has none; False if there is none to be had. Where no layer is recurrent
         nobody needs one."""
         if lease.ring is None:
@@ -305,7 +307,7 @@ class HybridCache:
             lease.ring = unit[0] if unit else None
         return lease.ring is not None or not self.sizes.recurrent
 
-    def exchange_slots(self, lease: Lease, other: Lease) -> None:
+    def exchange_slots(self, lease: SequenceCache, other: SequenceCache) -> None:
         """Swap slots: `lease` takes the state that a step wrote into the slot of `other` instead of its own."""
         lease.slot, other.slot = other.slot, lease.slot
         self.accounts.leases[lease.slot], self.accounts.leases[other.slot] = lease, other
@@ -315,7 +317,7 @@ class HybridCache:
         spares, free = self.accounts.spares, self.slots.free
         spares.update(dict.fromkeys(self.slots.take(max(min(count - len(spares), free - count - 1), 0)) or ()))
 
-    def exchange_spare(self, lease: Lease, spare: int) -> None:
+    def exchange_spare(self, lease: SequenceCache, spare: int) -> None:
         """The lease's state is the one that a step wrote to this spare slot; its own becomes a spare one."""
         spares = self.accounts.spares
         del spares[spare]
@@ -324,7 +326,7 @@ class HybridCache:
         lease.slot = spare
         self.accounts.book(lease)
 
-    def fork(self, source: Lease | Snapshot, keys: list[int] | None = None) -> Lease | None:
+    def fork(self, source: SequenceCache | CacheSnapshot, keys: list[int] | None = None) -> SequenceCache | None:
         """A new lease at the source's position, or None if pages or slots are short. keys: its own, which begin as the
         source's; by default a copy of those."""
         self.accounts.expect(source)
@@ -333,15 +335,15 @@ class HybridCache:
             return None
         slot, pages = copy
         self.accounts.copy_state(source, slot)
-        return self.accounts.book(Lease(slot, pages, [*source.tokens] if keys is None else keys, source.done))
+        return self.accounts.book(SequenceCache(slot, pages, [*source.tokens] if keys is None else keys, source.done))
 
-    def snapshot(self, lease: Lease, logits: Any = None) -> Snapshot | None:
+    def snapshot(self, lease: SequenceCache, logits: Any = None) -> CacheSnapshot | None:
         """Keep the lease's present position, or None if pages, slots or room for its logits are short."""
         copy = self.fork(lease) if logits is None or self._rows_held < self.rows else None
         if copy is None:
             return None
         del self.accounts.leases[copy.slot]
-        kept = Snapshot(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
+        kept = CacheSnapshot(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
         self.accounts.snapshots[kept.slot] = kept
         self.tree.keep_logits(self.rows - self._rows_held)
         return kept
@@ -351,7 +353,7 @@ class HybridCache:
         """Snapshots with logits."""
         return sum(kept.logits is not None for kept in self.accounts.snapshots.values())
 
-    def restore(self, lease: Lease, snapshot: Snapshot | None) -> bool:
+    def restore(self, lease: SequenceCache, snapshot: CacheSnapshot | None) -> bool:
         """Take the lease back to a snapshot (None: to the start); False, and no change, if a page is short."""
         self.accounts.expect(lease)
         if snapshot is None:
@@ -404,10 +406,10 @@ class HybridCache:
         pages = sum(len(holder.pages) for holder in holders) + sum(rest.pages for rest in self._rests) - (-room // PAGE)
         return states <= self.slots.size - self.slots.size // 8 and pages <= self.pages.size
 
-    def rest(self, lease: Lease, keep: bool) -> Rest:
+    def rest(self, lease: SequenceCache, keep: bool) -> PreemptedState:
         """Give back all that the lease owns, as `release`, for a sequence that will go on soon: what it would return to
         stays guarded until `wake`, and the tiers get nothing."""
-        rest, lease.guarded = Rest(lease.guarded, len(lease.pages)), []
+        rest, lease.guarded = PreemptedState(lease.guarded, len(lease.pages)), []
         end = self.release(lease, keep, lasting=False)
         if end:
             rest.guarded.append(end)
@@ -415,7 +417,7 @@ class HybridCache:
         self._rests.append(rest)
         return rest
 
-    def wake(self, rest: Rest, lease: Lease | None = None) -> None:
+    def wake(self, rest: PreemptedState, lease: SequenceCache | None = None) -> None:
         """The sequence goes on with this lease, or never."""
         self._rests.remove(rest)
         if lease:
@@ -424,7 +426,7 @@ class HybridCache:
             for checkpoint in rest.guarded:
                 checkpoint.guards -= 1
 
-    def release(self, lease: Lease, keep: bool = False, lasting: bool = True) -> Checkpoint | None:
+    def release(self, lease: SequenceCache, keep: bool = False, lasting: bool = True) -> Checkpoint | None:
         """Give back all that the lease owns; keep: the tree takes over its state and pages, as the checkpoint that is
         returned. lasting: the tiers get them too."""
         self.accounts.expect(lease)
@@ -447,7 +449,7 @@ class HybridCache:
         self.slots.release([lease.slot])
         return None
 
-    def drop(self, snapshot: Snapshot) -> None:
+    def drop(self, snapshot: CacheSnapshot) -> None:
         """Give back all that the snapshot owns."""
         self.accounts.expect(snapshot)
         del self.accounts.snapshots[snapshot.slot]
@@ -468,12 +470,12 @@ class HybridCache:
     def _guarded(self) -> list[list[Checkpoint]]:
         return [*(lease.guarded for lease in self.accounts.leases.values()), *(rest.guarded for rest in self._rests)]
 
-    def owns(self, holder: Lease | Snapshot) -> bool:
+    def owns(self, holder: SequenceCache | CacheSnapshot) -> bool:
         """Whether the lease or snapshot is one of this cache and still stands."""
         return self.accounts.owns(holder)
 
 
-def _guard(lease: Lease, checkpoint: Checkpoint) -> None:
+def _guard(lease: SequenceCache, checkpoint: Checkpoint) -> None:
     lease.guarded.append(checkpoint)
     checkpoint.guards += 1
 

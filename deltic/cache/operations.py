@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from deltic.params import PAGE
 
 if TYPE_CHECKING:
-    from deltic.cache.offload.prefix_items import Door
+    from deltic.cache.offload.prefix_items import ItemValidator
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class CopySlot:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldRing:
+class FlushDeltaLog:
     """Bring the state in a slot, which stands for `base` tokens, forward to `done` with what lies in a replay ring."""
 
     slot: int
@@ -64,10 +64,10 @@ class RestoreItem:
     slot: int
 
 
-Operation = CopyPage | CopySlot | FoldRing | StoreItem | RestoreItem
+Operation = CopyPage | CopySlot | FlushDeltaLog | StoreItem | RestoreItem
 
 _KINDS: dict[str, Callable[..., Operation]] = {kind.__name__: kind
-                                               for kind in (CopyPage, CopySlot, FoldRing, StoreItem, RestoreItem)}
+                                               for kind in (CopyPage, CopySlot, FlushDeltaLog, StoreItem, RestoreItem)}
 
 
 def plain(operation: Operation) -> list[Any]:
@@ -111,7 +111,7 @@ class Pools(Protocol):
         """How many units there are, and what they cost."""
 
     @property
-    def door(self) -> Door:
+    def door(self) -> ItemValidator:
         """What may come in from a tier."""
 
     def apply(self, operations: Sequence[Operation]) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from deltic.cache.block_pool import Ledger
+from deltic.cache.block_pool import BlockPool
 from deltic.params import PAGE, common_length
 
 log = logging.getLogger("deltic")
@@ -101,7 +101,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """What the tree knows of a prompt: the deepest checkpoint to resume at, and how many tokens of full pages it shares
     with some earlier prompt, which may be more."""
 
@@ -117,21 +117,21 @@ class PrefixTree:
     changes: grows with every checkpoint that comes or goes, and with its logits.
     """
 
-    def __init__(self, pages: Ledger, slots: Ledger, slot_tokens: float) -> None:
+    def __init__(self, pages: BlockPool, slots: BlockPool, slot_tokens: float) -> None:
         """slot_tokens: what a slot costs, in tokens of K/V."""
         self._pages, self._slots, self._slot_tokens = pages, slots, slot_tokens
         self._root = Node(None, b"", array("q"), 0)
         self._checkpoints: dict[Checkpoint, None] = {}
         self._ends: dict[Checkpoint, None] = {}
         self._age = 0.0
-        self._matched: tuple[array[int], bool, int, Match] | None = None
+        self._matched: tuple[array[int], bool, int, PrefixMatch] | None = None
         self.evictions = self.changes = 0
 
     def __len__(self) -> int:
         """Checkpoints that are kept."""
         return len(self._checkpoints)
 
-    def match(self, tokens: Sequence[int], end: bool = True) -> Match:
+    def match(self, tokens: Sequence[int], end: bool = True) -> PrefixMatch:
         """The deepest checkpoint that `tokens` begin with; at their very end only one that knows its logits, and none
         without `end`. The same array, which must not have changed, is looked up once as long as the tree stays as it
         is."""
@@ -141,7 +141,7 @@ class PrefixTree:
         for node, depth, rest in self._walk(tokens):
             if node.checkpoints and depth == node.depth:
                 best = self._deepest(node, rest, len(tokens), end) or best
-        found = Match(best, depth * PAGE)
+        found = PrefixMatch(best, depth * PAGE)
         self._matched = (tokens, end, self.changes, found) if isinstance(tokens, array) else None
         return found
 

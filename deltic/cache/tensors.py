@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.cache.offload.item_validator import PoolDoor
-from deltic.cache.offload.prefix_items import Loaded, Source, Tensors
-from deltic.cache.offload.tiers import Offer
-from deltic.cache.operations import CopyPage, CopySlot, FoldRing, Operation, PoolSizes, RestoreItem, StoreItem
+from deltic.cache.offload.item_validator import PoolItemValidator
+from deltic.cache.offload.prefix_items import LoadedPrefix, PrefixSource, Tensors
+from deltic.cache.offload.tiers import StoreRequest
+from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, Operation, PoolSizes, RestoreItem, StoreItem
 from deltic.config import ModelConfig
 from deltic.ops import Ops
 from deltic.ops.cuda.staging import on_device
 from deltic.ops.kv import as_bytes, is_finite, take
 from deltic.ops.memory import is_shortage, memory_for, reserve
-from deltic.ops.types import PAGE, RING, KvView, RingView, StateView
+from deltic.ops.types import PAGE, RING, DeltaLogView, KvView, StateView
 
 log = logging.getLogger("deltic")
 
@@ -36,7 +36,7 @@ STATE_LAYOUT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class PoolOptions:
     """How a cache differs from the plain one of a model. rings: sequences that may have a replay ring at the same time.
     head: the model's draft head runs, which has K/V of its own and reads the last hidden state. tiled: as in
     `GdnSpec`. kv: dtype of K/V; None: the model's. state: of recurrent states."""
@@ -48,7 +48,7 @@ class Extras:
     state: torch.dtype = torch.float32
 
 
-PLAIN = Extras()
+PLAIN = PoolOptions()
 
 
 def page_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> int:
@@ -87,7 +87,7 @@ class CachePools:
     conv: [G, slots, conv_kernel, C].
     ops: what copies and folds.
     hidden: [1, slots, H] float32, of a slot's last token after the final norm; None without a draft head.
-    rings: inputs, keys, updates, decays of `RingView`, each with a leading dimension G; None without rings.
+    rings: inputs, keys, updates, decays of `DeltaLogView`, each with a leading dimension G; None without rings.
     tiled: as in `GdnSpec`.
     vocabulary: size of the logits that are kept with states; None: any.
     arriving: of each attention layer, as in `KvView`.
@@ -138,9 +138,9 @@ class CachePools:
                          page // PAGE, slot, len(self.recurrent) > 0)
 
     @property
-    def door(self) -> PoolDoor:
+    def door(self) -> PoolItemValidator:
         """What may come in from a tier."""
-        return PoolDoor(self)
+        return PoolItemValidator(self)
 
     @property
     def device(self) -> torch.device:
@@ -151,9 +151,9 @@ class CachePools:
                      for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)))
 
     def state_views(self) -> tuple[StateView, ...]:
-        rings: list[RingView | None] = [None] * len(self.recurrent)
+        rings: list[DeltaLogView | None] = [None] * len(self.recurrent)
         if self.rings:
-            rings = [RingView(*layer, self.tiled) for layer in zip(*self.rings, strict=True)]
+            rings = [DeltaLogView(*layer, self.tiled) for layer in zip(*self.rings, strict=True)]
         return tuple(map(StateView, self.recurrent, self.conv, rings))
 
     def hold(self, content: object) -> int:
@@ -186,14 +186,14 @@ class CachePools:
                 case CopyPage(source, target) if any(self.arriving.values()):
                     for layer in range(len(self.keys)):
                         tensors = [pool[layer] for pool in self.page_tensors]
-                        self.arriving[layer].append(_LatePage(tensors, source, target))
+                        self.arriving[layer].append(_DeferredPageCopy(tensors, source, target))
                 case CopyPage(source, target):
                     self._copy(self.ops.copy_pages, self.page_tensors, source, target)
-                case FoldRing(slot, ring, base, done):
+                case FlushDeltaLog(slot, ring, base, done):
                     self.ops.fold_ring(self.state_views(), slot, ring, base, done, slot)
                 case StoreItem(item, pages, slot):
                     offer = self.held.pop(item)
-                    assert isinstance(offer, Offer)
+                    assert isinstance(offer, StoreRequest)
                     self.wait()
                     try:
                         offer.make(_source(self, offer, pages, slot))
@@ -201,7 +201,7 @@ class CachePools:
                         log.exception("a prefix is not kept in the tiers")
                 case RestoreItem(item, pages, start, slot):
                     loaded = self.held.pop(item)
-                    assert isinstance(loaded, Loaded)
+                    assert isinstance(loaded, LoadedPrefix)
                     _restore(self, loaded, pages, start, slot)
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
@@ -227,7 +227,7 @@ class CachePools:
 
 
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
-             extras: Extras = PLAIN) -> CachePools:
+             extras: PoolOptions = PLAIN) -> CachePools:
     """Reserve address space for the pools; ConfigError naming what makes them smaller if that is refused."""
     size = (pages * page_bytes(config, extras.kv or dtype, extras.head)
             + slots * slot_bytes(config, dtype, extras.head, extras.state) + extras.rings * ring_bytes(config, dtype))
@@ -237,7 +237,7 @@ def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, op
 
 
 def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str,
-              extras: Extras) -> CachePools:
+              extras: PoolOptions) -> CachePools:
     attention, recurrent = len(config.attention_layers) + extras.head, len(config.linear_layers)
     kv = (attention, pages, PAGE, config.num_key_value_heads, config.head_dim)
     linear = config.linear
@@ -267,7 +267,7 @@ def _rings(config: ModelConfig, units: int, dtype: torch.dtype,
             reserve((*lead, linear.num_value_heads), torch.float32, device))
 
 
-def _source(pools: CachePools, offer: Offer, pages: Sequence[int], slot: int) -> Source:
+def _source(pools: CachePools, offer: StoreRequest, pages: Sequence[int], slot: int) -> PrefixSource:
     """What a tier may read of a prefix in the pools, before they change."""
     def run(start: int) -> dict[str, Tensor]:
         with _named_shortage():
@@ -280,7 +280,7 @@ def _source(pools: CachePools, offer: Offer, pages: Sequence[int], slot: int) ->
             logits = {} if offer.logits is None else {"logits": offer.logits}
             return _read_state(pools, slot) | logits
 
-    return Source(offer.tokens, run, state, offer.logits is not None)
+    return PrefixSource(offer.tokens, run, state, offer.logits is not None)
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def _named_shortage() -> Iterator[None]:
         raise MemoryError(str(error)) from error
 
 
-def _restore(pools: CachePools, loaded: Loaded, pages: Sequence[int], known: int, slot: int) -> None:
+def _restore(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int], known: int, slot: int) -> None:
     """Write what came from a tier into a slot, and into pages of the prefix from the token `known` on. Steps of a GPU
     need not wait for more than the layers that they have come to."""
     for name, pool in pools.named_slots.items():
@@ -305,7 +305,7 @@ def _restore(pools: CachePools, loaded: Loaded, pages: Sequence[int], known: int
         for layer in range(len(pools.keys)):
             _restore_layer(pools, layer, runs)
         return
-    if any(isinstance(copy, _LatePage) for copies in pools.arriving.values() for copy in copies):
+    if any(isinstance(copy, _DeferredPageCopy) for copies in pools.arriving.values() for copy in copies):
         pools.wait()  # this may write where one is made from
     beside = _beside(pools.device)
     beside.wait_stream(torch.cuda.current_stream(pools.device))
@@ -319,7 +319,7 @@ def _restore(pools: CachePools, loaded: Loaded, pages: Sequence[int], known: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _TokenSpan:
     """K/V whose first `skip` tokens are known, and where the others go: which of them, place in the flat pool and count
     of those that lie one after another; or the places of all, where these are many."""
 
@@ -329,11 +329,11 @@ class _Run:
     places: Tensor | None
 
 
-def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, first: int) -> _Run:
+def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, first: int) -> _TokenSpan:
     """Of K/V from the position `start` on that which is wanted from `first` on."""
     end = start + tensors["keys"].shape[1]
     spans = [(position - start, place, tokens) for position, place, tokens in _spans(pages, first, end)]
-    return _Run(tensors, first - start, spans, _places(pools, pages, first, end) if len(spans) > _SPANS else None)
+    return _TokenSpan(tensors, first - start, spans, _places(pools, pages, first, end) if len(spans) > _SPANS else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,15 +342,15 @@ class _Arrival:
     or the card's, which another stream's allocations would get at once."""
 
     event: torch.cuda.Event
-    loaded: Loaded
-    runs: Sequence[_Run]
+    loaded: LoadedPrefix
+    runs: Sequence[_TokenSpan]
 
     def wait(self) -> None:
         self.event.wait()
 
 
 @dataclass(frozen=True, slots=True)
-class _LatePage:
+class _DeferredPageCopy:
     """A copy of a page that is to be made when what arrives there before has arrived, so that steps wait for no layer
     but their own. tensors: of a layer, [pages, PAGE, kv_heads, head_dim] each."""
 
@@ -369,7 +369,7 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_Run]) -> None:
+def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_TokenSpan]) -> None:
     """The K/V of one attention layer."""
     for run in runs:
         for pool, name in zip(pools.page_tensors, ("keys", "values"), strict=True):

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from deltic.chat.deltas import Answer, AnswerCall, Delta, join, merge
 from deltic.chat.output_router import AnswerText
-from deltic.chat.processor import Job
+from deltic.chat.processor import PreparedRequest
 from deltic.errors import GenerationError
-from deltic.params import Event, Finish, TokenLogprobs, TokenOut, Usage
+from deltic.params import Event, Finish, TokenEvent, TokenLogprobs, Usage
 
 _MOST_PIECES = 256  # of an answer that are kept apart: each takes a hundred bytes besides its text
 
@@ -43,7 +43,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ChatOutput:
     """The choices of one request. `text`, `reasoning`, `calls` are those of the first."""
 
     choices: tuple[Choice, ...]
@@ -60,7 +60,7 @@ class Output:
     def calls(self) -> tuple[AnswerCall, ...]:
         return self.choices[0].calls
 
-    def sound(self) -> Output:
+    def sound(self) -> ChatOutput:
         """The same, if the engine gave up on none of the choices; else GenerationError."""
         for choice in self.choices:
             if choice.finish == "error":
@@ -68,7 +68,7 @@ class Output:
         return self
 
 
-class Score(NamedTuple):
+class TokenScore(NamedTuple):
     """A token of an answer's text, its probabilities, and the characters of the answer before it."""
 
     token: int
@@ -77,7 +77,7 @@ class Score(NamedTuple):
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoiceDelta:
     """What has come for one choice.
 
     number: counts the choices of all jobs.
@@ -87,7 +87,7 @@ class Piece:
 
     number: int
     deltas: list[Delta]
-    scores: list[Score]
+    scores: list[TokenScore]
     done: Choice | None = None
     remember: Callable[[], None] | None = None
 
@@ -100,7 +100,7 @@ class _Growing:
     end: its last event.
     """
 
-    job: Job
+    job: PreparedRequest
     text: AnswerText
     keeps: bool
     tokens: list[int] = field(default_factory=list)
@@ -109,22 +109,22 @@ class _Growing:
     merged: int = 0
     thoughts: int = 0
     deltas: list[Delta] = field(default_factory=list)
-    scores: list[Score] = field(default_factory=list)
-    end: TokenOut | None = None
+    scores: list[TokenScore] = field(default_factory=list)
+    end: TokenEvent | None = None
 
-    def take(self, event: TokenOut, whole: bool) -> None:
+    def take(self, event: TokenEvent, whole: bool) -> None:
         if event.token is not None:
             self.tokens.append(event.token)
             offset, deltas, thought = self.text.take(event.token)
             self.thoughts += thought
             self.deltas += deltas
             if event.logprobs is not None and (event.finish != "stop" or self.text.stopped):
-                self.scores.append(Score(event.token, event.logprobs, offset))
+                self.scores.append(TokenScore(event.token, event.logprobs, offset))
         if event.logprobs is not None and whole:
             self.logprobs.append(event.logprobs)
         self.end = event if event.finish else None
 
-    def piece(self, number: int) -> Piece:
+    def piece(self, number: int) -> ChoiceDelta:
         """What has come since the last one."""
         if self.end:
             ended = self.text.ended
@@ -137,9 +137,9 @@ class _Growing:
                 self.said[self.merged:] = merge(self.said[self.merged:])
                 self.merged = len(self.said)
         if not self.end:
-            return Piece(number, deltas, scores)
+            return ChoiceDelta(number, deltas, scores)
         answer = join(self.said)
-        return Piece(number, deltas, scores, self._choice(answer, self.end),
+        return ChoiceDelta(number, deltas, scores, self._choice(answer, self.end),
                      self.remembering(answer, self.end.finish, ended))
 
     def remembering(self, answer: Answer, finish: Finish | None, ended: bool = False) -> Callable[[], None] | None:
@@ -148,22 +148,22 @@ class _Growing:
             return None
         return partial(self.job.remember, self.tokens, finish, answer, ended)
 
-    def _choice(self, answer: Answer, end: TokenOut) -> Choice:
+    def _choice(self, answer: Answer, end: TokenEvent) -> Choice:
         assert end.finish and end.usage
         return Choice(end.choice, answer.content, answer.reasoning, answer.calls, tuple(self.tokens), end.finish,
                       replace(end.usage, reasoning_tokens=self.thoughts), tuple(self.logprobs), end.error,
                       tuple(merge(self.said)), self.text.stop if end.finish == "stop" else None)
 
 
-class Answers:
+class AnswerAssembler:
     """The answers to some jobs while they grow, for `LLM` and the server. tokens: so far, of all choices.
 
     whole: the choices are wanted when they are done, and `outputs` when all of a job are; else only as much is kept
     as has to be remembered.
     """
 
-    def __init__(self, jobs: Sequence[Job], whole: bool = True) -> None:
-        self.jobs, self.outputs = tuple(jobs), list[Output | None]([None] * len(jobs))
+    def __init__(self, jobs: Sequence[PreparedRequest], whole: bool = True) -> None:
+        self.jobs, self.outputs = tuple(jobs), list[ChatOutput | None]([None] * len(jobs))
         self.tokens, self._whole = 0, whole
         self._rows = {job.request.id: row for row, job in enumerate(jobs)}
         self._firsts = [*accumulate((job.request.choices for job in jobs), initial=0)]
@@ -176,11 +176,11 @@ class Answers:
         """Which of the jobs the event is for."""
         return self._rows[event.request]
 
-    def take(self, events: Iterable[Event]) -> list[Piece]:
+    def take(self, events: Iterable[Event]) -> list[ChoiceDelta]:
         """What these events bring, a piece for each choice that they are for."""
         touched: dict[int, _Growing] = {}
         for news in events:
-            assert isinstance(news, TokenOut), "a vector is no answer"
+            assert isinstance(news, TokenEvent), "a vector is no answer"
             row = self._rows[news.request]
             plain = not self._stopped and (news.usage or not news.finish)
             for event in (news,) if plain else self._told(row, news):
@@ -213,7 +213,7 @@ class Answers:
     def _numbers(self, row: int) -> range:
         return range(self._firsts[row], self._firsts[row + 1])
 
-    def _told(self, row: int, event: TokenOut) -> list[TokenOut]:
+    def _told(self, row: int, event: TokenEvent) -> list[TokenEvent]:
         """What an event says, by choice."""
         events = [event]
         if event.finish and event.usage is None:  # a failure outside of any request, told once for all choices
@@ -235,7 +235,7 @@ class Answers:
         growing = self._growing[number] = _Growing(job, text, self._whole or job.remember is not None)
         return growing
 
-    def _piece(self, number: int, growing: _Growing) -> Piece:
+    def _piece(self, number: int, growing: _Growing) -> ChoiceDelta:
         piece = growing.piece(number)
         if piece.done:
             row = self._rows[growing.job.request.id]
@@ -247,5 +247,5 @@ class Answers:
                 done = self._done[row]
                 done[piece.done.index] = piece.done
                 if len(done) == len(self._numbers(row)):
-                    self.outputs[row] = Output(tuple(done[choice] for choice in sorted(done)))
+                    self.outputs[row] = ChatOutput(tuple(done[choice] for choice in sorted(done)))
         return piece

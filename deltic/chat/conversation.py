@@ -21,7 +21,7 @@ from deltic.chat.control_tokens import MARK, Quoter
 from deltic.chat.markers import start_mode
 from deltic.chat.messages import See, normalise_messages, normalise_tools, plain
 from deltic.chat.template import ChatTemplate
-from deltic.chat.tokenizer import UNBOUNDED, Bound, Tokenizer
+from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
 from deltic.config import Limits
 from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.params import common_length
@@ -108,7 +108,7 @@ def _aside(source: str, given: str, add_generation_prompt: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Spelled:
+class EncodedPrompt:
     """A text, with marks, and ids that spell it, of which the first `kept` were given. anchors: its special tokens,
     ascending."""
 
@@ -128,7 +128,7 @@ def load_template(tokenizer: Tokenizer, tools: object = None,
     return ChatTemplate(source, tokenizer.special_tokens, seconds)
 
 
-def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bound = UNBOUNDED) -> Spelled:
+def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
     """The ids of a text. Where it begins as the `known` ids do, they are taken, and only the rest is encoded.
 
     They are taken as a whole, or up to a special token that the text has there too, so that the seam is where
@@ -142,10 +142,10 @@ def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bou
     if [ids[index] for index in special] == [id for id, _, _ in spelled]:
         anchors += [(kept + index, offset + start, offset + end)
                     for index, (_, start, end) in zip(special, spelled, strict=True)]
-    return Spelled(text, (*known[:kept], *ids), tuple(anchors), kept)
+    return EncodedPrompt(text, (*known[:kept], *ids), tuple(anchors), kept)
 
 
-def unfinished(conversation: Conversation, continues: bool, bound: Bound = UNBOUNDED) -> Spelled:
+def unfinished(conversation: Conversation, continues: bool, bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
     """The conversation without the beginning of an answer; continues: nor the end of its last message, the
     assistant's, which then goes on as it stands. RequestError if there is no such message."""
     if not continues:
@@ -163,7 +163,7 @@ def unfinished(conversation: Conversation, continues: bool, bound: Bound = UNBOU
     return spell(conversation.tokenizer, text, bound=bound)
 
 
-def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = None) -> tuple[int, ...]:
+def boundaries(conversation: Conversation, prompt: EncodedPrompt, start: int | None = None) -> tuple[int, ...]:
     """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
 
     Found by asking the template: the `opening`, where the last question begins, and how far the prompt agrees with its
@@ -185,14 +185,14 @@ def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = 
     return tuple(sorted(found - {0}))
 
 
-def opening(conversation: Conversation, prompt: Spelled, openings: Openings | None = None) -> int:
+def opening(conversation: Conversation, prompt: EncodedPrompt, openings: RenderedPrefixes | None = None) -> int:
     """The stable boundary that conversations with the same system message and tools share; 0 if there is none."""
-    others = (openings or Openings()).others(conversation, prompt.text)
+    others = (openings or RenderedPrefixes()).others(conversation, prompt.text)
     view = _View(conversation, prompt.text)
     return min((_shared_by(prompt, view, other) for other in others), default=0)
 
 
-def _turning(prompt: Spelled, view: _View, ending: str = "") -> int:
+def _turning(prompt: EncodedPrompt, view: _View, ending: str = "") -> int:
     """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
     edited; 0 if there is nothing of that kind. ending: what the template writes after a last question, if that is
     known: then it need not be asked."""
@@ -209,7 +209,7 @@ def _turning(prompt: Spelled, view: _View, ending: str = "") -> int:
     return _shared_by(prompt, view, view.rendered([*before, *_asked(probe)]))
 
 
-class Openings:
+class RenderedPrefixes:
     """How conversations begin, remembered so that the template need not be asked each time. Threads may share it.
 
     Of a text only length and digest are kept: it may be long, and may change with the date.
@@ -353,7 +353,7 @@ class _View:
         return characters + self.missing if characters >= self.gap else characters
 
 
-def _view(conversation: Conversation, prompt: Spelled) -> _View:
+def _view(conversation: Conversation, prompt: EncodedPrompt) -> _View:
     """The conversation, without the middle if it is long, so that asking about its end costs little. Only if the prompt
     is the shorter one's with something in between: then a template that looks at one message after the other is sure to
     part where it parts here."""
@@ -384,7 +384,7 @@ def _hole(messages: Messages) -> range:
     return max(holes, key=len)
 
 
-def _shared_by(prompt: Spelled, view: _View, text: str) -> int:
+def _shared_by(prompt: EncodedPrompt, view: _View, text: str) -> int:
     """Tokens shared with a text, if there is one; encodes only from the last special token before they part."""
     if not text:
         return 0

@@ -31,12 +31,12 @@ from hashlib import blake2b
 from typing import Any
 
 from deltic.chat.control_tokens import unmarked
-from deltic.chat.conversation import Conversation, Openings, boundaries, opening, spell
+from deltic.chat.conversation import Conversation, RenderedPrefixes, boundaries, opening, spell
 from deltic.chat.deltas import Answer
-from deltic.chat.history_store import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
+from deltic.chat.history_store import AnswerLog, AnswerRecord, AnswerStore, digest_of, ids_of, name_of, thought_of
 from deltic.chat.messages import REASONING
 from deltic.chat.schema_coercion import argument_schema, typed
-from deltic.chat.tokenizer import UNBOUNDED, Bound, Tokenizer
+from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
 from deltic.chat.tools import tool_schemas
 from deltic.errors import DelticError, LongPromptError
 from deltic.params import Finish
@@ -57,13 +57,13 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class HistoryTurn:
     """A prompt, and what is needed to remember its answers.
 
     boundaries: positions that following prompts are expected to share.
     state: the hash of all that the client can see up to here, with calls typed by the schemas. Of the ids the first
         `kept` are those of the note `parent`.
-    opening, thoughts: as in `Note`, of the answers so far. owner: who has the answers.
+    opening, thoughts: as in `AnswerRecord`, of the answers so far. owner: who has the answers.
     """
 
     ids: tuple[int, ...]
@@ -83,7 +83,7 @@ class _Base:
 
     index: int
     name: str
-    note: Note
+    note: AnswerRecord
     ids: tuple[int, ...]
 
 
@@ -94,19 +94,19 @@ class History:
     which may be shorter.
     """
 
-    def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, bound: Bound = UNBOUNDED) -> None:
-        self._tokenizer, self._bound, self._openings = tokenizer, bound, Openings()
+    def __init__(self, tokenizer: Tokenizer, store: AnswerStore | None = None, bound: TokenLimit = UNBOUNDED) -> None:
+        self._tokenizer, self._bound, self._openings = tokenizer, bound, RenderedPrefixes()
         self._preserved_bound = replace(bound, tokens=bound.tokens - bound.tokens // _ANSWER_SHARE)
-        self._notes = Notebook(store, tokenizer.vocab_size)
+        self._notes = AnswerLog(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
 
-    def within(self, bound: Bound) -> History:
+    def within(self, bound: TokenLimit) -> History:
         """The same answers, for prompts of another length."""
         found = copy(self)
         found._bound = bound
         return found
 
-    def turn(self, conversation: Conversation, mode: str, owner: str = "") -> Turn:
+    def turn(self, conversation: Conversation, mode: str, owner: str = "") -> HistoryTurn:
         """The prompt of the conversation's next answer. mode: one of MODES. owner: of the answers that it may use, and
         of the next one. RequestError as the template raises it, or if the prompt is too long."""
         asked = _asked(conversation)
@@ -121,7 +121,7 @@ class History:
             turn = _rendered(conversation, self._openings, notes, base, self._bound, whole=keep)
         return replace(turn, state=states[-1], schemas=schemas, owner=owner)
 
-    def remember(self, turn: Turn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
+    def remember(self, turn: HistoryTurn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
                  whole: bool) -> None:
         """Note one finished answer, if it can be continued. hidden: the request's stop ids. tokens, the one that ended
         it too, say the `answer`; whole: its text ended with it, in no think block or call, and not at a stop string."""
@@ -138,7 +138,7 @@ class History:
             return
         visible = _visible(answer.content, read, turn.schemas)
         spelled = array("i", turn.ids) + array("i", ids)
-        note = Note(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
+        note = AnswerRecord(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
                     digest_of(spelled), turn.parent, turn.kept, turn.opening,
                     (*turn.thoughts, thought_of(_plain_text(answer.reasoning))))
         self._notes.put(_next_state(turn.state, visible), note, turn.owner)
@@ -158,13 +158,13 @@ class History:
         return states
 
     def _recall(self, conversation: Conversation, states: Sequence[str], owner: str
-                ) -> tuple[dict[int, Note], _Base | None]:
+                ) -> tuple[dict[int, AnswerRecord], _Base | None]:
         """This conversation's answers, as far as they are known for certain, by their place among the messages; and
         the last one whose ids are all there."""
         places = {state: index for index, state in enumerate(states[1:])}
         answers = _answers(conversation)
         thoughts = [_sent_thought(conversation.messages[index]) for index in answers]
-        notes: dict[int, Note] = {}
+        notes: dict[int, AnswerRecord] = {}
         base: _Base | None = None
         for count, index in reversed(list(enumerate(answers, 1))):
             note = notes.get(index) or self._only(states[index + 1], thoughts[:count], owner)
@@ -177,13 +177,15 @@ class History:
                 notes |= {places[key]: link for key, link in chain if key in places}
         return notes, base
 
-    def _only(self, key: str, thoughts: Sequence[str | None], owner: str) -> Note | None:
+    def _only(self, key: str, thoughts: Sequence[str | None], owner: str) -> AnswerRecord | None:
         """The note of an answer, if no other conversation with these thoughts can be meant."""
         found = [note for note in self._notes.find(key, owner) if note.fits(thoughts)]
         return found[0] if len(found) == 1 and found[0].ids else None
 
 
-def _preserved(conversation: Conversation, openings: Openings, base: _Base, bound: Bound) -> Turn | None:
+def _preserved(
+    conversation: Conversation, openings: RenderedPrefixes, base: _Base, bound: TokenLimit
+) -> HistoryTurn | None:
     """The base's ids and what the template renders after it; None if that cannot be told apart for certain, or is
     beyond the bound."""
     try:
@@ -202,21 +204,29 @@ def _preserved(conversation: Conversation, openings: Openings, base: _Base, boun
     return None
 
 
-def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> Turn:
+def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> HistoryTurn:
     ids = (*base.ids, *tail)
     thoughts = (*base.note.thoughts, *_sent_thoughts(conversation, base.index + 1))
-    return Turn(ids, _positions(base.note.opening, len(ids)), base.name, len(base.ids), base.note.opening, thoughts)
+    return HistoryTurn(
+        ids, _positions(base.note.opening, len(ids)), base.name, len(base.ids), base.note.opening, thoughts
+    )
 
 
-def _rendered(conversation: Conversation, openings: Openings, notes: Mapping[int, Note], base: _Base | None,
-              bound: Bound, whole: bool) -> Turn:
+def _rendered(
+    conversation: Conversation,
+    openings: RenderedPrefixes,
+    notes: Mapping[int, AnswerRecord],
+    base: _Base | None,
+    bound: TokenLimit,
+    whole: bool,
+) -> HistoryTurn:
     """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it. The
     template's boundaries are kept in any case, as an answer that was stopped cannot be extended."""
     conversation, text = _as_written(conversation, notes)
     prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
     start = opening(conversation, prompt, openings)
     found = _positions(*boundaries(conversation, prompt, start), len(prompt.ids) if whole else 0)
-    return Turn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
+    return HistoryTurn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
                 _sent_thoughts(conversation))
 
 
@@ -224,7 +234,7 @@ def _positions(*positions: int) -> tuple[int, ...]:
     return tuple(sorted({position for position in positions if position}))
 
 
-def _as_written(conversation: Conversation, notes: Mapping[int, Note]) -> tuple[Conversation, str]:
+def _as_written(conversation: Conversation, notes: Mapping[int, AnswerRecord]) -> tuple[Conversation, str]:
     """The conversation with remembered answers as the model wrote them, and its text."""
     if notes:
         written = [_raw(message, notes[index]) if index in notes else message
@@ -234,7 +244,7 @@ def _as_written(conversation: Conversation, notes: Mapping[int, Note]) -> tuple[
     return conversation, conversation.render(conversation.messages)
 
 
-def _raw(message: Mapping[str, Any], note: Note) -> dict[str, Any]:
+def _raw(message: Mapping[str, Any], note: AnswerRecord) -> dict[str, Any]:
     """The client's message in the model's words. Thinking is not given back to a client that left it out."""
     raw = {**message, "content": note.content, "contents": note.content}
     reasoning = message.get("reasoning_content")

@@ -40,7 +40,7 @@ _MOST_GONE = 100_000
 _MOST_WAITING = 64 << 20
 
 
-class NoteStore(Protocol):
+class AnswerStore(Protocol):
     """Keeps notes beyond the process. Keys are hexadecimal; no method raises."""
 
     @property
@@ -56,7 +56,7 @@ class NoteStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class AnswerRecord:
     """One finished answer.
 
     ids: prompt and answer without the token that ended it, as int32, after the first `kept` ids of the note `parent` (a
@@ -86,10 +86,10 @@ class Note:
         return not self.digest or all(given in (None, thought) for given, thought in zip(thoughts, own))
 
 
-_LOST = Note("", "", (), array("i"), "")
+_LOST = AnswerRecord("", "", (), array("i"), "")
 
 
-def name_of(key: str, note: Note) -> str:
+def name_of(key: str, note: AnswerRecord) -> str:
     """What tells the note from its rivals, too."""
     return key + note.digest
 
@@ -99,7 +99,7 @@ def thought_of(reasoning: str) -> str:
     return blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if reasoning else ""
 
 
-class Notebook:
+class AnswerLog:
     """Notes by owner and key, the least recently used of which are dropped from memory: those of the owner that holds
     most. Threads may share it.
 
@@ -107,16 +107,16 @@ class Notebook:
     thread of its own.
     """
 
-    def __init__(self, store: NoteStore | None, vocab_size: int, limit: int = LIMIT) -> None:
+    def __init__(self, store: AnswerStore | None, vocab_size: int, limit: int = LIMIT) -> None:
         self._store, self._vocab_size = store, vocab_size
-        self._notes: OwnedEntries[dict[str, Note]] = OwnedEntries(limit)
+        self._notes: OwnedEntries[dict[str, AnswerRecord]] = OwnedEntries(limit)
         self._gone: OwnedEntries[str] = OwnedEntries(_MOST_GONE)  # a digest, or "" if there were several
         self._waiting = Counter[str]()
         self._lock = threading.Lock()
         self._filling: str | None = None
         self._writer = ThreadPoolExecutor(1, "notes")
 
-    def find(self, key: str, owner: str = "") -> list[Note]:
+    def find(self, key: str, owner: str = "") -> list[AnswerRecord]:
         """All notes with this key, also those of other processes; damaged ones are not there. None as long as those of
         other processes are not known."""
         if self._store and not self._store.ready:
@@ -126,7 +126,7 @@ class Notebook:
             found = self._added(owner, key, stored, replaces=False) if stored else self._notes.get(owner, key) or {}
             return list(found.values())
 
-    def put(self, key: str, note: Note, owner: str = "") -> None:
+    def put(self, key: str, note: AnswerRecord, owner: str = "") -> None:
         """Keep a note, beside its rivals."""
         with self._lock:
             lost = [_LOST] if self._gone.get(owner, key) not in (None, note.digest) else []
@@ -134,7 +134,7 @@ class Notebook:
         if self._store:
             self._write_later(key, note, owner)
 
-    def chain(self, key: str, note: Note, owner: str = "") -> list[tuple[str, Note]] | None:
+    def chain(self, key: str, note: AnswerRecord, owner: str = "") -> list[tuple[str, AnswerRecord]] | None:
         """The note and those it builds on with their keys, the first one first; None if one of them is gone."""
         chain, length = [(key, note)], len(key)
         while parent := chain[-1][1].parent:
@@ -149,14 +149,16 @@ class Notebook:
         if self._store:
             self._writer.submit(lambda: None).result()
 
-    def _named(self, key: str, digest: str, owner: str) -> Note | None:
+    def _named(self, key: str, digest: str, owner: str) -> AnswerRecord | None:
         with self._lock:
             note = (self._notes.get(owner, key) or {}).get(digest)
         return note or next((found for found in self.find(key, owner) if found.digest == digest), None)
 
     # In memory, under the lock
 
-    def _added(self, owner: str, key: str, notes: Sequence[Note], replaces: bool = True) -> dict[str, Note]:
+    def _added(
+        self, owner: str, key: str, notes: Sequence[AnswerRecord], replaces: bool = True
+    ) -> dict[str, AnswerRecord]:
         """The notes of a key with these among them. What leaves the memory does so with all notes of its key: one that
         is left alone would look like the only one."""
         rivals = dict(self._notes.get(owner, key) or {})
@@ -174,9 +176,9 @@ class Notebook:
     # In the store: rivals lie in numbered places, which processes claim; they are only ever filled in order. A place
     # that is claimed and not filled has lost its note, but for the one that this process is filling
 
-    def _stored(self, key: str) -> list[Note]:
+    def _stored(self, key: str) -> list[AnswerRecord]:
         assert self._store
-        found: list[Note] = []
+        found: list[AnswerRecord] = []
         for place in map(partial(_place, key), range(RIVALS)):
             data = self._store.get(place)
             if data is None:
@@ -190,7 +192,7 @@ class Notebook:
         missed = len({note.digest for note in found}) == 1 and found[0].rivals
         return [*found, _LOST] if missed else found
 
-    def _write_later(self, key: str, note: Note, owner: str) -> None:
+    def _write_later(self, key: str, note: AnswerRecord, owner: str) -> None:
         """An owner may have as much waiting as stays free besides."""
         size = _weight(note) * note.ids.itemsize
         with self._lock:
@@ -200,7 +202,7 @@ class Notebook:
         with suppress(RuntimeError):  # Python is about to end
             self._writer.submit(self._write, key, note, size, owner)
 
-    def _write(self, key: str, note: Note, size: int, owner: str) -> None:
+    def _write(self, key: str, note: AnswerRecord, size: int, owner: str) -> None:
         try:
             self._store_beside(key, note)
         finally:
@@ -209,7 +211,7 @@ class Notebook:
                 self._waiting[owner] -= size
                 self._waiting = +self._waiting  # without owners that have nothing there
 
-    def _store_beside(self, key: str, note: Note) -> None:
+    def _store_beside(self, key: str, note: AnswerRecord) -> None:
         assert self._store
         for number, place in enumerate(map(partial(_place, key), range(RIVALS))):
             self._filling = place
@@ -226,7 +228,7 @@ class Notebook:
                 return
 
 
-def ids_of(chain: Sequence[tuple[str, Note]]) -> tuple[int, ...] | None:
+def ids_of(chain: Sequence[tuple[str, AnswerRecord]]) -> tuple[int, ...] | None:
     """All ids of the last note of a chain, prompt and answer; None if a note that it builds on has changed."""
     ids = array("i")
     for _, note in chain:
@@ -240,7 +242,7 @@ def digest_of(ids: array[int]) -> str:
     return blake2b(_little_endian(ids).tobytes(), digest_size=_SUM).hexdigest()
 
 
-def pack(key: str, note: Note) -> bytes:
+def pack(key: str, note: AnswerRecord) -> bytes:
     """A note as bytes: a checksum, a header in JSON, the ids as little-endian int32."""
     header = json.dumps({"key": key, "content": note.content, "reasoning": note.reasoning, "calls": note.calls,
                          "digest": note.digest, "parent": note.parent, "kept": note.kept,
@@ -249,7 +251,7 @@ def pack(key: str, note: Note) -> bytes:
     return _MAGIC + blake2b(body, digest_size=_SUM).digest() + body
 
 
-def unpack(key: str, data: bytes, vocab_size: int) -> Note | None:
+def unpack(key: str, data: bytes, vocab_size: int) -> AnswerRecord | None:
     """The note with this key; None if the bytes are damaged or are something else."""
     start = len(_MAGIC) + _SUM
     body = data[start:]
@@ -264,7 +266,7 @@ def unpack(key: str, data: bytes, vocab_size: int) -> Note | None:
         ids = _little_endian(ids)
         sound = header.pop("key") == key and (not ids or (min(ids) >= 0 and max(ids) < vocab_size))
         thoughts = tuple(map(str, header.pop("thoughts")))
-        return Note(calls=calls, ids=ids, thoughts=thoughts, **header) if sound else None
+        return AnswerRecord(calls=calls, ids=ids, thoughts=thoughts, **header) if sound else None
     except (struct.error, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -281,5 +283,5 @@ def _place(key: str, number: int) -> str:
     return blake2b(f"{key} {number}".encode(), digest_size=_SUM).hexdigest() if number else key
 
 
-def _weight(note: Note) -> int:
+def _weight(note: AnswerRecord) -> int:
     return len(note.ids) + len(note.thoughts) + _OVERHEAD

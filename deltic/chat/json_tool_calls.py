@@ -34,7 +34,7 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "'": "'", "b": "\b", "f": "\f", "n":
 
 
 @dataclass(slots=True)
-class Scan:
+class JsonScan:
     """What is read as a whole: an "object" with a call, a "value", or the "rest" of an object.
 
     ends: the marks that end it; quote, depth: the open quote, and how many brackets are open.
@@ -209,7 +209,7 @@ def _stop(reader: CallReader) -> str | None:
 
 
 def _begin_scan(reader: CallReader, what: str, ends: str, at: int) -> int:
-    reader.json, reader.pieces, reader.state = Scan(what, ends), [], scan
+    reader.json, reader.pieces, reader.state = JsonScan(what, ends), [], scan
     return at
 
 

@@ -11,7 +11,7 @@ from deltic.chat.deltas import Region
 THINK, THINK_END = "<think>", "</think>"
 
 
-class Vocabulary(Protocol):
+class MarkerVocabulary(Protocol):
     """The part of a tokenizer that routing needs."""
 
     @property
@@ -28,14 +28,14 @@ class Markers:
     texts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: Vocabulary, calls: Sequence[str] = ()) -> Markers:
+    def of(cls, tokenizer: MarkerVocabulary, calls: Sequence[str] = ()) -> Markers:
         """Those of thinking, and those of `calls`, as this vocabulary has them."""
         ids = {marker: tokenizer.token_to_id(marker) for marker in (THINK, THINK_END, *calls)}
         return cls({id: marker for marker, id in ids.items() if id is not None},
                    tuple(marker for marker, id in ids.items() if id is None))
 
 
-def start_mode(prompt_ids: Sequence[int], tokenizer: Vocabulary) -> Region:
+def start_mode(prompt_ids: Sequence[int], tokenizer: MarkerVocabulary) -> Region:
     """The region that the answer to this prompt begins in: reasoning if the prompt leaves a think block open.
 
     Decided on ids, since decoding may drop markers. Only what follows the last end-of-turn token counts, so
@@ -52,7 +52,7 @@ def start_mode(prompt_ids: Sequence[int], tokenizer: Vocabulary) -> Region:
     return "content"
 
 
-def closes_thinking(prompt_ids: Sequence[int], tokenizer: Vocabulary) -> bool:
+def closes_thinking(prompt_ids: Sequence[int], tokenizer: MarkerVocabulary) -> bool:
     """Whether the prompt has an answer begin after a think block that is over already."""
     think_end = tokenizer.token_to_id(THINK_END)
     ends = (id == think_end for id in reversed(prompt_ids) if id in (think_end, tokenizer.eos_id))

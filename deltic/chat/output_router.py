@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from deltic.chat.deltas import Delta, Region, ToolDelta, merge
-from deltic.chat.markers import THINK, THINK_END, Markers, Vocabulary, start_mode
+from deltic.chat.markers import THINK, THINK_END, Markers, MarkerVocabulary, start_mode
 from deltic.chat.stop_strings import StopScanner, open_suffix
 from deltic.chat.tool_parsers import CallReader
 from deltic.chat.tools import QWEN, CallForm, tool_schemas
@@ -30,26 +30,33 @@ _FENCE = "```"
 _MOST_RETRIES = 16  # broken calls of one answer: all that follows is read again for each
 
 
-def chat_router(tokenizer: Vocabulary, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None,
-                stop: Sequence[str] = (), form: CallForm = QWEN, one_call: bool = False, exact: bool = False) -> Router:
+def chat_router(
+    tokenizer: MarkerVocabulary,
+    prompt_ids: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    stop: Sequence[str] = (),
+    form: CallForm = QWEN,
+    one_call: bool = False,
+    exact: bool = False,
+) -> OutputRouter:
     """A router for one choice of a chat answer; without tools (tool_choice "none" too) calls are content.
 
     form: how calls are written; one_call: the answer ends with the first; exact: a grammar keeps calls to the form."""
-    calls = Calls(tools, form, one_call, exact=exact) if tools else None
-    return Router(tokenizer.visible_bytes, markers=Markers.of(tokenizer, form.markers),
+    calls = CallOptions(tools, form, one_call, exact=exact) if tools else None
+    return OutputRouter(tokenizer.visible_bytes, markers=Markers.of(tokenizer, form.markers),
                   start=start_mode(prompt_ids, tokenizer), calls=calls, stop=stop)
 
 
-def text_router(tokenizer: Vocabulary, stop: Sequence[str] = ()) -> Router:
+def text_router(tokenizer: MarkerVocabulary, stop: Sequence[str] = ()) -> OutputRouter:
     """A router for one choice of a raw completion: everything is content."""
-    return Router(tokenizer.visible_bytes, stop=stop)
+    return OutputRouter(tokenizer.visible_bytes, stop=stop)
 
 
 def _new_id() -> str:
     return "call_" + secrets.token_hex(12)
 
 
-class Calls:
+class CallOptions:
     """How the calls of an answer are to be read. tools: that may be called; form, one_call, exact: as in chat_router.
     """
 
@@ -60,7 +67,7 @@ class Calls:
         self.markers = (THINK, THINK_END, *form.markers)
 
 
-class Router:
+class OutputRouter:
     """Turns the tokens of one choice into deltas.
 
     token_bytes gives the visible bytes of a token (none for special tokens). calls: without, they are content. Stop
@@ -69,7 +76,7 @@ class Router:
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, markers: Markers | None = None,
-                 start: Region = "content", calls: Calls | None = None, stop: Sequence[str] = ()) -> None:
+                 start: Region = "content", calls: CallOptions | None = None, stop: Sequence[str] = ()) -> None:
         self._token_bytes = token_bytes
         self._markers = markers or Markers()
         self._texts = self._markers.texts
@@ -132,7 +139,7 @@ class Router:
             self._emit_spaces()
         return self._take()
 
-    def copy(self) -> Router:
+    def copy(self) -> OutputRouter:
         """An independent router in the same state."""
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -250,7 +257,7 @@ class Router:
             self._emit_spaces()
         self._enter("content", "\r\n", _ENDLESS)
 
-    def _open_calls(self, opening: str, calls: Calls) -> None:
+    def _open_calls(self, opening: str, calls: CallOptions) -> None:
         self._put(self.stops.flush())
         self._origin, self._gap, self._spaces = self._region, self._spaces, ""
         self._enter("tool", "", 0)
@@ -294,7 +301,7 @@ class Router:
                                                               written)))
 
 
-class TokenRouter(Router):
+class TokenRouter(OutputRouter):
     """Of a model without a tokenizer: the ids themselves, as content."""
 
     def __init__(self) -> None:
@@ -320,7 +327,7 @@ class AnswerText:
     hidden: stop ids, which end the answer and, like a stop string, are no part of its text.
     """
 
-    def __init__(self, router: Router, hidden: frozenset[int] = frozenset()) -> None:
+    def __init__(self, router: OutputRouter, hidden: frozenset[int] = frozenset()) -> None:
         self._router, self._stops, self._hidden = router, router.stops, hidden
         self._ahead: deque[Said] = deque()
 
@@ -367,7 +374,7 @@ class AnswerTexts:
     """The texts of a request's choices, each of which is made when it is asked for. router: as it is before the first
     token; hidden: as in AnswerText. Threads may share it."""
 
-    def __init__(self, router: Router, hidden: Iterable[int] = ()) -> None:
+    def __init__(self, router: OutputRouter, hidden: Iterable[int] = ()) -> None:
         self._start, self._hidden = router, frozenset(hidden)
         self._texts: dict[int, AnswerText] = {}
 

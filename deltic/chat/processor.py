@@ -1,4 +1,4 @@
-"""The text side of a model: from messages or text to a `Request`, and a router for what comes back."""
+"""The text side of a model: from messages or text to a `EngineRequest`, and a router for what comes back."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from typing import Any, Literal
 from deltic.chat.billing import without_billing_headers
 from deltic.chat.conversation import Conversation, load_template, opening, spell, unfinished
 from deltic.chat.deltas import Answer
-from deltic.chat.history import MODES, History, Turn
-from deltic.chat.history_store import NoteStore
+from deltic.chat.history import MODES, History, HistoryTurn
+from deltic.chat.history_store import AnswerStore
 from deltic.chat.markers import THINK, closes_thinking
-from deltic.chat.output_router import AnswerText, AnswerTexts, Router, TokenRouter, chat_router, text_router
+from deltic.chat.output_router import AnswerText, AnswerTexts, OutputRouter, TokenRouter, chat_router, text_router
 from deltic.chat.response_format import OutputFormat
 from deltic.chat.structured import GrammarConstraint, Grammars, PendingGrammar
 from deltic.chat.template import ChatTemplate
-from deltic.chat.thinking import Closing, ThinkingBudget
-from deltic.chat.tokenizer import UNBOUNDED, Bound, Tokenizer
-from deltic.chat.tool_grammar import FREE, AnswerForm, Calls, call_parts
+from deltic.chat.thinking import ThinkEnd, ThinkingBudget
+from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
+from deltic.chat.tool_grammar import FREE, AnswerForm, CallAnswers, call_parts
 from deltic.chat.tools import PARSERS, CallForm, call_form
 from deltic.config import Limits
 from deltic.config.vision import Vision
 from deltic.errors import ConfigError, RequestError, TemplateError, context_bound, show, valid_text
-from deltic.params import MOST_TOKENS, Constraint, Finish, Guide, Prompt, Request, SamplingParams
+from deltic.params import MOST_TOKENS, Constraint, EngineRequest, Finish, ForcedTokens, Prompt, SamplingParams
 from deltic.vision.fetch import Fetcher
-from deltic.vision.patches import Film, Pixels
+from deltic.vision.patches import Pixels, Video
 from deltic.vision.prompt import with_pictures
-from deltic.vision.reader import Reading, Shown, Unread
+from deltic.vision.reader import Reading, Shown, UnreadImages
 
 log = logging.getLogger("deltic")
 
@@ -61,19 +61,19 @@ with the end of that message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedRequest:
     """A request, and the texts of its choices.
 
     remember: to be called once for each choice that finishes, so that following prompts can build on it.
     grammar: that the answer keeps to. It has to be compiled before the engine gets the request.
     """
 
-    request: Request
+    request: EngineRequest
     texts: AnswerTexts
     remember: Remember | None = None
     grammar: PendingGrammar | None = None
 
-    def compiled(self) -> Job:
+    def compiled(self) -> PreparedRequest:
         """The job, ready for the engine. RequestError if its grammar cannot be compiled."""
         if self.grammar:
             self.grammar.compile()
@@ -124,7 +124,7 @@ class ChatProcessor:
     with; image_urls: pictures may be given by http(s) URLs, which are fetched. options: those of ChatConfig.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: NoteStore | None = None,
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: AnswerStore | None = None,
                  longest: int | None = None, limits: Limits | None = None, vision: Vision | None = None,
                  image_urls: bool = False, **options: Any) -> None:
         self._config = ChatConfig(**options)
@@ -153,7 +153,7 @@ class ChatProcessor:
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
              thinking_budget: int | None = None,
-             pictures: Shown | RequestError | None = None) -> Job:
+             pictures: Shown | RequestError | None = None) -> PreparedRequest:
         """The next turn of a conversation.
 
         tools are shown to the model, whose calls become tool deltas. answer: which of them it may call, or must, and
@@ -183,7 +183,7 @@ class ChatProcessor:
         grammar = self._grammar(conversation, answer, form)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel,
                              exact=grammar is not None)
-        closing = Closing.of(conversation)
+        closing = ThinkEnd.of(conversation)
         guide = None if budget is None else partial(
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
@@ -203,17 +203,17 @@ class ChatProcessor:
             return "template"
         return self._config.history if history is None else history
 
-    def _seen(self, reading: Reading, pictures: Shown | RequestError | None) -> list[Pixels | Film]:
+    def _seen(self, reading: Reading, pictures: Shown | RequestError | None) -> list[Pixels | Video]:
         """What a conversation shows, in order."""
         if isinstance(pictures, RequestError):
             raise pictures
         if pictures is None:
             pictures = reading.read(Fetcher() if self._fetches else None)
         if any(part.field not in pictures for part in reading.parts):
-            raise Unread(reading)
+            raise UnreadImages(reading)
         return reading.show(pictures)
 
-    def within(self, bound: Bound) -> ChatProcessor:
+    def within(self, bound: TokenLimit) -> ChatProcessor:
         """The same for prompts of another length, such as those that are only counted."""
         found = copy(self)
         found._bound, found._history = bound, self._history.within(replace(bound, field="messages"))
@@ -289,7 +289,7 @@ class ChatProcessor:
         return text.replace(MEDIA, f"{around[0]}{token}{around[1]}")
 
     def complete(self, prompt: str | Sequence[int] | Prompt, sampling: SamplingParams = SamplingParams(),
-                 output_format: OutputFormat | None = None, add_special: bool = True) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool = True) -> PreparedRequest:
         """Continue a text (special tokens in it are recognised), or token ids or a Prompt as they stand.
 
         output_format: what the continuation has to look like. add_special: put around a text what its tokenizer wants
@@ -313,7 +313,7 @@ class ChatProcessor:
         restricted = choice.needed or choice.names or any(function.get("strict") for function in functions.values())
         if not functions or not (restricted or wanted):
             return self.grammars.of(wanted) if wanted else None
-        calls = Calls(form, functions, choice.needed, choice.parallel, wanted)
+        calls = CallAnswers(form, functions, choice.needed, choice.parallel, wanted)
         return self.grammars.grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
 
     def flush(self) -> None:
@@ -328,12 +328,12 @@ class ChatProcessor:
         given, thinking = variables or {}, self._config.thinking
         return given if thinking is None or _THINKING & given.keys() else {"enable_thinking": thinking, **given}
 
-    def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> Turn:
+    def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> HistoryTurn:
         if opens == "turn":
             return self._history.turn(conversation, mode, self._owner)
         prompt = unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
         start = opening(conversation, prompt)
-        return Turn(prompt.ids, (start,) if start else ())
+        return HistoryTurn(prompt.ids, (start,) if start else ())
 
     def _without_billing(self, messages: Any) -> Any:
         cleaned = without_billing_headers(messages)
@@ -358,7 +358,9 @@ def _opens(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Opens]:
     return rest, "message" if continues else "nothing" if begins is False else "turn"
 
 
-def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bound: Bound = UNBOUNDED) -> Job:
+def bare_job(
+    ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bound: TokenLimit = UNBOUNDED
+) -> PreparedRequest:
     """A job for a model without tokenizer: token ids in, token ids out."""
     bound.check(len(ids))
     if sampling.stop:
@@ -366,15 +368,25 @@ def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bo
     return _job(tuple(ids), sampling, TokenRouter())
 
 
-def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundaries: tuple[int, ...] = (),
-         remember: Remember | None = None, guide: Callable[[AnswerText], Guide] | None = None) -> Job:
+def _job(
+    ids: tuple[int, ...],
+    sampling: SamplingParams,
+    router: OutputRouter,
+    boundaries: tuple[int, ...] = (),
+    remember: Remember | None = None,
+    guide: Callable[[AnswerText], ForcedTokens] | None = None,
+) -> PreparedRequest:
     texts = AnswerTexts(router, sampling.stop_token_ids)
     matcher = texts.followers() if router.can_stop or guide else None
     guides = partial(next, map(guide, map(texts.of, count()))) if guide else None
-    return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
+    return PreparedRequest(
+        EngineRequest(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember
+    )
 
 
-def _constrained(job: Job, grammar: PendingGrammar, gap: Sequence[int] = (), opens: bool = False) -> Job:
+def _constrained(
+    job: PreparedRequest, grammar: PendingGrammar, gap: Sequence[int] = (), opens: bool = False
+) -> PreparedRequest:
     """The job with answers that are kept within a grammar, each with its text."""
     def constraint(text: AnswerText) -> Constraint:
         return GrammarConstraint(grammar.grammar, text, gap, opens)
@@ -385,19 +397,21 @@ def _constrained(job: Job, grammar: PendingGrammar, gap: Sequence[int] = (), ope
     return replace(job, request=request, grammar=grammar)
 
 
-def prompt_bound(longest: int | None, limits: Limits) -> Bound:
+def prompt_bound(longest: int | None, limits: Limits) -> TokenLimit:
     """Of prompts for a context that holds so many tokens, if that is known."""
     limit = limits.max_prompt_tokens
     if limit is not None and (longest is None or limit < longest):
-        return Bound(limit, f"and may have at most {limit} (max_prompt_tokens): shorten it")
+        return TokenLimit(limit, f"and may have at most {limit} (max_prompt_tokens): shorten it")
     if longest is None:
         return UNBOUNDED
-    return Bound(longest - 1, context_bound(longest))
+    return TokenLimit(longest - 1, context_bound(longest))
 
 
-def counting_bound(longest: int, limits: Limits) -> Bound:
+def counting_bound(longest: int, limits: Limits) -> TokenLimit:
     """Of prompts that are only counted, or cut before they are read."""
-    return Bound(max(longest, limits.max_counted_tokens), "and no more are counted (max_counted_tokens): send less")
+    return TokenLimit(
+        max(longest, limits.max_counted_tokens), "and no more are counted (max_counted_tokens): send less"
+    )
 
 
 def _check(mode: object, budget: object, error: type[ConfigError] | type[RequestError]) -> None:

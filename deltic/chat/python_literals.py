@@ -28,14 +28,14 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 def read_literal(text: str) -> Any:
     """The value of a literal, tuples as lists; ValueError if it is none or has other types. Takes linear time."""
-    reader = _Reader(text)
+    reader = _LiteralReader(text)
     value = reader.value(reader.next(), 0)
     if reader.next() is not None:
         raise ValueError("more than one value")
     return value
 
 
-class _Reader:
+class _LiteralReader:
     """Walks along the tokens of a text: a mark, or a value in a list of one; None at the end."""
 
     def __init__(self, text: str) -> None:

@@ -33,7 +33,7 @@ class Regex:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceFormat:
     """One of some texts."""
 
     texts: tuple[str, ...]
@@ -48,7 +48,7 @@ class GrammarText:
     field: str = field(default="structured_outputs.grammar", compare=False)
 
 
-OutputFormat = JsonSchema | Regex | Choice | GrammarText
+OutputFormat = JsonSchema | Regex | ChoiceFormat | GrammarText
 
 
 def response_format(value: Any, name: str = "response_format", ignored: list[str] | None = None) -> OutputFormat | None:
@@ -162,11 +162,11 @@ def regex(value: Any, name: str) -> Regex:
     return Regex(_text(value, name), name)
 
 
-def choice(value: Any, name: str) -> Choice:
+def choice(value: Any, name: str) -> ChoiceFormat:
     texts = tuple(value) if isinstance(value, list | tuple) else ()
     if not texts or len(texts) > _MOST_CHOICES or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name} must be a list of 1 to {_MOST_CHOICES} non-empty texts, not {show(value)}", name)
-    return Choice(texts, name)
+    return ChoiceFormat(texts, name)
 
 
 def grammar(value: Any, name: str) -> GrammarText:

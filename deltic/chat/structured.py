@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.chat.json_schema import Bounds, fitted, keywords_of, loosened
 from deltic.chat.markers import THINK, THINK_END
 from deltic.chat.output_router import AnswerText
-from deltic.chat.response_format import Choice, GrammarText, JsonSchema, OutputFormat, Regex
+from deltic.chat.response_format import ChoiceFormat, GrammarText, JsonSchema, OutputFormat, Regex
 from deltic.chat.tokenizer import Tokenizer
 from deltic.chat.tools import PARSERS
 from deltic.errors import RequestError
@@ -82,7 +82,7 @@ def objection(part: Mapping[str, Any]) -> str:
     return _first_line(said) if said else ""
 
 
-Source = Callable[["Vocabulary", Schemas], list[Part]]
+Source = Callable[["GrammarVocabulary", Schemas], list[Part]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Grammar:
     """A grammar that was compiled, and the tokens that it is about. field: of the request that asks for it; ignored:
     keywords of its schemas that are left to the model."""
 
-    vocabulary: Vocabulary
+    vocabulary: GrammarVocabulary
     prototype: LLMatcher
     field: str = ""
     ignored: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class Grammar:
         return self.prototype.deep_copy()
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens of a model as grammars see them. Those that were added to the vocabulary, such as the tags of think
     blocks and calls, spell nothing: a grammar has to name them."""
 
@@ -143,7 +143,7 @@ def with_token(mask: bytes, token: int) -> bytes:
 class _Tokens:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: GrammarVocabulary) -> None:
         self._encode = tokenizer.encode
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         self.eos_token_id, self.bos_token_id = min(vocabulary.ends), tokenizer.bos_id
@@ -183,8 +183,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self._tokenizer)
+    def vocabulary(self) -> GrammarVocabulary:
+        return GrammarVocabulary(self._tokenizer)
 
     def warm(self) -> None:
         """Make what all grammars need, before anybody waits for it."""
@@ -272,7 +272,7 @@ class _BadGrammar(ValueError):
         self.field = field
 
 
-def _compile(vocabulary: Vocabulary, text: str, ignored: Set[str] = frozenset()) -> Grammar:
+def _compile(vocabulary: GrammarVocabulary, text: str, ignored: Set[str] = frozenset()) -> Grammar:
     """ignored: keywords that were left out of its schemas."""
     from llguidance import LLMatcher
 
@@ -315,7 +315,7 @@ def part_of(wanted: OutputFormat, schemas: Schemas) -> Part:
         pattern = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), wanted.pattern,
                          flags=re.DOTALL)
         return {"lark_grammar": f"start: /{pattern}/"}
-    if isinstance(wanted, Choice):
+    if isinstance(wanted, ChoiceFormat):
         return {"lark_grammar": "start: " + " | ".join(map(quoted, wanted.texts))}
     return {"lark_grammar": _lark(wanted)}
 

@@ -14,7 +14,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from deltic.chat.template_budget import Budget
+from deltic.chat.template_budget import RenderBudget
 from deltic.chat.template_sandbox import SafeNamespace, Sandbox, guarded
 from deltic.chat.watchdog import Watchdog
 from deltic.config import Limits
@@ -64,7 +64,7 @@ class ChatTemplate:
 
         RequestError carries what the template has against these messages.
         """
-        budget = Budget()
+        budget = RenderBudget()
         values: dict[str, Any] = {**self._special_tokens, "documents": None}
         values |= {name: value for name, value in variables.items() if value is not None}
         values |= {"messages": list(messages), "tools": list(tools) if tools else None,

@@ -13,7 +13,7 @@ ENTRY = 8  # characters that an entry of a list counts for
 _MOST_NESTED = 1 << 24  # characters of a list or mapping that is written out
 
 
-class Budget:
+class RenderBudget:
     """What one rendering may spend: characters made on the way, and steps over `range`. OverflowError says what is
     spent. So no step is long in itself, and a `Watchdog` can bound the time of all of them.
     """

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatt
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
-from deltic.chat.template_budget import ENTRY, MAX_CHARACTERS, Budget, check_size
+from deltic.chat.template_budget import ENTRY, MAX_CHARACTERS, RenderBudget, check_size
 
 _MOST_BITS, _MOST_DIGITS, _MOST_WIDTH = 1 << 16, 4300, 100_000
 
@@ -28,7 +28,7 @@ _MOST_BITS, _MOST_DIGITS, _MOST_WIDTH = 1 << 16, 4300, 100_000
 class TemplateContext(Context):
     """A template's variables, and what it may spend."""
 
-    budget: Budget
+    budget: RenderBudget
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
         context = super().derived(locals)
@@ -159,7 +159,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
             raise SecurityError("powers are not available in chat templates")
-        budget: Budget = context.budget  # type: ignore[attr-defined]
+        budget: RenderBudget = context.budget  # type: ignore[attr-defined]
         if operator == "%" and isinstance(left, str):
             check_size(_percent_size(budget, left, right))
         elif operator == "*":
@@ -168,7 +168,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return budget.made(result)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        budget: Budget = context.budget  # type: ignore[attr-defined]
+        budget: RenderBudget = context.budget  # type: ignore[attr-defined]
         budget.tick()
         for name in _JINJAS_OWN:
             kwargs.pop(name, None)
@@ -181,7 +181,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return obj(context.eval_ctx, *args, **kwargs)
         return budget.made(super().call(context, obj, *args, **kwargs))
 
-    def _call_method(self, budget: Budget, method: BuiltinMethodType, /, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, budget: RenderBudget, method: BuiltinMethodType, /, *args: Any, **kwargs: Any) -> Any:
         """Of a string; what it gives back is no larger, or its size is known before."""
         name, text = method.__name__, method.__self__
         if name == "join" and args and not hasattr(args[0], "__len__"):
@@ -334,7 +334,7 @@ def guarded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
     return checked if size or whole or first or name == "format" else light
 
 
-def _percent_size(budget: Budget, text: str, values: Any) -> int:
+def _percent_size(budget: RenderBudget, text: str, values: Any) -> int:
     """Of a text with conversions."""
     if re.search(r"%[-#0 +\d.]*\*", text):
         raise OverflowError("widths that are given apart")
@@ -344,7 +344,7 @@ def _percent_size(budget: Budget, text: str, values: Any) -> int:
     return len(text) + sum(widths) + text.count("%") * budget.weigh(values)
 
 
-def _check_product(budget: Budget, left: Any, right: Any) -> None:
+def _check_product(budget: RenderBudget, left: Any, right: Any) -> None:
     for value, count in ((left, right), (right, left)):
         if isinstance(value, str | list | tuple | bytes) and isinstance(count, int):
             size = len(value) if isinstance(value, str | bytes) else budget.weigh(value)

@@ -71,7 +71,7 @@ def read_otherwise(types: Set[str], decodes: bool) -> list[str]:
     return sorted({slashed(_SPACE + _READ[kind] + _SPACE) for kind in kinds if kind in _READ})
 
 
-class Texts:
+class TextSchemas:
     """The texts that parts of a schema allow. ignored: gets the keywords that have no expression, which are left out;
     None: a schema with such has none."""
 

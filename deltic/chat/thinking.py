@@ -14,7 +14,7 @@ _THOUGHT, _ANSWER = "Because", "Answer"
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class ThinkEnd:
     """Token ids that end a think block: those of the `gap` before the tag, and the tag with what follows it, which
     alone is the `rest`."""
 
@@ -24,7 +24,7 @@ class Closing:
     rest_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, conversation: Conversation) -> Closing:
+    def of(cls, conversation: Conversation) -> ThinkEnd:
         """As the conversation's template closes a think block, or else as those of Qwen do."""
         gap, _, rest = _closing_text(conversation).partition(THINK_END)
         tokenizer = conversation.tokenizer
@@ -45,7 +45,7 @@ class ThinkingBudget:
     the tags around it, whoever opened the block. A block that the model opens when nothing is left is closed at once.
     """
 
-    def __init__(self, text: AnswerText, tokenizer: Tokenizer, closing: Closing, tokens: int) -> None:
+    def __init__(self, text: AnswerText, tokenizer: Tokenizer, closing: ThinkEnd, tokens: int) -> None:
         self._text, self._tokenizer, self._closing, self._left = text, tokenizer, closing, tokens
         self._open = text.region == "reasoning"
         self._forced = self._due()

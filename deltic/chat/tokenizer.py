@@ -47,7 +47,7 @@ _DECOMPOSED = "e\u0301"
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class TokenLimit:
     """Tokens that a prompt may have, `spent` of which it has before the text at hand.
 
     reason: why no more, and what to do. field: where the prompt stands in a request.
@@ -64,12 +64,12 @@ class Bound:
             counted = f"more than {self.tokens}" if more else f"{self.spent + tokens}"
             raise LongPromptError(too_long(counted, self.reason), self.field)
 
-    def after(self, spent: int) -> Bound:
+    def after(self, spent: int) -> TokenLimit:
         """The same for what comes after so many tokens."""
         return replace(self, spent=self.spent + spent)
 
 
-UNBOUNDED: Final = Bound()
+UNBOUNDED: Final = TokenLimit()
 
 
 ENDS = ("<|im_end|>", "<|endoftext|>")
@@ -135,7 +135,7 @@ class Tokenizer:
         return next(iter(self.chat_templates.values())) if len(self.chat_templates) == 1 else None
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True, quoted: bool = False,
-               bound: Bound = UNBOUNDED) -> list[int]:
+               bound: TokenLimit = UNBOUNDED) -> list[int]:
         """Token ids of a text; RequestError if it is not valid Unicode or beyond the bound. BusyError if it is large,
         and other large ones have taken too long.
 
@@ -166,7 +166,7 @@ class Tokenizer:
         start = places[0] if inner and places else len(outer)  # a vocabulary without the word
         return outer[:start], outer[start + len(inner):]
 
-    def check_length(self, text: str, bound: Bound) -> None:
+    def check_length(self, text: str, bound: TokenLimit) -> None:
         """LongPromptError if the text is certainly beyond the bound. Counts no more than it takes to know, and nothing
         where the text is short enough to be encoded first."""
         if len(text) <= 2 * (bound.tokens - bound.spent):

@@ -10,7 +10,7 @@ from deltic.chat.json_schema import has_type
 from deltic.chat.schema_coercion import Schema, argument_schema, coerce, dumps, read_json, stays_text, types_of
 
 
-class Said(NamedTuple):
+class CallDelta(NamedTuple):
     """A piece of a call: its name, with which it begins, or more of its arguments; `written` as in ToolDelta."""
 
     name: str | None
@@ -18,7 +18,7 @@ class Said(NamedTuple):
     written: str = ""
 
 
-class Arguments:
+class ToolArguments:
     """The calls of one block. What they say is in `out`, text that is no part of them in `aside`.
 
     schemas: by the names of tools. streams: texts are said as they come, where the schema leaves them as they are.
@@ -28,7 +28,7 @@ class Arguments:
 
     def __init__(self, schemas: Mapping[str, Schema], *, streams: bool, decodes: bool,
                  drops_empty: bool) -> None:
-        self.out: list[Said] = []
+        self.out: list[CallDelta] = []
         self.aside: list[str] = []
         self.typed = False
         self._schemas, self._streams, self._decodes, self._drops_empty = schemas, streams, decodes, drops_empty
@@ -63,7 +63,7 @@ class Arguments:
     def begin(self, name: str) -> None:
         """A call."""
         self._schema, self._keys = self._schemas.get(name, Schema({})), set()
-        self.out.append(Said(name))
+        self.out.append(CallDelta(name))
 
     def key(self, key: str) -> None:
         """Of a value that follows. Where there is one with this key already, it is no part of the call."""
@@ -117,10 +117,10 @@ class Arguments:
             self.out.pop()
         else:
             closing = "}" if self._keys else "{}"
-            self.out.append(Said(None, closing, closing))
+            self.out.append(CallDelta(None, closing, closing))
         self._keys = None
 
-    def copy(self) -> Arguments:
+    def copy(self) -> ToolArguments:
         """Independent ones in the same state."""
         twin = copy.copy(self)
         twin.out, twin.aside, twin._text = self.out.copy(), self.aside.copy(), self._text.copy()
@@ -129,13 +129,13 @@ class Arguments:
 
     def _say(self, key: str, typed: Any, written: Any) -> None:
         before = self._before(key)
-        self.out.append(Said(None, before + dumps(typed), before + dumps(written)))
+        self.out.append(CallDelta(None, before + dumps(typed), before + dumps(written)))
 
     def _say_text(self, escaped: str) -> None:
         if not self._begun:
             assert self._key is not None
             self._begun, escaped = True, f'{self._before(self._key)}"{escaped}'
-        self.out.append(Said(None, escaped, escaped))
+        self.out.append(CallDelta(None, escaped, escaped))
 
     def _before(self, key: str) -> str:
         """What stands before a value."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 from deltic.chat.json_schema import types_of, within
 from deltic.chat.response_format import JsonSchema, OutputFormat
 from deltic.chat.structured import Part, Schemas, objection, part_of, quoted
-from deltic.chat.text_schema import ALL, ANY, NOTHING, Texts, escaped, object_of, read_otherwise, slashed, without
+from deltic.chat.text_schema import ALL, ANY, NOTHING, TextSchemas, escaped, object_of, read_otherwise, slashed, without
 from deltic.chat.tools import JSON, CallForm
 from deltic.errors import RequestError, show
 
@@ -78,7 +78,7 @@ def _name(value: Any, field: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class CallAnswers:
     """Answers that are calls.
 
     form: how they are written.
@@ -94,7 +94,7 @@ class Calls:
     other: OutputFormat | None = None
 
 
-def call_parts(calls: Calls, tags: Mapping[str, str], schemas: Schemas) -> list[Part]:
+def call_parts(calls: CallAnswers, tags: Mapping[str, str], schemas: Schemas) -> list[Part]:
     """The grammar of such answers. tags: those that are tokens, and how a grammar names them."""
     rules = _Rules(calls.form, tags, schemas)
     functions = [rules.function(index, function) for index, function in calls.functions.items()]
@@ -211,7 +211,7 @@ class _Rules:
         types, end = types_of(part, root, {}), quoted(self._form.parameter_end)
         texts: str | None = NOTHING
         if not types or "string" in types:
-            texts = Texts(root, None if strict else self._schemas.ignored).of(part)
+            texts = TextSchemas(root, None if strict else self._schemas.ignored).of(part)
         if texts is None:
             return None
         found = [] if texts == NOTHING else [self._text(name, texts, types, rest)]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from deltic.chat import json_tool_calls
 from deltic.chat.schema_coercion import Schema
 from deltic.chat.stop_strings import open_suffix
-from deltic.chat.tool_arguments import Arguments, Said
+from deltic.chat.tool_arguments import CallDelta, ToolArguments
 from deltic.chat.tools import SPACES, CallForm, clean_name, skip_spaces
 
 # What may follow the end of a value; the second, where the end of the value itself is missing.
@@ -34,7 +34,7 @@ State = Callable[["CallReader", str, int], int]
 
 
 @dataclass(slots=True)
-class _Doubt:
+class _PossibleEnd:
     """What may be the end of a value: the reader before it, the text since, how much had been said.
 
     by_parameter: the value quotes a parameter there, or ends one; if it has no closing tag of its own, it does not.
@@ -58,7 +58,7 @@ class CallReader:
                  exact: bool = False) -> None:
         self.form, self.tags, self.retries, self.exact = form, form.tags, retries, exact
         self.bare = opening != form.block[0]
-        self.arguments = Arguments(schemas, streams=form.streams, decodes=form.decodes,
+        self.arguments = ToolArguments(schemas, streams=form.streams, decodes=form.decodes,
                                    drops_empty=form.drops_empty and not exact)
         self.certain = False  # that there is a call
         self.failed = ""  # the text of a block that has no call
@@ -66,7 +66,7 @@ class CallReader:
         self._raw = [] if self.bare else [opening]  # all text, until there is a call for certain
         self._held, self._rest = "", None  # type: str, str | None
         self._again: str | None = None
-        self._doubt: _Doubt | None = None
+        self._doubt: _PossibleEnd | None = None
         self.decided = False  # the next tag is not quoted
         # of a value: functions and parameters that it quotes, whether it has begun, whether it is at the beginning of a
         # line, a line's end that may be its last, the kind of a tag that may end it
@@ -74,7 +74,7 @@ class CallReader:
         self.begun, self.line_begins, self.newline, self.ending = False, True, "", ""
         self.in_lines = True
         self.pieces: list[str] = []
-        self.json = json_tool_calls.Scan()
+        self.json = json_tool_calls.JsonScan()
 
     def feed(self, text: str) -> str | None:
         """Take more text. Once the block is over: what comes after it."""
@@ -118,7 +118,7 @@ class CallReader:
             return "" if closes else held
         return json_tool_calls.cut(self, held, closes)
 
-    def take(self) -> list[Said]:
+    def take(self) -> list[CallDelta]:
         """What has become certain."""
         out, doubt = self.arguments.out, self._doubt
         said = len(out) if (self.form.streams and self.certain) or self._rest is not None else 0
@@ -188,7 +188,7 @@ class CallReader:
             before = self.copy()
             before._held, before.depth, before.quoted, before.decided, before.arguments.out = "", 0, 0, True, []
             before._raw = ["".join(self._raw).removesuffix(since)]
-            self._doubt = _Doubt(before, [since], len(self.arguments.out), by_parameter)
+            self._doubt = _PossibleEnd(before, [since], len(self.arguments.out), by_parameter)
 
     def trust(self) -> None:
         """Nothing is in doubt."""

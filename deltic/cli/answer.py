@@ -20,7 +20,7 @@ _GLANCE = 0.1  # seconds between two looks at how far the prompt is read, and wh
 
 
 @dataclass(slots=True)
-class Meter:
+class AnswerTiming:
     """Seconds from the request to the first token and to the end, and how fast tokens came in between."""
 
     started: float
@@ -44,9 +44,9 @@ class Meter:
 
 
 def read_answer(llm: LLM, ask: Callable[[], Stream], show: Callable[[Delta], None],
-         stopped: Callable[[], bool] = lambda: False) -> tuple[Stream, Meter]:
+         stopped: Callable[[], bool] = lambda: False) -> tuple[Stream, AnswerTiming]:
     """Start a stream and show its deltas until it ends or `stopped`; then it is closed."""
-    meter, read_before, bar = Meter(time.perf_counter(), 0), llm.engine.stats.prompt_tokens, reading_bar()
+    meter, read_before, bar = AnswerTiming(time.perf_counter(), 0), llm.engine.stats.prompt_tokens, reading_bar()
     stream = ask()
     try:
         while stream.output is None and not stopped():
@@ -106,7 +106,7 @@ def call_json(call: AnswerCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def statistics_line(choice: Choice, meter: Meter) -> str:
+def statistics_line(choice: Choice, meter: AnswerTiming) -> str:
     """One line for people."""
     timings, usage = meter.timings(), choice.usage
     rate = timings["tokens_per_second"]

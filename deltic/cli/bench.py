@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.cli import bench_model, options
 from deltic.cli.floors import floors
 from deltic.cli.machine import peak_memory_mib
-from deltic.cli.measure import Case, Run, check_room, measure, model_facts, origin_facts, trial
+from deltic.cli.measure import Case, Measurement, check_room, measure, model_facts, origin_facts, trial
 from deltic.cli.models import open_llm
 from deltic.cli.parser import UsageError, whole
 from deltic.cli.scenarios import SCENARIOS
@@ -88,7 +88,7 @@ def _profile(engine: Engine, case: Case, seed: int) -> Profile:
     return profile
 
 
-def report(llm: LLM, case: Case, runs: Sequence[Run]) -> dict[str, Any]:
+def report(llm: LLM, case: Case, runs: Sequence[Measurement]) -> dict[str, Any]:
     """Medians and runs, with all that is needed to understand them."""
     return {**model_facts(llm), **asdict(case), "repeat": len(runs),
             **{name: _median([getattr(run, name) for run in runs]) for name in _MEASURES},
@@ -97,9 +97,9 @@ def report(llm: LLM, case: Case, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _floors(llm: LLM, case: Case) -> dict[str, Any]:
-    from deltic.runner.model_runner import Runtime
+    from deltic.runner.model_runner import ModelRunner
 
-    return floors(llm.runtime, case) if isinstance(llm.runtime, Runtime) else {}
+    return floors(llm.runtime, case) if isinstance(llm.runtime, ModelRunner) else {}
 
 
 def _add_scenario(parser: argparse.ArgumentParser) -> None:

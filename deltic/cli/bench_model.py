@@ -16,7 +16,7 @@ from deltic.cli.bench_run import BenchRun, Summary, medians, run_scenario
 from deltic.cli.machine import peak_memory_mib
 from deltic.cli.measure import Case, check_room, model_facts, origin_facts, trial
 from deltic.cli.models import open_llm
-from deltic.cli.scenarios import SCENARIOS, Group, Scenario, Sizes, rehearse
+from deltic.cli.scenarios import SCENARIOS, RequestGroup, Scenario, Sizes, rehearse
 from deltic.cli.table import grid, table
 from deltic.cli.terminal import Bar
 from deltic.config import EngineConfig
@@ -88,7 +88,7 @@ def report(llm: LLM, name: str, sizes: Sizes, runs: Sequence[BenchRun]) -> dict[
 
 
 @contextmanager
-def _opened(args: argparse.Namespace, groups: Sequence[Group], longest: Case) -> Iterator[BenchModel]:
+def _opened(args: argparse.Namespace, groups: Sequence[RequestGroup], longest: Case) -> Iterator[BenchModel]:
     """A model with room for the groups, and with a directory for the cache if there is a restart."""
     with _cache_directory(groups) as directory:
         model = BenchModel(args, max_batch=max(EngineConfig().max_batch, longest.batch),
@@ -100,7 +100,7 @@ def _opened(args: argparse.Namespace, groups: Sequence[Group], longest: Case) ->
 
 
 @contextmanager
-def _cache_directory(groups: Sequence[Group]) -> Iterator[dict[str, str]]:
+def _cache_directory(groups: Sequence[RequestGroup]) -> Iterator[dict[str, str]]:
     if not any(group.restarted for group in groups):
         yield {}
         return

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from deltic.cli.scenarios import Group, Scenario, Sizes, Tokens, advance, drawing
+from deltic.cli.scenarios import RequestGroup, Scenario, Sizes, Tokens, advance, drawing
 from deltic.errors import DelticError
-from deltic.params import Event, Request, SamplingParams
+from deltic.params import EngineRequest, Event, SamplingParams
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
@@ -97,7 +97,7 @@ def run_scenario(model: Restartable, scenario: Scenario, sizes: Sizes, seed: int
     return BenchRun(requests, _summary(requests, groups[-1], cold, evictions))
 
 
-def serve(engine: Engine, group: Group, new_tokens: int) -> tuple[list[Timed], list[Tokens]]:
+def serve(engine: Engine, group: RequestGroup, new_tokens: int) -> tuple[list[Timed], list[Tokens]]:
     """Serve requests that arrive together; returns their times and answers, in order."""
     sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     first: dict[str, float] = {}
@@ -105,7 +105,7 @@ def serve(engine: Engine, group: Group, new_tokens: int) -> tuple[list[Timed], l
     answers: dict[str, list[int]] = {ask.name: [] for ask in group.asks}
     started = time.perf_counter()
     for ask in group.asks:
-        engine.add(Request(ask.name, ask.prompt, sampling, ask.boundaries))
+        engine.add(EngineRequest(ask.name, ask.prompt, sampling, ask.boundaries))
     while engine.has_work:
         for event in engine.step():
             now = (time.perf_counter() - started) * 1e3
@@ -134,10 +134,10 @@ def _without_reuse(engine: Engine) -> Engine:
     """An engine of the same model and the same pools, which must be empty, that knows no prefixes."""
     from deltic.cache.manager import HybridCache
     from deltic.engine.engine import Engine
-    from deltic.runner.model_runner import Runtime
+    from deltic.runner.model_runner import ModelRunner
 
     runtime, known = engine.runtime, engine.runtime.cache
-    assert isinstance(runtime, Runtime), "its pools are not here"
+    assert isinstance(runtime, ModelRunner), "its pools are not here"
     known.clear()
     assert not len(known.tree) and known.at_rest, "the pools are in use"
     return Engine(replace(runtime, cache=HybridCache(known.pools, reuse=False)))

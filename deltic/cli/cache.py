@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deltic.cache.offload.item_folder import (
-    Found,
-    Label,
+    FolderLabel,
+    StoredFile,
     files,
     folders,
     prune,
@@ -39,8 +39,8 @@ class _Model:
     """A model's folder: what it keeps was computed in one way."""
 
     folder: Path
-    label: Label
-    files: list[Found]
+    label: FolderLabel
+    files: list[StoredFile]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -91,15 +91,15 @@ def _listing(root: Path, models: Iterable[_Model]) -> dict[str, Any]:
     return {"directory": str(root.parent), "prefixes": prefixes}
 
 
-def _by_key(model: _Model) -> dict[str, list[Found]]:
-    found: dict[str, list[Found]] = {}
+def _by_key(model: _Model) -> dict[str, list[StoredFile]]:
+    found: dict[str, list[StoredFile]] = {}
     for file in model.files:
         if file.item:
             found.setdefault(file.item.key, []).append(file)
     return found
 
 
-def _prefix(model: _Model, found: Sequence[Found]) -> dict[str, Any]:
+def _prefix(model: _Model, found: Sequence[StoredFile]) -> dict[str, Any]:
     """All items of one key."""
     items = [file.item for file in found if file.item]
     return {"key": items[0].key, "tokens": max(item.done for item in items),

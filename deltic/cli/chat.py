@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = options.sampling(args)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with open_llm(args) as llm:
-        chat = Conversation(llm, args, sampling)
+        chat = ChatState(llm, args, sampling)
         if interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() uses it)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if chat.failed and not interactive else 0
 
 
-class Conversation:
+class ChatState:
     """The messages so far, and how the next answer is made. `failed`: something could not be done."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace, sampling: SamplingParams) -> None:

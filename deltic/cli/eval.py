@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class Perplexity:
     """How well a model predicts a text. window, stride: with which it was read. scored, nbytes: the tokens and bytes
     that `log_likelihood` is of."""
 
@@ -89,7 +89,7 @@ class Score:
 
 
 def perplexity(llm: LLM, content: str, window: int | None = None, stride: int | None = None,
-               progress: Callable[[int, int], None] = lambda done, total: None) -> Score:
+               progress: Callable[[int, int], None] = lambda done, total: None) -> Perplexity:
     """Score every token of the text once: all but the first where the tokenizer puts nothing before it. progress: is
     called with the tokens scored, and all. UsageError for a window that the context does not hold."""
     from deltic.params import SamplingParams
@@ -118,7 +118,7 @@ def perplexity(llm: LLM, content: str, window: int | None = None, stride: int | 
             done += end - fresh
         progress(done, len(ids) - first)
     unscored = sum(len(words.token_bytes(token)) for token in ids[:first])
-    return Score(size, step, len(ids), done, len(content.encode()) - unscored, total)
+    return Perplexity(size, step, len(ids), done, len(content.encode()) - unscored, total)
 
 
 def _windows(count: int, first: int, size: int, stride: int) -> Iterator[tuple[int, int, int]]:

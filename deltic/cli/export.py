@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
     from deltic.export.extras import need
 
     need("executorch")
-    from deltic.export.executorch.export import CHUNK, Form, export_files
+    from deltic.export.executorch.export import CHUNK, ExportForm, export_files
     from deltic.loader.hub import open_model
 
     files, steps = open_model(args.source, args.revision), Steps()
     context = min(args.max_context, files.config.max_position_embeddings)
-    form = Form(args.type, context, 1 if args.static else min(CHUNK, context), args.operators)
+    form = ExportForm(args.type, context, 1 if args.static else min(CHUNK, context), args.operators)
     try:
         size = export_files(files, path, form, steps.begin)
     finally:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from deltic.config import ModelConfig
-    from deltic.runner.model_runner import Runtime
+    from deltic.runner.model_runner import ModelRunner
 
 _BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 """What is read at once: more than caches hold, and for longer than it takes to have it done."""
@@ -20,7 +20,7 @@ _SIDE, _TRIES = 8192, 16
 """Rows and columns of the matrices that are multiplied; of several tries the best counts."""
 
 
-def floors(runtime: Runtime, case: Case) -> dict[str, Any]:
+def floors(runtime: ModelRunner, case: Case) -> dict[str, Any]:
     """What memory allows of writing with the case's sequences, and on a GPU what multiplying allows of reading prompts,
     both in tokens a second; measured right now, on as many threads as the model has."""
     read = _read_rate(runtime)
@@ -35,7 +35,7 @@ def floors(runtime: Runtime, case: Case) -> dict[str, Any]:
     return found
 
 
-def step_bytes(runtime: Runtime, batch: int, context: int) -> int:
+def step_bytes(runtime: ModelRunner, batch: int, context: int) -> int:
     """Bytes that a step of so many sequences with contexts of so many tokens reads and writes: weights once, states,
     keys and values. Of a mixture the experts that some token passes, if all are equally likely."""
     from deltic.engine.scheduler import DEFERRED
@@ -67,7 +67,7 @@ def prompt_operations(config: ModelConfig, tokens: int) -> int:
     return 2 * layers * tokens + 2 * attention * tokens**2
 
 
-def _read_rate(runtime: Runtime) -> float:
+def _read_rate(runtime: ModelRunner) -> float:
     """Bytes a second."""
     import torch
 

@@ -19,7 +19,7 @@ from deltic.params import Draft, Ngram
 
 if TYPE_CHECKING:
     from deltic.cache.memory_plan import MemoryPlan
-    from deltic.cache.tensors import Extras
+    from deltic.cache.tensors import PoolOptions
     from deltic.chat.processor import ChatProcessor
     from deltic.llm import LLM
     from deltic.ops import Ops
@@ -58,19 +58,19 @@ def layer_pattern(config: ModelConfig) -> str:
 
 def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
-    from deltic.cache.tensors import Extras
+    from deltic.cache.tensors import PoolOptions
     from deltic.export.backend import ProgramModel
     from deltic.ops import explain
 
     llm = open_llm(args)
     runtime = llm.runtime
     if isinstance(runtime, ProgramModel):
-        facts = _facts(runtime.config, runtime.options, runtime.ops, (runtime.memory, Extras()))
+        facts = _facts(runtime.config, runtime.options, runtime.ops, (runtime.memory, PoolOptions()))
         return {"model": runtime.name, "path": str(runtime.path), **facts, "ops": "compiled",
                 "tokenizer": _text_facts(llm.chat_processor, runtime.generation.eos_token_ids),
                 "generation": runtime.generation.sampling()}
     facts = _facts(runtime.config, runtime.options, runtime.decoder.ops,
-                   (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None,
+                   (runtime.memory, PoolOptions(runtime.cache.rings.size, runtime.mtp is not None,
                                             kv=runtime.pools.keys.dtype, state=runtime.pools.recurrent.dtype)))
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
@@ -86,14 +86,14 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 def _speculation_fact(llm: LLM) -> str | None:
     """Who drafts, and how many tokens at a time."""
-    from deltic.spec_decode.draft_model import ModelDrafter
-    from deltic.spec_decode.proposers import MtpDrafter
+    from deltic.spec_decode.draft_model import DraftModelProposer
+    from deltic.spec_decode.proposers import MtpProposer
 
     drafter, draft = llm.engine.speculator.drafter, llm.runtime.draft
     if drafter is None:
         return None
-    who = "the model's draft head" if isinstance(drafter, MtpDrafter) else "n-grams"
-    if isinstance(drafter, ModelDrafter) and draft:
+    who = "the model's draft head" if isinstance(drafter, MtpProposer) else "n-grams"
+    if isinstance(drafter, DraftModelProposer) and draft:
         who = f"the draft model {draft.name}, which has {_mib(draft.options.memory_bytes or 0)} MiB of cache"
     return f"{who}, up to {drafter.limit} tokens at a time"
 
@@ -119,7 +119,7 @@ def _shape_facts(args: argparse.Namespace) -> dict[str, Any]:
             "tokenizer": None}
 
 
-def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, Extras] | None:
+def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, PoolOptions] | None:
     """How the cache would be split beside the weights; None if they leave no room."""
     import torch
 
@@ -162,7 +162,7 @@ def _token_bytes(config: ModelConfig, dtype: DType) -> int:
 
 
 def _facts(config: ModelConfig, engine: EngineConfig, ops: Ops,
-           plan: tuple[MemoryPlan, Extras] | None) -> dict[str, Any]:
+           plan: tuple[MemoryPlan, PoolOptions] | None) -> dict[str, Any]:
     from deltic.ops import explain
 
     return {"config": _config_facts(config), "weights": _weight_facts(config, _dtype(config, engine)),
@@ -196,7 +196,7 @@ def _weight_facts(config: ModelConfig, dtype: DType) -> dict[str, Any]:
             "mib": _mib(weight_bytes(config, dtype)), "mib_read_per_token": _mib(_token_bytes(config, dtype))}
 
 
-def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, extras: Extras) -> dict[str, Any]:
+def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, extras: PoolOptions) -> dict[str, Any]:
     import torch
 
     from deltic.cache.tensors import page_bytes, ring_bytes, slot_bytes

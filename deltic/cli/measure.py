@@ -12,7 +12,7 @@ from deltic import __version__
 from deltic.cli.machine import commit, machine_facts
 from deltic.cli.parser import UsageError
 from deltic.errors import DelticError
-from deltic.params import Request, SamplingParams
+from deltic.params import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
@@ -31,7 +31,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Measurement:
     """One measurement. Rates are totals over the batch; None where the case leaves nothing to measure."""
 
     prefill_tokens_per_second: float
@@ -51,13 +51,13 @@ class _Trace:
     ended: bool = False
 
 
-def measure(engine: Engine, case: Case, repeat: int, seed: int = 0) -> list[Run]:
+def measure(engine: Engine, case: Case, repeat: int, seed: int = 0) -> list[Measurement]:
     """Run the case `repeat` times after a short warm-up."""
     trial(engine, Case(min(case.prompt_tokens, _WARM_UP_TOKENS), min(case.new_tokens, 2), case.batch), seed)
     return [trial(engine, case, seed + number) for number in range(1, repeat + 1)]
 
 
-def trial(engine: Engine, case: Case, seed: int = 0) -> Run:
+def trial(engine: Engine, case: Case, seed: int = 0) -> Measurement:
     """Run the case once; prompts are a function of the seed."""
     return _summary(_trace(engine, case, random.Random(seed)), case)
 
@@ -116,18 +116,18 @@ def _note(trace: _Trace, case: Case, now: float, tokens: int, overhead: float) -
     trace.steady.append((now, tokens))
 
 
-def _request(engine: Engine, case: Case, index: int, draw: random.Random) -> Request:
+def _request(engine: Engine, case: Case, index: int, draw: random.Random) -> EngineRequest:
     vocabulary = engine.runtime.config.vocab_size
     prompt = tuple(draw.randrange(vocabulary) for _ in range(case.prompt_tokens))
     sampling = SamplingParams(temperature=0.0, max_tokens=case.new_tokens, ignore_eos=True)
-    return Request(f"bench-{index}", prompt, sampling)
+    return EngineRequest(f"bench-{index}", prompt, sampling)
 
 
-def _summary(trace: _Trace, case: Case) -> Run:
+def _summary(trace: _Trace, case: Case) -> Measurement:
     decode = None
     if len(trace.steady) > 1:
         (start, before), (end, after) = trace.steady[0], trace.steady[-1]
         decode = (after - before) / (end - start)
     overhead = median(trace.overheads) * 1e3 if trace.overheads else None
-    return Run(case.batch * case.prompt_tokens / max(trace.first.values()), decode,
+    return Measurement(case.batch * case.prompt_tokens / max(trace.first.values()), decode,
                median(trace.first.values()) * 1e3, overhead)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import chat, options
-from deltic.cli.answer import Meter, Screen, call_json, read_answer, statistics_line
+from deltic.cli.answer import AnswerTiming, Screen, call_json, read_answer, statistics_line
 from deltic.cli.models import timed_llm
 from deltic.cli.parser import MOST_BYTES, UsageError, as_typed, json_file, plain_file, text
 from deltic.cli.pictures import naming
@@ -183,7 +183,7 @@ def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingPara
                           thinking=args.think, **form)
 
 
-def _finish_text(screen: Screen, choice: Choice, meter: Meter) -> None:
+def _finish_text(screen: Screen, choice: Choice, meter: AnswerTiming) -> None:
     screen.close(choice.calls)
     with suppress(OSError):  # the answer is there
         print(statistics_line(choice, meter), file=sys.stderr)

@@ -32,7 +32,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RequestGroup:
     """Requests that arrive together. restarted: at a new engine, which has only what the last one left on disk."""
 
     asks: tuple[Ask, ...]
@@ -44,7 +44,7 @@ class Group:
         return max(len(ask.prompt) for ask in self.asks)
 
 
-Script = Generator[Group, Answers, None]
+Script = Generator[RequestGroup, Answers, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def drawing(seed: int, vocabulary: int) -> Draw:
     return lambda count: tuple(draw.randrange(vocabulary) for _ in range(count))
 
 
-def rehearse(scenario: Scenario, sizes: Sizes) -> list[Group]:
+def rehearse(scenario: Scenario, sizes: Sizes) -> list[RequestGroup]:
     """The groups as they will be, in number and length, without a model."""
     script, groups, answers = scenario.script(sizes, lambda count: (0,) * count), [], None
     while (group := advance(script, answers)) is not None:
@@ -91,7 +91,7 @@ def rehearse(scenario: Scenario, sizes: Sizes) -> list[Group]:
     return groups
 
 
-def advance(script: Script, answers: Answers | None) -> Group | None:
+def advance(script: Script, answers: Answers | None) -> RequestGroup | None:
     """The next group, given the answers to the last one (None at the start); None at the end."""
     try:
         return next(script) if answers is None else script.send(answers)
@@ -117,7 +117,7 @@ def _restart(sizes: Sizes, draw: Draw) -> Script:
     system = draw(sizes.prompt_tokens)
     before = yield from _talk(system, len(system), _names("turn", sizes.turns), sizes, draw)
     prompt = before[-1] + draw(sizes.turn_tokens)
-    yield Group((Ask("after the restart", prompt, (len(system), len(prompt))),), restarted=True)
+    yield RequestGroup((Ask("after the restart", prompt, (len(system), len(prompt))),), restarted=True)
 
 
 def _agent(sizes: Sizes, draw: Draw) -> Script:
@@ -134,7 +134,7 @@ def _agent(sizes: Sizes, draw: Draw) -> Script:
             asks = [Ask(f"step {step + 1}", prompt, (len(system), len(settled), len(prompt)))]
             if step == start:
                 asks.append(Ask("title", aside + message, (len(aside),)))
-            answer, *_ = yield Group(tuple(asks))
+            answer, *_ = yield RequestGroup(tuple(asks))
             prompt += answer + draw(sizes.turn_tokens)
         settled += answer[len(answer) // 2:]
 
@@ -142,12 +142,12 @@ def _agent(sizes: Sizes, draw: Draw) -> Script:
 def _shared_system(sizes: Sizes, draw: Draw) -> Script:
     system = draw(sizes.prompt_tokens)
     for wave in range(1, sizes.turns + 1):
-        yield Group(tuple(Ask(f"wave {wave} request {number}", system + draw(sizes.turn_tokens), (len(system),))
+        yield RequestGroup(tuple(Ask(f"wave {wave} request {number}", system + draw(sizes.turn_tokens), (len(system),))
                           for number in range(1, sizes.batch + 1)))
 
 
 def _talk(before: Tokens, system: int, names: Sequence[str], sizes: Sizes,
-          draw: Draw) -> Generator[Group, Answers, list[Tokens]]:
+          draw: Draw) -> Generator[RequestGroup, Answers, list[Tokens]]:
     """A chat that repeats every answer as it was; returns what stood before each turn, and what stands at the end.
 
     system: tokens of the system message, which other chats may share.
@@ -155,7 +155,7 @@ def _talk(before: Tokens, system: int, names: Sequence[str], sizes: Sizes,
     history = [before]
     for name in names:
         prompt = history[-1] + draw(sizes.turn_tokens)
-        answer, = yield Group((Ask(name, prompt, (system, len(prompt))),))
+        answer, = yield RequestGroup((Ask(name, prompt, (system, len(prompt))),))
         history.append(prompt + answer)
     return history
 

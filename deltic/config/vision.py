@@ -105,7 +105,7 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class FilmConfig:
+class VideoConfig:
     """How films become pictures (video_preprocessor_config.json of a checkpoint).
 
     pixels: least and most of all frames together. frames: least and most that are looked at of a film that has so many.
@@ -122,7 +122,7 @@ class FilmConfig:
     sampled: bool = True
 
     @classmethod
-    def from_hf(cls, mapping: Mapping[str, Any]) -> FilmConfig:
+    def from_hf(cls, mapping: Mapping[str, Any]) -> VideoConfig:
         """Read a video_preprocessor_config.json. Raises ModelError naming the key."""
         plain = cls()
         size = dict(zip(_EDGES, plain.pixels, strict=True)) | _size(mapping)
@@ -149,7 +149,7 @@ class FilmConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureConfig:
+class ImageConfig:
     """How pictures become patches (preprocessor_config.json of a checkpoint).
 
     min_pixels, max_pixels: a picture is scaled until it has so many. mean, std: each channel's, subtracted and divided
@@ -160,10 +160,10 @@ class PictureConfig:
     max_pixels: int = 4096 * 4096
     mean: tuple[float, ...] = _SQUARE
     std: tuple[float, ...] = _SQUARE
-    films: FilmConfig = FilmConfig()
+    films: VideoConfig = VideoConfig()
 
     @classmethod
-    def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> PictureConfig:
+    def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> ImageConfig:
         """Read a preprocessor_config.json and a video_preprocessor_config.json, each empty if there is none. What one
         leaves out is as transformers' classes have it. Raises ModelError naming the key."""
         for said in (mapping, films):
@@ -174,7 +174,7 @@ class PictureConfig:
             raise ModelError("image_mean and image_std of films must be those of pictures")
         size = dict(zip(_EDGES, (plain.min_pixels, plain.max_pixels), strict=True)) | _size(mapping)
         least, most = (integer(size, edge, 1, 1 << 30) for edge in _EDGES)
-        return cls(least, most, means, stds, FilmConfig.from_hf(films))
+        return cls(least, most, means, stds, VideoConfig.from_hf(films))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Vision:
     """What a model sees with, and how pictures are prepared for it."""
 
     tower: VisionConfig
-    pictures: PictureConfig
+    pictures: ImageConfig
 
 
 def _refuse_unsupported(mapping: Mapping[str, Any]) -> None:

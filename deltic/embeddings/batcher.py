@@ -27,7 +27,7 @@ log = logging.getLogger("deltic")
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Job:
+class EncodeJob:
     """Items of one caller, and what came of them. future: done when all are; whoever cancels it wants no more.
     on_item: called in the batcher's thread for each item that is done; what it raises ends the job. client: who has one
     turn and one share of all; "": the job is one of its own.
@@ -96,8 +96,8 @@ class Batcher:
 
     def __init__(self, model: TextModel, max_tokens: int) -> None:
         self._model, self._most = model, max_tokens
-        self._queues: OrderedDict[Hashable, OrderedDict[Job, None]] = OrderedDict()  # by client, the next first
-        self._unfinished: dict[Job, None] = {}  # in order of arrival; includes jobs whose items all run
+        self._queues: OrderedDict[Hashable, OrderedDict[EncodeJob, None]] = OrderedDict()  # by client, the next first
+        self._unfinished: dict[EncodeJob, None] = {}  # in order of arrival; includes jobs whose items all run
         self._process = os.getpid()
         self._closed: str | None = None  # why
         self._leaving = False  # the process ends
@@ -111,7 +111,7 @@ class Batcher:
         with self._changed:
             return sum(job.size for job in self._unfinished)
 
-    def submit(self, job: Job) -> Job:
+    def submit(self, job: EncodeJob) -> EncodeJob:
         """Have a job done. BusyError if too much waits already and no client has more; UnavailableError after `close`,
         and where none of this process's threads would do it; RequestError in the thread that would do it itself."""
         if self._forked:
@@ -135,7 +135,7 @@ class Batcher:
             self._changed.notify()
         return job
 
-    def _make_room(self, job: Job) -> None:
+    def _make_room(self, job: EncodeJob) -> None:
         """End jobs of clients that hold more, if that makes room for this one; else BusyError."""
         going = to_give_up([(each, each.size) for each in self._unfinished], job.client, job.size, self._most)
         if going is None:
@@ -146,7 +146,7 @@ class Batcher:
             each.fail(BusyError("the server is full, and this client has most of the texts in it: these have given "
                                 "their place to another client's (max_live_tokens): try again later"))
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: EncodeJob) -> None:
         """Remove a job that is done, failed or cancelled."""
         if self._forked:
             return
@@ -203,7 +203,7 @@ class Batcher:
     def _run(self) -> None:
         running: list[Callable[[], None]] = []  # the batch that a device computes while the next one is made
         while (batch := self._next(wait=not running)) or running:
-            by_output: dict[frozenset[Output], list[tuple[Job, int]]] = {}
+            by_output: dict[frozenset[Output], list[tuple[EncodeJob, int]]] = {}
             for job, index in batch:
                 by_output.setdefault(job.wanted, []).append((job, index))
             started = [self._start(places, wanted) for wanted, places in by_output.items()]
@@ -211,7 +211,7 @@ class Batcher:
             for finish in ended:
                 finish()
 
-    def _start(self, places: Sequence[tuple[Job, int]], wanted: frozenset[Output]) -> Callable[[], None]:
+    def _start(self, places: Sequence[tuple[EncodeJob, int]], wanted: frozenset[Output]) -> Callable[[], None]:
         """Begin with a batch. What is returned waits for it, and hands out what came of it."""
         items = [job.items[index] for job, index in places]
         try:
@@ -235,7 +235,7 @@ class Batcher:
                     self.forget(job)
         return end
 
-    def _next(self, wait: bool) -> list[tuple[Job, int]]:
+    def _next(self, wait: bool) -> list[tuple[EncodeJob, int]]:
         """The items of the next batch; none when it is over, or, unless `wait`, when there are none now."""
         with self._changed:
             while True:
@@ -246,9 +246,9 @@ class Batcher:
                     return batch
                 self._changed.wait()
 
-    def _take(self) -> list[tuple[Job, int]]:
+    def _take(self) -> list[tuple[EncodeJob, int]]:
         """One item of each client in turn, of its jobs in turn, as many as fit the budget, at least one."""
-        batch: list[tuple[Job, int]] = []
+        batch: list[tuple[EncodeJob, int]] = []
         tokens = 0
         while self._queues:
             client, queue = next(iter(self._queues.items()))
@@ -268,7 +268,7 @@ class Batcher:
         return batch
 
 
-def _forget(batcher: weakref.ref[Batcher], job: weakref.ref[Job], future: Future[list[Vectors]]) -> None:
+def _forget(batcher: weakref.ref[Batcher], job: weakref.ref[EncodeJob], future: Future[list[Vectors]]) -> None:
     """Remove a finished job from its batcher. A future keeps its callbacks: with strong references, job and future
     would form a cycle that keeps the batcher and its model alive until the next garbage collection."""
     owner, over = batcher(), job()

@@ -21,7 +21,7 @@ from deltic.embeddings.heads import Heads
 from deltic.embeddings.pooling import pooled
 from deltic.embeddings.sentence_transformers import Recipe
 from deltic.embeddings.types import Item, Output, Vectors
-from deltic.embeddings.weights import Form, read_weights
+from deltic.embeddings.weights import WeightForm, read_weights
 from deltic.errors import ConfigError, ModelError
 from deltic.export.options import check_compiled
 from deltic.loader.safetensors import TORCH_DTYPES, Progress
@@ -29,7 +29,7 @@ from deltic.ops import encoder as torch_ops
 from deltic.ops.cpu import missing, pool_of, torch_threads
 from deltic.ops.cpu.encoder import encoder_run
 from deltic.ops.cpu.kernels import linear as native_linear
-from deltic.ops.cpu.library import Pool
+from deltic.ops.cpu.library import ThreadPool
 from deltic.ops.encoder import Affine, EncoderWeights, Ragged
 from deltic.ops.torch.basic import embed
 from deltic.ops.torch.basic import linear as torch_linear
@@ -45,7 +45,7 @@ class Machine:
 
     device: torch.device
     dtype: torch.dtype
-    pool: Pool | None
+    pool: ThreadPool | None
     kernels: bool = False
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
@@ -210,7 +210,7 @@ def _load_compiled(name: str, stored: StoredEncoder, options: EngineConfig) -> B
     options = replace(options, device="cpu")  # where torch computes, whatever runs the library
     config, device = stored.config, torch.device("cpu")
     program = CompiledEncoder(stored.place, config, options.threads_for(_size(config)))
-    heads = stored.heads(Form("float32", "cpu", "none", False))
+    heads = stored.heads(WeightForm("float32", "cpu", "none", False))
     assert options.token_budget
     return Bert(name, config, program.hidden, heads, Machine(device, torch.float32, None), stored.recipe,
                 options.token_budget)
@@ -227,7 +227,7 @@ def load_bert(name: str, stored: StoredEncoder, options: EngineConfig, progress:
     packed = machine.pool is not None
     if options.quant != "none" and not packed:
         raise ConfigError(f"quant={options.quant} needs the compiled kernels, which serve on a CPU alone", "quant")
-    form = Form(_dtype(options), options.device, options.quant, packed)
+    form = WeightForm(_dtype(options), options.device, options.quant, packed)
     heads = stored.heads(form)
     weights = read_weights(config, stored.sources, form, progress)
     assert options.token_budget

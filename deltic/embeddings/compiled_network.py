@@ -10,10 +10,10 @@ from tvm.relax.frontend.nn import op, spec
 
 from deltic.embeddings.bert_config import EncoderConfig
 from deltic.export.tvm import encoder_kernels as kernels
-from deltic.export.tvm.network import Matrix, call
+from deltic.export.tvm.network import PanelLinear, call
 
 
-class LayerNorm(nn.Module):
+class ResidualLayerNorm(nn.Module):
     """The layer norm of a sum, in which a product's bias is added too."""
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -27,19 +27,19 @@ class LayerNorm(nn.Module):
                     (residual.shape[0], self.hidden))
 
 
-class Layer(nn.Module):
+class CompiledLayer(nn.Module):
     """One layer of the encoder."""
 
     def __init__(self, config: EncoderConfig, dtype: str) -> None:
         self.heads, hidden, self.inner = config.heads, config.hidden_size, config.intermediate_size
         self.dim = hidden // config.heads
-        self.qkv, self.out = Matrix(hidden, 3 * hidden, dtype), Matrix(hidden, hidden, dtype)
-        self.up, self.down = Matrix(hidden, self.inner, dtype), Matrix(self.inner, hidden, dtype)
+        self.qkv, self.out = PanelLinear(hidden, 3 * hidden, dtype), PanelLinear(hidden, hidden, dtype)
+        self.up, self.down = PanelLinear(hidden, self.inner, dtype), PanelLinear(self.inner, hidden, dtype)
         self.qkv_bias = nn.Parameter((3 * hidden,), "float32")
         self.out_bias = nn.Parameter((hidden,), "float32")
         self.up_bias = nn.Parameter((self.inner,), "float32")
         self.down_bias = nn.Parameter((hidden,), "float32")
-        self.attention_norm, self.output_norm = LayerNorm(config), LayerNorm(config)
+        self.attention_norm, self.output_norm = ResidualLayerNorm(config), ResidualLayerNorm(config)
 
     def forward(self, x: nn.Tensor, starts: nn.Tensor, ends: nn.Tensor) -> nn.Tensor:
         n = x.shape[0]
@@ -59,8 +59,8 @@ class EncoderNetwork(nn.Module):
         self.words = nn.Parameter((config.vocab_size, hidden), dtype)
         self.places = nn.Parameter((config.places, hidden), "float32")
         self.kinds = nn.Parameter((config.kinds, hidden), "float32")
-        self.norm = LayerNorm(config)
-        self.layers = nn.ModuleList([Layer(config, dtype) for _ in range(config.layers)])
+        self.norm = ResidualLayerNorm(config)
+        self.layers = nn.ModuleList([CompiledLayer(config, dtype) for _ in range(config.layers)])
 
     def hidden(self, ids: nn.Tensor, places: nn.Tensor, kinds: nn.Tensor, starts: nn.Tensor, ends: nn.Tensor
                ) -> nn.Tensor:

@@ -18,7 +18,7 @@ from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.directory import StoredEncoder
 from deltic.embeddings.gguf import ARCHITECTURE, POOLING_TYPES, RANK, gguf_names, recipe_keys
 from deltic.embeddings.sentence_transformers import Recipe, read_recipe
-from deltic.embeddings.weights import Source
+from deltic.embeddings.weights import WeightSource
 from deltic.errors import ModelError
 from deltic.loader.files import read_json
 from deltic.loader.gguf.blocks import BY_NAME, Bytes
@@ -63,15 +63,15 @@ def convert_encoder(stored: StoredEncoder, name: str, path: Path, type: str, pro
                    Counter(target.type.name for target in targets.values()))
 
 
-def _sources(stored: StoredEncoder) -> dict[str, Source]:
+def _sources(stored: StoredEncoder) -> dict[str, WeightSource]:
     """The positions begin with that of the first token."""
     name, first = "embeddings.position_embeddings.weight", stored.config.first_place
     whole = stored.sources[name]
-    cut = Source((whole.shape[0] - first, whole.shape[1]), lambda dtype: whole.read(dtype)[first:])
+    cut = WeightSource((whole.shape[0] - first, whole.shape[1]), lambda dtype: whole.read(dtype)[first:])
     return {**stored.sources, name: cut}
 
 
-def _data(sources: Mapping[str, Source], targets: Mapping[str, NewTensor], progress: Progress | None
+def _data(sources: Mapping[str, WeightSource], targets: Mapping[str, NewTensor], progress: Progress | None
           ) -> Iterator[Iterator[Bytes]]:
     total, done = sum(target.nbytes for target in targets.values()), 0
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

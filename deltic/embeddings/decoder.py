@@ -18,18 +18,18 @@ from torch import Tensor
 from deltic.config import EngineConfig
 from deltic.embeddings.gguf import gives_vectors, read_gguf_recipe
 from deltic.embeddings.sentence_transformers import Recipe, read_recipe
-from deltic.embeddings.tokenize import Texts, backend_of
+from deltic.embeddings.tokenize import EncoderTokenizer, backend_of
 from deltic.embeddings.types import Item, Output, Vectors
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.mailbox import Mailbox
+from deltic.engine.mailbox import EventMailbox
 from deltic.engine.worker import Worker
 from deltic.errors import ModelError
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.safetensors import Progress
 from deltic.ops.quantized import QTensor
-from deltic.params import Embed, Request, VectorOut
-from deltic.runner.model_runner import Runtime
+from deltic.params import Embed, EngineRequest, VectorEvent
+from deltic.runner.model_runner import ModelRunner
 
 _BUDGET: Final = 2048
 _BEFORE: Final = ('<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the '
@@ -39,11 +39,11 @@ _INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that
 """What Qwen3-Reranker was trained with (its model card)."""
 
 
-class Decoder:
+class DecoderTextModel:
     """A decoder that is loaded; a `TextModel`. judge [H]: a state's product with it is the logit of yes less that of
     no; None: the states are the vectors."""
 
-    def __init__(self, name: str, runtime: Runtime, recipe: Recipe, judge: Tensor | None) -> None:
+    def __init__(self, name: str, runtime: ModelRunner, recipe: Recipe, judge: Tensor | None) -> None:
         self.name, self.recipe, self.runtime, self._judge = name, recipe, runtime, judge
         self.outputs: frozenset[Output] = frozenset({"dense" if judge is None else "score"})
         self.dimension, self.budget, self.ahead = runtime.config.hidden_size, _BUDGET, False
@@ -52,18 +52,18 @@ class Decoder:
         weakref.finalize(self, self._worker.stop, 0.0).atexit = False
 
     def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
-        mailbox, names = Mailbox(1), [uuid.uuid4().hex for _ in items]
-        requests = [Request(name, tuple(item.ids), Embed(), (item.prompt,) if 0 < item.prompt < len(item) else (),
+        mailbox, names = EventMailbox(1), [uuid.uuid4().hex for _ in items]
+        requests = [EngineRequest(name, tuple(item.ids), Embed(), (item.prompt,) if 0 < item.prompt < len(item) else (),
                             cache_salt=item.cache_salt) for name, item in zip(names, items, strict=True)]
         self._worker.submit(requests, mailbox, mailbox.on_reply)
         return lambda: self._vectors(names, mailbox)
 
-    def _vectors(self, names: Sequence[str], mailbox: Mailbox) -> list[Vectors]:
+    def _vectors(self, names: Sequence[str], mailbox: EventMailbox) -> list[Vectors]:
         """What the engine has sent of these requests, when it is all there."""
         found: dict[str, Vectors] = {}
         while len(found) < len(names):
             for event in mailbox.get():
-                if isinstance(event, VectorOut):
+                if isinstance(event, VectorEvent):
                     found[event.request] = self._finished(np.array(event.vector, np.float32))
                 elif event.finish:
                     found[event.request] = Vectors(error=event.error or f"the engine ended it: {event.finish}")
@@ -83,7 +83,7 @@ class Decoder:
 
 
 def load_decoder(name: str, place: Path, task: str, options: EngineConfig, revision: str | None = None,
-                 progress: Progress | None = None) -> Decoder:
+                 progress: Progress | None = None) -> DecoderTextModel:
     """Load a decoder whose states are vectors or, for task rerank, judge pairs. auto: as its name says."""
     file = GgufFile.open(place) if place.is_file() else None
     directory = place.parent if file else place
@@ -93,19 +93,19 @@ def load_decoder(name: str, place: Path, task: str, options: EngineConfig, revis
                          f"{', '.join(recipe.pooling)}{' and Dense layers' if recipe.dense else ''}")
     runtime = load(name, replace(options, speculate="off"), revision, progress, vectors=True)
     judges = task == "rerank" or (task == "auto" and "rerank" in place.name.lower())
-    return Decoder(name, runtime, recipe, _judge(runtime, directory) if judges else None)
+    return DecoderTextModel(name, runtime, recipe, _judge(runtime, directory) if judges else None)
 
 
-def decoder_texts(decoder: Decoder, max_length: int) -> Texts:
+def decoder_texts(decoder: DecoderTextModel, max_length: int) -> EncoderTokenizer:
     """Its tokenizer, from tokenizer.json or out of a GGUF file."""
     stored, path = decoder.runtime.tokenizer, decoder.runtime.path
     assert path is not None
     if stored is None:
-        return Texts.read(path / "tokenizer.json", max_length, decoder.recipe.lower)
-    return Texts(backend_of(stored.tokenizer, path), max_length, decoder.recipe.lower)
+        return EncoderTokenizer.read(path / "tokenizer.json", max_length, decoder.recipe.lower)
+    return EncoderTokenizer(backend_of(stored.tokenizer, path), max_length, decoder.recipe.lower)
 
 
-def reranker_pairs(texts: Texts, instruction: str | None
+def reranker_pairs(texts: EncoderTokenizer, instruction: str | None
                    ) -> Callable[[str, Sequence[str], bool, str | None], list[Item]]:
     """Makes what a Qwen3-Reranker reads of a query and documents. Long documents are cut at their ends. instruction:
     where a request has none."""
@@ -116,7 +116,7 @@ def reranker_pairs(texts: Texts, instruction: str | None
     return pairs
 
 
-def _judge(runtime: Runtime, directory: Path) -> Tensor:
+def _judge(runtime: ModelRunner, directory: Path) -> Tensor:
     """The head's row of yes less that of no [H]."""
     stored = runtime.tokenizer.tokenizer if runtime.tokenizer else (directory / "tokenizer.json").read_text("utf-8")
     backend, rows = backend_of(stored, directory), []
@@ -128,7 +128,7 @@ def _judge(runtime: Runtime, directory: Path) -> Tensor:
     return rows[0] - rows[1]
 
 
-def _head_row(runtime: Runtime, id: int) -> Tensor:
+def _head_row(runtime: ModelRunner, id: int) -> Tensor:
     head = runtime.decoder.weights.head
     for part in head if isinstance(head, tuple) else (head,):
         if id < len(part):

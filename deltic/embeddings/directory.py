@@ -11,8 +11,8 @@ from typing import Final
 from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.heads import Heads, read_heads
 from deltic.embeddings.sentence_transformers import Recipe, read_recipe
-from deltic.embeddings.tokenize import Texts
-from deltic.embeddings.weights import Form, Source, find_sources
+from deltic.embeddings.tokenize import EncoderTokenizer
+from deltic.embeddings.weights import WeightForm, WeightSource, find_sources
 from deltic.errors import ModelError
 from deltic.export.opening import kind_of
 from deltic.loader.files import read_json
@@ -29,10 +29,10 @@ class StoredEncoder:
 
     place: Path
     config: EncoderConfig
-    sources: Mapping[str, Source]
+    sources: Mapping[str, WeightSource]
     recipe: Recipe
-    heads: Callable[[Form], Heads]
-    texts: Callable[[int], Texts]
+    heads: Callable[[WeightForm], Heads]
+    texts: Callable[[int], EncoderTokenizer]
     compiled: bool = False
 
 
@@ -47,5 +47,5 @@ def read_directory(directory: Path) -> StoredEncoder:
     compiled = kind_of(directory) == "tvm"
     sources, recipe = find_sources(directory, config, not compiled), read_recipe(directory)
     heads = partial(read_heads, directory, config, sources, recipe, mapping=mapping)
-    return StoredEncoder(directory, config, sources, recipe, heads, lambda longest: Texts.read(
+    return StoredEncoder(directory, config, sources, recipe, heads, lambda longest: EncoderTokenizer.read(
         directory / "tokenizer.json", longest, recipe.lower), compiled)

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from deltic.embeddings.batcher import Batcher, Job
+from deltic.embeddings.batcher import Batcher, EncodeJob
 from deltic.embeddings.open import Opened, Task, open_texts
 from deltic.embeddings.types import Item, Output, Vectors
 from deltic.engine.arguments import as_texts, check_callback, check_flag
@@ -157,14 +157,14 @@ class Encoder:
         return self.texts.items(texts, before, truncate, field, start, most)
 
     def submit(self, items: Sequence[Item], outputs: frozenset[Output] | None = None,
-               on_item: Callable[[int], None] | None = None, client: str = "") -> Job:
-        """Have items run, in batches with what others ask for. client: who asks, as in `Job`. RequestError if the model
-        has no such output."""
+               on_item: Callable[[int], None] | None = None, client: str = "") -> EncodeJob:
+        """Have items run, in batches with what others ask for. client: who asks, as in `EncodeJob`. RequestError if the
+        model has no such output."""
         wanted = outputs or frozenset({"score" if self.scores else "dense"})
         if missing := wanted - self.model.outputs:
             raise RequestError(f"{self.name} gives {', '.join(sorted(self.model.outputs))}, and no "
                                f"{', '.join(sorted(missing))}", "model")
-        return self.batcher.submit(Job(items, wanted, on_item, client))
+        return self.batcher.submit(EncodeJob(items, wanted, on_item, client))
 
     def close(self) -> None:
         """End the thread; what waits fails."""
@@ -183,7 +183,7 @@ class Encoder:
         """Window by window, the next of which is made tokens of while the model runs one."""
         texts = as_texts(texts, "texts")
         check_flag(truncate, "truncate")
-        waiting: list[tuple[Job, list[int], int]] = []
+        waiting: list[tuple[EncodeJob, list[int], int]] = []
         start, (size, most) = 0, _WINDOWS
         try:
             while start < len(texts):
@@ -200,7 +200,7 @@ class Encoder:
                 job.future.cancel()
 
 
-def _in_order(job: Job, order: Sequence[int], start: int) -> Iterator[Vectors]:
+def _in_order(job: EncodeJob, order: Sequence[int], start: int) -> Iterator[Vectors]:
     """What came of a job whose items were put into this order. start: texts before them."""
     found: list[Any] = [None] * len(order)
     for index, vectors in zip(order, job.future.result(), strict=True):

@@ -17,14 +17,14 @@ from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.directory import StoredEncoder
 from deltic.embeddings.heads import Heads, read_classifier
 from deltic.embeddings.sentence_transformers import POOLINGS, Recipe
-from deltic.embeddings.tokenize import Texts, backend_of
-from deltic.embeddings.weights import Form, Source, classifier_names, expected_tensors
+from deltic.embeddings.tokenize import EncoderTokenizer, backend_of
+from deltic.embeddings.weights import WeightForm, WeightSource, classifier_names, expected_tensors
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.blocks import fill
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.reader import GgufTensor
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
-from deltic.ops.quantized import Form as PackedForm
+from deltic.ops.quantized import PackedForm as PackedForm
 from deltic.ops.quantized import QTensor
 
 ARCHITECTURE: Final = "bert"
@@ -77,7 +77,7 @@ def read_gguf(file: GgufFile) -> StoredEncoder:
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     return StoredEncoder(path, config, sources, recipe, partial(_heads, config, sources),
-                         lambda longest: Texts(backend_of(tokenizer, path), longest, recipe.lower))
+                         lambda longest: EncoderTokenizer(backend_of(tokenizer, path), longest, recipe.lower))
 
 
 def read_gguf_recipe(file: GgufFile) -> Recipe:
@@ -133,9 +133,9 @@ def _rows(tensors: Mapping[str, GgufTensor], name: str) -> int:
     return stored.shape[0]
 
 
-def _sources(file: GgufFile, config: EncoderConfig) -> dict[str, Source]:
+def _sources(file: GgufFile, config: EncoderConfig) -> dict[str, WeightSource]:
     names = {theirs: ours for ours, theirs in gguf_names(config).items()}
-    expected, found = expected_tensors(config), dict[str, Source]()
+    expected, found = expected_tensors(config), dict[str, WeightSource]()
     for stored in file.tensors.values():
         ours = names.get(stored.name)
         if ours is None:
@@ -147,7 +147,7 @@ def _sources(file: GgufFile, config: EncoderConfig) -> dict[str, Source]:
             raise ModelError(f"tensor {stored.name!r} is of type {stored.type.name}, which is not supported; choose "
                              "another quantization, such as Q8_0")
         blocks = stored.type.weights > 1 and len(stored.shape) == 2
-        found[ours] = Source(stored.shape, partial(_plain, stored), partial(_pack, stored) if blocks else None)
+        found[ours] = WeightSource(stored.shape, partial(_plain, stored), partial(_pack, stored) if blocks else None)
     missing = [theirs for theirs, ours in names.items() if ours not in found]
     if missing:
         raise ModelError(f"{len(missing)} tensors are missing, such as {missing[0]!r}; download the file again")
@@ -165,5 +165,5 @@ def _pack(stored: GgufTensor, form: PackedForm) -> QTensor:
     return form.pack(stored.type.name, stored.type.id, rows, columns, stored.type.size(columns), stored.read)
 
 
-def _heads(config: EncoderConfig, sources: Mapping[str, Source], form: Form) -> Heads:
+def _heads(config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm) -> Heads:
     return Heads(classifier=read_classifier(config, sources, form)) if config.labels else Heads()

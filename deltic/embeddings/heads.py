@@ -14,7 +14,7 @@ from deltic.config.reading import flag
 from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.sentence_transformers import Recipe, refuse_other_names
 from deltic.embeddings.types import Output
-from deltic.embeddings.weights import Form, Source, classifier_names
+from deltic.embeddings.weights import WeightForm, WeightSource, classifier_names
 from deltic.errors import ModelError, show
 from deltic.loader.files import find_tensors, read_json
 from deltic.loader.pickled import read_pickled
@@ -59,8 +59,15 @@ class Heads:
         return len(self.dense[-1][0].bias) if self.dense else pooled
 
 
-def read_heads(directory: Path, config: EncoderConfig, sources: Mapping[str, Source], recipe: Recipe, form: Form, *,
-               mapping: Mapping[str, Any]) -> Heads:
+def read_heads(
+    directory: Path,
+    config: EncoderConfig,
+    sources: Mapping[str, WeightSource],
+    recipe: Recipe,
+    form: WeightForm,
+    *,
+    mapping: Mapping[str, Any],
+) -> Heads:
     """What the directory has. ModelError names the file that cannot be used."""
     if config.labels:
         return Heads(classifier=read_classifier(config, sources, form),
@@ -74,21 +81,23 @@ def read_heads(directory: Path, config: EncoderConfig, sources: Mapping[str, Sou
     return Heads(tuple(layers), sparse, colbert)
 
 
-def read_classifier(config: EncoderConfig, sources: Mapping[str, Source], form: Form) -> tuple[Affine, Affine]:
+def read_classifier(
+    config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm
+) -> tuple[Affine, Affine]:
     """The layers of a reranker."""
     dense, last = (_affine(sources[f"{name}.weight"].read(torch.float32), sources[f"{name}.bias"].read(torch.float32),
                            form) for name in classifier_names(config))
     return dense, last
 
 
-def _affine(weight: Tensor, bias: Tensor, form: Form) -> Affine:
+def _affine(weight: Tensor, bias: Tensor, form: WeightForm) -> Affine:
     weight, bias = weight.float().contiguous(), bias.float().contiguous()
     if form.packed:
         return Affine(pack_tensor(weight, Arena()), bias)
     return Affine(weight.to(form.device), bias.to(form.device))
 
 
-def _m3_layer(path: Path, hidden: int, form: Form) -> Affine | None:
+def _m3_layer(path: Path, hidden: int, form: WeightForm) -> Affine | None:
     """A layer of BGE-M3, which keeps them as pickles."""
     if not path.is_file():
         return None
@@ -99,7 +108,7 @@ def _m3_layer(path: Path, hidden: int, form: Form) -> Affine | None:
     return _affine(weight, bias, form)
 
 
-def _dense(place: Path, width: int, form: Form) -> tuple[Affine, Activation]:
+def _dense(place: Path, width: int, form: WeightForm) -> tuple[Affine, Activation]:
     config = read_json(place / "config.json")
     refuse_other_names(place / "config.json", config)
     if flag(config, "use_residual", False):

@@ -13,7 +13,7 @@ from deltic.embeddings.bert_config import family_of
 from deltic.embeddings.decoder import decoder_texts, load_decoder, reranker_pairs
 from deltic.embeddings.directory import StoredEncoder, read_directory
 from deltic.embeddings.gguf import gives_vectors, is_bert, read_gguf
-from deltic.embeddings.tokenize import Texts
+from deltic.embeddings.tokenize import EncoderTokenizer
 from deltic.embeddings.types import Item, TextModel
 from deltic.engine.options import settled
 from deltic.errors import ConfigError, ModelError, RequestError, show
@@ -31,7 +31,7 @@ class Opened:
     """pairs: makes the items of a query and documents; then come whether to cut long ones, and an instruction."""
 
     model: TextModel
-    texts: Texts
+    texts: EncoderTokenizer
     pairs: Pairs
 
 

@@ -34,7 +34,7 @@ def backend_of(stored: str, source: Path) -> Backend:
         raise ModelError(f"{source} has not a valid tokenizer ({show(str(error))}); download it again") from error
 
 
-class Texts:
+class EncoderTokenizer:
     """A model's tokenizer. Threads may share it. max_length: tokens of an item. lower: texts are made lower case."""
 
     def __init__(self, backend: Backend, max_length: int, lower: bool = False) -> None:
@@ -48,7 +48,7 @@ class Texts:
             raise ModelError(f"max_length of {max_length} leaves no room for a text beside the special tokens")
 
     @classmethod
-    def read(cls, path: Path, max_length: int, lower: bool = False) -> Texts:
+    def read(cls, path: Path, max_length: int, lower: bool = False) -> EncoderTokenizer:
         """From tokenizer.json; ModelError if there is none."""
         if not path.is_file():
             raise ModelError(f"{path} is absent: copy it from the model's repository, or name a directory that holds "

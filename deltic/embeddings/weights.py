@@ -17,7 +17,7 @@ from deltic.config import DType, available_cores
 from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.rounding import TOKENS, q8_0_blocks, random_ids
 from deltic.errors import ModelError
-from deltic.loader.files import PICKLED, Stored, find_tensors
+from deltic.loader.files import PICKLED, StoredTensor, find_tensors
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.pickled import read_pickled
 from deltic.loader.quantize import quantized
@@ -26,8 +26,8 @@ from deltic.ops.encoder import (
     Affine,
     EncoderLayer,
     EncoderWeights,
+    LayerNorm,
     LayerStates,
-    Norm,
     Ragged,
     embeddings,
     normed,
@@ -35,7 +35,7 @@ from deltic.ops.encoder import (
     run_layer,
 )
 from deltic.ops.memory import Arena
-from deltic.ops.quantized import Form as PackedForm
+from deltic.ops.quantized import PackedForm as PackedForm
 from deltic.ops.quantized import QTensor, host_form, pack_tensor
 from deltic.ops.torch.basic import embed
 from deltic.ops.types import Block
@@ -53,7 +53,7 @@ _FORMATS: Final[Mapping[str, tuple[str, ...]]] = {"none": (), "q8_0": ("Q8_0",),
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightSource:
     """A tensor that may be read. pack: makes a matrix that is stored in blocks what a form has of such; None: it is not
     stored so."""
 
@@ -93,13 +93,13 @@ def _pair(name: str, rows: int, *columns: int) -> dict[str, Shape]:
     return {f"{name}.weight": (rows, *columns), f"{name}.bias": (rows,)}
 
 
-def find_sources(directory: Path, config: EncoderConfig, whole: bool = True) -> dict[str, Source]:
+def find_sources(directory: Path, config: EncoderConfig, whole: bool = True) -> dict[str, WeightSource]:
     """The tensors of `expected_tensors`, in safetensors files or, where there are none, pytorch_model.bin. whole=False:
     the classifier's alone.
 
     ModelError names the tensor that is unknown, missing, doubled or of another shape or dtype, or the file.
     """
-    expected, sources = expected_tensors(config), dict[str, Source]()
+    expected, sources = expected_tensors(config), dict[str, WeightSource]()
     if not whole:
         expected = {name: shape for name, shape in expected.items() if name.startswith(classifier_names(config))}
     for stored_name, source in _stored(directory) if expected else ():
@@ -124,25 +124,25 @@ def find_sources(directory: Path, config: EncoderConfig, whole: bool = True) -> 
     return sources
 
 
-def _stored(directory: Path) -> Iterator[tuple[str, Source]]:
+def _stored(directory: Path) -> Iterator[tuple[str, WeightSource]]:
     if any(directory.glob("*.safetensors")) or not (directory / PICKLED).is_file():
         for name, stored in find_tensors(directory).items():
             yield name, _from_file(name, stored)
     else:
         for name, tensor in read_pickled(directory / PICKLED).items():
-            yield name, Source(tuple(tensor.shape), tensor.to)
+            yield name, WeightSource(tuple(tensor.shape), tensor.to)
 
 
-def _from_file(name: str, stored: Stored) -> Source:
+def _from_file(name: str, stored: StoredTensor) -> WeightSource:
     def read(dtype: torch.dtype) -> Tensor:
         if stored.dtype not in ("F32", "F16", "BF16"):
             raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16 and F16 can be read")
         return read_stored(name, stored, dtype, torch.device("cpu"))
-    return Source(stored.shape, read)
+    return WeightSource(stored.shape, read)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class WeightForm:
     """How weights are kept. packed: as the compiled kernels want them. quant: of _FORMATS."""
 
     dtype: DType
@@ -156,14 +156,14 @@ class Form:
         return torch.float32 if self.device == "cpu" else TORCH_DTYPES[self.dtype]
 
 
-def read_weights(config: EncoderConfig, sources: Mapping[str, Source], form: Form,
+def read_weights(config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm,
                  progress: Progress | None = None) -> EncoderWeights:
     """progress(done, total) counts numbers of the tensors that are read."""
-    return _Reader(sources, form, progress).weights(config)
+    return _WeightReader(sources, form, progress).weights(config)
 
 
-class _Reader:
-    def __init__(self, sources: Mapping[str, Source], form: Form, progress: Progress | None) -> None:
+class _WeightReader:
+    def __init__(self, sources: Mapping[str, WeightSource], form: WeightForm, progress: Progress | None) -> None:
         self._sources, self._form, self._progress = sources, form, progress
         self._total, self._done = sum(int(np.prod(source.shape)) for source in sources.values()), 0
         self._arena = Arena()
@@ -208,7 +208,7 @@ class _Reader:
                  for name in products}
         qkv = Affine(torch.cat([self._kept[f"{name}.weight"] for name in names]),
                      torch.cat([plain[name].bias for name in names]))
-        norms = [Norm(*(self._sources[f"{layer}{part}.LayerNorm.{kind}"].read(torch.float32)
+        norms = [LayerNorm(*(self._sources[f"{layer}{part}.LayerNorm.{kind}"].read(torch.float32)
                         for kind in ("weight", "bias"))) for part in ("attention.output", "output")]
         found = EncoderLayer(qkv, plain[products[3]], norms[0], plain[products[4]], plain[products[5]], norms[1])
         return run_layer(found, sample, padded_attention([len(sample) // TOKENS[0]] * TOKENS[0]), top)
@@ -228,8 +228,8 @@ class _Reader:
     def _affine(self, name: str, pool: ThreadPoolExecutor, columns: Tensor | None) -> Affine:
         return Affine(self._matrix(f"{name}.weight", pool, columns), self._plain(f"{name}.bias"))
 
-    def _norm(self, name: str) -> Norm:
-        return Norm(self._plain(f"{name}.weight"), self._plain(f"{name}.bias"))
+    def _norm(self, name: str) -> LayerNorm:
+        return LayerNorm(self._plain(f"{name}.weight"), self._plain(f"{name}.bias"))
 
     def _plain(self, name: str) -> Tensor:
         return self._read(name, self._form.plain).to(self._form.device)
@@ -258,7 +258,7 @@ class _Reader:
         self._count(self._sources[name])
         return self._sources[name].read(dtype).contiguous()
 
-    def _count(self, source: Source) -> None:
+    def _count(self, source: WeightSource) -> None:
         self._done += int(np.prod(source.shape))
         if self._progress is not None:
             self._progress(self._done, self._total)

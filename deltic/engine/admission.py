@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import torch
 
 from deltic.errors import LongPromptError, RequestError, context_bound, too_long
-from deltic.params import Embed, Prompt, Request, content_keys
+from deltic.params import Embed, EngineRequest, Prompt, content_keys
 
 _SALTED = 2  # keys: 126 bits of hashes
 
 
-def keys_of(request: Request, vocabulary: int, max_context: int, pictures: bool) -> array[int]:
+def keys_of(request: EngineRequest, vocabulary: int, max_context: int, pictures: bool) -> array[int]:
     """The keys of its prompt, not yet salted; RequestError if it cannot be served as asked. vocabulary: tokens of the
     model. max_context: those that a prompt and its answer may have together. pictures: the model sees them."""
     if not request.prompt:

@@ -155,14 +155,14 @@ def _read(descriptor: int, key: str) -> dict[str, Weight]:
 
 def _block(data: Tensor, entry: Mapping[str, Any]) -> Tensor | QTensor:
     """What lies in these bytes; ValueError if they are others than were written."""
-    from deltic.ops.cpu.library import Matrix
+    from deltic.ops.cpu.library import MatrixStruct
 
     if _digests(_view(data)) != entry["sha256"]:
         raise ValueError(f"the bytes of {entry['name']} are damaged")
     if "dtype" in entry:
         return data.view(getattr(torch, entry["dtype"])).view(entry["shape"])
     rows, columns = entry["rows"], entry["columns"]
-    return QTensor(entry["type"], rows, columns, data, Matrix(entry["number"], rows, columns, data.data_ptr()))
+    return QTensor(entry["type"], rows, columns, data, MatrixStruct(entry["number"], rows, columns, data.data_ptr()))
 
 
 def _exactly(descriptor: int, size: int, start: int) -> bytes:

@@ -7,11 +7,11 @@ from itertools import islice
 
 from deltic.engine.scheduler import Scheduler, defers
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import UNKNOWN, Plan, Row, base_after
+from deltic.engine.step_plan import UNKNOWN, PlannedRow, StepPlan, base_after
 from deltic.params import RING, common_length
-from deltic.runner.launch import InFlight, Share
+from deltic.runner.launch import InFlight, ScheduledSequence
 from deltic.runner.penalties import wanted
-from deltic.spec_decode.pending_drafts import Promise
+from deltic.spec_decode.pending_drafts import PendingDrafts
 
 _LONG = 4
 """A step is long that reads more of prompts than this part of what a step may read."""
@@ -20,7 +20,7 @@ _LOOKS = 8
 
 
 def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool]
-               ) -> tuple[Plan, list[Sequence]] | None:
+               ) -> tuple[StepPlan, list[Sequence]] | None:
     """The step after the one in flight, whose processed tokens are committed; None where it has to wait for its draws.
 
     It can be launched if all that it needs of the next tokens is the tokens: every sequence that draws one now takes
@@ -57,7 +57,7 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
 
 
 def plan_behind_drafts(scheduler: Scheduler, flight: InFlight, depth: Callable[[], int],
-                       promised: Callable[[int], Promise | None]) -> tuple[Plan, Promise] | None:
+                       promised: Callable[[int], PendingDrafts | None]) -> tuple[StepPlan, PendingDrafts] | None:
     """The step that verifies what is drafted behind one in flight, which has drafts itself. None where it has to wait
     for that one's tokens.
 
@@ -83,7 +83,7 @@ def plan_behind_drafts(scheduler: Scheduler, flight: InFlight, depth: Callable[[
     return scheduler.plan_drafts([_drafts_row(scheduler, share, drafts) for share in shares]), promise
 
 
-def _drafts_row(scheduler: Scheduler, share: Share, drafts: int) -> Row:
+def _drafts_row(scheduler: Scheduler, share: ScheduledSequence, drafts: int) -> PlannedRow:
     row, lease = share.row, share.lease
     assert row is not None
     base = base_after(row)
@@ -91,41 +91,63 @@ def _drafts_row(scheduler: Scheduler, share: Share, drafts: int) -> Row:
     if row.done + share.tokens + drafts + 1 - base > RING:
         scheduler.cache.fold(lease, base, row.done)
         share.base = base = row.done
-    return Row((UNKNOWN,) * (drafts + 1), row.done + 1, lease.pages, lease.slot, drafts + 1, base=base, ring=row.ring,
-               append=True, drafts=drafts, accepts=row.drafts, rotary=row.rotary)
+    return PlannedRow(
+        (UNKNOWN,) * (drafts + 1),
+        row.done + 1,
+        lease.pages,
+        lease.slot,
+        drafts + 1,
+        base=base,
+        ring=row.ring,
+        append=True,
+        drafts=drafts,
+        accepts=row.drafts,
+        rotary=row.rotary,
+    )
 
 
-def _has_room(share: Share, drafts: int) -> bool:
+def _has_room(share: ScheduledSequence, drafts: int) -> bool:
     """Whether so many drafts find room in the replay ring and in the answer, if all are right that are in flight."""
     sequence, most = share.sequence, share.tokens + drafts
     return most + 1 <= RING and len(sequence.tokens) + most < sequence.limit
 
 
-def _drafts_on(share: Share) -> bool:
+def _drafts_on(share: ScheduledSequence) -> bool:
     """Whether the device knows by itself what follows a row with drafts, and has it drafted."""
     row = share.row
     return share.live and share.ahead and row is not None and row.append and row.drafts > 0 and _obeys(share)
 
 
-def _row(share: Share, spare: int, append: bool) -> Row:
+def _row(share: ScheduledSequence, spare: int, append: bool) -> PlannedRow:
     lease = share.lease
-    return Row((UNKNOWN,), lease.done, lease.pages, lease.slot, 1, target=None if append else spare, base=lease.base,
-               ring=lease.ring or 0, append=append, drawn=share.draw, rotary=share.sequence.offset)
+    return PlannedRow(
+        (UNKNOWN,),
+        lease.done,
+        lease.pages,
+        lease.slot,
+        1,
+        target=None if append else spare,
+        base=lease.base,
+        ring=lease.ring or 0,
+        append=append,
+        drawn=share.draw,
+        rotary=share.sequence.offset,
+    )
 
 
-def _is_plain(share: Share) -> bool:
+def _is_plain(share: ScheduledSequence) -> bool:
     """Whether the sequence's next step but one needs nothing of the next one but the token."""
     return not share.draft_tokens and _obeys(share)
 
 
-def _obeys(share: Share) -> bool:
+def _obeys(share: ScheduledSequence) -> bool:
     """Whether the host has nothing to say to what the model chooses, nor to what is done with it."""
     sequence = share.sequence
     return not (sequence.splits or share.scores or sequence.guide or sequence.constraint or wanted(sequence)
                 or sequence.request.logits_processors)
 
 
-def _goes_on(waiting: Iterable[Sequence], share: Share) -> bool:
+def _goes_on(waiting: Iterable[Sequence], share: ScheduledSequence) -> bool:
     """Whether some of those that wait could begin with a state that this sequence's prompt leaves on the way; of many
     that is taken for granted."""
     if not share.lease.emitting:

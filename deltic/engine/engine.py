@@ -24,19 +24,19 @@ from deltic.engine.failures import Failures
 from deltic.engine.policy import StepTimes
 from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.sequence import Origin, Sequence
-from deltic.engine.stats import Meter, Progress, progress
+from deltic.engine.sequence import ForkPoint, Sequence
+from deltic.engine.stats import RequestProgress, TokenMeter, progress
 from deltic.engine.step_plan import base_after
 from deltic.errors import RequestError
-from deltic.params import Embed, Event, Finish, Request, SamplingParams, TokenLogprobs, TokenOut, VectorOut
-from deltic.runner.image_embeds import Pictures
+from deltic.params import Embed, EngineRequest, Event, Finish, SamplingParams, TokenEvent, TokenLogprobs, VectorEvent
+from deltic.runner.image_embeds import ImageEmbeds
 from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.known_logits import KnownLogits
-from deltic.runner.launch import Chosen, InFlight, Launcher, Share
+from deltic.runner.launch import InFlight, Launcher, SampledTokens, ScheduledSequence
 from deltic.runner.model import Model
-from deltic.spec_decode.controller import Speculator
-from deltic.spec_decode.draft_length import Depth
-from deltic.spec_decode.proposers import Drafter
+from deltic.spec_decode.controller import SpeculationController
+from deltic.spec_decode.draft_length import DraftLength
+from deltic.spec_decode.proposers import Proposer
 
 log = logging.getLogger("deltic")
 
@@ -73,18 +73,18 @@ class EngineStats:
 class Engine:
     """Continuous batching over one `Model`."""
 
-    def __init__(self, runtime: Model, drafter: Drafter | None = None, depth: Depth | None = None,
+    def __init__(self, runtime: Model, drafter: Proposer | None = None, depth: DraftLength | None = None,
                  ahead: bool | None = None) -> None:
         """drafter, depth: who drafts tokens, and how many; by default what the runtime's options say. ahead: launch
         steps before the one in flight is collected; by default where a device computes beside the host."""
-        self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
+        self.runtime, self.stats, self.meter = runtime, EngineStats(), TokenMeter()
         options = runtime.options
         longest = None if options.max_stall_ms is None else options.max_stall_ms / 1000
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget, StepTimes(longest),
                                    not runtime.verifies,
                                    FEW_ROWS + 1 if runtime.defers else None)
-        self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
-        self.pictures = Pictures(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
+        self.speculator = SpeculationController(runtime, self.scheduler, drafter, depth)
+        self.pictures = ImageEmbeds(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
         self._known = KnownLogits(runtime.config.vocab_size, runtime.memory.max_batch)
         self._failures = Failures(runtime, self.scheduler, self.speculator)
@@ -92,7 +92,7 @@ class Engine:
         if self.ahead:
             runtime.cache.set_aside(runtime.memory.max_batch)
         self._flight: InFlight | None = None
-        self._sound: dict[Sequence, Share] = {}
+        self._sound: dict[Sequence, ScheduledSequence] = {}
         """Those that have drawn a sound token since what they have emitted was kept."""
         self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
@@ -109,7 +109,7 @@ class Engine:
         """Tokens that one prompt and its answer may have together."""
         return self.runtime.memory.max_context
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request; raises RequestError if it cannot be served as asked."""
         if request.id in self._sequences:
             raise RequestError(f"a request with id {request.id!r} is already running", "id")
@@ -120,7 +120,7 @@ class Engine:
         self._sequences[request.id] = [first]
         self.scheduler.add(first)
 
-    def keys_of(self, request: Request) -> array[int]:
+    def keys_of(self, request: EngineRequest) -> array[int]:
         """The keys of its prompt; RequestError if it cannot be served as asked. For any thread."""
         if isinstance(request.output, Embed) and self.runtime.options.batch_invariant:
             raise RequestError("this model was loaded with batch_invariant, which is for answers: load it without for "
@@ -142,7 +142,7 @@ class Engine:
             sequence.finish = "abort"
             self._end(sequence)
 
-    def progress(self, request: Request) -> Progress:
+    def progress(self, request: EngineRequest) -> RequestProgress:
         """How far a request is; of one that it does not know, that it is finished. For any thread."""
         return progress(self._sequences.get(request.id, []), len(request.prompt))
 
@@ -329,14 +329,14 @@ class Engine:
             return self._fail(sequence, _SICK)
         sequence.scores += found
 
-    def _give(self, share: Share, vector: Tensor) -> None:
+    def _give(self, share: ScheduledSequence, vector: Tensor) -> None:
         """A sequence has come to the end of its prompt, and this is the vector [H] that was wanted of it."""
         sequence = share.sequence
         if not bool(vector.isfinite().all()) or bool((vector == vector[0]).all()):
             return self._fail(sequence, _SICK)
         if share.lease.emitting:
             self.runtime.cache.keep_emitted(share.lease)
-        self._events.append(VectorOut(sequence.request.id, array("f", vector.tolist()), sequence.usage))
+        self._events.append(VectorEvent(sequence.request.id, array("f", vector.tolist()), sequence.usage))
         self._forget(sequence)
 
     def _timed(self, flight: InFlight, seconds: float, read: int) -> None:
@@ -346,7 +346,7 @@ class Engine:
         if flight.drafting and len(flight.drafting) == len(flight.shares) == len(flight.plan.rows):
             self.speculator.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
 
-    def _follow(self, share: Share, chosen: Chosen, place: int) -> None:
+    def _follow(self, share: ScheduledSequence, chosen: SampledTokens, place: int) -> None:
         """Take the tokens that were chosen for a sequence, from `place` on, as far as its drafts are right."""
         sequence, draft, right, last = share.sequence, share.draft_tokens, 0, 0
         while True:
@@ -385,13 +385,13 @@ class Engine:
                     for choice in range(1, count + 1)]
         assert sequence.lease is not None
         snapshot = self.runtime.cache.snapshot(sequence.lease, logits)
-        origin = Origin(snapshot, count) if snapshot else None
+        origin = ForkPoint(snapshot, count) if snapshot else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
             sibling.origin = origin
             self.scheduler.add(sibling)
 
-    def _settle(self, share: Share, last: int, drawn: list[int]) -> None:
+    def _settle(self, share: ScheduledSequence, last: int, drawn: list[int]) -> None:
         """Of a step with drafts the last token that was committed is this one of its row. drawn: after each of them."""
         known = next((index for index, draft in enumerate(share.draft_tokens) if draft != drawn[index]),
                      len(share.draft_tokens))
@@ -399,7 +399,7 @@ class Engine:
             self.runtime.mtp_runner.settle(share.lease.slot, share.start + last, share.hidden)
             self.speculator.disagree(share.sequence)
 
-    def _take(self, sequence: Sequence, token: int, chosen: Chosen, row: int) -> Finish | None:
+    def _take(self, sequence: Sequence, token: int, chosen: SampledTokens, row: int) -> Finish | None:
         """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""
         if sequence.sampling.max_tokens == 0:
             sequence.finish = "length"
@@ -407,7 +407,7 @@ class Engine:
         finish = sequence.append(token)
         self.stats.generated_tokens += 1
         self.meter.token(sequence)
-        self._events.append(TokenOut(sequence.request.id, sequence.choice, token,
+        self._events.append(TokenEvent(sequence.request.id, sequence.choice, token,
                                      chosen.logprobs(row, token, sequence.sampling.logprobs), finish,
                                      sequence.usage if finish else None, prompt=sequence.report))
         return finish
@@ -441,7 +441,7 @@ class Engine:
         self.stats.finished += len(choices) - 1
         self.stats.failed += len(choices) if error else 0
         for choice in choices:
-            self._events.append(TokenOut(request.id, choice, None, None, sequence.finish, sequence.usage, error,
+            self._events.append(TokenEvent(request.id, choice, None, None, sequence.finish, sequence.usage, error,
                                          sequence.report, refused))
         self._forget(sequence, len(choices) - 1)
 
@@ -461,7 +461,7 @@ class Engine:
         if not group:
             del self._sequences[sequence.request.id]
 
-    def _sequence(self, request: Request, choice: int, seed: int | None, keys: array[int]) -> Sequence:
+    def _sequence(self, request: EngineRequest, choice: int, seed: int | None, keys: array[int]) -> Sequence:
         """seed: of the request's other choices. keys: of its prompt."""
         params, prompt = request.output if isinstance(request.output, SamplingParams) else _NO_TOKENS, request.ids
         if seed is None:

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.step_plan import Plan
+from deltic.engine.step_plan import StepPlan
 from deltic.ops.memory import is_shortage
 from deltic.runner.launch import InFlight
 from deltic.runner.model import Model
-from deltic.spec_decode.controller import Speculator
+from deltic.spec_decode.controller import SpeculationController
 
 log = logging.getLogger("deltic")
 
@@ -22,7 +22,7 @@ Fail = Callable[[str, str], None]
 class Failures:
     """Those of one engine."""
 
-    def __init__(self, runtime: Model, scheduler: Scheduler, speculator: Speculator) -> None:
+    def __init__(self, runtime: Model, scheduler: Scheduler, speculator: SpeculationController) -> None:
         self._runtime, self._scheduler, self._speculator = runtime, scheduler, speculator
 
     def lose(self, flight: InFlight, error: Exception, fail: Fail) -> None:
@@ -62,7 +62,7 @@ class Failures:
             log.exception("an operation on the cache failed")
         self.mend()
 
-    def gives_up(self, plan: Plan) -> bool:
+    def gives_up(self, plan: StepPlan) -> bool:
         """Whether the plan is of no use, as the cache was lost while it was made."""
         if self._runtime.cache.lost:
             self._runtime.cache.pools.forget(plan.operations)

@@ -1,4 +1,4 @@
-"""From a model's files, or from a shape alone, to a `Runtime`."""
+"""From a model's files, or from a shape alone, to a `ModelRunner`."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from deltic.loader.hub import ModelFiles, open_model
 from deltic.loader.quantize import FP8, quantize_tensors, quantize_tower
 from deltic.model.decoder import Decoder, build
 from deltic.model.draft_vocabulary import Tokens, draftable
-from deltic.model.mtp_head import Mtp as MtpHead
+from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.model.mtp_head import build_head
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.cuda import quantized_gemm, serves_rings
-from deltic.ops.cuda.card_store import CardStore
+from deltic.ops.cuda.card_store import GpuExpertCache
 from deltic.ops.cuda.tile_store import TileStore
 from deltic.ops.memory import memory_for
 from deltic.ops.quantized import host_form
 from deltic.ops.types import MoeWeights, Weight
 from deltic.params import Auto, Draft, Mtp, Ngram
 from deltic.runner.expert_offload import (
-    Experts,
+    ExpertOffload,
     beside_card,
     check_experts,
     fill_card,
@@ -58,7 +58,7 @@ from deltic.runner.expert_offload import (
 )
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 from deltic.vision.patches import Pixels, patches_of
 
 log = logging.getLogger("deltic")
@@ -98,7 +98,7 @@ class RandomModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ModelOverrides:
     """What a caller hands over instead of what the model's files have: see `open_model`."""
 
     config: ModelConfig | Mapping[str, Any] | str | Path | None = None
@@ -146,14 +146,14 @@ class _Loaded:
     tiled: bool
     made: Identity
     drafts: bool
-    experts: Experts | None
+    experts: ExpertOffload | None
     tokenizer: TokenizerTexts | None
     times: StartTimes
 
 
 def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revision: str | None = None,
-             progress: LoadProgress | None = None, rings: bool = False, given: Given = Given()
-             ) -> Runtime | ProgramModel:
+             progress: LoadProgress | None = None, rings: bool = False, given: ModelOverrides = ModelOverrides()
+             ) -> ModelRunner | ProgramModel:
     """As `load`, or a compiled model, whose path has a name or content of its own."""
     model = str(model) if isinstance(model, Path) else model
     if isinstance(model, str) and kind_of(model):
@@ -170,7 +170,7 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None, rings: bool = False, vectors: bool = False,
-         given: Given = Given()) -> Runtime:
+         given: ModelOverrides = ModelOverrides()) -> ModelRunner:
     """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
     its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
     rings even if nobody drafts. vectors: as of `plan_memory`."""
@@ -193,7 +193,7 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
         return _with_cache(loaded, rings, draft, vectors)
 
 
-def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vectors: bool = False) -> Runtime:
+def _with_cache(loaded: _Loaded, rings: bool, draft: ModelRunner | None = None, vectors: bool = False) -> ModelRunner:
     config, options, ops, dtype = loaded.config, loaded.options, loaded.decoder.ops, loaded.decoder.dtype
     memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings, vectors, _defers(loaded),
                                  _unpacks(loaded))
@@ -204,7 +204,7 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
     tiers, notes = ([], None) if loaded.drafts else open_tiers(loaded.name, options, ops, loaded.made, pools.keys.dtype)
     cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
     files = loaded.files
-    runtime = Runtime(loaded.name, files.place if files else None, config, options, loaded.generation, memory,
+    runtime = ModelRunner(loaded.name, files.place if files else None, config, options, loaded.generation, memory,
                    loaded.decoder, cache, loaded.threads, loaded.tokenizer, notes, loaded.head,
                    loaded.encode, files.vision if files and loaded.encode else None, draft, loaded.experts)
     if options.batch_invariant and options.device != "cpu" and runtime.step is None:
@@ -243,7 +243,7 @@ def _memory_for_weights(model: str | RandomModel | None, device: str) -> Abstrac
 
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
-          progress: LoadProgress | None, drafts: bool = False, given: Given = Given()) -> _Loaded:
+          progress: LoadProgress | None, drafts: bool = False, given: ModelOverrides = ModelOverrides()) -> _Loaded:
     """drafts: it drafts for another model, and if it is quantized stays so."""
     times = StartTimes()
     _check_device(options.device)
@@ -271,7 +271,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         marks = _marks(files, options)
         check_experts(None if files.weights else files, config, options, dtype, tiled or quantizes)
         tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, here)
-    card: CardStore | None = None
+    card: GpuExpertCache | None = None
     if beside_card(options) and not tiled and not quantizes:
         card = plain = plain_store(config, options)
         tensors = ((name, tensor) for name, tensor in tensors if not plain.take(name, tensor))
@@ -360,8 +360,8 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     return found
 
 
-def _experts(card: CardStore | None, weights: dict[str, Weight], files: ModelFiles | None, config: ModelConfig,
-             options: EngineConfig, ops: Ops, dtype: DType) -> Experts | None:
+def _experts(card: GpuExpertCache | None, weights: dict[str, Weight], files: ModelFiles | None, config: ModelConfig,
+             options: EngineConfig, ops: Ops, dtype: DType) -> ExpertOffload | None:
     """Those that are not all in memory. card: on a GPU, where they are plain."""
     if beside_card(options):
         assert config.experts

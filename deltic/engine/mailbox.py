@@ -11,7 +11,7 @@ from deltic.errors import UnavailableError
 from deltic.params import Event
 
 
-class Mailbox:
+class EventMailbox:
     """The events of some requests: a `Listener` on the worker's side, `get` or `aget` on the other.
 
     patience: events that may gather before the reader is woken; the end of a choice wakes him in any case. For one

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, enough, split_memory
-from deltic.cache.tensors import Extras, page_bytes, ring_bytes, slot_bytes
+from deltic.cache.tensors import PoolOptions, page_bytes, ring_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.config.engine import option_defaults
 from deltic.errors import ConfigError
@@ -25,7 +25,7 @@ _KEPT = 1 << 30
 
 def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
                 head: bool, drafts: bool, vectors: bool = False, defers: bool = False, unpacks: bool = False
-                ) -> tuple[MemoryPlan, Extras]:
+                ) -> tuple[MemoryPlan, PoolOptions]:
     """How the cache is split; ConfigError if it holds nothing. dtype: of activations. head: it serves a draft head too.
     drafts, defers: sequences shall have replay rings, for drafts, for updates of states that are deferred. vectors: it
     serves texts that are read once, beside other models, and takes no more than one of full length and a step need.
@@ -46,7 +46,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     memory = split_memory(budget - rings * ring, needs)
     if drafts and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise `memory`)", budget >> 20)
-    return memory, Extras(min(rings, memory.max_batch), head, kv=kv, state=state)
+    return memory, PoolOptions(min(rings, memory.max_batch), head, kv=kv, state=state)
 
 
 def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:

@@ -6,10 +6,10 @@ import logging
 
 import torch
 
-from deltic.cache.offload.deferred_open import LateDisk, LateNotes
-from deltic.cache.offload.device_copies import Outgoing
-from deltic.cache.offload.disk import Disk, DiskNotes
-from deltic.cache.offload.host import Host
+from deltic.cache.offload.deferred_open import DeferredDisk, DeferredRecords
+from deltic.cache.offload.device_copies import DeviceToHostCopy
+from deltic.cache.offload.disk import DiskRecords, DiskStore
+from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.item_folder import WEIGHTS, open_root
 from deltic.cache.offload.pinned_memory import PinnedMemory
@@ -20,7 +20,7 @@ from deltic.ops import Ops
 
 log = logging.getLogger("deltic")
 
-Notes = DiskNotes | LateNotes | None
+Notes = DiskRecords | DeferredRecords | None
 _SPARE = 8
 """Of the tier's bytes this part more are pinned: what is given up leaves room in pieces."""
 
@@ -35,7 +35,7 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
     if host:
         on_gpu = options.device.startswith("cuda")
         pinned = PinnedMemory(host + host // _SPARE) if on_gpu else None
-        tiers.append(TierIndex(Host(host), threads=on_gpu, outgoing=Outgoing(pinned)))
+        tiers.append(TierIndex(HostStore(host), threads=on_gpu, outgoing=DeviceToHostCopy(pinned)))
     if options.cache_dir:
         kv = str(dtype).removeprefix("torch.")
         facts = {**made.facts, **machine_facts(options, ops), "kv": kv, "state": options.state_dtype}
@@ -50,15 +50,15 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
 
 
 def _on_disk(name: str, identity: Identity, about: str,
-             options: EngineConfig) -> tuple[TierIndex, DiskNotes | LateNotes]:
+             options: EngineConfig) -> tuple[TierIndex, DiskRecords | DeferredRecords]:
     """They open when it is known which model it is, which for large files that are new is later."""
     directory, budget = str(options.cache_dir), int(options.cache_disk_gb * 1e9)
     opening, abandon = open_under(
         identity, Memory(open_root(directory) / WEIGHTS),
-        lambda digest: (Disk(directory, digest, budget, name, about), DiskNotes(directory, digest)))
+        lambda digest: (DiskStore(directory, digest, budget, name, about), DiskRecords(directory, digest)))
     if opening.done():
         disk, notes = opening.result()
-        return TierIndex(disk, threads=True, outgoing=Outgoing()), notes
+        return TierIndex(disk, threads=True, outgoing=DeviceToHostCopy()), notes
     log.info("the weights' files are new and are being hashed; until then nothing is found in %s", directory)
-    late = TierIndex(LateDisk(opening, budget, abandon), threads=True, late=True, outgoing=Outgoing())
-    return late, LateNotes(opening)
+    late = TierIndex(DeferredDisk(opening, budget, abandon), threads=True, late=True, outgoing=DeviceToHostCopy())
+    return late, DeferredRecords(opening)

@@ -24,7 +24,7 @@ from deltic.ops import Ops
 from deltic.ops.cuda.marks import Marks, mark_of, operator_of
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS
-from deltic.runner.model_runner import Runtime
+from deltic.runner.model_runner import ModelRunner
 
 log = logging.getLogger("deltic")
 
@@ -98,7 +98,7 @@ def _table(name: str, phase: PhaseProfile) -> str:
 def profiling(runtime: object, between_steps: Callable[[], AbstractContextManager[object]] = nullcontext
               ) -> Iterator[Profile]:
     """Profile all steps until the `with` block ends. between_steps: gives a context in which no step runs."""
-    if not isinstance(runtime, Runtime):
+    if not isinstance(runtime, ModelRunner):
         raise RequestError("a compiled model has no operators to time: load the model itself", "model")
     profiler = (_OnHost if runtime.device.type == "cpu" else _OnCard)(runtime)
     with between_steps():
@@ -144,7 +144,7 @@ class _Account:
 class _Profiler(ABC):
     """Puts wrapped operators in the place of a runtime's own, and the own ones back."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: ModelRunner) -> None:
         self.profile = Profile(str(runtime.device))
         self._runtime, self._account, self._undo = runtime, _Account(self.profile), list[Callable[[], None]]()
 
@@ -168,8 +168,8 @@ class _Profiler(ABC):
             self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
             setattr(owner, name, value)
 
-    def _draft_runtime(self) -> Runtime | None:
-        return self._runtime.draft if isinstance(self._runtime.draft, Runtime) else None
+    def _draft_runtime(self) -> ModelRunner | None:
+        return self._runtime.draft if isinstance(self._runtime.draft, ModelRunner) else None
 
 
 class _OnHost(_Profiler):

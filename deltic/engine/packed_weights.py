@@ -15,7 +15,7 @@ from deltic.ops.cuda import quantized_gemm
 from deltic.ops.cuda.kernel_config import knows_sizes
 from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.cuda.tile_store import form as pinned_form
-from deltic.ops.quantized import Form, host_form
+from deltic.ops.quantized import PackedForm, host_form
 from deltic.params import Draft
 
 log = logging.getLogger("deltic")
@@ -23,7 +23,7 @@ _FREE_SHARE = 0.85
 """The share of a GPU's free memory that weights may fill, so that the cache and a step find room beside them."""
 
 
-def packed_form(options: EngineConfig) -> Form:
+def packed_form(options: EngineConfig) -> PackedForm:
     """The form of quantized matrices that the device's kernels read."""
     if options.device == "cpu":
         return host_form()

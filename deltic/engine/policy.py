@@ -61,7 +61,7 @@ def hurry(counts: Sequence[int], goals: Sequence[int], first: bool = False) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class PrefixWait:
     """A prompt that could wait until another one has read what they have in common.
 
     own: tokens that it would have to read if it began now.

@@ -14,13 +14,13 @@ from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import partial
 
-from deltic.cache.handles import Lease
+from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.offload.tiers import NOTHING
-from deltic.engine.policy import Meeting, StepTimes, hurry, share
+from deltic.engine.policy import PrefixWait, StepTimes, hurry, share
 from deltic.engine.quantum import TURN, gives_way, in_turn, settled, turn_to_read
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import Plan, Row, Seen
+from deltic.engine.step_plan import ImageSpan, PlannedRow, StepPlan
 from deltic.params import PAGE, RING, common_length
 
 log = logging.getLogger("deltic")
@@ -42,7 +42,7 @@ DEFERRED = 5
 to be replayed for what is saved."""
 
 
-def defers(cache: HybridCache, lease: Lease) -> bool:
+def defers(cache: HybridCache, lease: SequenceCache) -> bool:
     """Whether what the next token does to the state is left in the lease's replay ring. Of a few tokens in a row one is
     not, so that the state is written; of different sequences not in the same step."""
     if not cache.take_ring(lease) or lease.ring is None:
@@ -50,7 +50,9 @@ def defers(cache: HybridCache, lease: Lease) -> bool:
     return lease.behind + 1 < RING and (lease.done + lease.ring) % DEFERRED != 0
 
 
-def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int) -> tuple[tuple[int, int], ...]:
+def emits_of(
+    cache: HybridCache, lease: SequenceCache, wanted: Iterable[int], count: int
+) -> tuple[tuple[int, int], ...]:
     """`Row.emits` of a row with the next `count` tokens: those of the wanted positions that lie in it and have room."""
     if not wanted:
         return ()
@@ -80,7 +82,7 @@ class Scheduler:
         sequence.turn = self._step
         self.waiting.append(sequence)
 
-    def plan(self) -> tuple[Plan, list[Sequence]]:
+    def plan(self) -> tuple[StepPlan, list[Sequence]]:
         """The next step and the sequence behind each row. Every position of it is backed by granted pages (L4)."""
         self._step += 1
         self._take_turns()
@@ -102,14 +104,14 @@ class Scheduler:
         shares.sort(key=_order)
         deferring = self.defers(len(shares)) and all(count == 1 and sequence.generated for sequence, count in shares)
         rows = tuple(self._row(sequence, count, deferring) for sequence, count in shares)
-        return Plan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
+        return StepPlan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
 
     def defers(self, rows: int) -> bool:
         """Whether updates of states may be deferred in a step of so many rows that only decode."""
         return self.defer_from is not None and rows >= self.defer_from
 
-    def plan_behind(self, rows: List[Row], known: List[Sequence], leaving: set[Sequence], spares: Iterator[int]
-                    ) -> tuple[Plan, list[Sequence]] | None:
+    def plan_behind(self, rows: List[PlannedRow], known: List[Sequence], leaving: set[Sequence], spares: Iterator[int]
+                    ) -> tuple[StepPlan, list[Sequence]] | None:
         """As `plan`, of a step behind one in flight, which draws tokens of these known sequences: `rows` take them.
         leaving: whose answers end with that step, so that their places are free. All others that run read prompts, to
         whose states the step leaves their slots, as it is committed later: it writes to spare ones. None, and nothing
@@ -126,12 +128,12 @@ class Scheduler:
                 shares.append((sequence, count))
         shares.sort(key=_order)
         others = tuple(replace(self._row(sequence, count, False), target=next(spares)) for sequence, count in shares)
-        return Plan((*rows, *others), self.cache.take_operations()), [*known, *(sequence for sequence, _ in shares)]
+        return StepPlan((*rows, *others), self.cache.take_operations()), [*known, *(sequence for sequence, _ in shares)]
 
-    def plan_drafts(self, rows: List[Row]) -> Plan:
+    def plan_drafts(self, rows: List[PlannedRow]) -> StepPlan:
         """The step of these rows with drafts, behind one in flight that has the same sequences, all that run."""
         self._step += 1
-        return Plan(tuple(rows), self.cache.take_operations())
+        return StepPlan(tuple(rows), self.cache.take_operations())
 
     def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
               ) -> list[tuple[Sequence, int]]:
@@ -294,7 +296,7 @@ class Scheduler:
             known = max(self._known(sequence), passed[0])
             own = len(sequence.tokens) - known
             nearer = sum(one.pending for one in reading if one is not other and one.pending < own)
-            meeting = Meeting(own, position - known, position - other.done, others, len(reading) == 1, nearer)
+            meeting = PrefixWait(own, position - known, position - other.done, others, len(reading) == 1, nearer)
             if meeting.away > 0 and meeting.pays(self.token_budget):
                 found.append((position, other))
         if found:
@@ -306,7 +308,7 @@ class Scheduler:
             self.cache.keep_sound(passed[1].lease)
         return sequence.hold is not None
 
-    def _lease(self, sequence: Sequence) -> Lease | None:
+    def _lease(self, sequence: Sequence) -> SequenceCache | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
         room = len(sequence.tokens) + 1 if self.running else 0
         origin, lease, keys, known = sequence.origin, None, sequence.own_keys(), sequence.key_array
@@ -377,7 +379,7 @@ class Scheduler:
             self.cache.wake(sequence.rest, sequence.lease)
             sequence.rest = None
 
-    def _row(self, sequence: Sequence, count: int, deferring: bool) -> Row:
+    def _row(self, sequence: Sequence, count: int, deferring: bool) -> PlannedRow:
         lease = sequence.lease
         assert lease is not None
         done, end = lease.done, lease.done + count
@@ -386,7 +388,7 @@ class Scheduler:
         scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
         drawn = drafts + 1 if ends and not sequence.embeds else 0
         append = defers(self.cache, lease) if deferring else drafts > 0 and lease.ring is not None
-        return Row(tokens, done, lease.pages, lease.slot, scored + drawn, scored=scored,
+        return PlannedRow(tokens, done, lease.pages, lease.slot, scored + drawn, scored=scored,
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
                    append=append, drafts=drafts,
                    rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
@@ -411,14 +413,14 @@ def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
     return found
 
 
-def _seen(sequence: Sequence, start: int, end: int) -> tuple[Seen, ...]:
+def _seen(sequence: Sequence, start: int, end: int) -> tuple[ImageSpan, ...]:
     """`Row.seen` of a row with the tokens from start to end."""
     parts = ((max(picture.start, start), min(picture.end, end), picture) for picture in sequence.pictures)
-    return tuple(Seen(first - start, last - first, picture.digest, first - picture.start)
+    return tuple(ImageSpan(first - start, last - first, picture.digest, first - picture.start)
                  for first, last, picture in parts if first < last)
 
 
-def _reuse(tokens: int, diverged: int, lease: Lease) -> str:
+def _reuse(tokens: int, diverged: int, lease: SequenceCache) -> str:
     """Why so much of a prompt was reused, and no more."""
     source = f" of the {lease.source} tier" if lease.source else ""
     resumed = f"resumed at checkpoint {lease.done:,}{source}" if lease.done else "no checkpoint before that: read anew"

@@ -9,20 +9,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deltic.cache.handles import Lease, Rest, Snapshot
-from deltic.cache.offload.tiers import Fetch
+from deltic.cache.handles import CacheSnapshot, PreemptedState, SequenceCache
+from deltic.cache.offload.tiers import LoadRequest
 from deltic.engine.repeats import Repeats
 from deltic.params import (
     PAGE,
     Constraint,
     Embed,
+    EngineRequest,
     Finish,
-    Guide,
+    ForcedTokens,
     Matcher,
     Picture,
     Positions,
     Prompt,
-    Request,
     SamplingParams,
     TokenLogprobs,
     Usage,
@@ -31,10 +31,10 @@ from deltic.spec_decode.draft_length import Acceptance
 
 
 @dataclass(slots=True, eq=False)
-class Origin:
+class ForkPoint:
     """The end of a prompt, with its logits, that several choices continue. `waiting` choices have not forked it yet."""
 
-    snapshot: Snapshot
+    snapshot: CacheSnapshot
     waiting: int
 
 
@@ -78,7 +78,7 @@ class Sequence:
     client: who has one share of all.
     """
 
-    request: Request
+    request: EngineRequest
     choice: int
     sampling: SamplingParams
     seed: int
@@ -86,16 +86,16 @@ class Sequence:
     limit: int
     tokens: list[int] | tuple[int, ...]
     matcher: Matcher | None = None
-    guide: Guide | None = None
+    guide: ForcedTokens | None = None
     constraint: Constraint | None = None
     repeats: Repeats | None = None
-    lease: Lease | None = None
-    origin: Origin | None = None
+    lease: SequenceCache | None = None
+    origin: ForkPoint | None = None
     prompt_keys: array[int] = field(default_factory=lambda: array("q"))
     boundaries: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
     hold: tuple[int, Sequence] | None = None
-    fetch: Fetch | None = None
+    fetch: LoadRequest | None = None
     known: tuple[int, int] = (0, -1)
     logits: Any = None
     processing: Any = None
@@ -103,7 +103,7 @@ class Sequence:
     mask_seconds: float = 0.0
     cached: int = 0
     turn: int = 0
-    rest: Rest | None = None
+    rest: PreemptedState | None = None
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     last_token: float | None = None
@@ -231,7 +231,7 @@ class Sequence:
                                 for axis in self.positions)
         return first, second, third
 
-    def start(self, lease: Lease) -> None:
+    def start(self, lease: SequenceCache) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
         self.lease, self.fetch, self.hold = lease, None, None
         self.blind = next((picture.start for picture in self.pictures if picture.end > lease.done), None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 
-class Held(Protocol):
+class HeldRequest(Protocol):
     """A request that runs or waits."""
 
     @property
@@ -23,7 +23,7 @@ class Held(Protocol):
         """Answers that have one, and are not finished."""
 
 
-Request = TypeVar("Request", bound=Held)
+Request = TypeVar("Request", bound=HeldRequest)
 
 
 def to_give_up(held: Sequence[tuple[Request, int]], client: str, size: int, most: int) -> list[Request] | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from deltic.params import PAGE, Finish
 
 if TYPE_CHECKING:
-    from deltic.cache.block_pool import Ledger
+    from deltic.cache.block_pool import BlockPool
     from deltic.cache.manager import HybridCache
     from deltic.cache.offload.index import TierIndex
     from deltic.engine.engine import Engine
@@ -74,7 +74,7 @@ class Pace:
         return sum(events for known, events in tuple(self._seconds) if second - WINDOW <= known < second) / WINDOW
 
 
-class Meter:
+class TokenMeter:
     """What the engine's thread notes at every token, and at the end of every answer.
 
     first_token: from a request's arrival to its first token. queued: from its arrival to the first pages it got.
@@ -106,7 +106,7 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolUsage:
     """Equal units of the device's memory: in use by running sequences or kept prefixes, and all there are."""
 
     used: int
@@ -114,7 +114,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class TierUsage:
     """Where prefixes are kept. bytes: in use (on the device, by running sequences too), of `budget`.
 
     checkpoints: kept states.
@@ -133,7 +133,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class EngineSnapshot:
     """All of an engine's figures. Sequences are choices: a request with n = 3 counts three times.
 
     finished: for whatever reason; by reason in `finishes`.
@@ -160,9 +160,9 @@ class Snapshot:
     pace: float
     steps: int
     preemptions: int
-    pages: Pool
-    slots: Pool
-    tiers: tuple[Tier, ...]
+    pages: PoolUsage
+    slots: PoolUsage
+    tiers: tuple[TierUsage, ...]
     first_token: Distribution
     queued: Distribution
     inter_token: Distribution
@@ -172,29 +172,29 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RequestProgress:
     """How far a request is. read: tokens of its prompt that are done, with those that the cache knew."""
 
     status: Literal["waiting", "prefill", "decoding", "finished"]
     read: int
 
 
-def progress(sequences: list[Sequence], prompt: int) -> Progress:
+def progress(sequences: list[Sequence], prompt: int) -> RequestProgress:
     """How far a request is whose choices these are, those that are not finished; its prompt has so many tokens. Cheap
     and safe in any thread."""
     for first in sequences[:1]:
         lease = first.lease
         if lease is None:
-            return Progress("waiting", 0)
-        return Progress("decoding" if first.generated or first.choice else "prefill", min(lease.done, prompt))
-    return Progress("finished", prompt)
+            return RequestProgress("waiting", 0)
+        return RequestProgress("decoding" if first.generated or first.choice else "prefill", min(lease.done, prompt))
+    return RequestProgress("finished", prompt)
 
 
-def snapshot(engine: Engine) -> Snapshot:
+def snapshot(engine: Engine) -> EngineSnapshot:
     """The engine's figures now. Cheap and safe in any thread; changes nothing."""
     stats, scheduler, cache, meter = engine.stats, engine.scheduler, engine.runtime.cache, engine.meter
     drafts, limit = engine.speculator.stats, engine.speculator.depth.limit
-    return Snapshot(
+    return EngineSnapshot(
         running=len(scheduler.running), waiting=len(scheduler.waiting), paused=len(scheduler.paused),
         finished=stats.finished, failed=stats.failed,
         prompt_tokens=stats.prompt_tokens, reused_tokens=stats.reused_tokens,
@@ -209,16 +209,16 @@ def snapshot(engine: Engine) -> Snapshot:
         experts=engine.runtime.experts.statistics() if engine.runtime.experts else None)
 
 
-def _pool(ledger: Ledger) -> Pool:
-    return Pool(ledger.size - ledger.free, ledger.size)
+def _pool(ledger: BlockPool) -> PoolUsage:
+    return PoolUsage(ledger.size - ledger.free, ledger.size)
 
 
-def _device(cache: HybridCache) -> Tier:
+def _device(cache: HybridCache) -> TierUsage:
     page, slot = PAGE * cache.sizes.token_bytes, cache.sizes.slot_bytes
     pages, slots = _pool(cache.pages), _pool(cache.slots)
-    return Tier("device", pages.used * page + slots.used * slot, pages.size * page + slots.size * slot,
+    return TierUsage("device", pages.used * page + slots.used * slot, pages.size * page + slots.size * slot,
                 len(cache.tree), cache.tree.evictions)
 
 
-def _tier(tier: TierIndex) -> Tier:
-    return Tier(tier.name, tier.bytes, tier.budget, tier.prefixes, tier.evictions, tier.hits, tier.hit_tokens)
+def _tier(tier: TierIndex) -> TierUsage:
+    return TierUsage(tier.name, tier.bytes, tier.budget, tier.prefixes, tier.evictions, tier.hits, tier.hit_tokens)

@@ -14,7 +14,7 @@ UNKNOWN = -1
 """Stands for a token that is not on the host yet."""
 
 
-class Seen(NamedTuple):
+class ImageSpan(NamedTuple):
     """Tokens of a row that stand for a part of a picture: `length` from the row's `token` on, for its rows from `first`
     on."""
 
@@ -25,7 +25,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlannedRow:
     """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read the
     state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
 
@@ -59,7 +59,7 @@ class Row:
     rotary: Positions | int = 0
     hidden: bool = False
     scored: int = 0
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[ImageSpan, ...] = ()
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Row:
         return self.tokens[len(self.tokens) - self.drafts:]
 
 
-def base_after(row: Row) -> int | None:
+def base_after(row: PlannedRow) -> int | None:
     """What `HybridCache.commit` is to be told after a step with this row: tokens that the state in the slot stands for,
     if the row was appended to the replay ring."""
     if not row.append:
@@ -76,11 +76,11 @@ def base_after(row: Row) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """A step as plain data. operations: what is to be done to the pools before, in order. rows: those of single tokens
     first, by slot."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlannedRow, ...]
     operations: tuple[Operation, ...] = ()
 
     def to_json(self) -> str:
@@ -88,15 +88,15 @@ class Plan:
         return json.dumps({"rows": [asdict(row) for row in self.rows], "operations": [*map(plain, self.operations)]})
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> StepPlan:
         found = json.loads(text)
         return cls(tuple(_row(row) for row in found["rows"]),
                    tuple(map(operation_of, found["operations"])))
 
 
-def _row(fields: dict[str, Any]) -> Row:
-    row = Row(**{name: _tuples(value) for name, value in fields.items()})
-    return replace(row, seen=tuple(Seen(*seen) for seen in row.seen)) if row.seen else row
+def _row(fields: dict[str, Any]) -> PlannedRow:
+    row = PlannedRow(**{name: _tuples(value) for name, value in fields.items()})
+    return replace(row, seen=tuple(ImageSpan(*seen) for seen in row.seen)) if row.seen else row
 
 
 def _tuples(value: Any) -> Any:

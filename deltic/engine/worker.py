@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 from deltic.engine.compute_thread import EXIT_SECONDS, ComputeThread
 from deltic.engine.engine import Engine
 from deltic.errors import UnavailableError, forked_from
-from deltic.params import Event, Request, TokenOut
+from deltic.params import EngineRequest, Event, TokenEvent
 
 log = logging.getLogger("deltic")
 
@@ -49,14 +49,14 @@ class Listener(Protocol):
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveRequest:
     """A request that is not finished. left: choices without an end."""
 
     listener: Listener
     left: int
 
 
-class _Turn:
+class _CallerTurn:
     """A caller's time with the engine."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = ComputeThread(self._run, "deltic-engine", self._leave)
         self._starting, self._started, self._process = threading.Lock(), False, os.getpid()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._since: float | None = None
         self._checked, self._failures = True, 0
         self._fault: str | None = None
@@ -106,7 +106,7 @@ class Worker:
                 self._thread.start()
                 self._started = True
 
-    def submit(self, requests: Sequence[Request], listener: Listener,
+    def submit(self, requests: Sequence[EngineRequest], listener: Listener,
                reply: Callable[[Exception | None], None]) -> None:
         """Queue requests that belong together: all, or none if the engine refuses one. reply: called in the worker's
         thread, before any event, with None or what is wrong (a RequestError, or UnavailableError)."""
@@ -120,7 +120,7 @@ class Worker:
     def hold(self) -> Iterator[Engine]:
         """The engine for the caller's own thread, while the worker waits between two steps. Who steps it must be alone
         with it, as the events of all requests come to him. Not to be nested."""
-        turn = _Turn()
+        turn = _CallerTurn()
         self.ask(turn.give, turn.refuse)
         try:
             turn.begun.wait()
@@ -203,7 +203,9 @@ class Worker:
             self._fault = f"the engine failed outside of a step: {error!r}"
             log.exception("the engine failed outside of a step")
 
-    def _add(self, requests: Sequence[Request], listener: Listener, reply: Callable[[Exception | None], None]) -> None:
+    def _add(
+        self, requests: Sequence[EngineRequest], listener: Listener, reply: Callable[[Exception | None], None]
+    ) -> None:
         added = []
         try:
             for request in requests:
@@ -214,7 +216,7 @@ class Worker:
             for name in added:
                 self.engine.abort(name)
         else:
-            self._live |= {request.id: _Live(listener, request.choices) for request in requests}
+            self._live |= {request.id: _LiveRequest(listener, request.choices) for request in requests}
             reply(None)
 
     def _abort(self, requests: Sequence[str]) -> None:
@@ -266,7 +268,7 @@ class Worker:
             raise RuntimeError(f"{_MAX_FAILURES} steps in a row failed, the last with {message}")
         for request in self._live:
             self.engine.abort(request)  # its own last events will come too late
-        return [TokenOut(request, 0, None, finish="error", error=message) for request in self._live]
+        return [TokenEvent(request, 0, None, finish="error", error=message) for request in self._live]
 
     def _tell(self, events: Sequence[Event]) -> None:
         news: dict[Listener, list[Event]] = {}

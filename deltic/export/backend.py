@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, split_memory
-from deltic.cache.offload.prefix_items import Door
+from deltic.cache.offload.prefix_items import ItemValidator
 from deltic.cache.operations import CopyPage, CopySlot, Operation, PoolSizes
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.errors import ConfigError
@@ -35,7 +35,7 @@ class ProgramPools:
     sizes: PoolSizes
 
     @property
-    def door(self) -> Door:
+    def door(self) -> ItemValidator:
         """What comes from tiers: there are none."""
         raise AssertionError("a program has no tiers")
 
@@ -122,7 +122,7 @@ class ProgramModel:
             for slot in [slot for slot in self.program.slots if not self.cache.slots.owned(slot)]:
                 self.program.drop(slot)
 
-    def _feed(self, row: _Row) -> Iterator[Tensor]:
+    def _feed(self, row: _ProgramRow) -> Iterator[Tensor]:
         """Append the row's tokens to its sequence, and leave copies where states are to be kept; the logits [V] of
         those tokens that want them."""
         program, at = self.program, 0
@@ -142,7 +142,7 @@ class ProgramModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ProgramRow:
     """A batch's row in plain numbers. wanted: lengths of its tokens after which logits are wanted. emits: slots by such
     lengths."""
 
@@ -154,12 +154,12 @@ class _Row:
     emits: dict[int, int]
 
 
-def _rows(batch: Batch) -> Iterator[_Row]:
+def _rows(batch: Batch) -> Iterator[_ProgramRow]:
     ids, wanted, start = batch.ids.tolist(), batch.logit_tokens.tolist(), 0
     columns = (column.tolist() for column in (batch.done, batch.source, batch.target))
     emits = [*zip(batch.emit_row.tolist(), batch.emit_length.tolist(), batch.emit_slot.tolist(), strict=True)]
     for index, (count, done, source, target) in enumerate(zip(batch.layout.chunks, *columns, strict=True)):
-        yield _Row(ids[start:start + count], done, source, target,
+        yield _ProgramRow(ids[start:start + count], done, source, target,
                    {token - start + 1 for token in wanted if start <= token < start + count},
                    {length - done: slot for row, length, slot in emits if row == index})
         start += count

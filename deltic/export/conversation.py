@@ -27,7 +27,7 @@ class Rewinds(Program, Protocol):
         """Take back the slot's last tokens; False, and no change, if the states before them are not there any more."""
 
 
-class Conversation:
+class ProgramConversation:
     """What a prompt has in common with what was read before is not read again.
 
         talk = Conversation(open_program(Path("compiled"), EngineConfig()))

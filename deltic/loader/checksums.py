@@ -17,7 +17,7 @@ _NAMES: Final = {64: "SHA-256", 40: "git's SHA-1"}
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _DownloadedFile:
     """A downloaded file. name: in the repository. path: the link in the snapshot. digest: what the hub says, SHA-256
     for large files (64 digits), else git's SHA-1 of a blob (40)."""
 
@@ -43,7 +43,7 @@ def check_files(repository: str, snapshot: Path, digests: Mapping[str, str], bar
     """
     place = snapshot.parents[1] / _CHECKED
     known = _marks(place)
-    files = [_File(name, snapshot / name, digest) for name, digest in digests.items()
+    files = [_DownloadedFile(name, snapshot / name, digest) for name, digest in digests.items()
              if len(digest) in _NAMES and (snapshot / name).is_file()]
     files = [file for file in files if file.mark not in known]
     damaged: list[str] = []
@@ -61,7 +61,7 @@ def check_files(repository: str, snapshot: Path, digests: Mapping[str, str], bar
                          f"`deltic pull {repository}` fetches it again")
 
 
-def _digest(file: _File, progress: Callable[[int], Any]) -> str:
+def _digest(file: _DownloadedFile, progress: Callable[[int], Any]) -> str:
     """Of the file's bytes, in the hub's way; git puts a head before them."""
     if len(file.digest) == 64:
         state = hashlib.sha256()

@@ -70,7 +70,7 @@ class _TensorReader(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`. scales: of
     FLOAT8, what each block of GROUP rows and columns is to be multiplied with. data: the tensor itself, if it is in
     memory instead."""
@@ -80,7 +80,7 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    scales: Stored | None = None
+    scales: StoredTensor | None = None
     data: Tensor | None = field(default=None, compare=False)
 
     def open(self) -> BinaryIO | _TensorReader:
@@ -88,7 +88,7 @@ class Stored:
         return self.path.open("rb", buffering=0) if self.data is None else _TensorReader(self.data)
 
     @property
-    def parts(self) -> tuple[Stored, ...]:
+    def parts(self) -> tuple[StoredTensor, ...]:
         """The tensor itself: it lies in one piece."""
         return (self,)
 
@@ -97,7 +97,7 @@ class Stored:
 class Stack:
     """A tensor whose entries along the first axis are stored one by one, all of one dtype and shape."""
 
-    parts: tuple[Stored, ...]
+    parts: tuple[StoredTensor, ...]
 
     @property
     def path(self) -> Path:
@@ -117,14 +117,14 @@ class Stack:
         return sum(part.nbytes for part in self.parts)
 
 
-Source = Stored | Stack
+Source = StoredTensor | Stack
 
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
     """Tensors that a caller has handed over, by the names of a checkpoint; in the place of a directory."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
     def __str__(self) -> str:
         return "`weights`"
@@ -135,17 +135,17 @@ def scales_of(source: Source) -> Source | None:
     scales = [part.scales for part in source.parts if part.scales]
     if not scales:
         return None
-    return scales[0] if isinstance(source, Stored) else Stack(tuple(scales))
+    return scales[0] if isinstance(source, StoredTensor) else Stack(tuple(scales))
 
 
-def stacked(tensors: Mapping[str, Stored], counts: Callable[[str], int]) -> dict[str, Source]:
+def stacked(tensors: Mapping[str, StoredTensor], counts: Callable[[str], int]) -> dict[str, Source]:
     """The tensors by our names, with those of single experts put together to stacks, in the place of the first.
 
     counts: how many experts the stack of this name must have. Raises ModelError naming the tensor that is missing, and
     one that is of another dtype or shape than the first.
     """
     found: dict[str, Source | None] = {}
-    stacks: dict[str, dict[int, Stored]] = {}
+    stacks: dict[str, dict[int, StoredTensor]] = {}
     for name, stored in tensors.items():
         place = stack_of(name)
         if place is None:
@@ -160,7 +160,7 @@ def stacked(tensors: Mapping[str, Stored], counts: Callable[[str], int]) -> dict
     return {name: source or _stack(name, stacks[name], counts(name)) for name, source in found.items()}
 
 
-def _stack(name: str, parts: Mapping[int, Stored], count: int) -> Stack:
+def _stack(name: str, parts: Mapping[int, StoredTensor], count: int) -> Stack:
     first = next(iter(parts.values()))
     missing = [expert for expert in range(count) if expert not in parts]
     if missing or len(parts) > count:
@@ -219,7 +219,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Tensors of one safetensors file, in file order.
 
     Raises ModelError naming the file unless the tensors tile its data exactly.
@@ -231,7 +231,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, Stored]:
+def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, StoredTensor]:
     """`read_header` of a file of `size` bytes wherever it lies; `read(count)` gives its bytes one after another."""
     length = int.from_bytes(start := read(8), "little")
     if is_pointer(start):
@@ -246,11 +246,11 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[st
     return tensors
 
 
-def _entry(path: Path, name: str, entry: object, start: int) -> tuple[str, Stored]:
+def _entry(path: Path, name: str, entry: object, start: int) -> tuple[str, StoredTensor]:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if (
                 len(shape) <= _MAX_DIMENSIONS and all(map(_is_size, [*shape, begin, end])) and begin <= end):
-            stored = Stored(path, dtype, tuple(shape), start + begin, end - begin)
+            stored = StoredTensor(path, dtype, tuple(shape), start + begin, end - begin)
         case _:
             raise ModelError(f"{path}: the header entry of tensor {name[:200]!r} is malformed; {_AGAIN}")
     item = ITEM_BYTES.get(dtype)
@@ -264,7 +264,7 @@ def _is_size(number: object) -> bool:
     return type(number) is int and 0 <= number < 1 << 63
 
 
-def _check_tiling(path: Path, tensors: Mapping[str, Stored], start: int, size: int) -> None:
+def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
     for name, stored in tensors.items():
         if stored.offset != start:
             raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {_AGAIN}")
@@ -273,7 +273,7 @@ def _check_tiling(path: Path, tensors: Mapping[str, Stored], start: int, size: i
         raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {_AGAIN}")
 
 
-def find_tensors(directory: Path | InMemory) -> dict[str, Stored]:
+def find_tensors(directory: Path | InMemory) -> dict[str, StoredTensor]:
     """All tensors of a model directory, or of those in memory, by the names they are stored under.
 
     Reads `model.safetensors`, else the shards of its index, else an only other safetensors file that is no draft head,
@@ -304,7 +304,7 @@ def _index(directory: Path) -> Path | None:
     return None if (directory / PICKLED).exists() or not index.exists() or _no_heads(directory) else index
 
 
-def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The same tensors, where those of float8 have their scales, which are no tensors of their own then. Raises
     ModelError naming one without scales, or with scales of another shape or dtype."""
     found = dict(tensors)
@@ -388,19 +388,19 @@ def holds_only_head(path: Path) -> bool:
     return all(map(is_head, read_header(path)))
 
 
-def _tensors_of(path: Path) -> dict[str, Stored]:
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     """Of a file of either kind."""
     if path.suffix != Path(PICKLED).suffix:
         return read_header(path)
     try:
         with open_plain(path) as file:
-            return {name: Stored(path, *piece) for name, piece in find_pickled(path, file).items()}
+            return {name: StoredTensor(path, *piece) for name, piece in find_pickled(path, file).items()}
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _union(paths: Iterable[Path]) -> dict[str, Stored]:
-    tensors: dict[str, Stored] = {}
+def _union(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
     for path in paths:
         for name, stored in _tensors_of(path).items():
             if name in tensors:

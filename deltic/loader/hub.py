@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
-from deltic.config.vision import PictureConfig, Vision, VisionConfig
+from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.catalog import REPOSITORY, repository_of, similar
 from deltic.loader.checksums import check_files
@@ -31,13 +31,13 @@ from deltic.loader.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_f
 from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.loader.in_memory import PLACE, in_memory
 from deltic.loader.layout import has_weights, is_gguf, refuse, refuse_pointer
-from deltic.loader.mtp_head import Checkpoint, directory_checkpoint, find_head, head_in_memory, load_stored_head
+from deltic.loader.mtp_head import CheckpointFiles, directory_checkpoint, find_head, head_in_memory, load_stored_head
 from deltic.loader.repository import Selection, is_model, select
 from deltic.loader.safetensors import Progress, read_directory, read_directory_float8
 from deltic.loader.stored import experts_in_directory, experts_in_gguf
 from deltic.loader.vision import load_tower, plan_tower
 from deltic.loader.writing import size_of
-from deltic.ops.quantized import Form
+from deltic.ops.quantized import PackedForm
 from deltic.ops.stored import StoredExpert
 from deltic.ops.types import Block, Weight
 
@@ -96,7 +96,7 @@ class ModelFiles:
             return read_file(self.gguf, self.config, dtype, device, progress)
         return read_directory_float8(self._stored, self.config, dtype, device, progress, experts)
 
-    def load_packed(self, progress: Progress | None, form: Form | None = None, experts: bool = True
+    def load_packed(self, progress: Progress | None, form: PackedForm | None = None, experts: bool = True
                     ) -> dict[str, Weight]:
         """The weights of a GGUF file under our names, as they are in it (`gguf.load.load_packed`)."""
         assert self.gguf is not None
@@ -121,7 +121,7 @@ class ModelFiles:
             return load_gguf_head(sources, self.config, kept, device, packed)
         return {**load_stored_head(self.stored_head(), self.config, kept, device)} or None
 
-    def load_tower(self, dtype: DType | Literal["auto"], device: str, form: Form | None = None
+    def load_tower(self, dtype: DType | Literal["auto"], device: str, form: PackedForm | None = None
                    ) -> dict[str, Block] | None:
         """The vision tower under our names (`vision.expected_tower`); None if there is none. form: keeps quantized
         matrices as they are."""
@@ -241,7 +241,7 @@ def _vision(directory: Path, tensors: Path | InMemory, mapping: Mapping[str, Any
         said = preprocessors(directory)
         both = directory / "processor_config.json"
         with of_file(both if both.is_file() else directory / "preprocessor_config.json"):
-            return Vision(tower, PictureConfig.from_hf(*said))
+            return Vision(tower, ImageConfig.from_hf(*said))
     except ModelError as error:
         logger.warning("the vision tower cannot be used, so that pictures are refused: %s", error)
         return None
@@ -318,7 +318,7 @@ def _on_disk(name: str) -> Path | None:
     return None
 
 
-def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> Checkpoint:
+def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> CheckpointFiles:
     """The files of a directory, or of a repository on the hub, of which only those bytes are downloaded that are read.
 
     Raises ModelError as `resolve` does.
@@ -335,7 +335,7 @@ def open_checkpoint(model: str, revision: str | None = None, token: str | None =
     return _remote_checkpoint(model, revision, token)
 
 
-def _remote_checkpoint(repository: str, revision: str | None, token: str | None) -> Checkpoint:
+def _remote_checkpoint(repository: str, revision: str | None, token: str | None) -> CheckpointFiles:
     from huggingface_hub import HfApi, HfFileSystem
 
     with _explained(repository, revision):
@@ -353,7 +353,7 @@ def _remote_checkpoint(repository: str, revision: str | None, token: str | None)
             found: bytes = file.read(count)
             return found
 
-    return Checkpoint(Path(repository), {file.rfilename: file.size or 0 for file in info.siblings or []}, read)
+    return CheckpointFiles(Path(repository), {file.rfilename: file.size or 0 for file in info.siblings or []}, read)
 
 
 @contextmanager

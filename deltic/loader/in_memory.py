@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError, show
-from deltic.loader.files import ITEM_BYTES, InMemory, Stored, with_scales
+from deltic.loader.files import ITEM_BYTES, InMemory, StoredTensor, with_scales
 
 PLACE: Final = Path("<weights in memory>")
 """Stands for the directory of a model that has none."""
@@ -29,7 +29,7 @@ def in_memory(weights: Any) -> InMemory:
     return InMemory(with_scales({name: _stored(name, tensor) for name, tensor in weights.items()}))
 
 
-def _stored(name: Any, tensor: Any) -> Stored:
+def _stored(name: Any, tensor: Any) -> StoredTensor:
     if not isinstance(name, str):
         raise ConfigError(f"weights: names must be text, not {show(name)}", "weights")
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
@@ -37,4 +37,4 @@ def _stored(name: Any, tensor: Any) -> Stored:
                           "weights")
     dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     size = tensor.numel() * ITEM_BYTES.get(dtype, tensor.itemsize)
-    return Stored(PLACE, dtype, tuple(tensor.shape), 0, size, data=tensor)
+    return StoredTensor(PLACE, dtype, tuple(tensor.shape), 0, size, data=tensor)

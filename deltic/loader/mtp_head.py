@@ -24,7 +24,7 @@ from deltic.loader.files import (
     SINGLE,
     InMemory,
     Source,
-    Stored,
+    StoredTensor,
     check_weight_map,
     parse_header,
     parse_json,
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointFiles:
     """Files beside each other, and in folders there, in a directory or on the hub.
 
     place: what comes before their names in messages. sizes: bytes of each. read(name, offset, count) gives bytes of
@@ -75,7 +75,7 @@ class Checkpoint:
                              "is this a complete Hugging Face model?")
         return parse_json(self.read(name, 0, size), path)
 
-    def header(self, name: str) -> dict[str, Stored]:
+    def header(self, name: str) -> dict[str, StoredTensor]:
         """The tensors of a safetensors file."""
         done = 0
 
@@ -87,7 +87,7 @@ class Checkpoint:
         return parse_header(self.place / name, self.sizes[name], following)
 
 
-def directory_checkpoint(directory: Path) -> Checkpoint:
+def directory_checkpoint(directory: Path) -> CheckpointFiles:
     """The files of a directory, and a head's in a folder of its own."""
     def read(name: str, offset: int, count: int) -> bytes:
         path = directory / name
@@ -103,10 +103,10 @@ def directory_checkpoint(directory: Path) -> Checkpoint:
         sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths if path.is_file()}
     except OSError as error:
         raise ModelError(f"{directory} cannot be read: {error.strerror}") from error
-    return Checkpoint(directory, sizes, read)
+    return CheckpointFiles(directory, sizes, read)
 
 
-def find_head(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Source]:
+def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Source]:
     """Where each tensor of the head is stored, by canonical name, all but the data checked; empty if there is no head.
 
     Only headers are read, of the files that have tensors of it. Raises ModelError naming a tensor that is missing,
@@ -126,14 +126,14 @@ def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
     return _checked_head(weights, {name: stored for name, stored in named if name is not None}, config)
 
 
-def _checked_head(place: Path | InMemory, stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Source]:
+def _checked_head(place: Path | InMemory, stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, Source]:
     expected = {**expected_head(config), **optional_head(config)}
     found = stacked(stored, lambda name: expected.get(name, (0,))[0])
     _check_head(place, found, config)
     return found
 
 
-def _files(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+def _files(checkpoint: CheckpointFiles) -> tuple[list[str], list[str]]:
     """The safetensors files that the model's own head may lie in, and those that are none of the model's."""
     names = [name for name in checkpoint.sizes if name.endswith(".safetensors")]
     if SINGLE in names or INDEX not in checkpoint.sizes:
@@ -146,9 +146,9 @@ def _files(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     return sorted(shards), sorted(set(names) - set(weight_map.values()))
 
 
-def _only_head(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
+def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
     """The head in one of these files, which may be anything, so that those that cannot be read are passed over."""
-    found: dict[str, dict[str, Stored]] = {}
+    found: dict[str, dict[str, StoredTensor]] = {}
     for name in files:
         try:
             if tensors := _heads(checkpoint, [name]):
@@ -161,9 +161,9 @@ def _only_head(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored
     return next(iter(found.values()), {})
 
 
-def _heads(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
+def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
     theirs: dict[str, str] = {}
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         for stored_name, stored in checkpoint.header(file).items():
             name = canonical_head(stored_name)
@@ -220,7 +220,7 @@ class Extracted:
     tensors: Mapping[str, int]
 
 
-def extract_head(checkpoint: Checkpoint, target: Path, source: str, progress: Progress | None = None) -> Extracted:
+def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progress: Progress | None = None) -> Extracted:
     """Write the head of a checkpoint to a safetensors file, bit for bit, under canonical names.
 
     Tensors of single experts are written as one tensor of all of them, one projection after another. The file says of

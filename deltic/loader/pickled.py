@@ -24,7 +24,7 @@ _MAX_RECORD: Final = 16 << 20
 _ADVICE: Final = "download it again, or take the safetensors file"
 
 
-class Piece(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor lies in a file: `nbytes` bytes at `offset`, row-major. dtype: as safetensors calls it."""
 
     dtype: str
@@ -45,7 +45,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def find_pickled(path: Path, file: BinaryIO) -> dict[str, Piece]:
+def find_pickled(path: Path, file: BinaryIO) -> dict[str, TensorLocation]:
     """Where the tensors of a file such as pytorch_model.bin lie in it, of which no numbers are read.
 
     file: the one at `path`, open. Raises OSError, and ModelError naming a file that holds anything else, that torch
@@ -117,7 +117,7 @@ class _Sparing:
         return found
 
 
-def _piece(path: Path, name: str, tensor: Tensor, records: dict[int, int]) -> Piece:
+def _piece(path: Path, name: str, tensor: Tensor, records: dict[int, int]) -> TensorLocation:
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ModelError(f"{path}: tensor {name[:200]!r} does not lie in one piece; take the safetensors file")
     storage = tensor.untyped_storage()
@@ -125,4 +125,6 @@ def _piece(path: Path, name: str, tensor: Tensor, records: dict[int, int]) -> Pi
     skipped, nbytes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
     if records.get(start) != size or skipped + nbytes > size:
         raise ModelError(f"{path}: tensor {name[:200]!r} is not where the file says; {_ADVICE}")
-    return Piece(DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), int(start + skipped), nbytes)
+    return TensorLocation(
+        DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), int(start + skipped), nbytes
+    )

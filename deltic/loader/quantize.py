@@ -18,7 +18,7 @@ from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors
 from deltic.loader.safetensors import Progress
-from deltic.ops.quantized import Form, QTensor, host_form, read_from
+from deltic.ops.quantized import PackedForm, QTensor, host_form, read_from
 from deltic.ops.types import Block, Weight
 
 SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M"}
@@ -55,7 +55,7 @@ def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfi
 
 
 def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str, config: ModelConfig,
-                     form: Form | None = None) -> dict[str, Weight]:
+                     form: PackedForm | None = None) -> dict[str, Weight]:
     """As `quantize_weights`, of tensors that come one after another, of which one is here at a time, in `form`. What it
     does not serve stays as it was. scheme: one of SCHEMES, or FP8, with which weights in float8 stay what they are."""
     result, kept = dict[str, Weight](), form or host_form()
@@ -94,7 +94,7 @@ def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
                 for name, tensor in weights.items()}
 
 
-def _packed(shape: tuple[int, ...], type: BlockType, form: Form, read: Callable[[int, int], Any]) -> Weight:
+def _packed(shape: tuple[int, ...], type: BlockType, form: PackedForm, read: Callable[[int, int], Any]) -> Weight:
     """A matrix, or a stack of some, whose blocks `read` gives, one matrix behind the other."""
     *_, rows, columns = shape
     size = type.size(columns)
@@ -112,7 +112,7 @@ def _as_it_is(weight: Float8) -> Callable[[int, int], Any]:
     return lambda start, count: blocks[start:start + count]
 
 
-def quantized(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: Form) -> QTensor:
+def quantized(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: PackedForm) -> QTensor:
     """A matrix of any float type in blocks of this type. ModelError names it if it has values that these cannot hold.
     """
     found = _packed(matrix.shape, type, form, _quantizing(name, matrix, type, pool))

@@ -12,7 +12,7 @@ import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.loader.files import FLOAT8, InMemory, Source, Stack, Stored, find_tensors, scales_of, stacked
+from deltic.loader.files import FLOAT8, InMemory, Source, Stack, StoredTensor, find_tensors, scales_of, stacked
 from deltic.loader.fp8 import GROUP, Float8
 from deltic.loader.names import (
     EMBEDDING,
@@ -118,7 +118,7 @@ def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str,
     expected = expected_tensors(config)
     shapes = {**expected, HEAD: expected[EMBEDDING]}
     named: dict[str, str] = {}
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for stored_name, stored in find_tensors(directory).items():
         name = canonical(stored_name)
         if name in named:
@@ -176,7 +176,7 @@ def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.dev
     return result
 
 
-def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
+def _read_part(name: str, stored: StoredTensor, result: torch.Tensor) -> None:
     if stored.scales:
         return _read_numbers(name, stored, stored.scales, result)
     source_dtype = torch.uint8 if stored.dtype == "U8" else _STORED_DTYPES[stored.dtype]
@@ -192,7 +192,7 @@ def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
                 _check_range(name, raw, piece)
 
 
-def _read_numbers(name: str, stored: Stored, scales: Stored, result: torch.Tensor) -> None:
+def _read_numbers(name: str, stored: StoredTensor, scales: StoredTensor, result: torch.Tensor) -> None:
     """Those of a tensor in float8, piece by piece."""
     (rows, columns), factors = stored.shape[-2:], torch.empty(scales.shape)
     _read_part(name, scales, factors.view(-1))
@@ -219,7 +219,7 @@ def read_float8(name: str, stored: Source, device: torch.device) -> Float8:
                   read_stored(name, scales, torch.float32, device))
 
 
-def _fill(file: Any, tensor: torch.Tensor, stored: Stored) -> None:
+def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:
     size = tensor.numel() * tensor.element_size()
     target = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
     done = 0

@@ -8,7 +8,7 @@ from typing import Final
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ConfigError
-from deltic.loader.files import ITEM_BYTES, Source, Stored
+from deltic.loader.files import ITEM_BYTES, Source, StoredTensor
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import matrices_of, plan_gguf
 from deltic.loader.names import is_stack, packed_parts
@@ -46,14 +46,14 @@ def experts_in_directory(directory: Path, config: ModelConfig, dtype: DType) -> 
     return _by_layer(found, config)
 
 
-def _experts(source: Source) -> Iterator[Stored]:
+def _experts(source: Source) -> Iterator[StoredTensor]:
     """The matrices of a stack one by one."""
-    if not isinstance(source, Stored):
+    if not isinstance(source, StoredTensor):
         yield from source.parts
         return
     count, size = source.shape[0], source.nbytes // source.shape[0]
     for expert in range(count):
-        yield Stored(source.path, source.dtype, source.shape[1:], source.offset + expert * size, size)
+        yield StoredTensor(source.path, source.dtype, source.shape[1:], source.offset + expert * size, size)
 
 
 def experts_in_gguf(file: GgufFile, config: ModelConfig) -> list[list[StoredExpert]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltic.config import DType
 from deltic.config.vision import VisionConfig
 from deltic.errors import ModelError
-from deltic.loader.files import InMemory, Stored, find_tensors
+from deltic.loader.files import InMemory, StoredTensor, find_tensors
 from deltic.loader.names import Shape
 from deltic.loader.safetensors import TORCH_DTYPES, check_stored, read_stored
 
@@ -46,12 +46,12 @@ def expected_tower(config: VisionConfig) -> dict[str, Shape]:
             **affine("visual.merger.linear_fc2", config.out_hidden_size, merged)}
 
 
-def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, Stored]:
+def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, StoredTensor]:
     """Where each tensor of the tower is stored, by canonical name, all but the data checked; empty if there is none.
 
     Raises ModelError naming a tensor that is missing, unknown, doubled, or of another shape or an unsupported dtype.
     """
-    expected, found = expected_tower(config), dict[str, Stored]()
+    expected, found = expected_tower(config), dict[str, StoredTensor]()
     for stored_name, stored in find_tensors(directory).items():
         name = canonical_tower(stored_name)
         if name is None:
@@ -71,7 +71,7 @@ def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, St
     return found
 
 
-def load_tower(stored: dict[str, Stored], dtype: DType, device: str | torch.device) -> dict[str, Tensor]:
+def load_tower(stored: dict[str, StoredTensor], dtype: DType, device: str | torch.device) -> dict[str, Tensor]:
     """What `plan_tower` found, contiguous, on `device`: matrices of `dtype`, norms, biases and positions float32."""
     return {name: read_stored(name, tensor, torch.float32 if KEPT.search(name) else TORCH_DTYPES[dtype],
                               torch.device(device)) for name, tensor in stored.items()}

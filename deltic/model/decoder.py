@@ -17,11 +17,11 @@ from deltic.ops.types import (
     Batch,
     Block,
     CacheViews,
+    DecoderLayer,
     DecoderWeights,
     ExpertPool,
     GdnSpec,
     GdnWeights,
-    Layer,
     MlpWeights,
     MoeWeights,
     Rope,
@@ -78,7 +78,7 @@ class Decoder:
         """The last layer's output [T, H] -> hidden states, as `forward` gives them."""
         return self.ops.add_norm(hidden, None, self.weights.norm, self.weights.eps)[1]
 
-    def _mix(self, x: Tensor, layer: Layer, batch: Batch, views: CacheViews, rope: Rope) -> Tensor:
+    def _mix(self, x: Tensor, layer: DecoderLayer, batch: Batch, views: CacheViews, rope: Rope) -> Tensor:
         if isinstance(layer.mixer, GdnWeights):
             return self.ops.gdn_mixer(x, layer.mixer, views.states[layer.store], batch)
         return self.ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
@@ -108,7 +108,7 @@ class Decoder:
         return own + row + sum(_token_bytes(layer) for layer in weights.layers)
 
 
-def _token_bytes(layer: Layer) -> int:
+def _token_bytes(layer: DecoderLayer) -> int:
     total, mlp = sum(block.nbytes for weight in _weights(layer) for block in _blocks(weight)), layer.mlp
     if isinstance(mlp, MlpWeights):
         return total
@@ -119,7 +119,7 @@ def _token_bytes(layer: Layer) -> int:
     return total - experts + experts * mlp.per_token // len(mlp.experts)
 
 
-def feed_forward(ops: Ops, x: Tensor, layer: Layer) -> Tensor:
+def feed_forward(ops: Ops, x: Tensor, layer: DecoderLayer) -> Tensor:
     """The layer's second half, between the norm and the residual: x [T, H] -> [T, H]."""
     return ops.moe(x, layer.mlp) if isinstance(layer.mlp, MoeWeights) else ops.mlp(x, layer.mlp)
 
@@ -133,7 +133,7 @@ def dense_parts(weights: MlpWeights | MoeWeights) -> tuple[MlpWeights, ...]:
     return (weights,) if isinstance(weights, MlpWeights) else weights.parts
 
 
-def _weights(layer: Layer) -> Iterator[Weight]:
+def _weights(layer: DecoderLayer) -> Iterator[Weight]:
     mixer = layer.mixer
     yield from (layer.input_norm, layer.post_norm)
     for mlp in dense_parts(layer.mlp):
@@ -155,12 +155,12 @@ def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torc
     counts = {"linear_attention": 0, "full_attention": 0}
     layers = []
     for index, kind in enumerate(config.layer_types):
-        take = Taker(weights, f"model.layers.{index}.", ops, config.norm_offset)
+        take = WeightLoader(weights, f"model.layers.{index}.", ops, config.norm_offset)
         mixer = _gdn(config, take, tiled) if kind == "linear_attention" else _attention(config, take)
-        layers.append(Layer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
+        layers.append(DecoderLayer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
                             take.feed_forward(config.experts, pools[index] if pools else None), counts[kind]))
         counts[kind] += 1
-    top = Taker(weights, "", ops, config.norm_offset)
+    top = WeightLoader(weights, "", ops, config.norm_offset)
     embedding = top.block("model.embed_tokens", table=True)
     head = embedding if config.tie_word_embeddings else top.block("lm_head")
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section, config.rope.factors)
@@ -168,7 +168,7 @@ def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torc
     return Decoder(config, ops, decoder, dtype)
 
 
-class Taker:
+class WeightLoader:
     """Pops the tensors of one module prefix, in the form that the ops want."""
 
     def __init__(self, weights: dict[str, Weight], prefix: str, ops: Ops, norm_offset: float) -> None:
@@ -230,7 +230,7 @@ class Taker:
         return packed[0] if len(packed) == 1 else tuple(packed)
 
 
-def _gdn(config: ModelConfig, take: Taker, tiled: bool) -> GdnWeights:
+def _gdn(config: ModelConfig, take: WeightLoader, tiled: bool) -> GdnWeights:
     linear = config.linear
     assert linear is not None
     spec = GdnSpec(linear.num_key_heads, linear.num_value_heads, linear.key_head_dim, linear.value_head_dim,
@@ -241,7 +241,7 @@ def _gdn(config: ModelConfig, take: Taker, tiled: bool) -> GdnWeights:
                       take.float32("linear_attn.norm.weight"), take.linear("linear_attn.out_proj"))
 
 
-def _attention(config: ModelConfig, take: Taker) -> AttentionWeights:
+def _attention(config: ModelConfig, take: WeightLoader) -> AttentionWeights:
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
     qkv = take.linear(*(f"self_attn.{part}_proj" for part in "qkv"))

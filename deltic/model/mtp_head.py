@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.config import ExpertsConfig, ModelConfig
 from deltic.errors import ModelError
-from deltic.model.decoder import Decoder, Taker, dense_parts, feed_forward
+from deltic.model.decoder import Decoder, WeightLoader, dense_parts, feed_forward
 from deltic.model.draft_vocabulary import DraftVocabulary
 from deltic.ops import Ops
 from deltic.ops.quantized import QTensor
@@ -23,7 +23,7 @@ from deltic.ops.types import (
     Batch,
     Block,
     CacheViews,
-    Layer,
+    DecoderLayer,
     MoeWeights,
     MtpWeights,
     Weight,
@@ -35,7 +35,7 @@ _POSITIVE: Final = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Mtp(MtpWeights):
+class MtpHead(MtpWeights):
     """A draft head ready to run, stateless like a Decoder.
 
     Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
@@ -85,7 +85,7 @@ class Mtp(MtpWeights):
 
 
 def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, tokens: Sequence[int] | None = None
-               ) -> Mtp:
+               ) -> MtpHead:
     """Make a head of canonical tensors (`weights.names.expected_head`), which are taken out of `tensors`, for a trunk.
 
     tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` gives them; None: among
@@ -95,7 +95,7 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
     if config.experts is not None:
         _borrow_gates(config.experts, tensors, decoder)
     offset = 0.0 if _has_offset(tensors, decoder) else config.norm_offset
-    layer, top = (Taker(tensors, prefix, ops, offset) for prefix in ("mtp.layers.0.", "mtp."))
+    layer, top = (WeightLoader(tensors, prefix, ops, offset) for prefix in ("mtp.layers.0.", "mtp."))
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
     kv = layer.linear("self_attn.k_proj", "self_attn.v_proj")
@@ -112,9 +112,9 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
     inner = (weight for part in dense_parts(mlp) for weight in (part.gate_up, part.down))
     matrices = (embedding, *(block for weight in (fc, mixer.qkv, mixer.o_proj, head, *router, *inner)
                              for block in _blocks(weight)))
-    return Mtp(
+    return MtpHead(
         embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc,
-        Layer(layer.norm("input_layernorm"), mixer, layer.norm("post_attention_layernorm"), mlp,
+        DecoderLayer(layer.norm("input_layernorm"), mixer, layer.norm("post_attention_layernorm"), mlp,
               len(config.attention_layers)),
         kv, top.norm("norm"), short.head if short else head, main.rope, main.eps, short.ids if short else None, ops,
         # as a whole native step computes; plain matrices want activations of their own dtype

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.config.vision import VisionConfig
 from deltic.ops import Ops
-from deltic.ops.encoder_layers import Affine, EncoderLayer, Norm, Scene, VisionWeights
+from deltic.ops.encoder_layers import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
 from deltic.ops.types import Block
 
 _EPS = 1e-6
@@ -20,7 +20,7 @@ _SLICE, _GPU_SLICE = 2048, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tower:
+class VisionTower:
     """A vision tower, ready to run.
 
     positions [side * side, hidden_size] float32: the learned table.
@@ -33,7 +33,7 @@ class Tower:
     patch: Affine
     positions: Tensor
     blocks: VisionWeights
-    merger: tuple[Norm, Affine, Affine]
+    merger: tuple[LayerNorm, Affine, Affine]
     dtype: torch.dtype
 
     @torch.inference_mode()
@@ -81,7 +81,7 @@ class Tower:
             return F.linear(x.to(self.dtype), affine.weight, affine.bias)
         return self.ops.head(x.to(self.dtype), affine.weight) + affine.bias
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def _norm(self, x: Tensor, norm: LayerNorm) -> Tensor:
         """Of the tower's dtype."""
         return F.layer_norm(x.float(), norm.scale.shape, norm.scale, norm.shift, _EPS).to(self.dtype)
 
@@ -116,7 +116,7 @@ class Tower:
         return torch.cat([rows, columns], -1)
 
 
-def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype: torch.dtype) -> Tower:
+def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype: torch.dtype) -> VisionTower:
     """Make a tower of canonical tensors (`weights.vision`), which are taken out of `weights`."""
     def vector(name: str) -> Tensor:
         tensor = weights.pop(name)
@@ -129,8 +129,8 @@ def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype
         bias = vector(f"{name}.bias")
         return Affine(packed, bias.to(dtype) if bias.is_cuda else bias)
 
-    def norm(name: str) -> Norm:
-        return Norm(vector(f"{name}.weight"), vector(f"{name}.bias"))
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm(vector(f"{name}.weight"), vector(f"{name}.bias"))
 
     def block(name: str) -> EncoderLayer:
         return EncoderLayer(linear(f"{name}.attn.qkv"), linear(f"{name}.attn.proj"), norm(f"{name}.norm1"),
@@ -138,6 +138,6 @@ def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype
 
     blocks = VisionWeights(tuple(block(f"visual.blocks.{index}") for index in range(config.depth)), config.num_heads,
                            _EPS)
-    return Tower(config, ops, linear("visual.patch_embed.proj"), vector("visual.pos_embed.weight"), blocks,
+    return VisionTower(config, ops, linear("visual.patch_embed.proj"), vector("visual.pos_embed.weight"), blocks,
                  (norm("visual.merger.norm"), linear("visual.merger.linear_fc1"), linear("visual.merger.linear_fc2")),
                  dtype)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from deltic.ops.encoder_layers import Affine as Affine
 from deltic.ops.encoder_layers import EncoderLayer as EncoderLayer
-from deltic.ops.encoder_layers import Norm as Norm
+from deltic.ops.encoder_layers import LayerNorm as LayerNorm
 from deltic.ops.torch.basic import linear
 from deltic.ops.types import Block
 
@@ -32,7 +32,7 @@ class EncoderWeights:
     words: Block
     places: Tensor
     kinds: Tensor
-    norm: Norm
+    norm: LayerNorm
     layers: tuple[EncoderLayer, ...]
     heads: int
     eps: float
@@ -103,7 +103,7 @@ def _affine(x: Tensor, affine: Affine) -> Tensor:
     return linear(x, affine.weight) + affine.bias.to(x.dtype)
 
 
-def _norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
+def _norm(x: Tensor, norm: LayerNorm, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, norm.scale.dtype))
     return F.layer_norm(wide, norm.scale.shape, norm.scale, norm.shift, eps).to(x.dtype)
 

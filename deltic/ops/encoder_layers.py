@@ -12,7 +12,7 @@ from deltic.ops.types import Weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Norm:
+class LayerNorm:
     """Layer norm: scale, shift [H] float32, of an encoder on a GPU of the model's dtype."""
 
     scale: Tensor
@@ -34,10 +34,10 @@ class EncoderLayer:
 
     qkv: Affine
     out: Affine
-    attention_norm: Norm
+    attention_norm: LayerNorm
     up: Affine
     down: Affine
-    output_norm: Norm
+    output_norm: LayerNorm
 
 
 @dataclass(frozen=True, slots=True, eq=False)

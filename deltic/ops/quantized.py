@@ -80,7 +80,7 @@ class QTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class PackedForm:
     """How a device has quantized matrices.
 
     pack: of (type, its number, rows, columns, bytes of a row, read) makes the matrix, as `pack_rows` does.
@@ -103,9 +103,9 @@ def read_from(read: Callable[[int, int], Any], first: int, start: int, count: in
     return read(first + start, count)
 
 
-def host_form(arena: Arena | None = None) -> Form:
+def host_form(arena: Arena | None = None) -> PackedForm:
     """Of the CPU's compiled kernels; matrices of one form lie beside each other, in the arena if one is given."""
-    return Form(partial(pack_rows, arena=arena or Arena()), lambda type, columns: True, torch.float32,
+    return PackedForm(partial(pack_rows, arena=arena or Arena()), lambda type, columns: True, torch.float32,
                 torch.device("cpu"))
 
 
@@ -114,7 +114,7 @@ def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int, r
     """Pack a matrix whose rows take `row_bytes` in a file or tensor; `read(start, count)` gives its bytes as a
     contiguous uint8 array or tensor. Piece by piece, so that memory stays near the size of the result, which lies in
     the arena, beside the model's other matrices."""
-    from deltic.ops.cpu.library import Matrix, library
+    from deltic.ops.cpu.library import MatrixStruct, library
 
     size = library().deltic_packed_bytes(number, rows, columns)
     if size < 0:
@@ -125,7 +125,7 @@ def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int, r
         count = min(step, rows - first)
         piece = torch.as_tensor(read(first * row_bytes, count * row_bytes))
         library().deltic_pack(number, piece.data_ptr(), first, count, columns, data.data_ptr())
-    return QTensor(type, rows, columns, data, Matrix(number, rows, columns, data.data_ptr()))
+    return QTensor(type, rows, columns, data, MatrixStruct(number, rows, columns, data.data_ptr()))
 
 
 def pack_tensor(weight: Tensor, arena: Arena) -> QTensor:

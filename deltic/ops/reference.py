@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deltic.ops import Ops
-from deltic.ops.encoder_layers import Affine, Norm, Scene, VisionWeights
+from deltic.ops.encoder_layers import Affine, LayerNorm, Scene, VisionWeights
 from deltic.ops.noise import gumbel
 from deltic.ops.quantized import QTensor
 from deltic.ops.types import (
@@ -30,6 +30,7 @@ from deltic.ops.types import (
     Block,
     CacheViews,
     DecoderWeights,
+    DeltaLogView,
     GdnSpec,
     GdnWeights,
     KvView,
@@ -37,7 +38,6 @@ from deltic.ops.types import (
     MoeWeights,
     MtpStep,
     MtpWeights,
-    RingView,
     Rope,
     RopeSpec,
     Sampled,
@@ -289,7 +289,7 @@ def next_base(base: int, done: int, chunk: int, append: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _BatchRow:
     """One row of a batch in plain integers. emits: (length, slot) of each state to emit."""
 
     tokens: slice
@@ -306,12 +306,12 @@ class _Row:
         return int(self.tokens.stop - self.tokens.start)
 
 
-def _rows(batch: Batch) -> list[_Row]:
+def _rows(batch: Batch) -> list[_BatchRow]:
     starts = batch.starts.tolist()
     columns = (column.tolist() for column in (batch.emit_row, batch.emit_length, batch.emit_slot))
     emits = list(zip(*columns, strict=True))
     return [
-        _Row(slice(starts[row], starts[row + 1]), int(batch.done[row]), int(batch.base[row]),
+        _BatchRow(slice(starts[row], starts[row + 1]), int(batch.done[row]), int(batch.base[row]),
              int(batch.ring[row]), bool(batch.append[row]), int(batch.source[row]), int(batch.target[row]),
              tuple((length, slot) for owner, length, slot in emits if owner == row))
         for row in range(batch.layout.rows)
@@ -378,12 +378,12 @@ def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, 
         state.recurrent[target], state.conv[target] = load_state(state, source, ring, base, done)
 
 
-def _run_row(row: _Row, taken: _Taken, start: Tensor) -> DeltaRun:
+def _run_row(row: _BatchRow, taken: _Taken, start: Tensor) -> DeltaRun:
     wanted, start = tuple(length - row.done for length, _ in row.emits), start.to(taken.value.dtype)
     return gated_delta(start, taken.query, taken.key, taken.value, taken.decay, taken.beta, wanted)
 
 
-def _append_entries(row: _Row, taken: _Taken, run: DeltaRun, ring: RingView) -> None:
+def _append_entries(row: _BatchRow, taken: _Taken, run: DeltaRun, ring: DeltaLogView) -> None:
     for token in range(row.chunk):
         place = (row.done + token) % RING
         ring.inputs[row.ring, place] = taken.raw[token]
@@ -392,7 +392,7 @@ def _append_entries(row: _Row, taken: _Taken, run: DeltaRun, ring: RingView) -> 
         ring.decays[row.ring, place] = taken.decay[token]
 
 
-def _write_row(row: _Row, taken: _Taken, run: DeltaRun, conv: Tensor, state: StateView) -> None:
+def _write_row(row: _BatchRow, taken: _Taken, run: DeltaRun, conv: Tensor, state: StateView) -> None:
     """conv: the convolution ring before the chunk, since another row may have written to the source already."""
     after = next_base(row.base, row.done, row.chunk, row.append)
     written = [(after, row.target)] if after > row.base else []
@@ -629,7 +629,7 @@ def affine(x: Tensor, weights: Affine) -> Tensor:
     return (project(x, weights.weight) + weights.bias.to(wide(x))).to(x.dtype)
 
 
-def layer_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
+def layer_norm(x: Tensor, norm: LayerNorm, eps: float) -> Tensor:
     """x [T, H] less its mean, over its deviation, scaled and shifted, in x's dtype."""
     apart = x.to(wide(x)) - x.to(wide(x)).mean(-1, keepdim=True)
     normalised = apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps)

@@ -79,7 +79,7 @@ class Padded:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class InputEmbeds:
     """What some tokens of a batch have in place of embeddings: batch indices [N] int64, ascending, and rows [N, H]
     float32, both contiguous and on the device."""
 
@@ -140,7 +140,7 @@ class Batch:
     span: tuple[int, int] | None = None
     count: Tensor | None = None
     padded: Padded | None = None
-    given: Given | None = None
+    given: InputEmbeds | None = None
     memo: dict[str, Any] = field(default_factory=dict)
     kept: dict[Any, Any] | None = None
 
@@ -161,7 +161,7 @@ class KvView:
 
 
 @dataclass(frozen=True, slots=True)
-class RingView:
+class DeltaLogView:
     """One Gated DeltaNet layer's replay rings: N units, each with an entry for the tokens that came after the state in
     a slot; that of position p at place p mod RING.
 
@@ -190,7 +190,7 @@ class StateView:
 
     recurrent: Tensor
     conv: Tensor
-    ring: RingView | None = None
+    ring: DeltaLogView | None = None
 
     def check_order(self, spec: GdnSpec) -> None:
         """ValueError if the rings take value heads to be in another order than the layer does."""
@@ -341,7 +341,7 @@ class MoeWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     """One decoder layer. Exactly one mixer; `store` is its index among the layers that use the same kind of store
     (K/V pages or state slots)."""
 
@@ -363,7 +363,7 @@ class DecoderWeights:
     """All weights of a decoder. embedding [V, H]. norm [H] float32: of the last hidden state. head [V, H]."""
 
     embedding: Block
-    layers: tuple[Layer, ...]
+    layers: tuple[DecoderLayer, ...]
     norm: Tensor
     head: Weight
     rope: RopeSpec
@@ -392,7 +392,7 @@ class MtpWeights:
     norm_embedding: Tensor
     norm_hidden: Tensor
     fc: Weight
-    layer: Layer
+    layer: DecoderLayer
     kv: Weight
     norm: Tensor
     head: Weight
@@ -428,7 +428,7 @@ class MtpStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class LogitTable:
     """Changes of all logits of one row, as in `Adjust`: repetition [V], offset [V] float32; None: 1, or 0, everywhere.
     Borrowed for the call."""
 
@@ -451,7 +451,7 @@ class Adjust:
     token: Tensor
     repetition: Tensor
     offset: Tensor
-    tables: tuple[Table, ...] = ()
+    tables: tuple[LogitTable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

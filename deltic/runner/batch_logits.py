@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from deltic.cache.handles import Lease
-from deltic.engine.step_plan import Plan, Row
+from deltic.cache.handles import SequenceCache
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import RequestError
 from deltic.runner.input_batch import build
 from deltic.runner.model import Model
@@ -20,7 +20,7 @@ def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: boo
     """Of each prompt the float32 logits of its last token [V], or of all [n, V]. As many prompts are read together as
     there is room for; what other leases have stays as it is. check: is given the logits of each step's rows."""
     cache, parts = model.cache, [list[Tensor]() for _ in prompts]
-    waiting, running = deque(range(len(prompts))), dict[int, Lease]()
+    waiting, running = deque(range(len(prompts))), dict[int, SequenceCache]()
     try:
         while waiting or running:
             while waiting and (lease := _admit(model, prompts[waiting[0]])):
@@ -30,7 +30,7 @@ def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: boo
                                    "raise memory", "rows")
             rows = _rows(running, prompts, model.options.token_budget)
             cache.flush()
-            batch = build(Plan(tuple(rows.values())), model.device, all_logits, model.mtp_runner is not None,
+            batch = build(StepPlan(tuple(rows.values())), model.device, all_logits, model.mtp_runner is not None,
                           verified=model.verifies)
             sizes = [len(row.tokens) if all_logits else 1 for row in rows.values()]
             for (place, row), logits in zip(rows.items(), model.run(batch).clone().split(sizes), strict=True):
@@ -45,7 +45,7 @@ def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: boo
     return [torch.cat(found) if all_logits else found[-1][0] for found in parts]
 
 
-def _admit(model: Model, prompt: Sequence[int]) -> Lease | None:
+def _admit(model: Model, prompt: Sequence[int]) -> SequenceCache | None:
     lease = model.cache.admit()
     if lease is None:
         return None
@@ -56,12 +56,12 @@ def _admit(model: Model, prompt: Sequence[int]) -> Lease | None:
     return lease
 
 
-def _rows(running: dict[int, Lease], prompts: Sequence[Sequence[int]], budget: int) -> dict[int, Row]:
+def _rows(running: dict[int, SequenceCache], prompts: Sequence[Sequence[int]], budget: int) -> dict[int, PlannedRow]:
     """The next tokens of those that are read, as many as a step takes; those of single tokens first, by slot."""
-    rows = dict[int, Row]()
+    rows = dict[int, PlannedRow]()
     for place, lease in running.items():
         tokens = tuple(prompts[place][lease.done:lease.done + budget])
         if tokens:
-            rows[place] = Row(tokens, lease.done, lease.pages, lease.slot, 1)
+            rows[place] = PlannedRow(tokens, lease.done, lease.pages, lease.slot, 1)
             budget -= len(tokens)
     return dict(sorted(rows.items(), key=lambda item: (len(item[1].tokens) > 1, item[1].slot)))

@@ -33,7 +33,7 @@ class _Borrowed:
                                          "data": (tensor.data_ptr(), False)}
 
 
-class Graphs:
+class CudaGraphs:
     """Runs steps by replaying graphs of `forward`. The first step of a bucket runs as it is and is recorded after;
     recording runs nothing, so every step happens once."""
 

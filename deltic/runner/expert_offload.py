@@ -20,11 +20,11 @@ from deltic.loader.hub import ModelFiles
 from deltic.ops import Ops
 from deltic.ops.cpu import missing, pool_of
 from deltic.ops.cpu.experts import ExpertStore, expert_bytes
-from deltic.ops.cpu.library import Pool
-from deltic.ops.cpu.offloaded_experts import Beside
-from deltic.ops.cuda.card_store import CardStore
+from deltic.ops.cpu.library import ThreadPool
+from deltic.ops.cpu.offloaded_experts import OffloadedExperts
+from deltic.ops.cuda.card_store import GpuExpertCache
 from deltic.ops.cuda.cpu_experts import HostExperts
-from deltic.ops.cuda.expert_store import ExpertStore as PlainStore
+from deltic.ops.cuda.expert_store import PinnedExpertStore as PlainStore
 from deltic.ops.cuda.moe import ExpertsShape
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.cuda.tile_store import TileStore, take_stacks
@@ -44,11 +44,11 @@ _LEAST_SHARE = 0.1
 
 
 @dataclass(slots=True)
-class Experts:
+class ExpertOffload:
     """The experts of a running model. profile: where their scores are kept, if they are. rates: bytes of experts a
     second that the host computes, and that a card copies, where both were measured."""
 
-    store: ExpertStore | CardStore
+    store: ExpertStore | GpuExpertCache
     profile: Path | None
     rates: tuple[float, float] | None = None
 
@@ -63,7 +63,7 @@ class Experts:
         log.info("experts: %.1f %% of %d were in memory, %.1f MiB were read in %.1f s, %d promoted; steps waited "
                  "%.1f s", 100 * hits / max(hits + misses, 1), hits + misses, found.bytes / (1 << 20),
                  found.reading, found.promotions, found.waited)
-        if isinstance(self.store, CardStore) and self.store.host:
+        if isinstance(self.store, GpuExpertCache) and self.store.host:
             log.info("experts: of %d misses the host computed %d, %.1f MiB, in %.1f s", misses, found.computed,
                      found.computed_bytes / (1 << 20), found.computing)
             self.store.close()
@@ -134,7 +134,7 @@ def tile_store(weights: dict[str, Weight], config: ModelConfig, options: EngineC
                      options.expert_refresh)
 
 
-def fill_card(store: CardStore, options: EngineConfig, experts: ExpertsConfig) -> Experts:
+def fill_card(store: GpuExpertCache, options: EngineConfig, experts: ExpertsConfig) -> ExpertOffload:
     """As many experts on the card as the options say. To be called when the other weights are there."""
     torch.cuda.empty_cache()  # what was needed to make the weights
     free = torch.cuda.mem_get_info(options.device)[0]
@@ -148,14 +148,16 @@ def fill_card(store: CardStore, options: EngineConfig, experts: ExpertsConfig) -
     rates = None
     if isinstance(store, PlainStore) and slots < store.count and options.expert_compute != "card" and not missing():
         rates = _share_with_host(store, options, experts.per_token)
-    return Experts(store, profile, rates)
+    return ExpertOffload(store, profile, rates)
 
 
 def _share_with_host(store: PlainStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
     """Let cores of the host compute as many of the experts that are not on the card as the options say, or as they were
-    measured to compute in the time in which the card reads the others. The rates, as of `Experts`."""
+    measured to compute in the time in which the card reads the others. The rates, as of `ExpertOffload`."""
     threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
-    beside = Beside(store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True)
+    beside = OffloadedExperts(
+        store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True
+    )
     host, card = beside.rate(), store.copy_rate()
     share = 1.0 if options.expert_compute == "host" else host_share(host, _READS * card)
     log.info("experts that are not on the GPU: %d threads of the host compute %.1f GB/s, the GPU copies %.1f GB/s: the "
@@ -175,11 +177,11 @@ def host_share(host: float, card: float) -> float:
     return share if share >= _LEAST_SHARE else 0.0
 
 
-def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DType) -> Experts:
+def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DType) -> ExpertOffload:
     """The experts, as many in memory as the options say. To be called when the model's other weights are there."""
     layers = files.stored_experts(dtype)
     slots = _slots([expert_bytes(experts[0]) for experts in layers], len(layers[0]), options, available_memory())
-    pool = cast(Pool, ops.moe.__self__)  # type: ignore[attr-defined]
+    pool = cast(ThreadPool, ops.moe.__self__)  # type: ignore[attr-defined]
     store = ExpertStore(pool, layers, [slots] * len(layers), options.expert_refresh, options.expert_predict)
     if not store.direct:
         log.warning("%s cannot be read past the page cache, which takes memory that deltic does not count",
@@ -189,7 +191,7 @@ def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DTyp
                if profile and profile.exists() else None)
     log.info("%d of %d experts of each layer are in memory (%.1f MiB)", slots, len(layers[0]),
              store.nbytes / (1 << 20))
-    return Experts(store, profile)
+    return ExpertOffload(store, profile)
 
 
 def _slots(sizes: Sequence[int], count: int, options: EngineConfig, free: int) -> int:

@@ -18,7 +18,7 @@ _SLICES, _ALONE = 0.05, 0.5
 """Seconds for slices between two steps while others answer or read, and where there is nothing else to do."""
 
 
-class Pictures:
+class ImageEmbeds:
     """The rows of pictures that running sequences come to, by digest; those that nobody comes to stay for others as
     long as there is room.
 

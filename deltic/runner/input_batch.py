@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import mover
-from deltic.ops.types import PAGE, RING, Batch, Given, Layout, Padded
-from deltic.runner.upload import Upload, on_device, upload
+from deltic.ops.types import PAGE, RING, Batch, InputEmbeds, Layout, Padded
+from deltic.runner.upload import HostToDeviceBuffer, on_device, upload
 
 RowsOf = Callable[[str], Tensor]
 """Gives the rows [tokens, H] float32 of a picture, by its digest, on the device."""
@@ -42,13 +42,13 @@ class PageTable:
         self._lists: list[List[int]] = []
         self._written: list[int] = []
 
-    def write(self, rows: List[Row], into: Any) -> None:
+    def write(self, rows: List[PlannedRow], into: Any) -> None:
         """Write the table of these rows into an array [R or more, P] int64; the last one's pages to all that follow."""
         self._update(rows, into.shape[1])
         into[:len(rows)] = self._view[:len(rows), :into.shape[1]]
         into[len(rows):] = self._view[len(rows) - 1, :into.shape[1]]
 
-    def of(self, rows: List[Row], width: int) -> Tensor:
+    def of(self, rows: List[PlannedRow], width: int) -> Tensor:
         """[R, P] int64, on the host, of at least so many pages; valid until the next call. The same tensor as last
         time where it has room for the pages, and there are as many rows."""
         self._update(rows, width)
@@ -56,7 +56,7 @@ class PageTable:
             self._rows = self._tensor[:len(rows)]
         return self._rows
 
-    def _update(self, rows: List[Row], width: int) -> None:
+    def _update(self, rows: List[PlannedRow], width: int) -> None:
         if len(rows) > len(self._lists) or width > self._width:
             self._grow(power_of_two(max(len(rows), len(self._lists))), power_of_two(max(width, self._width)))
         for place, row in enumerate(rows):
@@ -82,7 +82,7 @@ class _Bucket:
     known."""
 
     def __init__(self, numbers: Tensor, rows: int, pages: int, tokens: int) -> None:
-        self.upload = Upload(numbers, tokens)
+        self.upload = HostToDeviceBuffer(numbers, tokens)
         self.numbers, self._shape = numbers[:len(numbers) - tokens], (rows, pages)
         self.batches: dict[Layout | int, Batch] = {}
         self._move = mover(self.upload.numbers, rows, pages, tokens)
@@ -95,7 +95,7 @@ class _Bucket:
         else:
             _move(batch, self.upload.numbers[len(self.numbers):], drawn)
 
-    def write(self, numbers: array[int], rows: List[Row], pages: PageTable) -> Any:
+    def write(self, numbers: array[int], rows: List[PlannedRow], pages: PageTable) -> Any:
         """Write a step's integers and the rows' pages. Returns the array of draws."""
         count, width = self._shape
         host, end = self.upload.begin(), len(numbers) + count * width
@@ -155,7 +155,7 @@ class _Shape(NamedTuple):
     span: tuple[int, int] | None
 
 
-def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False,
+def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden: bool = False,
           drawn: Tensor | Promised | None = None, memory: BatchMemory | None = None, rows_of: RowsOf | None = None,
           verified: bool = False) -> Batch:
     """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
@@ -189,17 +189,17 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     return batch
 
 
-def _given(rows: List[Row], rows_of: RowsOf, device: torch.device) -> Given:
+def _given(rows: List[PlannedRow], rows_of: RowsOf, device: torch.device) -> InputEmbeds:
     places, parts, start = list[int](), list[Tensor](), 0
     for row in rows:
         for seen in row.seen:
             places += range(start + seen.token, start + seen.token + seen.length)
             parts.append(rows_of(seen.digest)[seen.first:seen.first + seen.length])
         start += len(row.tokens)
-    return Given(upload(array("q", places), torch.int64, device), torch.cat(parts))
+    return InputEmbeds(upload(array("q", places), torch.int64, device), torch.cat(parts))
 
 
-def _numbers(rows: List[Row], all_logits: bool, hidden: bool, exact: bool) -> tuple[_Shape, array[int]]:
+def _numbers(rows: List[PlannedRow], all_logits: bool, hidden: bool, exact: bool) -> tuple[_Shape, array[int]]:
     """The rows' numbers in the order in which `_batch` takes them. exact: give each row's context as it is; else
     rounded up, so that steps one after another have one shape."""
     ids, positions, store, starts, wanted = list[int](), list[int](), list[int](), [0], list[int]()
@@ -249,7 +249,7 @@ def _batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor, kept: 
         kept=kept)
 
 
-def has_bucket(plan: Plan, verified: bool = False) -> bool:
+def has_bucket(plan: StepPlan, verified: bool = False) -> bool:
     """Whether the step's integers are those of a bucket: it decodes, and either all tokens are known or none is, as the
     device takes all from the step in flight or leaves all as they are. verified: as of `decodes`."""
     rows = plan.rows
@@ -260,7 +260,7 @@ def has_bucket(plan: Plan, verified: bool = False) -> bool:
     return unknown == len(rows) and (unknown > FEW_ROWS or not any(map(_over_ring, rows)))
 
 
-def decodes(plan: Plan, verified: bool = False) -> bool:
+def decodes(plan: StepPlan, verified: bool = False) -> bool:
     """Whether every row takes one token whose logits are wanted, and nothing else: then the step has a bucket.
     verified: of many rows, some may have tokens in replay rings, or leave this one there."""
     over_rings = verified and len(plan.rows) > FEW_ROWS
@@ -268,11 +268,11 @@ def decodes(plan: Plan, verified: bool = False) -> bool:
                and (over_rings or not _over_ring(row)) for row in plan.rows)
 
 
-def _over_ring(row: Row) -> bool:
+def _over_ring(row: PlannedRow) -> bool:
     return row.append or row.base not in (None, row.done)
 
 
-def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memory: BatchMemory | None = None,
+def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, memory: BatchMemory | None = None,
              hidden: bool = False) -> Batch:
     """A plan that `decodes`, with its bucket: both are views of one upload, valid until the next step of the bucket.
     drawn, memory, hidden: as in `build`."""
@@ -307,7 +307,7 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
     return batch
 
 
-def verifies(plan: Plan) -> bool:
+def verifies(plan: StepPlan) -> bool:
     """Whether every row takes a few tokens whose logits are all wanted, drafts among them that go to a replay ring, or
     one token; and nothing else."""
     return len(plan.rows) <= FEW_ROWS and all(
@@ -315,7 +315,7 @@ def verifies(plan: Plan) -> bool:
         for row in plan.rows)
 
 
-def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = None, hidden: bool = False,
+def verifying(plan: StepPlan, device: torch.device, memory: BatchMemory | None = None, hidden: bool = False,
               promised: Promised | None = None) -> Batch:
     """A plan that `verifies`, with its bucket: both are views of one upload, valid until the next step of the bucket.
     memory, hidden, promised: as in `build`."""
@@ -444,11 +444,11 @@ def _no_appends(rows: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, dtype=torch.bool, device=device)
 
 
-def _flat(row: Row, index: int) -> int:
+def _flat(row: PlannedRow, index: int) -> int:
     return row.pages[index // PAGE] * PAGE + index % PAGE
 
 
-def _places(row: Row) -> Iterator[range]:
+def _places(row: PlannedRow) -> Iterator[range]:
     """`_flat` of all the row's tokens, page by page."""
     index, end = row.done, row.done + len(row.tokens)
     while index < end:
@@ -463,20 +463,20 @@ def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
     return None
 
 
-def _rotary(rows: List[Row], places: List[int]) -> List[List[int]]:
+def _rotary(rows: List[PlannedRow], places: List[int]) -> List[List[int]]:
     """The tokens' rotary positions, axis by axis. places: their cache indices."""
     if {row.rotary for row in rows} == {0}:
         return [places] * 3
     return [[position for row in rows for position in _axis(row, axis)] for axis in range(3)]
 
 
-def _axis(row: Row, axis: int) -> List[int]:
+def _axis(row: PlannedRow, axis: int) -> List[int]:
     if isinstance(row.rotary, int):
         return range(row.done + row.rotary, row.done + row.rotary + len(row.tokens))
     return row.rotary[axis]
 
 
-def _ids(row: Row) -> tuple[int, ...]:
+def _ids(row: PlannedRow) -> tuple[int, ...]:
     """The row's tokens; instead of one that is not known the number of its draw."""
     return row.tokens if row.drawn is None else (row.drawn,)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.cache.handles import Lease
+from deltic.cache.handles import SequenceCache
 from deltic.engine.sequence import Sequence
 from deltic.errors import RequestError, show
-from deltic.runner.launch import Share
+from deltic.runner.launch import ScheduledSequence
 
 log = logging.getLogger("deltic")
 
@@ -29,7 +29,7 @@ class Processing:
     """What becomes of the logits [V] of a sequence's last token. lease: on which it had them; another one means that
     it was preempted, and has them again."""
 
-    lease: Lease
+    lease: SequenceCache
     raw: Tensor
     processed: Future[Tensor]
 
@@ -48,7 +48,7 @@ class KnownLogits:
         """The sequences that can draw their next token without a step. fail: ends one with an error."""
         return [sequence for sequence in running[:] if self._is_ready(sequence, fail)]
 
-    def postpone(self, share: Share, healthy: bool) -> bool:
+    def postpone(self, share: ScheduledSequence, healthy: bool) -> bool:
         """Whether what the step has drawn for a sequence counts for nothing, as its request has processors; they are
         started."""
         sequence = share.sequence
@@ -94,7 +94,7 @@ class KnownLogits:
             return False
         return True
 
-    def _submit(self, sequence: Sequence, lease: Lease, logits: Tensor) -> None:
+    def _submit(self, sequence: Sequence, lease: SequenceCache, logits: Tensor) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "deltic-processors")
         sequence.processing = Processing(lease, logits, self._pool.submit(_processed, sequence, logits))
 

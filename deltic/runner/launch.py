@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.cache.handles import Lease
+from deltic.cache.handles import SequenceCache
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import Plan, Row, base_after
+from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
-from deltic.runner.image_embeds import Pictures
+from deltic.runner.image_embeds import ImageEmbeds
 from deltic.runner.input_batch import BatchMemory, Promised, build
-from deltic.runner.logit_masks import Asked, Masks
+from deltic.runner.logit_masks import Asked, LogitMasks
 from deltic.runner.model import Model
 from deltic.runner.passes import passes
-from deltic.runner.sampling import Draw, SamplingTable, Scores, logprobs_of, scores_of
-from deltic.spec_decode.pending_drafts import Promise
+from deltic.runner.sampling import SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
+from deltic.spec_decode.pending_drafts import PendingDrafts
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class ScheduledSequence:
     """One sequence's share of a step, on the lease that it had then.
 
     row: None if it only draws from logits that were known.
@@ -42,14 +42,14 @@ class Share:
     """
 
     sequence: Sequence
-    lease: Lease
-    row: Row | None = None
+    lease: SequenceCache
+    row: PlannedRow | None = None
     start: int = 0
     draw: int | None = None
     end: Tensor | None = None
     error: Exception | None = None
     vector: int | None = None
-    scores: Scores | None = None
+    scores: TokenRanks | None = None
     ahead: bool = False
     base: int | None = None
     hidden: Tensor | None = None
@@ -73,13 +73,13 @@ class Share:
     def draft_tokens(self) -> tuple[int, ...]:
         return self.row.draft_tokens if self.row and self.row.drafts else ()
 
-    def draws(self, masks: List[bytes | None] | None) -> list[Draw]:
+    def draws(self, masks: List[bytes | None] | None) -> list[SampleRow]:
         """The sequence's next token, and those after each draft; after a token that is not known yet, where it takes
         one from the step before. masks: of each, where the sequence is constrained."""
         if self.row and self.row.drawn is not None:
-            return [Draw(self.sequence, self.row.tokens)]
+            return [SampleRow(self.sequence, self.row.tokens)]
         masks = masks or [None] * (len(self.draft_tokens) + 1)
-        return [Draw(self.sequence, self.draft_tokens[:count], mask) for count, mask in enumerate(masks)]
+        return [SampleRow(self.sequence, self.draft_tokens[:count], mask) for count, mask in enumerate(masks)]
 
 
 @dataclass(slots=True, eq=False)
@@ -98,16 +98,16 @@ class InFlight:
     error: what launching raised.
     """
 
-    plan: Plan
-    shares: list[Share]
+    plan: StepPlan
+    shares: list[ScheduledSequence]
     drafting: List[Sequence] = ()
     drawn: Tensor | None = None
-    chosen: Chosen | None = None
+    chosen: SampledTokens | None = None
     sampled: Sampled | None = None
     vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
-    promise: Promise | None = None
+    promise: PendingDrafts | None = None
     batch: Batch | None = None
     sampling: Sampling | None = None
     error: Exception | None = None
@@ -140,7 +140,7 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledTokens:
     """What a step has drawn; the lists are those of `sampled`. raw: as in `InFlight`."""
 
     sampled: Sampled
@@ -160,12 +160,12 @@ class Chosen:
 class Launcher:
     """Launches steps of one runtime. seconds: spent in the model's forward so far, or waiting for it."""
 
-    def __init__(self, runtime: Model, pictures: Pictures | None = None) -> None:
+    def __init__(self, runtime: Model, pictures: ImageEmbeds | None = None) -> None:
         self._runtime, self._pictures, self.seconds = runtime, pictures, 0.0
-        self._memory, self._params, self.masks = BatchMemory(runtime.numbers), SamplingTable(lands=True), Masks()
+        self._memory, self._params, self.masks = BatchMemory(runtime.numbers), SamplingTable(lands=True), LogitMasks()
 
-    def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
-               before: InFlight | None = None, promise: Promise | None = None) -> InFlight:
+    def launch(self, plan: StepPlan, sequences: List[Sequence], known: List[Sequence] = (),
+               before: InFlight | None = None, promise: PendingDrafts | None = None) -> InFlight:
         """Carry the plan out; draw for its rows, and for the sequences whose logits are known. before: the step whose
         tokens those rows take that say so. promise: has the rows' drafts. Never raises."""
         flight = InFlight(plan, [], promise=promise)
@@ -175,7 +175,7 @@ class Launcher:
             flight.error = error
         return flight
 
-    def wait(self, flight: InFlight) -> Chosen | None:
+    def wait(self, flight: InFlight) -> SampledTokens | None:
         """What the step has drawn, if anything; then all that it gives is there."""
         if flight.arrived:
             began = time.perf_counter()
@@ -186,7 +186,7 @@ class Launcher:
         if flight.sampled.landed and flight.sampling and flight.sampling.landing is not None:
             numbers = flight.sampling.landing.tolist()
             sound = numbers[len(numbers) // 2:]
-            return Chosen(flight.sampled, numbers[:len(sound)], sound, sound, flight.raw)
+            return SampledTokens(flight.sampled, numbers[:len(sound)], sound, sound, flight.raw)
         return flight.chosen or _chosen(flight.sampled, flight.raw)
 
     @torch.inference_mode()
@@ -195,11 +195,11 @@ class Launcher:
         runtime, logits, start = self._runtime, list[Tensor](), 0
         for row, sequence in zip(flight.plan.rows, sequences, strict=True):
             assert sequence.lease is not None
-            flight.shares.append(Share(sequence, sequence.lease, row, start))
+            flight.shares.append(ScheduledSequence(sequence, sequence.lease, row, start))
             start += len(row.tokens)
         for sequence in known:
             assert sequence.lease is not None
-            flight.shares.append(Share(sequence, sequence.lease))
+            flight.shares.append(ScheduledSequence(sequence, sequence.lease))
         if flight.plan.operations:
             runtime.cache.carry_out(flight.plan.operations)
         drawing = [share for share in flight.shares if share.row is None or share.row.logits > share.row.scored]
@@ -245,18 +245,18 @@ class Launcher:
         logits.append(_scored(flight, found) if any(row.scored for row in flight.plan.rows) else found)
         self.seconds += time.perf_counter() - began
 
-    def _run_alone(self, rows: List[Row], drawn: Tensor | None) -> Tensor:
+    def _run_alone(self, rows: List[PlannedRow], drawn: Tensor | None) -> Tensor:
         """The logits [L, V] of these rows, whose tokens are computed one by one."""
         runtime, kept = self._runtime, dict[int, Tensor]()
         for part in passes(rows):
             taken = drawn if part.rows[0].drawn is not None else None
-            found = runtime.run(build(Plan(part.rows), runtime.device, drawn=taken, memory=self._memory))
+            found = runtime.run(build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory))
             kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
             if part.copies:
                 runtime.cache.carry_out(part.copies)
         return torch.stack([kept[wanted] for wanted in sorted(kept)]) if kept else found[:0]
 
-    def _draw(self, flight: InFlight, draws: list[Draw], logits: Tensor) -> None:
+    def _draw(self, flight: InFlight, draws: list[SampleRow], logits: Tensor) -> None:
         """logits [L, V]: those of all draws; a draw may write into them."""
         for share in flight.shares:
             if share.draw is not None and not share.draft_tokens and _keeps_end(share):
@@ -272,9 +272,9 @@ class Launcher:
             flight.sampled = _on_host(sampled)
 
 
-def _draws(shares: List[Share], asked: Asked) -> list[Draw]:
+def _draws(shares: List[ScheduledSequence], asked: Asked) -> list[SampleRow]:
     """All draws of a step, in the order of its logits."""
-    draws = list[Draw]()
+    draws = list[SampleRow]()
     for share in shares:
         masks, share.draw = None, len(draws)
         try:
@@ -307,11 +307,11 @@ def _scored(flight: InFlight, logits: Tensor) -> Tensor:
     return torch.cat(drawn)
 
 
-def _chosen(sampled: Sampled, raw: Tensor | None) -> Chosen:
-    return Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
+def _chosen(sampled: Sampled, raw: Tensor | None) -> SampledTokens:
+    return SampledTokens(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
 
 
-def _keeps_end(share: Share) -> bool:
+def _keeps_end(share: ScheduledSequence) -> bool:
     done = share.row.done + len(share.row.tokens) if share.row else share.lease.done
     return done in share.lease.emitting or share.sequence.splits or bool(share.sequence.request.logits_processors)
 

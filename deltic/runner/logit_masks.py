@@ -24,7 +24,7 @@ Asked = Mapping[Sequence, "Future[list[bytes | None]]"]
 """By sequence: for the next token, and for those after each draft, which tokens may come; None: all."""
 
 
-class Masks:
+class LogitMasks:
     """Asks the sequences' constraints, in threads of its own."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.ops.types import Batch, Sampled, Sampling
-from deltic.runner.expert_offload import Experts
+from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import Numbers
 from deltic.spec_decode.mtp import MtpRunner
@@ -47,7 +47,7 @@ class Model(Protocol):
     mtp_runner: MtpRunner | None
     draft: Model | None
     encode: Encode | None
-    experts: Experts | None
+    experts: ExpertOffload | None
     verifies: bool
     defers: bool
     numbers: Numbers

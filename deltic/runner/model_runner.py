@@ -13,22 +13,22 @@ from torch import Tensor
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
-from deltic.cache.offload.deferred_open import LateNotes
-from deltic.cache.offload.disk import DiskNotes
+from deltic.cache.offload.deferred_open import DeferredRecords
+from deltic.cache.offload.disk import DiskRecords
 from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.model.decoder import Decoder, Observer
-from deltic.model.mtp_head import Mtp as MtpHead
+from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops
 from deltic.ops.cpu import use_torch_threads
 from deltic.ops.types import Batch, CacheViews, Sampled, Sampling
 from deltic.params import Auto, Mtp
 from deltic.runner.buckets import recorded_buckets
-from deltic.runner.cuda_graphs import Graphs
-from deltic.runner.expert_offload import Experts
+from deltic.runner.cuda_graphs import CudaGraphs
+from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS, BatchMemory, Numbers, build, draft_buckets
 from deltic.runner.model import Model
@@ -51,7 +51,7 @@ class LayerStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class Runtime:
+class ModelRunner:
     """A `Model` on this machine.
 
     path: the model's directory or file, None for random weights.
@@ -83,19 +83,19 @@ class Runtime:
     cache: HybridCache
     threads: int
     tokenizer: TokenizerTexts | None = None
-    notes: DiskNotes | LateNotes | None = None
+    notes: DiskRecords | DeferredRecords | None = None
     mtp: MtpHead | None = None
     encode: Encode | None = None
     vision: Vision | None = None
     draft: Model | None = None
-    experts: Experts | None = None
+    experts: ExpertOffload | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
     hooks: list[Observer] = field(default_factory=list)
     profiler: Callable[[Batch], None] | None = None
     views: CacheViews = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
-    graphs: Graphs | None = field(init=False)
+    graphs: CudaGraphs | None = field(init=False)
     verifies: bool = field(init=False)
     defers: bool = field(init=False)
     numbers: Numbers = field(init=False, default_factory=dict)
@@ -108,7 +108,7 @@ class Runtime:
                      if self.mtp is not None and pools.hidden is not None else None)
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
-        self.graphs = (Graphs(lambda batch: self._follow(batch)[0])
+        self.graphs = (CudaGraphs(lambda batch: self._follow(batch)[0])
                        if self.options.device.startswith("cuda") and not self.options.debug_layers
                        # torch's mixture of experts asks the device which experts there are
                        and (self.config.experts is None or self.step is not None) else None)
@@ -176,8 +176,8 @@ class Runtime:
         began, most = time.perf_counter(), FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
         for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
             deferred = self.defers and rows > FEW_ROWS
-            row = Row((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
-            logits = self.run(build(Plan((row,) * rows), self.device, hidden=head, memory=memory,
+            row = PlannedRow((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
+            logits = self.run(build(StepPlan((row,) * rows), self.device, hidden=head, memory=memory,
                                     verified=self.verifies))
         if self.verifies and (self._drafts or self.defers):
             self._warm_up_rings(memory)
@@ -203,9 +203,16 @@ class Runtime:
             each = 1
             while each < 2 * (most + 1):
                 # as if one token had been left in the ring before, or as many were appended
-                row = Row((0,) * min(each, most + 1), int(each == 1), (0,) * pages, 0, min(each, most + 1), base=0,
-                          append=each > 1)
-                self.run(build(Plan((row,) * rows), self.device, hidden=head is not None, memory=memory,
+                row = PlannedRow(
+                    (0,) * min(each, most + 1),
+                    int(each == 1),
+                    (0,) * pages,
+                    0,
+                    min(each, most + 1),
+                    base=0,
+                    append=each > 1,
+                )
+                self.run(build(StepPlan((row,) * rows), self.device, hidden=head is not None, memory=memory,
                                verified=True))
                 each *= 2
             for drafts in draft_sizes(most) if most else ():

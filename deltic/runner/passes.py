@@ -7,7 +7,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 
 from deltic.cache.operations import CopySlot
-from deltic.engine.step_plan import Row
+from deltic.engine.step_plan import PlannedRow
 from deltic.runner.input_batch import FEW_ROWS
 
 
@@ -16,12 +16,12 @@ class Pass:
     """rows: of one token each, all of them known or none. kept: of which rows the logits are wanted, and which of the
     step's they are. copies: states that are kept when it has run."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlannedRow, ...]
     kept: tuple[tuple[int, int], ...]
     copies: tuple[CopySlot, ...]
 
 
-def passes(rows: List[Row]) -> Iterator[Pass]:
+def passes(rows: List[PlannedRow]) -> Iterator[Pass]:
     """What does the same as a step of these rows, one pass after another: the n-th tokens of all rows come before the
     next ones. Rows with drafts, pictures or tokens in replay rings are none of those that it takes."""
     firsts, total = list[int](), 0  # where the logits of a row's first token would be
@@ -37,7 +37,7 @@ def passes(rows: List[Row]) -> Iterator[Pass]:
                 yield _pass(rows, some[start:start + FEW_ROWS], index, firsts)
 
 
-def _pass(rows: List[Row], numbers: List[int], index: int, firsts: List[int]) -> Pass:
+def _pass(rows: List[PlannedRow], numbers: List[int], index: int, firsts: List[int]) -> Pass:
     kept = tuple((place, firsts[number] + index) for place, number in enumerate(numbers)
                  if index >= len(rows[number].tokens) - rows[number].logits)
     copies = tuple(CopySlot(_target(rows[number]), slot) for number in numbers for position, slot in rows[number].emits
@@ -45,7 +45,7 @@ def _pass(rows: List[Row], numbers: List[int], index: int, firsts: List[int]) ->
     return Pass(tuple(_single(rows[number], index) for number in numbers), kept, copies)
 
 
-def _single(row: Row, index: int) -> Row:
+def _single(row: PlannedRow, index: int) -> PlannedRow:
     """The row's token `index` alone. Its logits are wanted in any case, as those of all rows of a bucket are."""
     rotary = row.rotary if isinstance(row.rotary, int) else (
         row.rotary[0][index:index + 1], row.rotary[1][index:index + 1], row.rotary[2][index:index + 1])
@@ -53,5 +53,5 @@ def _single(row: Row, index: int) -> Row:
                    scored=0, slot=_target(row) if index else row.slot, rotary=rotary)
 
 
-def _target(row: Row) -> int:
+def _target(row: PlannedRow) -> int:
     return row.slot if row.target is None else row.target

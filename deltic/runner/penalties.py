@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.sequence import Sequence
-from deltic.ops.types import Table
+from deltic.ops.types import LogitTable
 from deltic.params import MAX_LOGIT_BIAS, SamplingParams
 
 _FORBIDDEN = float("-inf")
@@ -69,12 +69,12 @@ class Penalties:
             setattr(other, name, getattr(self, name))
         return other
 
-    def table(self, sequence: Sequence, row: int, vocabulary: int) -> Table | None:
+    def table(self, sequence: Sequence, row: int, vocabulary: int) -> LogitTable | None:
         """What becomes of the first logits of a row from which the sequence's next token is drawn; None: nothing."""
         self._follow(sequence)
         if self._repetition is None and self._offset is None:
             return None
-        return Table(row, *(None if tensor is None else tensor[:vocabulary]
+        return LogitTable(row, *(None if tensor is None else tensor[:vocabulary]
                             for tensor in (self._repetition, self._offset)))
 
     def ahead(self, sequence: Sequence, drafts: tuple[int, ...]) -> Iterator[tuple[int, float, float]]:

@@ -13,15 +13,15 @@ from torch import Tensor
 from deltic.engine.sequence import Sequence
 from deltic.ops.cuda.staging import row_keys
 from deltic.ops.noise import answer_key, sample_key
-from deltic.ops.types import Adjust, Sampled, Sampling, Table
+from deltic.ops.types import Adjust, LogitTable, Sampled, Sampling
 from deltic.params import SamplingParams, TokenLogprobs
 from deltic.runner.logit_masks import forbids, offsets
 from deltic.runner.penalties import Penalties, penalizes, wanted
-from deltic.runner.upload import Upload, upload
+from deltic.runner.upload import HostToDeviceBuffer, upload
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampleRow:
     """One draw: the sequence's next token, or, supposing that the drafts `ahead` are right, the one after them. mask:
     which tokens may come, as a `Constraint` says; None: all."""
 
@@ -60,11 +60,13 @@ class SamplingTable:
         self._landings: dict[tuple[int, int], Tensor] = {}  # kept: a step that nobody waits for writes there, too
         self._sequences: list[Sequence] = []
         self._sampling = Sampling(*(torch.empty(0),) * 5)
-        self._adjusts, self._keys = False, Upload(torch.empty(0, dtype=torch.int64))
+        self._adjusts, self._keys = False, HostToDeviceBuffer(torch.empty(0, dtype=torch.int64))
         self._turns = self._sampling, self._sampling
         self._answers = AnswerKeys()
 
-    def of(self, draws: List[Draw], device: torch.device, vocabulary: int, begins: Tensor | None = None) -> Sampling:
+    def of(
+        self, draws: List[SampleRow], device: torch.device, vocabulary: int, begins: Tensor | None = None
+    ) -> Sampling:
         """Row i makes draw i. vocabulary: of how many tokens there are logits. begins [R] int64, on the device: the
         cursors of rows of as many tokens each, after which the draws are; None: the host knows their places."""
         sequences = [draw.sequence for draw in draws]
@@ -72,7 +74,7 @@ class SamplingTable:
             params = [sequence.sampling for sequence in sequences]
             self._sequences, self._sampling = sequences, _sampling(params, device)
             if not self._sampling.greedy or device.type == "cpu":
-                self._keys = Upload(torch.zeros(len(draws), dtype=torch.int64, device=device))
+                self._keys = HostToDeviceBuffer(torch.zeros(len(draws), dtype=torch.int64, device=device))
                 self._sampling = replace(self._sampling, key=self._keys.numbers,
                                          kept={} if device.type == "cpu" else None)
             self._turns = self._landing(len(draws), device, 0), self._landing(len(draws), device, 1)
@@ -99,7 +101,7 @@ class SamplingTable:
         return replace(self._sampling, landing=self._landings[draws, turn])
 
 
-def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:
+def sampling_of(draws: List[SampleRow], device: torch.device, vocabulary: int) -> Sampling:
     """As `SamplingTable.of`, for draws that nothing is known of."""
     return SamplingTable().of(draws, device, vocabulary)
 
@@ -134,8 +136,8 @@ def _filters(params: SamplingParams) -> bool:
     return bool(params.top_k) or _number(params.top_p, 1.0) < 1 or bool(params.min_p)
 
 
-def _adjust(draws: List[Draw], device: torch.device, vocabulary: int) -> Adjust | None:
-    tables, singles, prompts = list[Table](), list[tuple[int, int, float, float]](), dict[int, Penalties]()
+def _adjust(draws: List[SampleRow], device: torch.device, vocabulary: int) -> Adjust | None:
+    tables, singles, prompts = list[LogitTable](), list[tuple[int, int, float, float]](), dict[int, Penalties]()
     for row, draw in enumerate(draws):
         mask, table = draw.mask, None
         if wanted(draw.sequence):
@@ -145,7 +147,7 @@ def _adjust(draws: List[Draw], device: torch.device, vocabulary: int) -> Adjust 
                 singles += [(row, *entry) for entry in penalties.ahead(draw.sequence, draw.ahead)
                             if entry[0] < vocabulary and not (mask and forbids(mask, entry[0]))]
         if mask is not None:
-            table = _masked(table or Table(row, None, None), mask, vocabulary, device)
+            table = _masked(table or LogitTable(row, None, None), mask, vocabulary, device)
         if table:
             tables.append(table)
     if not tables:
@@ -157,7 +159,7 @@ def _adjust(draws: List[Draw], device: torch.device, vocabulary: int) -> Adjust 
                   torch.tensor(offsets, dtype=torch.float32, device=device), tuple(tables))
 
 
-def _masked(table: Table, mask: bytes, vocabulary: int, device: torch.device) -> Table:
+def _masked(table: LogitTable, mask: bytes, vocabulary: int, device: torch.device) -> LogitTable:
     """The same, with what the mask forbids."""
     masked = offsets(mask, vocabulary, device)
     return replace(table, offset=masked if table.offset is None else masked.add_(table.offset))
@@ -184,7 +186,7 @@ def logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class TokenRanks:
     """Of n known tokens: their log probabilities [n] float32, their ranks [n], and the k most probable tokens with
     theirs [n, k]."""
 
@@ -200,7 +202,7 @@ class Scores:
                 for token, rank, top in zip(self.token.tolist(), self.rank.tolist(), tops, strict=True)]
 
 
-def scores_of(logits: Tensor, tokens: List[int], top: int) -> Scores:
+def scores_of(logits: Tensor, tokens: List[int], top: int) -> TokenRanks:
     """How probable each of the tokens was, and so many others. logits [n, V]: those that each was to be drawn from.
 
     The most probable ones are taken row by row: which of several equal ones a GPU takes depends on the number of rows.
@@ -209,4 +211,4 @@ def scores_of(logits: Tensor, tokens: List[int], top: int) -> Scores:
     known = chances.gather(1, torch.tensor(list(tokens), device=logits.device)[:, None])
     ranks = (chances > known).sum(1) + 1
     values, names = (torch.stack(column) for column in zip(*(row.topk(top) for row in chances), strict=True))
-    return Scores(known[:, 0].float(), ranks, values.float(), names)
+    return TokenRanks(known[:, 0].float(), ranks, values.float(), names)

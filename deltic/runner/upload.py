@@ -14,7 +14,7 @@ from deltic.ops.cuda import staging
 from deltic.ops.cuda.staging import sender
 
 
-class Upload:
+class HostToDeviceBuffer:
     """Integers at one place on a device, of which there are others in every step. The host writes them into pinned
     memory, from which they are copied beside what it does: two pieces by turns, so that it need not wait. On a CPU it
     writes to the place itself."""

@@ -26,7 +26,7 @@ class _Owner:
     id: str
 
 
-class Keys:
+class ApiKeyAuth:
     """Checks API keys and records the owner of a request's key.
 
     owners: names by key; several keys may have the same name, and belong to one owner. share_prefix_cache: owners share

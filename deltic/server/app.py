@@ -26,14 +26,14 @@ from deltic.errors import ConfigError
 from deltic.llm import LLM
 from deltic.server import openapi, page, requests
 from deltic.server.anthropic import routes as anthropic
-from deltic.server.api_keys import Keys
-from deltic.server.async_engine import STUCK_AFTER, Bridge, Room
-from deltic.server.body import Intake
+from deltic.server.api_keys import ApiKeyAuth
+from deltic.server.async_engine import STUCK_AFTER, AsyncEngine, QueueLimits
+from deltic.server.body import BodyReader
 from deltic.server.embeddings import routes as embeddings
 from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.executors import Executors
 from deltic.server.fields import IGNORED_HEADER
-from deltic.server.host_check import Gate, refusal
+from deltic.server.host_check import HostCheck, refusal
 from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
 from deltic.server.metrics import CONTENT_TYPE, ended_early, exposition
 from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, only
@@ -41,7 +41,7 @@ from deltic.server.models import routes as model_routes
 from deltic.server.ollama import routes as ollama
 from deltic.server.openai import routes as openai
 from deltic.server.openai.formatting import error_response
-from deltic.server.records import ID_HEADERS, Recorder, Records
+from deltic.server.records import ID_HEADERS, ActiveRequests, RequestRecorder
 from deltic.server.request_log import RequestLog
 from deltic.server.responses import routes as responses
 from deltic.server.responses.store import ResponseStore
@@ -96,18 +96,24 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     limits = models.limits
     if limits.max_running_per_key is not None and not api_keys:
         raise ConfigError("max_running_per_key needs API keys: without them all clients are one", "max_running_per_key")
-    records = Records(limits, request_log.write, request_log.texts) if request_log else Records(limits)
+    records = ActiveRequests(limits, request_log.write, request_log.texts) if request_log else ActiveRequests(limits)
 
     def served(llm: LLM, name: str) -> ServedModel:
-        room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens,
-                    limits.unread_seconds, limits.max_wait_seconds)
-        return ServedModel(llm, Bridge(llm.worker, room, told["stuck_after"]), name,
+        room = QueueLimits(
+            llm.runtime.memory.max_batch,
+            limits.max_waiting,
+            limits.max_live_tokens,
+            limits.max_unread_tokens,
+            limits.unread_seconds,
+            limits.max_wait_seconds,
+        )
+        return ServedModel(llm, AsyncEngine(llm.worker, room, told["stuck_after"]), name,
                            FairExecutor(1, "deltic-memory"), records)
 
-    intake = Intake(limits, told["lenient"])
+    intake = BodyReader(limits, told["lenient"])
     registry = ModelRegistry(models, served, intake, records)
     services = Services(tuple(told["encoders"]), intake)
-    app_state: dict[str, Any] = {"models": registry, "intake": intake, "work": _Work((registry, services))}
+    app_state: dict[str, Any] = {"models": registry, "intake": intake, "work": _WorkKinds((registry, services))}
     store = ResponseStore(limits, None)
     if not isinstance(llm, ModelSet):
         app_state["bridge"], store = registry.keep(llm).bridge, ResponseStore(limits, llm.runtime.notes)
@@ -126,13 +132,18 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     return app
 
 
-def application(routes: Sequence[Route], records: Records, cors_origins: Sequence[str], allowed_hosts: Sequence[str],
-                lifespan: Callable[[Starlette], Any]) -> Starlette:
+def application(
+    routes: Sequence[Route],
+    records: ActiveRequests,
+    cors_origins: Sequence[str],
+    allowed_hosts: Sequence[str],
+    lifespan: Callable[[Starlette], Any],
+) -> Starlette:
     """What every server has around its routes."""
     origins = [origin.rstrip("/") for origin in cors_origins]
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
                       expose_headers=[*ID_HEADERS, "retry-after", IGNORED_HEADER])
-    middleware = [Middleware(Recorder, records), Middleware(Gate, allowed_hosts, origins),
+    middleware = [Middleware(RequestRecorder, records), Middleware(HostCheck, allowed_hosts, origins),
                   *([cors] if origins else [])]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _on_error},
                     middleware=middleware)
@@ -143,7 +154,7 @@ def application(routes: Sequence[Route], records: Records, cors_origins: Sequenc
 
 def check_of(api_keys: Mapping[str, str | None], share_prefix_cache: bool = False) -> Check:
     """Refuses requests without one of the keys; without keys none."""
-    return Keys(api_keys, share_prefix_cache).check if api_keys else lambda _: None
+    return ApiKeyAuth(api_keys, share_prefix_cache).check if api_keys else lambda _: None
 
 
 def _say(line: str) -> None:
@@ -192,7 +203,7 @@ def _ready_line(llm: LLM | ModelSet, listener: socket.socket, tls: bool, name: s
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _WorkKinds:
     """What runs requests of several kinds, as one."""
 
     parts: tuple[Draining, ...]
@@ -243,7 +254,9 @@ def _ready(models: ModelRegistry) -> Endpoint:
     return ready
 
 
-def _metrics(models: ModelRegistry, encoders: Services, records: Records, request_log: RequestLog | None) -> Endpoint:
+def _metrics(
+    models: ModelRegistry, encoders: Services, records: ActiveRequests, request_log: RequestLog | None
+) -> Endpoint:
     async def metrics(_: Request) -> Response:
         found = {served.name: snapshot(served.llm.engine) for served in models.loaded}
         lost = request_log.lost if request_log else 0

@@ -17,11 +17,11 @@ from statistics import median
 from typing import Any
 
 from deltic.engine.shares import to_give_up
-from deltic.engine.stats import Progress
+from deltic.engine.stats import RequestProgress
 from deltic.engine.worker import Worker
 from deltic.errors import BusyError, UnavailableError
-from deltic.params import Event, Request
-from deltic.server.request_handle import RequestHandle, Unread
+from deltic.params import EngineRequest, Event
+from deltic.server.request_handle import RequestHandle, UnreadLimits
 
 log = logging.getLogger("deltic")
 
@@ -46,7 +46,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class QueueLimits:
     """answers: how many run at once. waiting: how many more may wait. tokens: of the prompts of both. unread: events of
     a handle that may wait for its reader, and unread_seconds: for how long it may pause then. wait: seconds for which
     one may have to wait."""
@@ -59,7 +59,7 @@ class Room:
     wait: float | None = None
 
 
-class _Rounds:
+class _WakeupBatch:
     """Wakes the readers who have news, all in one round, after which it rests for some times as long as that took.
 
     Where steps come faster than what they bring can be written, several tokens go out at once: the interpreter is the
@@ -102,17 +102,17 @@ class _Rounds:
         self._due = now + min(_REST * (now - began), _LONGEST_REST)
 
 
-class Bridge:
+class AsyncEngine:
     """Brings a worker's events to an event loop. Its methods are for the loop that called `start`."""
 
-    def __init__(self, worker: Worker, room: Room, stuck_after: float = STUCK_AFTER) -> None:
+    def __init__(self, worker: Worker, room: QueueLimits, stuck_after: float = STUCK_AFTER) -> None:
         self._worker, self._room, self._stuck_after = worker, room, stuck_after
         self._handles: dict[str, RequestHandle] = {}
         self._closed: str | None = "the engine has not been started"
-        self._draining, self._empty, self._round = False, asyncio.Event(), _Rounds()
+        self._draining, self._empty, self._round = False, asyncio.Event(), _WakeupBatch()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._paces: deque[float] = deque(maxlen=_PACES)
-        self._unread = Unread(room.unread, room.unread_seconds, self._count_unread)
+        self._unread = UnreadLimits(room.unread, room.unread_seconds, self._count_unread)
         self.displaced = self.unread = 0  # requests that ended for other clients, and as they were not read
 
     def start(self) -> None:
@@ -120,7 +120,7 @@ class Bridge:
         self._loop, self._closed = asyncio.get_running_loop(), None
         self._worker.start()
 
-    async def submit(self, requests: Sequence[Request]) -> RequestHandle:
+    async def submit(self, requests: Sequence[EngineRequest]) -> RequestHandle:
         """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
         if too many answers wait already, or these would for too long. Where the room is full, the client that holds
         most of it gives up a request for another client's."""
@@ -190,7 +190,7 @@ class Bridge:
         if handle.open and handle.cut_short():
             self._worker.abort(handle.requests)
 
-    def progress(self, handle: RequestHandle) -> list[Progress]:
+    def progress(self, handle: RequestHandle) -> list[RequestProgress]:
         """How far each of its requests is."""
         return [self._worker.engine.progress(request) for request in handle.asked]
 

@@ -31,7 +31,7 @@ from deltic.server.executors import LARGE
 from deltic.server.fields import Refused, asks_nothing, known
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.records import record_of
-from deltic.vision.reader import Unread
+from deltic.vision.reader import UnreadImages
 
 log = logging.getLogger("deltic")
 
@@ -107,7 +107,7 @@ class SaltedFields(Fields):
 Body = TypeVar("Body", bound=Fields)
 Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
-Seeing = Callable[[Chosen, Unread], Awaitable[Chosen]]
+Seeing = Callable[[Chosen, UnreadImages], Awaitable[Chosen]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _Upload:
     given_up: bool = False
 
 
-class Intake:
+class BodyReader:
     """Takes in the bodies of all requests of a server. lenient: ignores fields that nobody knows, and those
     of other servers that would change the answer."""
 
@@ -157,7 +157,7 @@ class Intake:
             with renamed(body.sent):
                 try:
                     return chosen, body, await record.work(partial(prepare, chosen, body), len(raw))
-                except Unread as missing:
+                except UnreadImages as missing:
                     if seeing is None:
                         raise
                     seen = await seeing(chosen, missing)

@@ -8,34 +8,42 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from deltic.chat.choices import Answers, Piece, Score
-from deltic.chat.processor import Job
+from deltic.chat.choices import AnswerAssembler, ChoiceDelta, TokenScore
+from deltic.chat.processor import PreparedRequest
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import GenerationError, RequestError
 from deltic.params import Event, Usage
-from deltic.server.async_engine import Bridge
+from deltic.server.async_engine import AsyncEngine
 from deltic.server.body import renamed
 from deltic.server.request_handle import RequestHandle
 
 
-class Run:
+class GenerationStream:
     """Some jobs as one answer, with their choices numbered through: those of the first job, of the second ...
 
     `usage` is complete when `pieces` is exhausted. size: tokens that have come, and probabilities of tokens. names:
     what the client calls the fields of its request, see `renamed`. Close it when it is not wanted any more.
     """
 
-    def __init__(self, bridge: Bridge, handle: RequestHandle, jobs: Sequence[Job], memory: FairExecutor,
-                 whole: bool) -> None:
+    def __init__(
+        self,
+        bridge: AsyncEngine,
+        handle: RequestHandle,
+        jobs: Sequence[PreparedRequest],
+        memory: FairExecutor,
+        whole: bool,
+    ) -> None:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
         self.names: Mapping[str, str] = {}
-        self._bridge, self._handle, self._answers, self._memory = bridge, handle, Answers(jobs, whole), memory
+        self._bridge, self._handle, self._answers, self._memory = bridge, handle, AnswerAssembler(jobs, whole), memory
         self.usage, self.size, self._came = Usage(0, 0, 0), 0, 0
         self._finishes: list[str] = []
         self._tokens: dict[tuple[str, int], list[int]] | None = None
 
     @classmethod
-    async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: FairExecutor, whole: bool) -> Run:
+    async def start(
+        cls, bridge: AsyncEngine, jobs: Sequence[PreparedRequest], memory: FairExecutor, whole: bool
+    ) -> GenerationStream:
         """Hand the jobs to the engine; RequestError if it refuses one, BusyError if there is no room for them."""
         return cls(bridge, await bridge.submit([job.request for job in jobs]), jobs, memory, whole)
 
@@ -51,7 +59,7 @@ class Run:
         first = self._handle.first_token or now
         return first - began, now - first
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(self) -> AsyncIterator[list[ChoiceDelta]]:
         """What comes, at most one piece per choice at a time. The last piece of a choice comes when the choice is
         remembered, so that the next prompt may build on it.
 
@@ -69,11 +77,11 @@ class Run:
                     self._finishes.append(piece.done.finish)
             yield pieces
 
-    async def wholes(self, most: int) -> list[Piece]:
+    async def wholes(self, most: int) -> list[ChoiceDelta]:
         """All choices, when they are done, with all of their scores. RequestError if they have more than `most` tokens
         and probabilities of tokens."""
-        scores: dict[int, list[Score]] = {}
-        done: dict[int, Piece] = {}
+        scores: dict[int, list[TokenScore]] = {}
+        done: dict[int, ChoiceDelta] = {}
         async for pieces in self.pieces():
             if self.size > most:
                 raise RequestError(f"the answer has more than {most} tokens and probabilities of tokens, and is not "

@@ -51,7 +51,7 @@ _LATE = Problem(408, "the request did not arrive in time: send all of it at once
 class Connection(HttpProtocol):
     """One connection: idle, or with a request that arrives, or with one that is answered."""
 
-    def __init__(self, door: Door, config: Config, state: ServerState, app_state: dict[str, Any],
+    def __init__(self, door: ConnectionLimiter, config: Config, state: ServerState, app_state: dict[str, Any],
                  handshake: asyncio.Task[Any] | None = None) -> None:
         """handshake: ends with TLS; until then the connection counts as one that waits for a request."""
         super().__init__(config, state, app_state, door.limits)
@@ -186,7 +186,7 @@ class RequestTurns:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
-class Door:
+class ConnectionLimiter:
     """All connections of a server, and how many there may be."""
 
     def __init__(self, limits: Limits, refused: Callable[[int, str], None]) -> None:
@@ -235,7 +235,7 @@ class Door:
                     connection.transport.abort()
 
 
-class Acceptor:
+class ConnectionAcceptor:
     """Accepts connections, a few at a time. Without file descriptors it waits a while, instead of trying as fast as it
     can."""
 

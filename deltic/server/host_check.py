@@ -19,7 +19,7 @@ LOCAL_NAMES = ("localhost", "*.localhost", "*.docker.internal", "*.containers.in
 """What a machine calls itself, and what containers on it call it."""
 
 
-class Gate:
+class HostCheck:
     """Refuses requests whose Host is not allowed, and those of web pages from elsewhere."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from deltic import __version__
-from deltic.engine.stats import WINDOW, Distribution, Snapshot, Tier
+from deltic.engine.stats import WINDOW, Distribution, EngineSnapshot, TierUsage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -31,7 +31,7 @@ class _Family:
     samples: tuple[tuple[str, Labels, Number], ...]
 
 
-def exposition(models: Mapping[str, Snapshot], responses: Mapping[int, int], lost_lines: int = 0) -> str:
+def exposition(models: Mapping[str, EngineSnapshot], responses: Mapping[int, int], lost_lines: int = 0) -> str:
     """The page. models: by what clients call them, the label of their samples. responses: how many of each status.
     lost_lines: of the request log."""
     families: dict[str, list[tuple[_Family, Labels]]] = {}
@@ -75,7 +75,7 @@ def _server(responses: Mapping[int, int], lost_lines: int) -> Iterator[_Family]:
     yield _Family("build_info", "gauge", "1, with the versions that run.", (("", _VERSIONS, 1),))
 
 
-def _requests(now: Snapshot) -> Iterator[_Family]:
+def _requests(now: EngineSnapshot) -> Iterator[_Family]:
     yield _one("requests_running", "gauge", "Answers being made (each of a request's n choices is one).", now.running)
     yield _one("requests_waiting", "gauge", "Answers that wait for a place in the batch, or for memory.", now.waiting)
     yield _one("requests_paused", "gauge", "Answers that wait for their client to read on.", now.paused)
@@ -87,7 +87,7 @@ def _requests(now: Snapshot) -> Iterator[_Family]:
     yield _one("steps_total", "counter", "Steps of the engine, each a run of the model over one batch.", now.steps)
 
 
-def _tokens(now: Snapshot) -> Iterator[_Family]:
+def _tokens(now: EngineSnapshot) -> Iterator[_Family]:
     yield _one("prompt_tokens_computed_total", "counter", "Prompt tokens that the model has read.", now.prompt_tokens)
     yield _one("prompt_tokens_reused_total", "counter", "Prompt tokens of ended answers that the cache knew.",
                now.reused_tokens)
@@ -96,7 +96,7 @@ def _tokens(now: Snapshot) -> Iterator[_Family]:
                f"Tokens of answers per second, over the last {WINDOW} seconds.", now.pace)
 
 
-def _drafts(now: Snapshot) -> Iterator[_Family]:
+def _drafts(now: EngineSnapshot) -> Iterator[_Family]:
     for name, line, counts in (("drafted", "Tokens that speculation drafted, by their place in a step.", now.drafted),
                                ("accepted", "Drafts that were right, by their place in a step.", now.accepted)):
         yield _Family(f"{name}_tokens_total", "counter", line,
@@ -105,20 +105,20 @@ def _drafts(now: Snapshot) -> Iterator[_Family]:
                now.saved_seconds)
 
 
-def _durations(now: Snapshot) -> Iterator[_Family]:
+def _durations(now: EngineSnapshot) -> Iterator[_Family]:
     yield _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", now.first_token)
     yield _histogram("inter_token_latency_seconds", "Between two tokens of an answer.", now.inter_token)
     yield _histogram("e2e_request_latency_seconds", "From a request's arrival to an answer's end.", now.latency)
     yield _histogram("queue_time_seconds", "From a request's arrival to its place in the batch.", now.queued)
 
 
-def _pools(now: Snapshot) -> Iterator[_Family]:
+def _pools(now: EngineSnapshot) -> Iterator[_Family]:
     for name, pool, unit in (("pages", now.pages, "K/V pages"), ("slots", now.slots, "Slots for recurrent states")):
         yield _one(f"cache_{name}_used", "gauge", f"{unit} in use, by running answers and kept prefixes.", pool.used)
         yield _one(f"cache_{name}", "gauge", f"{unit} on the device.", pool.size)
 
 
-def _tiers(tiers: Iterable[Tier]) -> Iterator[_Family]:
+def _tiers(tiers: Iterable[TierUsage]) -> Iterator[_Family]:
     tiers = tuple(tiers)
     for name, kind, line, field in (
             ("cache_bytes", "gauge", "Bytes in use.", "bytes"),
@@ -132,7 +132,7 @@ def _tiers(tiers: Iterable[Tier]) -> Iterator[_Family]:
                                               if value is not None))
 
 
-def _experts(now: Snapshot) -> Iterator[_Family]:
+def _experts(now: EngineSnapshot) -> Iterator[_Family]:
     found = now.experts
     if found is None:
         return

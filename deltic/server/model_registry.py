@@ -27,14 +27,14 @@ from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.llm import LLM
 from deltic.server.async_engine import Health
-from deltic.server.body import Body, Intake, Prepared
+from deltic.server.body import Body, BodyReader, Prepared
 from deltic.server.content import documents_in
 from deltic.server.http import Problem, ProblemError
 from deltic.server.pictures import PictureDecoder
-from deltic.server.records import Records, RequestRecord, record_of
+from deltic.server.records import ActiveRequests, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
 from deltic.vision.documents import reader_process
-from deltic.vision.reader import Shown, Unread
+from deltic.vision.reader import Shown, UnreadImages
 
 log = logging.getLogger("deltic")
 
@@ -89,7 +89,7 @@ class ModelSet:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _RegisteredModel:
     """A model: what is known of it, and who uses it. used: when it last was, by time.monotonic. failed: when it could
     not be loaded, and why. context: tokens that it holds, sees: whether it reads pictures, once that is known."""
 
@@ -119,11 +119,11 @@ class ModelEntry:
 class ModelRegistry:
     """The models of one server. `drain`, `stop` and `health` are those of all their bridges."""
 
-    def __init__(self, models: ModelSet, serve: Callable[[LLM, str], ServedModel], intake: Intake,
-                 records: Records) -> None:
+    def __init__(self, models: ModelSet, serve: Callable[[LLM, str], ServedModel], intake: BodyReader,
+                 records: ActiveRequests) -> None:
         """serve: what makes a loaded model one that is served, under a name."""
         self.models, self._serve, self._intake, self._records = models, serve, intake, records
-        self._entries = {source.name: _Entry(source) for source in models.sources}
+        self._entries = {source.name: _RegisteredModel(source) for source in models.sources}
         self._thread = ThreadPoolExecutor(1, "deltic-models")
         self.pictures = PictureDecoder(models.limits)
         # its threads wait for the processes that read documents
@@ -180,7 +180,7 @@ class ModelRegistry:
         """The model of this name, for a request without a body. It is there until the request is over."""
         return await self._chosen(record_of(request), False, SimpleNamespace(model=model))
 
-    async def _seeing(self, record: RequestRecord, served: ServedModel, missing: Unread) -> ServedModel:
+    async def _seeing(self, record: RequestRecord, served: ServedModel, missing: UnreadImages) -> ServedModel:
         """The model with the pictures of a request."""
         try:
             found: Shown | RequestError = await self.pictures.read(record.client_id, missing.reading)
@@ -254,7 +254,7 @@ class ModelRegistry:
         self._readers.shutdown(False)
         self._thread.shutdown()
 
-    def _named(self, model: str | None) -> _Entry:
+    def _named(self, model: str | None) -> _RegisteredModel:
         entries = [*self._entries.values()]
         for name in (model, (model or "").removesuffix(":latest")):  # as Ollama's clients write it
             for entry in entries:
@@ -266,10 +266,10 @@ class ModelRegistry:
         raise ProblemError(Problem(404, f"the model {show(model)} does not exist: this server has {names}", "model",
                                    "model_not_found"))
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entry: _RegisteredModel) -> None:
         entry.users, entry.used = entry.users - 1, time.monotonic()
 
-    async def _load(self, entry: _Entry) -> ServedModel:
+    async def _load(self, entry: _RegisteredModel) -> ServedModel:
         """Load it, or wait until it is; UnavailableError if it cannot be loaded, BusyError if there is no room yet."""
         if entry.loading is None:
             self._check(entry)
@@ -278,19 +278,19 @@ class ModelRegistry:
             entry.loading.add_done_callback(_note)
         return await asyncio.shield(entry.loading)  # whoever else waits for it does so if this client goes
 
-    def _check(self, entry: _Entry) -> None:
+    def _check(self, entry: _RegisteredModel) -> None:
         if self._draining:
             raise BusyError("the server is shutting down: try again later, or elsewhere")
         if entry.failed and time.monotonic() - entry.failed[0] < _FORGIVEN:
             raise UnavailableError(entry.failed[1])
 
-    def _make_room(self, entry: _Entry) -> None:
+    def _make_room(self, entry: _RegisteredModel) -> None:
         """Unload models that nobody uses, as many as are needed, those that were used last at the end."""
         if self.models.memory is None:
             return
         there = [other for other in self._entries.values() if other.served or other.loading]
         lacking = sum(other.source.size for other in there) + entry.source.size - self.models.memory
-        going: list[_Entry] = []
+        going: list[_RegisteredModel] = []
         for other in sorted(there, key=lambda other: other.used):
             if lacking > 0 and other.served and not other.users:
                 lacking -= other.source.size
@@ -302,7 +302,7 @@ class ModelRegistry:
         for other in going:
             self._unload(other)
 
-    async def _bring(self, entry: _Entry, closing: Sequence[Awaitable[None]]) -> ServedModel:
+    async def _bring(self, entry: _RegisteredModel, closing: Sequence[Awaitable[None]]) -> ServedModel:
         name, began = entry.source.name, time.monotonic()
         try:
             await asyncio.gather(*closing)
@@ -324,7 +324,7 @@ class ModelRegistry:
             await entry.served.bridge.drain(0)
         return entry.served
 
-    def _unload(self, entry: _Entry) -> None:
+    def _unload(self, entry: _RegisteredModel) -> None:
         served, entry.served = entry.served, None
         assert served
         closing = asyncio.create_task(self._close(served))

@@ -27,7 +27,7 @@ from deltic.server.served_model import ServedModel
 def routes(models: ModelRegistry, encoders: Services, check: Check) -> list[Route]:
     """/v1/models, /tokenize, /detokenize, /tokenizer_info, /version. encoders: what is listed too, where OpenAI's form
     is asked for."""
-    endpoints = _Endpoints(models, encoders)
+    endpoints = _ModelEndpoints(models, encoders)
     tokens = (("/tokenize", endpoints.tokenize), ("/detokenize", endpoints.detokenize))
     return [Route("/v1/models", _either(endpoints.models, check)),
             Route("/v1/models/{model:path}", _either(endpoints.model, check)),
@@ -70,7 +70,7 @@ async def _version(_: Request) -> Response:
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoints:
+class _ModelEndpoints:
     registry: ModelRegistry
     encoders: Services
 

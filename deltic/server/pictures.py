@@ -23,7 +23,7 @@ from deltic.errors import BusyError, RequestError, UnavailableError
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.fetch import fetch_all
 from deltic.vision.images import DecodeJob, decode
-from deltic.vision.patches import Film
+from deltic.vision.patches import Video
 from deltic.vision.reader import Frame, Reading, Shown, Steps
 
 DECODERS: Final = 2
@@ -47,12 +47,12 @@ class PictureDecoder:
     async def read(self, client: str, reading: Reading) -> Shown:
         """What the parts of a conversation show. RequestError names what is wrong with them, BusyError says that all
         requests have too many now. The work ends if the caller is cancelled."""
-        with Share(self.held, client) as share:
+        with PictureShare(self.held, client) as share:
             urls = reading.urls()
             fetched = await self._fetching.run(client, partial(fetch_all, urls)) if urls else {}
             share.take(sum(map(len, fetched.values())))
             steps = reading.steps((lambda url, field: fetched[url]) if urls else None)
-            run = _Run(steps, share, self._limits.picture_seconds)
+            run = _ConversationReading(steps, share, self._limits.picture_seconds)
             try:
                 while (found := await self._decoding.run(client, partial(run.step, self))) is None:
                     pass
@@ -85,10 +85,10 @@ class PictureDecoder:
         self._idle.append(process)
 
 
-class _Run:
+class _ConversationReading:
     """Reads one conversation's pictures, a file at each step. seconds: processor time that is left for them."""
 
-    def __init__(self, steps: Steps, share: Share, seconds: float) -> None:
+    def __init__(self, steps: Steps, share: PictureShare, seconds: float) -> None:
         self._steps, self._share, self._seconds = steps, share, seconds
         self._lock, self._cancelled = threading.Lock(), False
         self._process: DecoderProcess | None = None
@@ -166,13 +166,13 @@ class HeldBytes:
         return self._by_client.total()
 
 
-class Share:
+class PictureShare:
     """What one request holds while its pictures are read."""
 
     def __init__(self, held: HeldBytes, client: str) -> None:
         self._held, self._client, self._size = held, client, 0
 
-    def __enter__(self) -> Share:
+    def __enter__(self) -> PictureShare:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -193,7 +193,7 @@ class Share:
     def keep(self, found: Shown) -> None:
         """Holds what the parts show until nothing refers to it any more."""
         for each in found.values():
-            for pixels in each.parts if isinstance(each, Film) else (each,):
+            for pixels in each.parts if isinstance(each, Video) else (each,):
                 size = min(pixels.frames.nbytes, self._size)  # frames that a film repeats were taken once
                 self._size -= size
                 weakref.finalize(pixels, self._held.free, self._client, size).atexit = False

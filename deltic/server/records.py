@@ -21,7 +21,7 @@ from deltic.server.executors import Executors
 from deltic.server.sending import Outbox
 
 if TYPE_CHECKING:
-    from deltic.server.collect import Run
+    from deltic.server.collect import GenerationStream
 
 ID_HEADERS = ("x-request-id", "request-id")
 """As OpenAI's clients look for it, and as Anthropic's do."""
@@ -70,7 +70,7 @@ class RequestRecord:
     model: str | None = None
     stream: bool = False
     answers: int = 0
-    run: Run | None = None
+    run: GenerationStream | None = None
     status: int | None = None
     ignored: tuple[str, ...] = ()
     problem: Mapping[str, str | None] | None = None
@@ -101,7 +101,7 @@ class RequestRecord:
                 **(run.texts(self.spell) if run and self.spell else {})}
 
 
-class Records:
+class ActiveRequests:
     """The requests that are being answered. log: is given a line for each that is over. texts: whether the lines shall
     have prompts and answers. responses: how many there were of each status."""
 
@@ -159,10 +159,10 @@ class Records:
         record.answers = answers
 
 
-class Recorder:
+class RequestRecorder:
     """Keeps a record of every request, and names its id in the response."""
 
-    def __init__(self, app: ASGIApp, records: Records) -> None:
+    def __init__(self, app: ASGIApp, records: ActiveRequests) -> None:
         self._app, self._records = app, records
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

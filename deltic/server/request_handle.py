@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from deltic.errors import GenerationError
-from deltic.params import Event, Request, TokenOut
+from deltic.params import EngineRequest, Event, TokenEvent
 
 _TURN = 32
 """Events that a reader gets at once: what it makes of them must not hold up the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadLimits:
     """events: that may wait for a reader. seconds: for which its requests may pause then. ended: called when they end,
     as these are over."""
 
@@ -33,7 +33,7 @@ class RequestHandle:
     too long, they end, so that they do not hold places that others wait for either.
     """
 
-    def __init__(self, requests: Sequence[Request], before: int, unread: Unread,
+    def __init__(self, requests: Sequence[EngineRequest], before: int, unread: UnreadLimits,
                  withdraw: Callable[[RequestHandle], None], hold: Callable[[RequestHandle, bool], None]) -> None:
         """before: how many wait that will have their turn first. withdraw: has the engine drop what is not finished.
         hold: has it pause the requests, or go on with them."""
@@ -118,7 +118,7 @@ class RequestHandle:
         whether its reader should be woken at once: it is the first, or an end."""
         first = self.first_token is None
         if self._cut and event.finish == "abort":
-            assert isinstance(event, TokenOut)
+            assert isinstance(event, TokenEvent)
             event = replace(event, finish="length")
         self._events.append(event)
         if event.token is not None:

@@ -12,22 +12,22 @@ from starlette.routing import Route
 from deltic.errors import show
 from deltic.server.http import Check, Problem, ProblemError, answering, json_response
 from deltic.server.openai.formatting import Json, error_response
-from deltic.server.records import Records, RequestRecord, record_of
+from deltic.server.records import ActiveRequests, RequestRecord, record_of
 
 _PREPARING: Json = {"status": "preparing", "prompt_tokens": None, "prompt_tokens_read": 0, "output_tokens": 0}
 """Of one whose body is being received, read and rendered."""
 
 
-def routes(records: Records, check: Check) -> list[Route]:
+def routes(records: ActiveRequests, check: Check) -> list[Route]:
     """The list, and DELETE for one of it. A key sees its own requests; without keys everybody sees all."""
-    endpoints = _Endpoints(records)
+    endpoints = _RequestEndpoints(records)
     return [Route("/v1/requests", answering(endpoints.all, check, error_response), methods=["GET"]),
             Route("/v1/requests/{id:path}", answering(endpoints.cancel, check, error_response), methods=["DELETE"])]
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoints:
-    records: Records
+class _RequestEndpoints:
+    records: ActiveRequests
 
     async def all(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [_shown(record) for record in self._own(request)]})

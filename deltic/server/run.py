@@ -26,7 +26,7 @@ from starlette.applications import Starlette
 
 from deltic.config import Limits
 from deltic.errors import ConfigError, UnavailableError
-from deltic.server.connections import Acceptor, Connection, Door
+from deltic.server.connections import Connection, ConnectionAcceptor, ConnectionLimiter
 from deltic.server.host_check import LOCAL_NAMES
 
 _BACKLOG = 2048
@@ -182,8 +182,8 @@ class Server(uvicorn.Server):
             http="httptools", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
         self._app, self._models, self._drain_seconds = app, models, drain_seconds
         self._on_ready, self._tls = on_ready, tls
-        self.door = Door(limits, app.state.records.refuse)
-        self._acceptors: list[Acceptor] = []
+        self.door = ConnectionLimiter(limits, app.state.records.refuse)
+        self._acceptors: list[ConnectionAcceptor] = []
 
     def run_on(self, listener: socket.socket) -> None:
         """Serve until a signal comes."""
@@ -203,7 +203,7 @@ class Server(uvicorn.Server):
         make = partial(Connection, self.door, self.config, self.server_state, self.lifespan.state)
         for listener in sockets or ():
             listener.setblocking(False)
-            self._acceptors.append(Acceptor(listener, make, self._tls))
+            self._acceptors.append(ConnectionAcceptor(listener, make, self._tls))
             self._acceptors[-1].start()
         self._watching = asyncio.create_task(self.door.watch())
         if not self.should_exit:

@@ -10,21 +10,21 @@ from types import MappingProxyType
 
 from starlette.requests import Request
 
-from deltic.chat.choices import Piece
-from deltic.chat.processor import ChatProcessor, Job, bare_job, counting_bound, prompt_bound
+from deltic.chat.choices import ChoiceDelta
+from deltic.chat.processor import ChatProcessor, PreparedRequest, bare_job, counting_bound, prompt_bound
 from deltic.chat.response_format import OutputFormat
-from deltic.chat.tokenizer import Bound, Tokenizer
+from deltic.chat.tokenizer import Tokenizer, TokenLimit
 from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import RequestError
 from deltic.llm import LLM
 from deltic.params import SamplingParams
-from deltic.server.async_engine import Bridge
+from deltic.server.async_engine import AsyncEngine
 from deltic.server.body import renamed, sent_name
-from deltic.server.collect import Run
+from deltic.server.collect import GenerationStream
 from deltic.server.documents import DocumentTexts, TextOf
 from deltic.server.http import while_connected
-from deltic.server.records import Records, RequestRecord, record_of, salt_of
+from deltic.server.records import ActiveRequests, RequestRecord, record_of, salt_of
 from deltic.vision.reader import Shown
 
 
@@ -43,10 +43,10 @@ class ServedModel:
     """
 
     llm: LLM
-    bridge: Bridge
+    bridge: AsyncEngine
     name: str
     memory: FairExecutor
-    records: Records
+    records: ActiveRequests
     pictures: Shown | RequestError = field(default_factory=dict)
     documents: DocumentTexts = field(default_factory=DocumentTexts)
     text_of: TextOf = lambda _: None
@@ -65,7 +65,7 @@ class ServedModel:
         return processor if self.bounded else processor.within(self._bound)
 
     @property
-    def _bound(self) -> Bound:
+    def _bound(self) -> TokenLimit:
         """Of prompts."""
         return (prompt_bound if self.bounded else counting_bound)(self.llm.engine.max_context, self.limits)
 
@@ -74,8 +74,8 @@ class ServedModel:
         await self.bridge.stop()
         await asyncio.to_thread(self.memory.shutdown)
 
-    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool,
-                    names: Mapping[str, str] = MappingProxyType({})) -> Run:
+    async def start(self, request: Request, jobs: Sequence[PreparedRequest], prompt_field: str, whole: bool,
+                    names: Mapping[str, str] = MappingProxyType({})) -> GenerationStream:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
         whole: the answers are wanted whole. names: what the client calls the fields of its request, see `renamed`."""
         record = record_of(request)
@@ -87,7 +87,9 @@ class ServedModel:
                 await while_connected(request.receive, self._compile(record, jobs))
             ignored = (sent_name(name, names) for job in jobs for name in job.ignored)
             record.ignored = tuple(dict.fromkeys((*record.ignored, *ignored)))
-            run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            run = record.run = await while_connected(
+                request.receive, GenerationStream.start(self.bridge, jobs, self.memory, whole)
+            )
             run.names = names
             if self.records.texts:
                 run.keep_tokens()
@@ -100,12 +102,12 @@ class ServedModel:
                 raise RequestError(str(error), prompt_field) from error
             raise
 
-    async def _compile(self, record: RequestRecord, jobs: Sequence[Job]) -> None:
+    async def _compile(self, record: RequestRecord, jobs: Sequence[PreparedRequest]) -> None:
         """Have the jobs' grammars compiled, in the client's turn."""
         if any(job.grammar for job in jobs):
             await record.executors.grammars.run(record.client_id, lambda: [job.compiled() for job in jobs])
 
-    async def wholes(self, request: Request, run: Run) -> list[Piece]:
+    async def wholes(self, request: Request, run: GenerationStream) -> list[ChoiceDelta]:
         """All choices of a run, when they are done, unless the client goes away meanwhile."""
         try:
             return await while_connected(request.receive, run.wholes(self.limits.max_answer_values))
@@ -113,7 +115,7 @@ class ServedModel:
             run.close()
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams,
-                 output_format: OutputFormat | None = None, add_special: bool | None = None) -> Job:
+                 output_format: OutputFormat | None = None, add_special: bool | None = None) -> PreparedRequest:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str) or output_format:
             return self.processor.complete(prompt, sampling, output_format, add_special is not False)

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import UNKNOWN, Plan
+from deltic.engine.step_plan import UNKNOWN, StepPlan
 from deltic.params import MAX_DRAFTS, Draft, Mtp, Ngram
 from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.launch import InFlight
 from deltic.runner.logit_masks import slow
 from deltic.runner.model import Model
 from deltic.runner.penalties import wanted
-from deltic.spec_decode.draft_length import Acceptance, AdaptiveDepth, Depth, Growth
-from deltic.spec_decode.draft_model import ModelDrafter
-from deltic.spec_decode.pending_drafts import Promise, Wants
-from deltic.spec_decode.proposers import Drafter, DraftsAhead, MtpDrafter, NgramDrafter
+from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, DraftLength, Growth
+from deltic.spec_decode.draft_model import DraftModelProposer
+from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
+from deltic.spec_decode.proposers import AsyncProposer, MtpProposer, NgramProposer, Proposer
 
 log = logging.getLogger("deltic")
 
@@ -40,32 +40,36 @@ class SpeculationStats:
     saved_seconds: float = 0.0
 
 
-def drafter_of(runtime: Model) -> Drafter | None:
+def drafter_of(runtime: Model) -> Proposer | None:
     """The drafter that the options of a loaded model ask for; None if they ask for none, or for the head of a model
     whose cache was not made for it."""
     speculation = runtime.options.speculation
     if isinstance(speculation, Ngram):
-        return NgramDrafter(speculation.tokens)
+        return NgramProposer(speculation.tokens)
     if isinstance(speculation, Draft):
         assert runtime.draft is not None
-        return ModelDrafter(runtime.draft, runtime.config.vocab_size, speculation.tokens)
+        return DraftModelProposer(runtime.draft, runtime.config.vocab_size, speculation.tokens)
     if runtime.mtp_runner is None or speculation is None:
         return None
-    return MtpDrafter(runtime, runtime.mtp_runner, speculation.tokens if isinstance(speculation, Mtp) else Mtp().tokens)
+    return MtpProposer(
+        runtime, runtime.mtp_runner, speculation.tokens if isinstance(speculation, Mtp) else Mtp().tokens
+    )
 
 
-class Speculator:
+class SpeculationController:
     """Has tokens drafted for the sequences that are about to answer. drafter: None where nobody drafts, or once it has
     failed. promise: has the drafts for the next step, which are UNKNOWN."""
 
-    def __init__(self, runtime: Model, scheduler: Scheduler, drafter: Drafter | None, depth: Depth | None) -> None:
+    def __init__(
+        self, runtime: Model, scheduler: Scheduler, drafter: Proposer | None, depth: DraftLength | None
+    ) -> None:
         self.drafter = drafter_of(runtime) if drafter is None else drafter
-        self.depth = depth or AdaptiveDepth(self.drafter.limit if self.drafter else 0, Growth.of(runtime.config))
+        self.depth = depth or AdaptiveDraftLength(self.drafter.limit if self.drafter else 0, Growth.of(runtime.config))
         self.stats = SpeculationStats()
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)
         self._next: int | None = None
-        self.promise: Promise | None = None
+        self.promise: PendingDrafts | None = None
         self._most_rows = FEW_ROWS if runtime.verifies else 1 << 30
 
     def draft(self) -> list[Sequence]:
@@ -114,7 +118,7 @@ class Speculator:
         self._next = self.depth.choose([self._acceptance(sequence) for sequence in sequences], len(sequences))
         return min(self._next, max(row.drafts for row in flight.plan.rows))
 
-    def promised_behind(self, flight: InFlight, drafts: int) -> Promise | None:
+    def promised_behind(self, flight: InFlight, drafts: int) -> PendingDrafts | None:
         """The drafts that follow a step in flight."""
         try:
             promise = self._promised([(share.sequence, drafts) for share in flight.shares])
@@ -131,23 +135,23 @@ class Speculator:
 
     def draft_ahead(self, flight: InFlight) -> None:
         """Have what follows a step drafted that was just launched, where nobody has to see before what it has drawn."""
-        if not isinstance(self.drafter, DraftsAhead):
+        if not isinstance(self.drafter, AsyncProposer):
             return
         try:
             self.drafter.draft_ahead(flight)
         except Exception:
             self._switch_off()
 
-    def _promised(self, wants: Wants) -> Promise | None:
+    def _promised(self, wants: Wants) -> PendingDrafts | None:
         """Where nobody has to see the drafts before they are verified."""
-        if not isinstance(self.drafter, DraftsAhead) or any(
+        if not isinstance(self.drafter, AsyncProposer) or any(
                 sequence.guide or sequence.constraint or wanted(sequence) for sequence, _ in wants):
             return None
         return self.drafter.promise(wants)
 
     def disagree(self, sequence: Sequence) -> None:
         """What a sequence took of the last step is not what was taken for granted, where that was."""
-        if isinstance(self.drafter, DraftsAhead):
+        if isinstance(self.drafter, AsyncProposer):
             self.drafter.disagree(sequence)
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
@@ -158,7 +162,7 @@ class Speculator:
             self.stats.drafted_at[position] += 1
             self.stats.accepted_at[position] += position < right
 
-    def timed(self, plan: Plan, seconds: float, tokens: int) -> None:
+    def timed(self, plan: StepPlan, seconds: float, tokens: int) -> None:
         """A step that did nothing but answer took so long, drafting included, and gave so many tokens."""
         rows, drafts = len(plan.rows), max(row.drafts for row in plan.rows)
         self.depth.timed(rows, drafts, seconds)

@@ -98,7 +98,7 @@ class Growth:
         return 1 + self.experts * (met - 1)
 
 
-class Depth(Protocol):
+class DraftLength(Protocol):
     """Decides how many tokens are drafted."""
 
     limit: int
@@ -114,7 +114,7 @@ class Depth(Protocol):
 
 
 @dataclass(slots=True)
-class FixedDepth:
+class FixedDraftLength:
     """Always the same."""
 
     limit: int
@@ -130,7 +130,7 @@ class FixedDepth:
 
 
 @dataclass(slots=True)
-class AdaptiveDepth:
+class AdaptiveDraftLength:
     """The depth with the most tokens per second; once that is none, others are tried again from time to time.
 
     A step without drafts right after one with them is not measured: it still has the replay ring to bring forward.

@@ -7,20 +7,20 @@ from collections.abc import Sequence as List
 import torch
 from torch import Tensor
 
-from deltic.cache.handles import Lease
+from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.engine.scheduler import emits_of
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import Plan, Row, base_after
+from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
 from deltic.errors import ConfigError
 from deltic.params import RING, common_length
 from deltic.runner.input_batch import build
 from deltic.runner.model import Model
-from deltic.runner.sampling import Draw, sampling_of
+from deltic.runner.sampling import SampleRow, sampling_of
 from deltic.spec_decode.pending_drafts import Wants
 
 
-class ModelDrafter:
+class DraftModelProposer:
     """A drafter with a cache of its own, in which drafts stay in the replay ring until they are known to be right."""
 
     def __init__(self, runtime: Model, vocabulary: int, limit: int) -> None:
@@ -28,7 +28,7 @@ class ModelDrafter:
             raise ConfigError(f"the draft model {runtime.name} has {runtime.config.vocab_size} tokens, the model "
                               f"itself {vocabulary}: they must share one tokenizer", "speculate")
         self.limit, self._runtime = limit, runtime
-        self._leases: dict[Sequence, Lease] = {}
+        self._leases: dict[Sequence, SequenceCache] = {}
         self._refused: set[Sequence] = set()
         """Sequences that there was no room for, since another one was over."""
 
@@ -75,7 +75,7 @@ class ModelDrafter:
         return any(max(known, done) < position <= common for other, done in reading
                    if (common := common_length(keys, other.keys)) for position in other.wanted)
 
-    def _lease(self, sequence: Sequence) -> Lease | None:
+    def _lease(self, sequence: Sequence) -> SequenceCache | None:
         """The sequence's lease, rejected drafts taken back; or a new one."""
         cache, lease = self._runtime.cache, self._leases.get(sequence)
         if lease is not None and not cache.retreat(lease, _sound(lease, sequence)):
@@ -88,13 +88,13 @@ class ModelDrafter:
     def _read(self, sequences: List[Sequence]) -> None:
         """Read what is new, all but the last tokens, and keep states where the larger model keeps them. As in a step of
         that one there is a limit, so that nobody's answer stands still while a long prompt is read."""
-        cache, left, rows = self._runtime.cache, self._runtime.options.token_budget, list[tuple[Sequence, Row]]()
+        cache, left, rows = self._runtime.cache, self._runtime.options.token_budget, list[tuple[Sequence, PlannedRow]]()
         for sequence in sequences:
             lease = self._leases[sequence]
             done, chunk = lease.done, tuple(sequence.tokens[lease.done:-1][:left])
             left -= len(chunk)
             if chunk:
-                rows.append((sequence, Row(chunk, done, lease.pages, lease.slot, 0, base=lease.base,
+                rows.append((sequence, PlannedRow(chunk, done, lease.pages, lease.slot, 0, base=lease.base,
                                            ring=lease.ring or 0, rotary=sequence.rotary(done, len(chunk)),
                                            emits=emits_of(cache, lease, sequence.wanted, len(chunk)))))
         if not rows:
@@ -121,9 +121,9 @@ class ModelDrafter:
         if lease:
             cache.release(lease, keep=cache.retreat(lease, _sound(lease, sequence)))
 
-    def _run(self, rows: List[Row]) -> Tensor:
+    def _run(self, rows: List[PlannedRow]) -> Tensor:
         self._runtime.cache.flush()
-        return self._runtime.run(build(Plan(tuple(rows)), self._runtime.device))
+        return self._runtime.run(build(StepPlan(tuple(rows)), self._runtime.device))
 
     def _step(self, active: list[tuple[int, Sequence]], drafts: list[list[int]]) -> None:
         """One more draft for each of these sequences."""
@@ -131,10 +131,10 @@ class ModelDrafter:
         for index, sequence in active:
             lease = self._leases[sequence]
             token = drafts[index][-1] if drafts[index] else sequence.tokens[-1]
-            rows.append(Row((token,), lease.done, lease.pages, lease.slot, 1, base=lease.base,
+            rows.append(PlannedRow((token,), lease.done, lease.pages, lease.slot, 1, base=lease.base,
                             ring=lease.ring or 0, append=lease.ring is not None, rotary=sequence.offset))
         logits = self._run(rows)
-        draws = [Draw(sequence, tuple(drafts[index])) for index, sequence in active]
+        draws = [SampleRow(sequence, tuple(drafts[index])) for index, sequence in active]
         sampling = sampling_of(draws, logits.device, logits.shape[1])
         tokens = self._runtime.sample(logits, sampling).tokens.tolist()
         for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
@@ -142,12 +142,12 @@ class ModelDrafter:
             drafts[index].append(token)
 
 
-def _commit(cache: HybridCache, lease: Lease, row: Row, keys: List[int]) -> None:
+def _commit(cache: HybridCache, lease: SequenceCache, row: PlannedRow, keys: List[int]) -> None:
     """Its keys are its own: drafts are among them."""
     lease.keys[lease.done:] = keys
     cache.commit(lease, len(row.tokens), base_after(row))
 
 
-def _sound(lease: Lease, sequence: Sequence) -> int:
+def _sound(lease: SequenceCache, sequence: Sequence) -> int:
     """How many of the tokens that were read came true; the sequence's last one is read with the next draft."""
     return min(common_length(lease.keys, sequence.keys), lease.done, len(sequence.tokens) - 1)

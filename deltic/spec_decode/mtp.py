@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from deltic.model.mtp_head import Mtp
+from deltic.model.mtp_head import MtpHead
 from deltic.ops.drafted import Drafted
 from deltic.ops.types import PAGE, Batch, CacheViews, Layout, MtpStep, Sampling
 
@@ -75,7 +75,7 @@ class MtpRunner:
     the hidden state of its last committed token.
     """
 
-    def __init__(self, mtp: Mtp, views: CacheViews, hidden: Tensor) -> None:
+    def __init__(self, mtp: MtpHead, views: CacheViews, hidden: Tensor) -> None:
         """hidden [1, slots, H] float32: those of the state slots."""
         self._mtp, self._views, self._slots = mtp, views, hidden[0]
         self._last = hidden[0, :0]
@@ -132,12 +132,12 @@ class MtpRunner:
         self._slots[slot] = (self._last if hidden is None else hidden)[token]
 
     @property
-    def serving(self) -> tuple[Mtp, MtpStep | None]:
+    def serving(self) -> tuple[MtpHead, MtpStep | None]:
         """What the head is computed by: its ops one by one, or calls of a backend's own."""
         return self._mtp, self._step
 
     @serving.setter
-    def serving(self, parts: tuple[Mtp, MtpStep | None]) -> None:
+    def serving(self, parts: tuple[MtpHead, MtpStep | None]) -> None:
         self._mtp, self._step = parts
 
     @property

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deltic.cache.handles import Lease
+from deltic.cache.handles import SequenceCache
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.drafted import Drafted
 from deltic.runner.input_batch import Promised
 
@@ -20,7 +20,7 @@ Wants = List[tuple[Sequence, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class PendingDrafts:
     """Drafts that a device makes on its own of what follows a step.
 
     places: of which sequences, on the lease that they had then, and which row is whose.
@@ -28,7 +28,7 @@ class Promise:
     found: the same numbers, on the host as soon as `arrived`.
     """
 
-    places: dict[Sequence, tuple[Lease, int]]
+    places: dict[Sequence, tuple[SequenceCache, int]]
     drafted: Drafted
     found: Tensor
     arrived: torch.cuda.Event
@@ -37,13 +37,13 @@ class Promise:
         """Whether it has drafts for all of them, as far as is known without looking."""
         return all(sequence in self.places and self.places[sequence][0] is sequence.lease for sequence in sequences)
 
-    def fulfil(self, plan: Plan, sequences: List[Sequence]) -> Plan:
+    def fulfil(self, plan: StepPlan, sequences: List[Sequence]) -> StepPlan:
         """The plan, one row for each of these sequences, with the drafts; waits for them."""
         return replace(plan, rows=tuple([replace(row, tokens=(row.tokens[0], *self.drafts(sequence, row.drafts)))
                                          if row.drafts else row
                                          for row, sequence in zip(plan.rows, sequences, strict=True)]))
 
-    def promised(self, rows: List[Row], sequences: List[Sequence]) -> Promised:
+    def promised(self, rows: List[PlannedRow], sequences: List[Sequence]) -> Promised:
         """Where the tokens of rows with these drafts are."""
         drafted, places = self.drafted, list[int]()
         for row, sequence in zip(rows, sequences, strict=True):

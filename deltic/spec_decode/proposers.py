@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import row_keys
 from deltic.runner.input_batch import BatchMemory, build, verifying
-from deltic.runner.launch import InFlight, Share
+from deltic.runner.launch import InFlight, ScheduledSequence
 from deltic.runner.model import Model
-from deltic.runner.sampling import AnswerKeys, Draw, SamplingTable, sampling_of
+from deltic.runner.sampling import AnswerKeys, SampleRow, SamplingTable, sampling_of
 from deltic.spec_decode.mtp import MtpRunner
-from deltic.spec_decode.pending_drafts import Promise, Wants
+from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
 
 
-class Drafter(Protocol):
+class Proposer(Protocol):
     """limit: the most drafts that it is ever asked for."""
 
     limit: int
@@ -34,14 +34,14 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class DraftsAhead(Protocol):
+class AsyncProposer(Protocol):
     """A drafter that can begin before it is asked."""
 
     def draft_ahead(self, flight: InFlight) -> None:
         """Draft what follows a step that was just launched, where a device knows by itself what the step draws. The
         shares of the step say whether that was done."""
 
-    def promise(self, wants: Wants) -> Promise | None:
+    def promise(self, wants: Wants) -> PendingDrafts | None:
         """What `draft` would give, where a device is at work on it; None where it is not. Once."""
 
     def disagree(self, sequence: Sequence) -> None:
@@ -56,7 +56,7 @@ _LOOKED_AT = 128
 """Places where a sequence's last two tokens may have stood before."""
 
 
-class NgramDrafter:
+class NgramProposer:
     """Drafts that what followed the last few tokens before will follow them again (arXiv 2304.04487)."""
 
     def __init__(self, limit: int) -> None:
@@ -129,13 +129,13 @@ class _Aside:
     arrived: list[torch.cuda.Event]
 
 
-class MtpDrafter:
+class MtpProposer:
     """Drafts with the model's own draft head; draws as the model itself will, with the same noise."""
 
     def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
         self._memory, self._params = BatchMemory(), SamplingTable()
-        self._ahead: Promise | None = None
+        self._ahead: PendingDrafts | None = None
         self._turn, self._keys, self._answers = 0, torch.empty(0), AnswerKeys()
         self._landings = [torch.empty(0)] * 2
         self._aside: _Aside | None = None
@@ -169,7 +169,7 @@ class MtpDrafter:
             found.copy_(drafted.numbers, non_blocking=True)
             arrived.record()
         places = {share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}
-        self._ahead = Promise(places, drafted, found, arrived)
+        self._ahead = PendingDrafts(places, drafted, found, arrived)
         for share in flight.shares:
             share.ahead = True
 
@@ -179,7 +179,7 @@ class MtpDrafter:
             self._landings[self._turn] = torch.empty(count, dtype=torch.int64, pin_memory=True)
         return self._landings[self._turn][:count]
 
-    def promise(self, wants: Wants) -> Promise | None:
+    def promise(self, wants: Wants) -> PendingDrafts | None:
         if self._ahead is None or not self._ahead.covers(sequence for sequence, _ in wants):
             return None
         ahead, self._ahead = self._ahead, None
@@ -198,10 +198,10 @@ class MtpDrafter:
         self._see(sequences)
         self._runtime.cache.flush()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)
-        plan = Plan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
+        plan = StepPlan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
         batch = (verifying if self._head.ahead else build)(plan, device, memory=self._memory)
         # what is drafted before matters for penalties alone
-        draws = [Draw(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
+        draws = [SampleRow(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
         counts = torch.tensor([count for _, count in wants])
         tokens = self._head.draft_all(batch, counts, self._params.of(draws, device, self._runtime.config.vocab_size))
         if tokens is None:
@@ -219,9 +219,9 @@ class MtpDrafter:
             for index in active:
                 sequence, ahead = wants[index][0], drafts[index]
                 rows.append(_next_row(sequence, ahead[-1] if ahead else sequence.tokens[-1], depth))
-                draws.append(Draw(sequence, tuple(ahead)))
+                draws.append(SampleRow(sequence, tuple(ahead)))
             places = [place for place, index in enumerate(before) if index in active]
-            hidden, logits = self._head.draft(build(Plan(tuple(rows)), device), hidden[places] if depth else None)
+            hidden, logits = self._head.draft(build(StepPlan(tuple(rows)), device), hidden[places] if depth else None)
             tokens = self._runtime.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
             for index, token in zip(active, tokens, strict=True):
                 drafts[index].append(token)
@@ -241,14 +241,14 @@ class MtpDrafter:
         self._seen.pop(sequence, None)
 
 
-def _has_room(share: Share) -> bool:
+def _has_room(share: ScheduledSequence) -> bool:
     """Whether there are pages for all that may be drafted after a row with drafts."""
     row = share.row
     return row is not None and row.drafts > 0 and share.lease.covered >= row.done + 2 * len(row.tokens) - 1
 
 
-def _next_row(sequence: Sequence, token: int, depth: int) -> Row:
+def _next_row(sequence: Sequence, token: int, depth: int) -> PlannedRow:
     """The row of a token that follows the committed ones after so many drafts."""
     lease = sequence.lease
     assert lease is not None
-    return Row((token,), lease.done + depth, lease.pages, lease.slot, 1, rotary=sequence.offset)
+    return PlannedRow((token,), lease.done + depth, lease.pages, lease.slot, 1, rotary=sequence.offset)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.config.vision import ImageConfig, VisionConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class Film:
+class Video:
     """Frames in the order in which they are shown.
 
     parts: those that share their patches, together. stamps: the token ids that say when each part is.
@@ -49,7 +49,7 @@ def pixels(frames: Sequence[NDArray[np.uint8]], vision: VisionConfig) -> Pixels:
     return Pixels(np.stack(frames), grid, grid[0] * grid[1] // vision.merge_size ** 2)
 
 
-def patches_of(given: Pixels, config: PictureConfig, vision: VisionConfig) -> NDArray[np.float32]:
+def patches_of(given: Pixels, config: ImageConfig, vision: VisionConfig) -> NDArray[np.float32]:
     """[N, patch_values] float32: the patches, normalised, those of one token behind each other. Within a patch the
     order is channel, frame, row, column; a single frame is there as often as the patch has frames."""
     side, merge, (rows, columns) = vision.patch_size, vision.merge_size, given.grid

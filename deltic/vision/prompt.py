@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from deltic.config.vision import VisionConfig
 from deltic.errors import RequestError
 from deltic.params import Picture, Prompt, content_keys
-from deltic.vision.patches import Film, Pixels
+from deltic.vision.patches import Pixels, Video
 from deltic.vision.positions import rotary_positions
 
 
-def with_pictures(ids: Sequence[int], pictures: Sequence[Pixels | Film], vision: VisionConfig,
+def with_pictures(ids: Sequence[int], pictures: Sequence[Pixels | Video], vision: VisionConfig,
                   boundaries: Sequence[int] = ()) -> tuple[Prompt, tuple[int, ...]]:
     """The prompt in which each token of a picture (`image_token_id`) is repeated for as many tokens as it stands for,
     and that of a film (`video_token_id`) is replaced by its parts: when, and what, between the tokens that are around
@@ -19,7 +19,7 @@ def with_pictures(ids: Sequence[int], pictures: Sequence[Pixels | Film], vision:
 
     RequestError if there are more or fewer.
     """
-    marks = {vision.image_token_id: Pixels, vision.video_token_id: Film}
+    marks = {vision.image_token_id: Pixels, vision.video_token_id: Video}
     places = [place for place, token in enumerate(ids) if token in marks]
     if [marks[ids[place]] for place in places] != [type(each) for each in pictures]:
         raise RequestError(f"the prompt has {len(places)} places for {len(pictures)} pictures, or they are of other "

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltic.config import Limits
-from deltic.config.vision import FilmConfig, Vision
+from deltic.config.vision import VideoConfig, Vision
 from deltic.errors import RequestError, show
 from deltic.vision.images import IN_PYTHON, DecodeJob, PixelBudget, Size, named
-from deltic.vision.patches import Film, Pixels, pixels
+from deltic.vision.patches import Pixels, Video, pixels
 from deltic.vision.sizes import film_size
 from deltic.vision.video import read_film
 
@@ -29,7 +29,7 @@ Frame = NDArray[np.uint8]
 """[height, width, 3]"""
 Fetch = Callable[[str, str], bytes]
 """Gets what is behind an http(s) URL, with the field that has it."""
-Shown = Mapping[str, Pixels | Film]
+Shown = Mapping[str, Pixels | Video]
 """What parts show, by their fields."""
 Steps = Generator[DecodeJob, Frame, Shown]
 
@@ -66,7 +66,7 @@ class Reading:
         self.parts.append(ShownPart(part, kind, field, rendered))
         return rendered
 
-    def show(self, found: Shown) -> list[Pixels | Film]:
+    def show(self, found: Shown) -> list[Pixels | Video]:
         """Completes the parts with what they show, which is returned in their order."""
         for each in self.parts:
             seen = found[each.field]
@@ -94,15 +94,15 @@ class Reading:
 
     def steps(self, fetch: Fetch | None) -> Steps:
         """As `read`, by a caller that decodes: yields a job for each file, and takes what it gives."""
-        reader = _Reader(self, fetch)
-        found = dict[str, Pixels | Film]()
+        reader = _BudgetedReader(self, fetch)
+        found = dict[str, Pixels | Video]()
         for each in self.parts:
             read = reader.film if each.kind == "video" else reader.picture
             found[each.field] = yield from read(each.part, each.field)
         return found
 
 
-class Unread(Exception):
+class UnreadImages(Exception):
     """A conversation shows pictures that nobody has read."""
 
     def __init__(self, reading: Reading) -> None:
@@ -124,7 +124,7 @@ def _is_url(source: Any) -> TypeGuard[str]:
     return isinstance(source, str) and source.startswith(("http://", "https://"))
 
 
-class _Reader:
+class _BudgetedReader:
     """What is left of the budgets of a reading."""
 
     def __init__(self, reading: Reading, fetch: Fetch | None) -> None:
@@ -137,7 +137,7 @@ class _Reader:
         frame = yield self._job(part, field)
         return self._counted([frame], field)
 
-    def film(self, part: Mapping[str, Any], field: str) -> Generator[DecodeJob, Frame, Film]:
+    def film(self, part: Mapping[str, Any], field: str) -> Generator[DecodeJob, Frame, Video]:
         """A list of frames, or a file."""
         films = self._vision.pictures.films
         given, fps = part.get("video"), part.get("fps", films.rate or _UNSAID)
@@ -156,7 +156,7 @@ class _Reader:
                 frames.append((yield self._job({"image": each}, f"{field}.video[{index}]", len(given), size)))
         return self._film(frames, times, field)
 
-    def _film(self, frames: list[Frame], times: list[float], field: str) -> Film:
+    def _film(self, frames: list[Frame], times: list[float], field: str) -> Video:
         together = self._vision.tower.temporal_patch_size
         frames += [frames[-1]] * (-len(frames) % together)
         parts, stamps = list[Pixels](), list[tuple[int, ...]]()
@@ -165,9 +165,9 @@ class _Reader:
             # an added frame is shown when the last one is
             ends = (times[min(index, len(times) - 1)] for index in (start, start + together - 1))
             stamps.append(tuple(self._encode(f"<{sum(ends) / 2:.1f} seconds>")))
-        return Film(tuple(parts), tuple(stamps))
+        return Video(tuple(parts), tuple(stamps))
 
-    def _file(self, path: Path, films: FilmConfig, field: str) -> tuple[list[Frame], list[float]]:
+    def _file(self, path: Path, films: VideoConfig, field: str) -> tuple[list[Frame], list[float]]:
         from PIL.Image import Resampling
 
         size: Size | None = None

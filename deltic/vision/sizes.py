@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.config.vision import ImageConfig, VisionConfig
 from deltic.errors import RequestError
 
 MAX_ASPECT = 200
 """How many times as long as wide a picture may be."""
 
 
-def film_size(count: int, height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
+def film_size(count: int, height: int, width: int, config: ImageConfig, vision: VisionConfig) -> tuple[int, int]:
     """Height and width that the frames of a film are scaled to (`smart_resize` of transformers' Qwen3VLVideoProcessor):
     as `target_size`, with the pixels of all frames counted. count: of frames that there are, not of those added."""
     unit, together = vision.patch_size * vision.merge_size, vision.temporal_patch_size
@@ -34,7 +34,7 @@ def film_size(count: int, height: int, width: int, config: PictureConfig, vision
     return tall, wide
 
 
-def target_size(height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
+def target_size(height: int, width: int, config: ImageConfig, vision: VisionConfig) -> tuple[int, int]:
     """Height and width that a picture is scaled to: multiples of a token's side, as many pixels as the config allows,
     and the proportions kept as far as that goes (`smart_resize` of transformers)."""
     _check_aspect(height, width)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deltic.config import Limits
-from deltic.config.vision import FilmConfig
+from deltic.config.vision import VideoConfig
 from deltic.errors import RequestError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _OPTIONS = {"protocol_whitelist": "file"}
 """A list of films may name others, but none elsewhere."""
 
 
-def read_film(path: Path, films: FilmConfig, room: int, scaled: Callable[[Image, int], Image], field: str,
+def read_film(path: Path, films: VideoConfig, room: int, scaled: Callable[[Image, int], Image], field: str,
               pixels: int = Limits().max_picture_megapixels * 1_000_000) -> tuple[list[Image], list[float]]:
     """Frames of a film, and the second at which each is shown.
 
@@ -54,7 +54,7 @@ def _count(film: Any) -> int:
     return sum(1 for packet in film.demux(video=0) if packet.size)
 
 
-def frame_numbers(count: int, rate: float, films: FilmConfig, room: int, field: str) -> list[int]:
+def frame_numbers(count: int, rate: float, films: VideoConfig, room: int, field: str) -> list[int]:
     """Which of `count` frames, `rate` a second, are looked at: all, or so many at even distances from the first to the
     last, of few frames some more than once."""
     if count < 1 or not rate > 0:

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from deltic.cache.offload.disk import Disk, DiskNotes
-from deltic.cache.offload.types import Item
+from deltic.cache.offload.disk import DiskRecords, DiskStore
+from deltic.cache.offload.types import StoredItem
 
-Opening = Future[tuple[Disk, DiskNotes]]
+Opening = Future[tuple[DiskStore, DiskRecords]]
 
-class LateDisk:
+class DeferredDisk:
     """A `TierStore` that is not there yet. What is called in threads of its own waits for it, and raises what opening
     it raises."""
 
@@ -24,26 +24,26 @@ class LateDisk:
         """abandon: ends the opening."""
         self.budget, self._opening, self.abandon = budget, opening, abandon
 
-    def scan(self) -> Iterable[Item]:
+    def scan(self) -> Iterable[StoredItem]:
         disk = self._opening.result()[0]
         self.writable = disk.writable
         return disk.scan()
 
-    def others(self) -> Iterable[Item]:
+    def others(self) -> Iterable[StoredItem]:
         return self._opening.result()[0].others()
 
-    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+    def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
         return self._opening.result()[0].write(item, tensors)
 
-    def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
+    def read(self, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
         return self._opening.result()[0].read(item, most)
 
-    def delete(self, item: Item) -> None:
+    def delete(self, item: StoredItem) -> None:
         """Before it is there, nothing of it can have been found or written."""
         if self._is_there():
             self._opening.result()[0].delete(item)
 
-    def touch(self, item: Item) -> None:
+    def touch(self, item: StoredItem) -> None:
         if self._is_there():
             self._opening.result()[0].touch(item)
 
@@ -51,8 +51,8 @@ class LateDisk:
         return self._opening.done() and self._opening.exception() is None
 
 
-class LateNotes:
-    """`DiskNotes` that are not there yet. Writing waits for them, in a thread of its own."""
+class DeferredRecords:
+    """`DiskRecords` that are not there yet. Writing waits for them, in a thread of its own."""
 
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
@@ -77,7 +77,7 @@ class LateNotes:
         notes = self._notes()
         return notes is not None and notes.claim(key)
 
-    def _notes(self) -> DiskNotes | None:
+    def _notes(self) -> DiskRecords | None:
         """Those on disk, when they are there; None if they cannot be used."""
         with suppress(CancelledError, Exception):
             return self._opening.result()[1]

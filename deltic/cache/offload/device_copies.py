@@ -15,7 +15,7 @@ _PIECE = 8 << 20
 """Bytes that are copied at a time to memory that is not pinned."""
 
 
-class Outgoing:
+class DeviceToHostCopy:
     """What takes tensors to the host. Those of a GPU are copied to pinned memory as long as there is room, from which
     they come back as fast."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltic.cache.offload import item_folder as layout
 from deltic.cache.offload.item_file import decode, encode
-from deltic.cache.offload.types import FullError, Item, TierStoreError
+from deltic.cache.offload.types import FullError, StoredItem, TierStoreError
 
 _CHECKSUM_BYTES, _BLOCK = 4, 4096
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE,
@@ -25,7 +25,7 @@ _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
 logger = logging.getLogger(__name__)
 
 
-class Disk:
+class DiskStore:
     """A TierStore in `directory`, for the model that `fingerprint` (lower-case letters and digits) stands for.
 
     Several processes may use a directory at the same time. Files are for this user alone. `label` is the model's
@@ -38,18 +38,18 @@ class Disk:
     def __init__(self, directory: str | Path, fingerprint: str, budget: int, label: str = "", about: str = "") -> None:
         self.budget = budget
         self._folder, self.writable = layout.open_folder(directory, fingerprint)
-        self._root, self._label = self._folder.parent, layout.Label(label, about)
+        self._root, self._label = self._folder.parent, layout.FolderLabel(label, about)
         self._warned, self._gone = (0, 0), set[str]()
         if self.writable:
             layout.write_label(self._folder, self._label)
         else:
             logger.warning("%s cannot be written to: the prefixes in it are used, and none are added", self._root)
 
-    def scan(self) -> Iterator[Item]:
+    def scan(self) -> Iterator[StoredItem]:
         """The items of this model, by their names alone."""
         return (file.item for file in layout.files(self._folder) if file.item and file.path not in self._gone)
 
-    def others(self) -> list[Item]:
+    def others(self) -> list[StoredItem]:
         """What else takes room: of other models, machines and versions, and what is not ours. Items with `path`; what
         their other fields say holds for other models. The first look at many of them warns. What writers that were
         killed have left is deleted on the way."""
@@ -59,17 +59,17 @@ class Disk:
         found = [file for folder in layout.folders(self._root) for file in layout.files(folder)
                  if not file.temporary and not self._owns(file)]
         self._warn(len(found), sum(file.size for file in found))
-        return [replace(file.item or Item("kv", "", "", 0, 0), size=file.size, used=file.used,
+        return [replace(file.item or StoredItem("kv", "", "", 0, 0), size=file.size, used=file.used,
                         path=f"{file.folder}/{file.path}") for file in found]
 
-    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+    def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
         """Keep an item; returns the size of its file. Tensors are float32, bfloat16, float16 or int64.
 
         Raises OSError, with nothing left behind, if the disk refuses; FullError if it is full, or nearly.
         """
         return _write(self._folder / layout.item_name(item), encode(item, tensors), self._restore)
 
-    def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
+    def read(self, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
         """New tensors on the CPU, of at most so many bytes in all. Everything is checked; TierStoreError says what is
         wrong, and OSError that the machine cannot read it at present."""
         path = self._folder / layout.item_name(item)
@@ -83,7 +83,7 @@ class Disk:
         except TierStoreError as error:
             raise TierStoreError(f"{path} {error}") from error
 
-    def delete(self, item: Item) -> None:
+    def delete(self, item: StoredItem) -> None:
         """Unlink a file, and the folder of another model if this empties it. Never fails: what the disk does not
         give up is found again by the next scan, unless it can only be read."""
         name, _, path = (item.path or f"{self._folder.name}/{layout.item_name(item)}").partition("/")
@@ -96,14 +96,14 @@ class Disk:
         if name != self._folder.name:
             layout.prune(self._root / name)
 
-    def touch(self, item: Item) -> None:
+    def touch(self, item: StoredItem) -> None:
         with suppress(OSError):
             os.utime(self._folder / layout.item_name(item), follow_symlinks=False)
 
     def abandon(self) -> None:
         """Nothing: it is there."""
 
-    def _owns(self, file: layout.Found) -> bool:
+    def _owns(self, file: layout.StoredFile) -> bool:
         return file.folder == self._folder.name and (file.item is not None or file.note)
 
     def _restore(self) -> None:
@@ -117,7 +117,7 @@ class Disk:
         self._warned = count, size
 
 
-class DiskNotes:
+class DiskRecords:
     """Small values by hexadecimal key beside a model's items, at most `budget` bytes of disk in all; those unused
     for longest go first. Writing is for the caller's thread. Raises ConfigError if the directory cannot be used,
     and nothing later: what cannot be kept is not kept."""

@@ -21,24 +21,24 @@ from typing import Any, Protocol
 
 from deltic.cache.offload.prefix_items import (
     ANYTHING,
-    Door,
-    Entry,
-    Loaded,
-    Source,
+    ItemValidator,
+    LoadedPrefix,
+    PendingWrite,
+    PrefixEntry,
+    PrefixSource,
     Tensors,
-    Writing,
     read_item,
     read_prefix,
     size_of,
 )
-from deltic.cache.offload.types import FullError, Item, Kind, PrefixHash, TierStore
+from deltic.cache.offload.types import FullError, Kind, PrefixHash, StoredItem, TierStore
 from deltic.ops.memory import is_shortage
 from deltic.params import PAGE
 
 log = logging.getLogger("deltic")
 
 
-class Outgoing(Protocol):
+class HostCopier(Protocol):
     """What takes tensors to the host."""
 
     def prepare(self) -> None:
@@ -85,19 +85,19 @@ class TierIndex:
     hits: prefixes that came from here, hit_tokens: how many tokens they spared.
     """
 
-    def __init__(self, store: TierStore, threads: bool, late: bool = False, outgoing: Outgoing | None = None) -> None:
+    def __init__(self, store: TierStore, threads: bool, late: bool = False, outgoing: HostCopier | None = None) -> None:
         """late: the store may not be there yet. Nothing is found in it before it is; what is offered waits. outgoing:
         takes what is offered to the host, where it does not lie there."""
         self.store, self.name, self.budget, self._outgoing = store, store.name, store.budget, outgoing
         self.bytes = self.evictions = self.hits = self.hit_tokens = self.prefixes = self._given_up = 0
-        self._entries: dict[str, Entry] = {}
-        self._root = Entry("", 0, None)
-        self._others: list[Item] = []
+        self._entries: dict[str, PrefixEntry] = {}
+        self._root = PrefixEntry("", 0, None)
+        self._others: list[StoredItem] = []
         self._writer: Executor = ThreadPoolExecutor(1, "deltic-cache-write") if threads else _Inline()
         self._reader: Executor = ThreadPoolExecutor(1, "deltic-cache-read") if threads else _Inline()
-        self._pending: deque[Writing] = deque()
+        self._pending: deque[PendingWrite] = deque()
         self._backlog, self._paused_until, self._complained, self._closed = 0, 0.0, False, False
-        self._scan: tuple[float, Future[tuple[list[Item], list[Item]]]] | None = None
+        self._scan: tuple[float, Future[tuple[list[StoredItem], list[StoredItem]]]] | None = None
         self._looked, self._there = time.monotonic(), not late
         self._deleted: set[tuple[str, str]] = set()  # since that scan began
         if late:
@@ -110,7 +110,7 @@ class TierIndex:
         if self._outgoing:
             _begin(self._writer, self._outgoing.prepare).result()
 
-    def find(self, tokens: Sequence[int], above: int = 0) -> Entry | None:
+    def find(self, tokens: Sequence[int], above: int = 0) -> PrefixEntry | None:
         """The deepest entry with a state that `tokens` begin with, if deeper than `above`; at their very end only one
         with logits."""
         self._settle()
@@ -121,7 +121,7 @@ class TierIndex:
                  and (entry.done < len(tokens) or entry.state.kind == "final")]
         return found[-1] if found else None
 
-    def offer(self, source: Source) -> None:
+    def offer(self, source: PrefixSource) -> None:
         """Keep a prefix, if it is worth it; returns at once."""
         self._settle()
         if self._closed:
@@ -142,7 +142,7 @@ class TierIndex:
             self._keep(source, parent, kind)
             self._settle()
 
-    def fetch(self, entry: Entry, door: Door = ANYTHING) -> Future[Loaded]:
+    def fetch(self, entry: PrefixEntry, door: ItemValidator = ANYTHING) -> Future[LoadedPrefix]:
         """Read a prefix; its result may be a LostError. door: what may come in."""
         path = entry.path
         writing = [future for part in path for future in part.writing]
@@ -153,7 +153,7 @@ class TierIndex:
         reader = _Inline() if self.store.trusted and all(future.done() for future in writing) else self._reader
         return _begin(reader, read_prefix, partial(read_item, self.store, door), items, entry.state, writing)
 
-    def lose(self, item: Item) -> None:
+    def lose(self, item: StoredItem) -> None:
         """Forget an item that cannot be read, and what depends on it."""
         entry = self._entries.get(item.key)
         if entry and item.kind == "kv":
@@ -185,7 +185,7 @@ class TierIndex:
 
     # matching
 
-    def _matching(self, tokens: Sequence[int]) -> Iterator[Entry]:
+    def _matching(self, tokens: Sequence[int]) -> Iterator[PrefixEntry]:
         """The entries that `tokens` begin with, ascending."""
         prefix, lengths, seen = PrefixHash(tokens), list(self._root.lengths), 0
         heapq.heapify(lengths)
@@ -200,7 +200,7 @@ class TierIndex:
 
     # keeping
 
-    def _keep(self, source: Source, parent: Entry, kind: Kind) -> None:
+    def _keep(self, source: PrefixSource, parent: PrefixEntry, kind: Kind) -> None:
         done = len(source.tokens)
         if self._backlog > _BACKLOG:
             log.debug("the %s tier is behind with writing: a prefix of %d tokens is skipped", self.name, done)
@@ -229,25 +229,25 @@ class TierIndex:
         below = entry.parent
         assert below is not None
         if run:
-            entry.kv = self._write(entry, Item("kv", key, below.key, below.done, done), run)
-        entry.state = self._write(entry, Item(kind, key, below.key, below.done, done), state)
+            entry.kv = self._write(entry, StoredItem("kv", key, below.key, below.done, done), run)
+        entry.state = self._write(entry, StoredItem(kind, key, below.key, below.done, done), state)
         self.prefixes += 1
         self._use(entry, stored=False)
 
-    def _write(self, entry: Entry, item: Item, tensors: Tensors) -> Item:
+    def _write(self, entry: PrefixEntry, item: StoredItem, tensors: Tensors) -> StoredItem:
         item = replace(item, size=size_of(tensors))
         self.bytes += item.size
         self._submit(entry, item, tensors)
         return item
 
-    def _submit(self, entry: Entry, item: Item, tensors: Tensors, tries: int = 0) -> None:
+    def _submit(self, entry: PrefixEntry, item: StoredItem, tensors: Tensors, tries: int = 0) -> None:
         future: Future[int] = _begin(self._writer, self._write_out, item,
                                      self._outgoing(tensors) if self._outgoing else lambda: tensors)
         entry.writing.append(future)
-        self._pending.append(Writing(entry, item, tensors, future, self._given_up, tries))
+        self._pending.append(PendingWrite(entry, item, tensors, future, self._given_up, tries))
         self._backlog += item.size
 
-    def _write_out(self, item: Item, arrived: Callable[[], Tensors]) -> int:
+    def _write_out(self, item: StoredItem, arrived: Callable[[], Tensors]) -> int:
         """In the writer's thread."""
         return self.store.write(item, arrived())
 
@@ -268,7 +268,7 @@ class TierIndex:
                 self._complain(f"it cannot be used: {error}")
                 self._closed = True
 
-    def _note(self, done: Writing) -> None:
+    def _note(self, done: PendingWrite) -> None:
         entry, item, error = done.entry, done.item, done.future.exception()
         if any((other.item.kind, other.item.key) == (item.kind, item.key) for other in self._pending):
             return  # given up, and then taken again: what counts is that
@@ -286,7 +286,7 @@ class TierIndex:
             self._complained = False
             self._resize(entry, item, done.future.result())
 
-    def _give_way(self, error: BaseException, failed: Writing) -> bool:
+    def _give_way(self, error: BaseException, failed: PendingWrite) -> bool:
         """Whether older items went for one that a full store did not take."""
         if not isinstance(error, FullError) or self._closed or failed.tries + 1 >= _TRIES:
             return False
@@ -299,7 +299,7 @@ class TierIndex:
             pass
         return True
 
-    def _resize(self, entry: Entry, item: Item, size: int) -> None:
+    def _resize(self, entry: PrefixEntry, item: StoredItem, size: int) -> None:
         exact = replace(item, size=size)
         entry.kv, entry.state = (exact, entry.state) if item.kind == "kv" else (entry.kv, exact)
         entry.used = max(time.time(), entry.used)  # a scan that began before this may have missed it
@@ -317,7 +317,7 @@ class TierIndex:
 
     # giving up
 
-    def _make_room(self, size: int, spared: Entry) -> bool:
+    def _make_room(self, size: int, spared: PrefixEntry) -> bool:
         if size > self.budget:
             self._complain(f"a prefix of {size:,} bytes is larger than the budget of {self.budget:,}")
             return False
@@ -326,7 +326,7 @@ class TierIndex:
                 return False
         return True
 
-    def _evict(self, spared: Entry) -> bool:
+    def _evict(self, spared: PrefixEntry) -> bool:
         """Give up what has not been used for longest."""
         candidates = [entry for entry in self._entries.values() if entry.state and entry is not spared]
         oldest = min(candidates, key=lambda entry: entry.used, default=None)
@@ -339,7 +339,7 @@ class TierIndex:
             return False
         return True
 
-    def _drop_state(self, entry: Entry, prune: bool = True) -> None:
+    def _drop_state(self, entry: PrefixEntry, prune: bool = True) -> None:
         if entry.state:
             self._delete(entry.state)
             entry.state = None
@@ -347,14 +347,14 @@ class TierIndex:
         if prune:
             self._prune(entry)
 
-    def _prune(self, entry: Entry) -> None:
+    def _prune(self, entry: PrefixEntry) -> None:
         """Give up K/V that no state needs any more."""
         while entry.parent is not None and not entry.needed and entry.key in self._entries:
             parent = entry.parent
             self._remove(entry)
             entry = parent
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: PrefixEntry) -> None:
         """Give up an entry and all that continue it."""
         stack, doomed = [entry], []
         while stack:
@@ -367,12 +367,12 @@ class TierIndex:
         if doomed[0].parent:
             self._prune(doomed[0].parent)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: PrefixEntry) -> None:
         if entry.kv:
             self._delete(entry.kv)
         self._unlink(entry)
 
-    def _unlink(self, entry: Entry) -> None:
+    def _unlink(self, entry: PrefixEntry) -> None:
         """Forget an entry that nothing continues; its items stay where they are."""
         assert entry.parent is not None
         keys = entry.parent.lengths[entry.done]
@@ -381,12 +381,12 @@ class TierIndex:
             del entry.parent.lengths[entry.done]
         del self._entries[entry.key]
 
-    def _delete(self, item: Item) -> None:
+    def _delete(self, item: StoredItem) -> None:
         self._discard(item)
         self.bytes -= item.size
         self._given_up += item.size
 
-    def _discard(self, item: Item) -> None:
+    def _discard(self, item: StoredItem) -> None:
         """Delete what does not count, or no more. A scan that is under way may have seen it."""
         if self._scan:
             self._deleted.add((item.kind, item.key))
@@ -394,12 +394,12 @@ class TierIndex:
 
     # what is there
 
-    def _add(self, key: str, done: int, parent: Entry) -> Entry:
-        entry = self._entries[key] = Entry(key, done, parent)
+    def _add(self, key: str, done: int, parent: PrefixEntry) -> PrefixEntry:
+        entry = self._entries[key] = PrefixEntry(key, done, parent)
         parent.lengths.setdefault(done, set()).add(key)
         return entry
 
-    def _use(self, entry: Entry, stored: bool = True) -> None:
+    def _use(self, entry: PrefixEntry, stored: bool = True) -> None:
         entry.used = max(time.time(), entry.used)
         if stored and entry.state:
             self.store.touch(entry.state)
@@ -415,7 +415,7 @@ class TierIndex:
     def _begin_scan(self) -> None:
         self._scan = time.time(), _begin(self._reader, _scan, self.store)
 
-    def _merge(self, items: list[Item], others: list[Item], began: float) -> None:
+    def _merge(self, items: list[StoredItem], others: list[StoredItem], began: float) -> None:
         """Bring the index in line with what lay in the store at a time."""
         items = [item for item in items if (item.kind, item.key) not in self._deleted]
         there = {(item.kind, item.key) for item in items}
@@ -430,7 +430,7 @@ class TierIndex:
         self._take_up([item for item in items if item.kind == "kv"], [item for item in items if item.kind != "kv"])
         self._account()
 
-    def _take_up(self, runs: list[Item], states: list[Item]) -> None:
+    def _take_up(self, runs: list[StoredItem], states: list[StoredItem]) -> None:
         """Index what is new and of use."""
         for item in sorted(runs, key=lambda item: item.done):
             parent = self._entries.get(item.parent) if item.parent else self._root
@@ -450,7 +450,7 @@ class TierIndex:
                 self._set_aside(entry.kv)
                 self._unlink(entry)
 
-    def _set_aside(self, item: Item) -> None:
+    def _set_aside(self, item: StoredItem) -> None:
         """What cannot be used, as something that belongs to it is missing, goes, unless somebody may just be writing
         that."""
         if abs(time.time() - item.used) > _PAUSE:
@@ -467,9 +467,9 @@ class TierIndex:
             pass
 
 
-def _scan(store: TierStore) -> tuple[list[Item], list[Item]]:
+def _scan(store: TierStore) -> tuple[list[StoredItem], list[StoredItem]]:
     return list(store.scan()), list(store.others())
 
 
-def _same(known: Item | None, item: Item) -> bool:
+def _same(known: StoredItem | None, item: StoredItem) -> bool:
     return known is not None and (known.kind, known.start, known.parent) == (item.kind, item.start, item.parent)

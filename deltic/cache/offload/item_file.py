@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from deltic.cache.offload.types import Item, TierStoreError
+from deltic.cache.offload.types import StoredItem, TierStoreError
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
                  "F8_E4M3": torch.float8_e4m3fn}
@@ -28,7 +28,7 @@ _LENGTH_BYTES, _HEADER_LIMIT = 8, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _ItemEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -39,13 +39,13 @@ class _Entry:
         return prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
-def encode(item: Item, tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+def encode(item: StoredItem, tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """The file of an item, in pieces; those of contiguous tensors on the CPU are views of them.
 
     Tensors are float32, bfloat16, float16, float8 e4m3 or int64, of any shape.
     """
     ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0]))
-    entries = [_Entry(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]
+    entries = [_ItemEntry(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]
     contents = [_bytes_of(tensor.detach()) for _, tensor in ordered]
     checksum = crc32(_header(item, entries, _NO_CHECKSUM))
     for content in contents:
@@ -55,7 +55,7 @@ def encode(item: Item, tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
     return [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *contents]
 
 
-def decode(file: BinaryIO, item: Item, most: int | None = None) -> dict[str, Tensor]:
+def decode(file: BinaryIO, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
     """The tensors in an unbuffered file; TierStoreError if it is not just what `encode` made of this item, or if they
     have more than `most` bytes.
 
@@ -69,7 +69,7 @@ def decode(file: BinaryIO, item: Item, most: int | None = None) -> dict[str, Ten
         raise TierStoreError(f"does not fit in memory: {error}") from error
 
 
-def _decode(file: BinaryIO, item: Item, most: int | None) -> dict[str, Tensor]:
+def _decode(file: BinaryIO, item: StoredItem, most: int | None) -> dict[str, Tensor]:
     size = os.fstat(file.fileno()).st_size
     raw = _read_header(file, size)
     header = json.loads(raw)
@@ -107,14 +107,14 @@ def _read_header(file: BinaryIO, size: int) -> bytes:
     return bytes(raw)
 
 
-def _entry(name: str, fields: Mapping[str, Any]) -> _Entry:
+def _entry(name: str, fields: Mapping[str, Any]) -> _ItemEntry:
     dtype, shape = fields["dtype"], fields["shape"]
     if dtype not in _DTYPES or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
         raise ValueError(name)
-    return _Entry(name, dtype, tuple(shape))
+    return _ItemEntry(name, dtype, tuple(shape))
 
 
-def _header(item: Item, entries: Sequence[_Entry], checksum: str) -> bytes:
+def _header(item: StoredItem, entries: Sequence[_ItemEntry], checksum: str) -> bytes:
     """As safetensors has it: JSON, padded so that the tensors behind it are aligned."""
     header: dict[str, Any] = {_METADATA: {**_metadata(item), _CHECKSUM: checksum}}
     offset = 0
@@ -125,7 +125,7 @@ def _header(item: Item, entries: Sequence[_Entry], checksum: str) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def _metadata(item: Item) -> dict[str, str]:
+def _metadata(item: StoredItem) -> dict[str, str]:
     return {"format": _FORMAT, "version": _VERSION, "kind": item.kind, "key": item.key, "parent": item.parent,
             "start": str(item.start), "done": str(item.done)}
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, cast, get_args
 
-from deltic.cache.offload.types import FullError, Item, Kind
+from deltic.cache.offload.types import FullError, Kind, StoredItem
 from deltic.errors import ConfigError
 
 ROOT: Final = "deltic-prefixes"
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredFile:
     """A file in some model's folder.
 
     folder: that folder's name.
@@ -62,7 +62,7 @@ class Found:
     path: str
     size: int
     used: float
-    item: Item | None
+    item: StoredItem | None
 
     @property
     def temporary(self) -> bool:
@@ -74,7 +74,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class FolderLabel:
     """What people are told of a model's folder. model: its name; about: how it is computed. Empty if unknown."""
 
     model: str = ""
@@ -98,20 +98,20 @@ def split_folder(name: str) -> tuple[int, str]:
     return int(version), fingerprint
 
 
-def item_name(item: Item) -> str:
+def item_name(item: StoredItem) -> str:
     """The file name that carries the whole item."""
     name = f"{item.done}-{item.start}-{item.key}-{item.parent or 'root'}.{item.kind}"
     assert _ITEM.fullmatch(name), f"{name!r} is no item"
     return name
 
 
-def parse_item(name: str, size: int = 0, used: float = 0.0) -> Item | None:
+def parse_item(name: str, size: int = 0, used: float = 0.0) -> StoredItem | None:
     """The item of that name; None if it is not an item's name."""
     match = _ITEM.fullmatch(name)
     if match is None:
         return None
     done, start, key, parent, kind = match.groups()
-    return Item(cast("Kind", kind), key, "" if parent == "root" else parent, int(start), int(done), size, used)
+    return StoredItem(cast("Kind", kind), key, "" if parent == "root" else parent, int(start), int(done), size, used)
 
 
 def is_note(key: str) -> bool:
@@ -132,7 +132,7 @@ def folders(root: Path) -> list[Path]:
     return [root / name for name in sorted(names)]
 
 
-def files(folder: Path) -> Iterator[Found]:
+def files(folder: Path) -> Iterator[StoredFile]:
     """All files in a model's folder, but for its label. What vanishes or cannot be looked at meanwhile is left out."""
     below = [""]
     while below:
@@ -155,13 +155,13 @@ def open_regular(path: Path) -> BinaryIO:
     return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering=0))
 
 
-def read_label(folder: Path) -> Label:
+def read_label(folder: Path) -> FolderLabel:
     """What is known of the folder's model."""
     with suppress(OSError, ValueError, RecursionError), open_regular(folder / _LABEL) as file:
         match json.loads(file.read(_LABEL_LIMIT)):
             case {"model": str(model), "about": str(about)}:
-                return Label("".join(filter(str.isprintable, model)), "".join(filter(str.isprintable, about)))
-    return Label()
+                return FolderLabel("".join(filter(str.isprintable, model)), "".join(filter(str.isprintable, about)))
+    return FolderLabel()
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -172,9 +172,9 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _found(folder: str, path: str, status: os.stat_result) -> Found:
+def _found(folder: str, path: str, status: os.stat_result) -> StoredFile:
     item = parse_item(path, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
-    return Found(folder, path, status.st_size, status.st_mtime, item)
+    return StoredFile(folder, path, status.st_size, status.st_mtime, item)
 
 
 # Making
@@ -259,7 +259,7 @@ def make_private(path: Path) -> None:
         logger.warning("%s keeps no permissions: others may be able to read the prefixes in it", path)
 
 
-def write_label(folder: Path, label: Label) -> None:
+def write_label(folder: Path, label: FolderLabel) -> None:
     """Note what is known of the folder's model, as far as the disk allows."""
     if label.model and read_label(folder) != label:
         with suppress(OSError):

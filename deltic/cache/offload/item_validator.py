@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deltic.cache.offload.prefix_items import Tensors
-from deltic.cache.offload.types import Item
+from deltic.cache.offload.types import StoredItem
 from deltic.errors import show
 from deltic.ops.kv import is_finite
 
@@ -21,19 +21,19 @@ _Looks = tuple[torch.dtype, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PoolDoor:
+class PoolItemValidator:
     """Lets in what could have come from these pools: names, shapes, dtypes, and numbers that a sound model gives."""
 
     pools: CachePools
 
-    def most(self, item: Item) -> int:
+    def most(self, item: StoredItem) -> int:
         """The bytes that the item's tensors can have."""
         if item.kind == "kv":
             return max(item.done - item.start, 0) * (self.pools.sizes.token_bytes + torch.int64.itemsize)
         logits = (self.pools.vocabulary or _LARGEST_VOCABULARY) * torch.float32.itemsize
         return self.pools.sizes.slot_bytes + logits
 
-    def refuse(self, item: Item, tensors: Tensors, trusted: bool = False) -> str:
+    def refuse(self, item: StoredItem, tensors: Tensors, trusted: bool = False) -> str:
         """Why these are not the item's tensors; empty if they may be. trusted: as of the store; then
         nobody looks at each number."""
         expected = self._run(item) if item.kind == "kv" else self._state(item)
@@ -48,13 +48,13 @@ class PoolDoor:
                 return f"its {name} are not all finite"
         return "" if trusted else self._nonsense(tensors)
 
-    def _run(self, item: Item) -> dict[str, _Looks]:
+    def _run(self, item: StoredItem) -> dict[str, _Looks]:
         length = max(item.done - item.start, 0)
         pools = zip(("keys", "values"), self.pools.page_tensors, strict=True)
         return {"tokens": (torch.int64, (length,)),
                 **{name: (pool.dtype, (len(pool), length, *pool.shape[3:])) for name, pool in pools}}
 
-    def _state(self, item: Item) -> dict[str, _Looks]:
+    def _state(self, item: StoredItem) -> dict[str, _Looks]:
         looks: dict[str, _Looks] = {name: (pool.dtype, tuple(pool[:, 0].shape))
                                     for name, pool in self.pools.named_slots.items()}
         if item.kind == "final":

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from deltic.cache.offload.types import Item, PrefixHash, TierStore
+from deltic.cache.offload.types import PrefixHash, StoredItem, TierStore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ Keys = set[str]
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PrefixEntry:
     """A prefix of `done` tokens.
 
     kv, state: the items of it, None where there is none.
@@ -29,9 +29,9 @@ class Entry:
 
     key: str
     done: int
-    parent: Entry | None
-    kv: Item | None = None
-    state: Item | None = None
+    parent: PrefixEntry | None
+    kv: StoredItem | None = None
+    state: StoredItem | None = None
     used: float = 0.0
     lengths: dict[int, Keys] = field(default_factory=dict)
     writing: list[Future[int]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Entry:
         return self.held or self.state is not None or bool(self.lengths)
 
     @property
-    def path(self) -> list[Entry]:
+    def path(self) -> list[PrefixEntry]:
         """The entries from the first tokens to this one."""
         path, entry = [], self
         while entry.parent is not None:
@@ -52,7 +52,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
+class LoadedPrefix:
     """A prefix as it came from a tier. runs: K/V tensors, each with the position of its first token, in order.
     state: the tensors of the recurrent state. logits [V] of the last token, if known."""
 
@@ -67,7 +67,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PrefixSource:
     """Where copies of a prefix's tensors can be had.
 
     run: tokens and K/V from a position on.
@@ -81,32 +81,32 @@ class Source:
     final: bool = False
 
 
-class Door(Protocol):
+class ItemValidator(Protocol):
     """What items have to look like to be let in: a store is not to be trusted."""
 
-    def most(self, item: Item) -> int | None:
+    def most(self, item: StoredItem) -> int | None:
         """The bytes that its tensors can have."""
 
-    def refuse(self, item: Item, tensors: Tensors, trusted: bool = False) -> str:
+    def refuse(self, item: StoredItem, tensors: Tensors, trusted: bool = False) -> str:
         """Why these cannot be the item's tensors; empty if they can. trusted: as of the store; then
         nobody looks at each number."""
 
 
-class OpenDoor:
+class AcceptAllItems:
     """Lets everything in."""
 
-    def most(self, item: Item) -> int | None:
+    def most(self, item: StoredItem) -> int | None:
         return None
 
-    def refuse(self, item: Item, tensors: Tensors, trusted: bool = False) -> str:
+    def refuse(self, item: StoredItem, tensors: Tensors, trusted: bool = False) -> str:
         return ""
 
 
-ANYTHING = OpenDoor()
+ANYTHING = AcceptAllItems()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Writing:
+class PendingWrite:
     """An item on its way to the store.
 
     tensors: what to write, should it have to be tried again.
@@ -114,8 +114,8 @@ class Writing:
     tries: how often that was before.
     """
 
-    entry: Entry
-    item: Item
+    entry: PrefixEntry
+    item: StoredItem
     tensors: Tensors
     future: Future[int]
     given_up: int = 0
@@ -125,13 +125,13 @@ class Writing:
 class LostError(Exception):
     """An item could not be read."""
 
-    def __init__(self, item: Item, reason: object) -> None:
+    def __init__(self, item: StoredItem, reason: object) -> None:
         super().__init__(f"a kept prefix of {item.done:,} tokens cannot be used, and is read anew: {reason}")
         self.item = item
 
 
-def read_prefix(read: Callable[[Item], dict[str, Tensor]], items: Sequence[Item], state: Item,
-                writing: Sequence[Future[int]]) -> Loaded:
+def read_prefix(read: Callable[[StoredItem], dict[str, Tensor]], items: Sequence[StoredItem], state: StoredItem,
+                writing: Sequence[Future[int]]) -> LoadedPrefix:
     """A prefix out of its K/V items and its state, once they are written; LostError names the one that is no good.
     read: as `read_item`. For a thread of its own, unless all of it is in this process."""
     tokens = array("q")
@@ -151,10 +151,10 @@ def read_prefix(read: Callable[[Item], dict[str, Tensor]], items: Sequence[Item]
     for item in (*items, state):
         if prefix.key(item.done) != item.key:
             raise LostError(item, "its tokens are others than it says")
-    return Loaded(tokens, tuple(runs), tensors, logits)
+    return LoadedPrefix(tokens, tuple(runs), tensors, logits)
 
 
-def read_item(store: TierStore, door: Door, item: Item) -> dict[str, Tensor]:
+def read_item(store: TierStore, door: ItemValidator, item: StoredItem) -> dict[str, Tensor]:
     """The tensors of an item that may come in; LostError says why not. OSError and MemoryError say nothing of the
     item."""
     try:

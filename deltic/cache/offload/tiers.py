@@ -10,7 +10,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deltic.cache.offload.prefix_items import ANYTHING, Door, Entry, Loaded, LostError, Source
+from deltic.cache.offload.prefix_items import (
+    ANYTHING,
+    ItemValidator,
+    LoadedPrefix,
+    LostError,
+    PrefixEntry,
+    PrefixSource,
+)
 
 if TYPE_CHECKING:
     from deltic.cache.offload.index import TierIndex
@@ -19,31 +26,31 @@ log = logging.getLogger("deltic")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Offer:
+class StoreRequest:
     """A prefix for the tiers, named by a `StoreItem`. logits: those of its last token, if known."""
 
     tokens: Sequence[int]
     logits: Any
     tiers: Sequence[TierIndex]
 
-    def make(self, source: Source) -> None:
+    def make(self, source: PrefixSource) -> None:
         """Have the tiers take what they want of it."""
         for tier in self.tiers:
             tier.offer(source)
 
 
 @dataclass(slots=True, eq=False)
-class Fetch:
+class LoadRequest:
     """What the tiers bring for one prompt beyond what the tree knows. `poll` until it is true; then `loaded` holds
     it, if there was anything. door: what may come in. begun: a tier reads, or has read, for it."""
 
     tokens: Sequence[int]
     above: int
     tiers: Sequence[TierIndex]
-    door: Door = ANYTHING
-    loaded: Loaded | None = None
+    door: ItemValidator = ANYTHING
+    loaded: LoadedPrefix | None = None
     tier: TierIndex | None = None
-    _reading: Future[Loaded] | None = None
+    _reading: Future[LoadedPrefix] | None = None
     _found: bool = False
     _over: bool = False
 
@@ -71,7 +78,7 @@ class Fetch:
             wait([self._reading], seconds)
 
     def _start(self, begin: bool) -> None:
-        best: tuple[TierIndex, Entry] | None = None
+        best: tuple[TierIndex, PrefixEntry] | None = None
         for tier in self.tiers:
             entry = tier.find(self.tokens, best[1].done if best else self.above)
             best = (tier, entry) if entry else best
@@ -79,7 +86,7 @@ class Fetch:
         if best and begin:
             self.tier, self._reading = best[0], best[0].fetch(best[1], self.door)
 
-    def _finish(self, reading: Future[Loaded]) -> None:
+    def _finish(self, reading: Future[LoadedPrefix]) -> None:
         assert self.tier is not None
         self._reading = None
         try:
@@ -97,4 +104,4 @@ class Fetch:
         self._over = True
 
 
-NOTHING = Fetch((), 0, ())
+NOTHING = LoadRequest((), 0, ())

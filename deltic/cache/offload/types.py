@@ -23,7 +23,7 @@ KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class StoredItem:
     """One stored piece.
 
     key, parent: hexadecimal.
@@ -56,23 +56,23 @@ class TierStore(Protocol):
     writable: bool
     trusted: bool
 
-    def scan(self) -> Iterable[Item]:
+    def scan(self) -> Iterable[StoredItem]:
         """All items that are there, with size and last use."""
 
-    def others(self) -> Iterable[Item]:
+    def others(self) -> Iterable[StoredItem]:
         """What else lies in the budget (of other models or versions): only `delete` may be called with these."""
 
-    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+    def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
         """Keep an item, whole or not at all; returns its size in bytes. The tensors are on the host."""
 
-    def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
+    def read(self, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
         """The tensors of an item; TierStoreError if it is missing, damaged, not what its name says or, in all, larger
         than `most` bytes."""
 
-    def delete(self, item: Item) -> None:
+    def delete(self, item: StoredItem) -> None:
         """Forget an item; it is no error if it is gone already."""
 
-    def touch(self, item: Item) -> None:
+    def touch(self, item: StoredItem) -> None:
         """Note that an item was used now; never fails."""
 
     def abandon(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Calls(Protocol):
+class ProgramCalls(Protocol):
     """A program that is loaded. Either method raises RuntimeError with what the runtime says."""
 
     def buffer(self, name: str) -> NDArray[np.float32]:
@@ -25,19 +25,19 @@ class Calls(Protocol):
         """Append tokens at this position; the logits [V] of the last one."""
 
 
-class Bound:
+class BoundMethod:
     """method: of ExecuTorch's binding."""
 
     def __init__(self, method: Any, vocabulary: int) -> None:
         self._method, self._vocabulary = method, vocabulary
 
     def buffer(self, name: str) -> NDArray[np.float32]:
-        """As of `Calls`."""
+        """As of `ProgramCalls`."""
         found: NDArray[np.float32] = self._method.get_attribute(name).numpy()
         return found
 
     def run(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
-        """As of `Calls`."""
+        """As of `ProgramCalls`."""
         import torch
 
         (logits,) = self._method([torch.tensor([[*tokens]], dtype=torch.int64),
@@ -62,7 +62,7 @@ class Native:
         weakref.finalize(self, library.deltic_program_close, self._program)
 
     def buffer(self, name: str) -> NDArray[np.float32]:
-        """As of `Calls`."""
+        """As of `ProgramCalls`."""
         import numpy as np
 
         content, sizes, dimensions = c_void_p(), (c_int64 * 8)(), c_int64()
@@ -75,7 +75,7 @@ class Native:
         return found
 
     def run(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
-        """As of `Calls`."""
+        """As of `ProgramCalls`."""
         import numpy as np
 
         row = np.empty(self._vocabulary, np.float32)

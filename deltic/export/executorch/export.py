@@ -17,8 +17,8 @@ from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.export.executorch.mixers import Operators
 from deltic.export.executorch.names import sidecar_of
-from deltic.export.executorch.network import Build, Network
-from deltic.export.executorch.parts import Embedding, Experts, QuantizedExperts
+from deltic.export.executorch.network import Build, ExportedNetwork
+from deltic.export.executorch.parts import Embedding, ExpertBank, QuantizedExpertBank
 from deltic.export.sidecar import sidecar_files, write_sidecar
 from deltic.loader.hub import ModelFiles
 from deltic.loader.writing import check_room, replacing, replacing_files
@@ -39,7 +39,7 @@ CHUNK: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ExportForm:
     """What is made of a model.
 
     kind: fp32; bf16: weights and inputs of products; 8da4w: products of int8 inputs, quantized as they come, and int4
@@ -59,8 +59,14 @@ class Form:
         return self.chunk == 1
 
 
-def export(config: ModelConfig, generation: GenerationDefaults, weights: dict[str, Tensor], path: Path, form: Form,
-           tell: Callable[[Stage], None] = lambda stage: None) -> int:
+def export(
+    config: ModelConfig,
+    generation: GenerationDefaults,
+    weights: dict[str, Tensor],
+    path: Path,
+    form: ExportForm,
+    tell: Callable[[Stage], None] = lambda stage: None,
+) -> int:
     """Write the program; returns its bytes. weights: canonical, float32, taken out as they are used. tell: hears of
     each stage as it begins. ModelError for what cannot be exported."""
     check(config, form)
@@ -81,7 +87,9 @@ def export(config: ModelConfig, generation: GenerationDefaults, weights: dict[st
     return path.stat().st_size
 
 
-def export_files(files: ModelFiles, path: Path, form: Form, tell: Callable[[Stage], None] = lambda stage: None) -> int:
+def export_files(
+    files: ModelFiles, path: Path, form: ExportForm, tell: Callable[[Stage], None] = lambda stage: None
+) -> int:
     """Write the program of a model, and beside it the directory with its config and tokenizer; returns the program's
     bytes. The draft head and the vision tower are left out. ModelError for what cannot be exported."""
     check(files.config, form)
@@ -93,7 +101,7 @@ def export_files(files: ModelFiles, path: Path, form: Form, tell: Callable[[Stag
         return export(config, files.generation, files.load("float32", "cpu", None), path, form, tell)
 
 
-def check(config: ModelConfig, form: Form) -> None:
+def check(config: ModelConfig, form: ExportForm) -> None:
     """ModelError naming what a program cannot have."""
     if config.experts is not None and not form.static:
         raise ModelError(f"{config.architecture} is a mixture of experts, whose programs take one token a call: give "
@@ -103,7 +111,7 @@ def check(config: ModelConfig, form: Form) -> None:
                          f"{form.max_context} cannot be exported")
 
 
-def facts(config: ModelConfig, generation: GenerationDefaults, form: Form) -> dict[str, Any]:
+def facts(config: ModelConfig, generation: GenerationDefaults, form: ExportForm) -> dict[str, Any]:
     """What the program says of itself, under the names that ExecuTorch's own runners ask for."""
     ends = sorted({*config.eos_token_ids, *generation.eos_token_ids})
     said: dict[str, Any] = {
@@ -120,7 +128,7 @@ def facts(config: ModelConfig, generation: GenerationDefaults, form: Form) -> di
     return said if config.bos_token_id is None else {**said, "get_bos_id": config.bos_token_id}
 
 
-def quantize(network: Network) -> None:
+def quantize(network: ExportedNetwork) -> None:
     """Int4 weights in the products, int8 rows in the embedding table and in experts, in place. Products whose inputs
     are no multiple of the group stay as they are."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
@@ -131,8 +139,8 @@ def quantize(network: Network) -> None:
     quantize_(network, wanted, lambda module, _: isinstance(module, nn.Linear) and module.in_features % GROUP == 0)
     for module in [*network.modules()]:
         for name, child in [*module.named_children()]:
-            if isinstance(child, Experts):
-                setattr(module, name, QuantizedExperts(child.matrices))
+            if isinstance(child, ExpertBank):
+                setattr(module, name, QuantizedExpertBank(child.matrices))
     assert isinstance(network.embedding, Embedding)
     network.embedding = QuantizedEmbedding(network.embedding.table)
 
@@ -154,7 +162,7 @@ class QuantizedEmbedding(nn.Module):
         return row * nn.functional.embedding(ids, self.scale)
 
 
-def trace(network: Network, form: Form) -> torch.export.ExportedProgram:
+def trace(network: ExportedNetwork, form: ExportForm) -> torch.export.ExportedProgram:
     import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers the operators
 
     import deltic.export.executorch.operators  # noqa: F401  so does this
@@ -165,12 +173,12 @@ def trace(network: Network, form: Form) -> torch.export.ExportedProgram:
     return torch.export.export(network.eval(), example, dynamic_shapes=(tokens, None), strict=False)
 
 
-def _network(config: ModelConfig, weights: dict[str, Tensor], form: Form) -> Network:
+def _network(config: ModelConfig, weights: dict[str, Tensor], form: ExportForm) -> ExportedNetwork:
     blocks: dict[str, Weight] = {**weights}
     weights.clear()
     decoder = build(config, blocks, reference.OPS, torch.float32)
     dtype = torch.bfloat16 if form.kind == "bf16" else torch.float32
-    return Network(decoder.weights, Build(form.max_context, dtype, form.operators))
+    return ExportedNetwork(decoder.weights, Build(form.max_context, dtype, form.operators))
 
 
 def lower(traced: torch.export.ExportedProgram, said: Mapping[str, Any], kind: Kind) -> Any:

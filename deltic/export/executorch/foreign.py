@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
-from deltic.export.executorch.calls import Calls
+from deltic.export.executorch.calls import ProgramCalls
 from deltic.export.executorch.runtime import CALL, ExecutorchProgram, Saved
 from deltic.export.program import ProgramInfo
 from deltic.export.sidecar import load_json
@@ -33,7 +33,7 @@ _SIZES: Final[Mapping[str, str]] = {
 class ForeignProgram(ExecutorchProgram):
     """As `ExecutorchProgram`, of a program without named buffers."""
 
-    def __init__(self, path: Path, info: ProgramInfo, calls: Calls, chunk: int) -> None:
+    def __init__(self, path: Path, info: ProgramInfo, calls: ProgramCalls, chunk: int) -> None:
         super().__init__(path, info, calls, chunk, ())
         self._tokens: list[int] = []
         self._proven = True

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deltic.export.executorch.names import BUFFERS
-from deltic.export.executorch.parts import Norm, Product
+from deltic.export.executorch.parts import LinearPart, RmsNormPart
 from deltic.ops.reference import UNIT_EPS
 from deltic.ops.types import AttentionWeights, GdnWeights, Rope, Weight
 from deltic.params import PAGE
@@ -28,11 +28,11 @@ Operators = Literal["executorch", "deltic"]
 
 class Mixer(nn.Module, ABC):
     """A layer between its norm and its residual: x [T, hidden] -> [T, hidden]. place: of the tokens, as the operators'
-    `Place` gives it."""
+    `CachePosition` gives it."""
 
     def __init__(self, into: Weight, out: Weight, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_proj, self.out_proj = Product(into, dtype), Product(out, dtype)
+        self.in_proj, self.out_proj = LinearPart(into, dtype), LinearPart(out, dtype)
 
     def forward(self, x: Tensor, place: Any) -> Tensor:
         output: Tensor = self.out_proj(self.mix(self.in_proj(x), place))
@@ -56,7 +56,7 @@ class Recurrent(Mixer):
         super().__init__(weights.in_proj, weights.out_proj, dtype)
         self.spec = spec = weights.spec
         assert not spec.tiled, "the value heads are in a GGUF file's order"
-        self.norm = Norm(weights.norm, spec.eps)
+        self.norm = RmsNormPart(weights.norm, spec.eps)
         self.register_buffer("decay", weights.decay)
         self.register_buffer("dt_bias", weights.dt_bias)
         self.register_buffer("conv_state", torch.zeros(spec.conv_kernel - 1, spec.channels))
@@ -74,7 +74,7 @@ class Attention(Mixer):
     def __init__(self, weights: AttentionWeights, places: int, dtype: torch.dtype) -> None:
         super().__init__(weights.qkv, weights.o_proj, dtype)
         self.spec = spec = weights.spec
-        self.q_norm, self.k_norm = (None if scale is None else Norm(scale, spec.eps)
+        self.q_norm, self.k_norm = (None if scale is None else RmsNormPart(scale, spec.eps)
                                     for scale in (weights.q_norm, weights.k_norm))
         self.register_buffer("bias", weights.bias)
         for name in BUFFERS["full_attention"]:
@@ -97,7 +97,7 @@ class Spot(NamedTuple):
     turn: list[Tensor]
 
 
-class Place(nn.Module):
+class CachePosition(nn.Module):
     """position [1] int64, and how many tokens are read -> what mixers want to know of their places."""
 
     cos: Tensor
@@ -185,7 +185,7 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0).contiguous()
 
 
-def _turned(x: Tensor, norm: Norm | None, place: Spot) -> Tensor:
+def _turned(x: Tensor, norm: RmsNormPart | None, place: Spot) -> Tensor:
     """x [T, heads, D] -> [1, T, heads, D], normed and rotated: pairs are half of the leading rotary_dim apart."""
     cos, sin = place.turn
     half, normed = cos.shape[-1], x if norm is None else norm(x)
@@ -196,7 +196,7 @@ def _turned(x: Tensor, norm: Norm | None, place: Spot) -> Tensor:
 # Over deltic's
 
 
-class Table(NamedTuple):
+class RopeTable(NamedTuple):
     """position [1] int64; cos, sin [places, rotary_dim]."""
 
     position: Tensor
@@ -204,8 +204,8 @@ class Table(NamedTuple):
     sin: Tensor
 
 
-class WholeTable(nn.Module):
-    """As `Place`, for operators that find the call's places themselves."""
+class WholeRopeTable(nn.Module):
+    """As `CachePosition`, for operators that find the call's places themselves."""
 
     cos: Tensor
     sin: Tensor
@@ -215,8 +215,8 @@ class WholeTable(nn.Module):
         self.register_buffer("cos", rope.cos)
         self.register_buffer("sin", rope.sin)
 
-    def forward(self, position: Tensor, count: int) -> Table:
-        return Table(position, self.cos, self.sin)
+    def forward(self, position: Tensor, count: int) -> RopeTable:
+        return RopeTable(position, self.cos, self.sin)
 
 
 class DelticRecurrent(Recurrent):
@@ -228,7 +228,7 @@ class DelticRecurrent(Recurrent):
         super().__init__(weights, dtype)
         self.register_buffer("conv", weights.conv.to(torch.float32).contiguous())
 
-    def mix(self, projected: Tensor, place: Table) -> Tensor:
+    def mix(self, projected: Tensor, place: RopeTable) -> Tensor:
         mixed: Tensor = torch.ops.deltic.gated_delta_net(
             projected, place.position, self.conv, self.decay, self.dt_bias, self.norm.scale, self.conv_state,
             self.recurrent_state, self.spec.key_heads, self.spec.eps)
@@ -241,7 +241,7 @@ class DelticAttention(Attention):
     def __init__(self, weights: AttentionWeights, places: int, dtype: torch.dtype) -> None:
         super().__init__(weights, -(-places // PAGE) * PAGE, dtype)
 
-    def mix(self, projected: Tensor, place: Table) -> Tensor:
+    def mix(self, projected: Tensor, place: RopeTable) -> Tensor:
         scales = (None if norm is None else norm.scale for norm in (self.q_norm, self.k_norm))
         mixed: Tensor = torch.ops.deltic.attention(
             self.joined(projected), place.position, place.cos, place.sin, *scales, self.keys, self.values,
@@ -253,12 +253,12 @@ class DelticAttention(Attention):
 class Kit:
     """What a network over some operators is made of."""
 
-    place: type[Place | WholeTable]
+    place: type[CachePosition | WholeRopeTable]
     recurrent: type[Recurrent]
     attention: type[Attention]
 
 
 KITS: Final[Mapping[Operators, Kit]] = {
-    "executorch": Kit(Place, LlamaRecurrent, LlamaAttention),
-    "deltic": Kit(WholeTable, DelticRecurrent, DelticAttention),
+    "executorch": Kit(CachePosition, LlamaRecurrent, LlamaAttention),
+    "deltic": Kit(WholeRopeTable, DelticRecurrent, DelticAttention),
 }

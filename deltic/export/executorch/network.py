@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deltic.export.executorch.mixers import KITS, Kit, Operators
-from deltic.export.executorch.parts import Embedding, Experts, Norm, Product, plain
+from deltic.export.executorch.parts import Embedding, ExpertBank, LinearPart, RmsNormPart, plain
 from deltic.ops.reference import rope
-from deltic.ops.types import DecoderWeights, GdnWeights, Layer, MlpWeights, MoeWeights
+from deltic.ops.types import DecoderLayer, DecoderWeights, GdnWeights, MlpWeights, MoeWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Build:
         return KITS[self.operators]
 
 
-class Network(nn.Module):
+class ExportedNetwork(nn.Module):
     """tokens [1, T] int64, position [1] int64 -> logits [1, V] float32 of the last token.
 
     The tokens get the places position, position + 1, ... At position 0 the states count as zero, whatever sequence left
@@ -39,9 +39,9 @@ class Network(nn.Module):
     def __init__(self, weights: DecoderWeights, build: Build) -> None:
         super().__init__()
         self.embedding: nn.Module = Embedding(plain(weights.embedding).to(build.dtype))
-        self.layers = nn.ModuleList(_Layer(layer, weights.eps, build) for layer in weights.layers)
-        self.norm = Norm(weights.norm, weights.eps)
-        self.head = Product(weights.head, build.dtype)
+        self.layers = nn.ModuleList(_ExportedLayer(layer, weights.eps, build) for layer in weights.layers)
+        self.norm = RmsNormPart(weights.norm, weights.eps)
+        self.head = LinearPart(weights.head, build.dtype)
         # texts have the same position on all axes
         self.place = build.kit.place(rope(torch.arange(build.max_context).expand(3, -1), weights.rope))
 
@@ -54,10 +54,10 @@ class Network(nn.Module):
         return logits
 
 
-class _Layer(nn.Module):
-    def __init__(self, layer: Layer, eps: float, build: Build) -> None:
+class _ExportedLayer(nn.Module):
+    def __init__(self, layer: DecoderLayer, eps: float, build: Build) -> None:
         super().__init__()
-        self.input_norm, self.post_norm = Norm(layer.input_norm, eps), Norm(layer.post_norm, eps)
+        self.input_norm, self.post_norm = RmsNormPart(layer.input_norm, eps), RmsNormPart(layer.post_norm, eps)
         self.mixer = (build.kit.recurrent(layer.mixer, build.dtype) if isinstance(layer.mixer, GdnWeights)
                       else build.kit.attention(layer.mixer, build.max_context, build.dtype))
         self.mlp = (_Mixture(layer.mlp, build.dtype) if isinstance(layer.mlp, MoeWeights)
@@ -72,7 +72,7 @@ class _Layer(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, weights: MlpWeights, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up, self.down = Product(weights.gate_up, dtype), Product(weights.down, dtype)
+        self.gate_up, self.down = LinearPart(weights.gate_up, dtype), LinearPart(weights.down, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -86,9 +86,9 @@ class _Mixture(nn.Module):
     def __init__(self, weights: MoeWeights, dtype: torch.dtype) -> None:
         super().__init__()
         assert isinstance(weights.experts, tuple), "all experts are in memory"
-        self.router = Product(weights.router, torch.float32)
-        self.gate_up: nn.Module = Experts(torch.stack([plain(one.gate_up).to(dtype) for one in weights.experts]))
-        self.down: nn.Module = Experts(torch.stack([plain(one.down).to(dtype) for one in weights.experts]))
+        self.router = LinearPart(weights.router, torch.float32)
+        self.gate_up: nn.Module = ExpertBank(torch.stack([plain(one.gate_up).to(dtype) for one in weights.experts]))
+        self.down: nn.Module = ExpertBank(torch.stack([plain(one.down).to(dtype) for one in weights.experts]))
         self.shared = None if weights.shared is None else _Mlp(weights.shared, dtype)
         self.count, self.per_token, self.normalised = len(weights.experts), weights.per_token, weights.normalised
 

@@ -22,7 +22,7 @@ class Embedding(nn.Module):
         return functional.embedding(ids, self.table).to(torch.float32)
 
 
-class Product(nn.Module):
+class LinearPart(nn.Module):
     """x [T, in] float32 -> x weightᵀ [T, out] float32, computed in the dtype."""
 
     def __init__(self, weight: Weight, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class Product(nn.Module):
         return product.to(torch.float32)
 
 
-class Experts(nn.Module):
+class ExpertBank(nn.Module):
     """Matrices of E experts [E, out, in]. Those of chosen [k] int64 -> [k, out, in] float32."""
 
     matrices: Tensor
@@ -50,8 +50,8 @@ class Experts(nn.Module):
         return self.matrices.index_select(0, chosen).to(torch.float32)
 
 
-class QuantizedExperts(nn.Module):
-    """As `Experts`, of matrices that are kept as int8 with a scale for each row."""
+class QuantizedExpertBank(nn.Module):
+    """As `ExpertBank`, of matrices that are kept as int8 with a scale for each row."""
 
     matrices: Tensor
     scale: Tensor
@@ -66,7 +66,7 @@ class QuantizedExperts(nn.Module):
         return self.matrices.index_select(0, chosen).to(torch.float32) * self.scale.index_select(0, chosen)
 
 
-class Norm(nn.Module):
+class RmsNormPart(nn.Module):
     """x [..., D] -> scale * x / sqrt(mean(x²) + eps)."""
 
     scale: Tensor

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from deltic.config import EngineConfig, ModelConfig
 from deltic.errors import ModelError
 from deltic.export.executorch import library
-from deltic.export.executorch.calls import Bound, Calls, Native
+from deltic.export.executorch.calls import BoundMethod, Native, ProgramCalls
 from deltic.export.executorch.names import Buffer, buffer_names, sidecar_of
 from deltic.export.extras import need
 from deltic.export.program import ProgramInfo
@@ -51,7 +51,7 @@ class ExecutorchProgram:
     it says, is given one at a time.
     """
 
-    def __init__(self, path: Path, info: ProgramInfo, calls: Calls, chunk: int,
+    def __init__(self, path: Path, info: ProgramInfo, calls: ProgramCalls, chunk: int,
                  names: Sequence[tuple[str, Buffer]]) -> None:
         self._path, self._info, self._calls = path, info, calls
         self._chunk, self._proven = chunk, chunk == 1
@@ -234,7 +234,7 @@ def _load_llama_operators() -> None:
         raise ModelError(f"{found[0]} cannot be loaded: {error}") from error
 
 
-def _calls(path: Path, program: Any, said: dict[str, Any]) -> Calls:
+def _calls(path: Path, program: Any, said: dict[str, Any]) -> ProgramCalls:
     """The program with its operators. Without deltic's library a program that needs none of its operators is called
     through ExecuTorch's binding."""
     own, vocabulary = bool(said.get("use_deltic_operators")), said["get_vocab_size"]
@@ -248,10 +248,16 @@ def _calls(path: Path, program: Any, said: dict[str, Any]) -> Calls:
         native = None
         log.info("nothing else runs while the program computes: %s", error)
     try:
-        return Bound(program.load_method("forward"), vocabulary) if native is None else Native(native, path, vocabulary)
+        return (
+            BoundMethod(program.load_method("forward"), vocabulary)
+            if native is None
+            else Native(native, path, vocabulary)
+        )
     except (RuntimeError, KeyError) as error:
-        raise ModelError(f"{path} cannot be run: {error}. It may need operators or a backend that this executorch does "
-                         "not have, or not be whole") from error
+        raise ModelError(
+            f"{path} cannot be run: {error}. It may need operators or a backend that this executorch does "
+            "not have, or not be whole"
+        ) from error
 
 
 def _check_whole(path: Path) -> None:

@@ -54,7 +54,7 @@ class StateStore(nn.Object):
         return StateStore(_expr=call, _name="rnn_state")
 
 
-class Matrix(nn.Module):
+class PanelLinear(nn.Module):
     """A matrix [outputs, inputs] in panels; what it gives is as wide as all its panels."""
 
     def __init__(self, inputs: int, outputs: int, dtype: str) -> None:
@@ -73,14 +73,14 @@ class Matrix(nn.Module):
         return call(kernel(self.inputs, self.panels, self.dtype), kernel.__name__, [x, self.weight], (n, self.width))
 
 
-class Recurrent(nn.Module):
+class TvmRecurrent(nn.Module):
     """A Gated DeltaNet layer's mixer."""
 
     def __init__(self, config: ModelConfig, linear: LinearConfig, store: int, dtype: str) -> None:
         self.shape, self.store, self.eps = linear, store, config.rms_norm_eps
         rows = linear.conv_dim + linear.value_dim + 2 * linear.num_value_heads
-        self.in_proj = Matrix(config.hidden_size, rows, dtype)
-        self.out_proj = Matrix(linear.value_dim, config.hidden_size, dtype)
+        self.in_proj = PanelLinear(config.hidden_size, rows, dtype)
+        self.out_proj = PanelLinear(linear.value_dim, config.hidden_size, dtype)
         self.conv = nn.Parameter((linear.conv_kernel, linear.conv_dim), "float32")
         self.decay = nn.Parameter((linear.num_value_heads,), "float32")
         self.dt_bias = nn.Parameter((linear.num_value_heads,), "float32")
@@ -107,14 +107,14 @@ class Recurrent(nn.Module):
         return self.out_proj(out), states
 
 
-class Attention(nn.Module):
+class TvmAttention(nn.Module):
     """A layer's softmax attention over the paged cache."""
 
     def __init__(self, config: ModelConfig, store: int, dtype: str) -> None:
         self.config, self.store, dim = config, store, config.head_dim
         query = config.num_attention_heads * dim * (2 if config.attention_output_gate else 1)
-        self.qkv = Matrix(config.hidden_size, query + 2 * config.num_key_value_heads * dim, dtype)
-        self.o_proj = Matrix(config.num_attention_heads * dim, config.hidden_size, dtype)
+        self.qkv = PanelLinear(config.hidden_size, query + 2 * config.num_key_value_heads * dim, dtype)
+        self.o_proj = PanelLinear(config.num_attention_heads * dim, config.hidden_size, dtype)
         self.q_norm = nn.Parameter((dim,), "float32")
         self.k_norm = nn.Parameter((dim,), "float32")
 
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         return self.o_proj(op.reshape(found, (n, query_heads * dim)))
 
 
-class Block(nn.Module):
+class TvmBlock(nn.Module):
     """A decoder layer."""
 
     def __init__(self, config: ModelConfig, kind: str, store: int, dtype: str) -> None:
@@ -142,18 +142,18 @@ class Block(nn.Module):
         self.input_norm = nn.Parameter((config.hidden_size,), "float32")
         self.post_norm = nn.Parameter((config.hidden_size,), "float32")
         if kind == "linear_attention":
-            self.mixer = Recurrent(config, config.linear, store, dtype)
+            self.mixer = TvmRecurrent(config, config.linear, store, dtype)
         else:
-            self.mixer = Attention(config, store, dtype)
-        self.gate_up = Matrix(config.hidden_size, 2 * config.intermediate_size, dtype)
-        self.down = Matrix(config.intermediate_size, config.hidden_size, dtype)
+            self.mixer = TvmAttention(config, store, dtype)
+        self.gate_up = PanelLinear(config.hidden_size, 2 * config.intermediate_size, dtype)
+        self.down = PanelLinear(config.intermediate_size, config.hidden_size, dtype)
 
     def feed_forward(self, x: nn.Tensor) -> nn.Tensor:
         product = kernels.swiglu(self.inner, self.gate_up.width)
         return self.down(call(product, "swiglu", [self.gate_up(x)], (x.shape[0], self.inner)))
 
 
-class Network(nn.Module):
+class TvmNetwork(nn.Module):
     """The whole model, and the caches that it takes along."""
 
     def __init__(self, config: ModelConfig, dtype: str, target: Any) -> None:
@@ -161,13 +161,13 @@ class Network(nn.Module):
         counts = {"linear_attention": 0, "full_attention": 0}
         blocks = []
         for kind in config.layer_types:
-            blocks.append(Block(config, kind, counts[kind], dtype))
+            blocks.append(TvmBlock(config, kind, counts[kind], dtype))
             counts[kind] += 1
-        self.table = Matrix(config.hidden_size, config.vocab_size, dtype)
+        self.table = PanelLinear(config.hidden_size, config.vocab_size, dtype)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.Parameter((config.hidden_size,), "float32")
         self.frequencies = nn.Parameter((config.rope.rotary_dim // 2,), "float32")
-        self.head = None if config.tie_word_embeddings else Matrix(config.hidden_size, config.vocab_size, dtype)
+        self.head = None if config.tie_word_embeddings else PanelLinear(config.hidden_size, config.vocab_size, dtype)
 
     def embed(self, input_ids: nn.Tensor) -> nn.Tensor:
         """input_ids [n] -> [n, hidden]."""
@@ -207,7 +207,7 @@ class Network(nn.Module):
         delta = op.zeros((n, self.config.hidden_size), "float32")
         for layer in self.layers:
             residual, x = self._norm(residual, delta, layer.input_norm)
-            if isinstance(layer.mixer, Recurrent):
+            if isinstance(layer.mixer, TvmRecurrent):
                 delta, states = layer.mixer(x, states)
             else:
                 delta = layer.mixer(x, cache, positions, self.frequencies)
@@ -228,7 +228,7 @@ class Network(nn.Module):
         return (self.head or self.table)(x)
 
 
-class HybridNetwork(Network):
+class HybridNetwork(TvmNetwork):
     """With recurrent layers: generation v2."""
 
     def prefill(self, embeddings: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache,
@@ -243,7 +243,7 @@ class HybridNetwork(Network):
         return self._logits(x), paged_kv_cache, rnn_state
 
 
-class AttentionNetwork(Network):
+class AttentionNetwork(TvmNetwork):
     """Without recurrent layers: generation v1."""
 
     def prefill(self, embeddings: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache) -> Any:
@@ -256,7 +256,7 @@ class AttentionNetwork(Network):
         return self._logits(self._forward(embeddings, paged_kv_cache, None)[0]), paged_kv_cache
 
 
-def specification(network: Network) -> dict[str, Any]:
+def specification(network: TvmNetwork) -> dict[str, Any]:
     """The functions of the artifact, and what they take, for `export_tvm`."""
     hidden, plain = network.config.hidden_size, {"param_mode": "none", "effect_mode": "none"}
     packed = {"param_mode": "packed", "effect_mode": "none"}

@@ -18,7 +18,7 @@ from deltic.config import DType, ModelConfig, available_cores
 from deltic.errors import ModelError
 from deltic.loader.gguf.blocks import Bytes, fill
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.names import ROPE_FACTORS, TOWER, Place, gguf_name, place
+from deltic.loader.gguf.names import ROPE_FACTORS, TOWER, TensorTarget, gguf_name, place
 from deltic.loader.gguf.reader import GgufTensor
 from deltic.loader.names import (
     HEAD,
@@ -31,7 +31,7 @@ from deltic.loader.names import (
     tensor_dtype,
 )
 from deltic.loader.safetensors import TORCH_DTYPES, Progress
-from deltic.ops.quantized import Form, host_form
+from deltic.ops.quantized import PackedForm, host_form
 from deltic.ops.types import Block, Weight
 
 _LARGE: Final = 256 << 20
@@ -46,7 +46,7 @@ class GgufSource:
     """A tensor of the file, what it is to us, and the shapes of ours that it becomes."""
 
     stored: GgufTensor
-    place: Place
+    place: TensorTarget
     shapes: tuple[Shape, ...]
 
 
@@ -91,7 +91,7 @@ def read_file(
 
 
 def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None,
-                form: Form | None = None, experts: bool = True) -> dict[str, Weight]:
+                form: PackedForm | None = None, experts: bool = True) -> dict[str, Weight]:
     """Load the text model with its matrices in their quantized form, stacks of experts as one matrix for each, as
     `form` has it; without one, for the CPU's compiled kernels. experts: with these, that is not without their stacks.
 
@@ -162,7 +162,7 @@ def is_quantized(file: GgufFile) -> bool:
     return any(tensor.type.weights > 1 for tensor in file.tensors.values())
 
 
-def unserved_experts(file: GgufFile, form: Form) -> list[str]:
+def unserved_experts(file: GgufFile, form: PackedForm) -> list[str]:
     """The types of experts' matrices that the form does not serve."""
     stacks = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 3]
     return sorted({tensor.type.name for tensor in stacks if not form.serves(tensor.type.name, tensor.shape[-1])})
@@ -173,7 +173,7 @@ def _is_matrix(part: GgufSource) -> bool:
     return all(len(shape) > 1 for shape in part.shapes) and not part.place.form.changes
 
 
-def _report_plain(sources: list[GgufSource], form: Form) -> None:
+def _report_plain(sources: list[GgufSource], form: PackedForm) -> None:
     """One line about the matrices that do not stay quantized."""
     counts = Counter(part.stored.type.name for part in sources if _is_matrix(part)
                      and part.stored.type.weights > 1 and not form.serves(part.stored.type.name, part.stored.shape[-1]))
@@ -182,7 +182,7 @@ def _report_plain(sources: list[GgufSource], form: Form) -> None:
                        form.device, ", ".join(f"{name} ({count})" for name, count in counts.items()))
 
 
-def _pack(part: GgufSource, config: ModelConfig, form: Form) -> Iterator[tuple[str, Weight]]:
+def _pack(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator[tuple[str, Weight]]:
     stored = part.stored
     row_bytes, columns = stored.type.size(stored.shape[-1]), stored.shape[-1]
     found: dict[str, list[Block]] = {name: [] for name in part.place.names}
@@ -202,7 +202,7 @@ def _pack(part: GgufSource, config: ModelConfig, form: Form) -> Iterator[tuple[s
 
 
 def _packed(stored: GgufTensor, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Bytes],
-            form: Form) -> Block:
+            form: PackedForm) -> Block:
     if form.serves(stored.type.name, columns):
         return form.pack(stored.type.name, stored.type.id, rows, columns, row_bytes, read)
     plain = torch.empty(rows, columns, dtype=form.dtype)
@@ -227,7 +227,7 @@ def _reader(stored: GgufTensor, start: int, row_bytes: int, order: torch.Tensor 
     return lambda offset, count: rows[offset:offset + count]
 
 
-def _floats(part: GgufSource, config: ModelConfig, form: Form) -> Iterator[tuple[str, Weight]]:
+def _floats(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator[tuple[str, Weight]]:
     tensor = torch.empty(part.stored.shape)
     fill(tensor, part.stored.type, part.stored.read)
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 from deltic.config import DType
 from deltic.config.model import ModelConfig
 from deltic.config.reading import integer, number
-from deltic.config.vision import FilmConfig, PictureConfig, Vision, VisionConfig
+from deltic.config.vision import ImageConfig, VideoConfig, Vision, VisionConfig
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.blocks import BY_NAME, BlockType, fill
 from deltic.loader.gguf.file import GgufFile
@@ -31,7 +31,7 @@ from deltic.loader.gguf.write import NewTensor, write_gguf
 from deltic.loader.names import Shape
 from deltic.loader.safetensors import TORCH_DTYPES
 from deltic.loader.vision import KEPT, expected_tower
-from deltic.ops.quantized import Form
+from deltic.ops.quantized import PackedForm
 from deltic.ops.types import Block
 
 PROJECTOR: Final = "qwen3vl_merger"
@@ -115,7 +115,7 @@ def _vision(file: GgufFile, text: GgufFile, config: ModelConfig) -> Vision:
     positions = file.tensors.get("v.position_embd.weight")
     if positions is None:
         raise ModelError("tensor 'v.position_embd.weight' is absent; download the file again")
-    plain = PictureConfig()
+    plain = ImageConfig()
 
     def size(key: str, high: int) -> int:
         return integer(keys, f"clip.vision.{key}", 1, high)
@@ -133,14 +133,14 @@ def _vision(file: GgufFile, text: GgufFile, config: ModelConfig) -> Vision:
     least, most = (size(key, 1 << 30) if f"clip.vision.{key}" in keys else default for key, default in (
         ("image_min_pixels", plain.min_pixels), ("image_max_pixels", plain.max_pixels)))
     _plan(file, tower)
-    return Vision(tower, PictureConfig(least, most, _channels(keys, "image_mean", plain.mean),
+    return Vision(tower, ImageConfig(least, most, _channels(keys, "image_mean", plain.mean),
                                        _channels(keys, "image_std", plain.std), _films(keys)))
 
 
-def _films(keys: Mapping[str, Any]) -> FilmConfig:
+def _films(keys: Mapping[str, Any]) -> VideoConfig:
     try:
         said = json.loads(keys.get(_FILMS, "{}"))
-        return FilmConfig.from_hf(said)
+        return VideoConfig.from_hf(said)
     except (ValueError, TypeError, AttributeError, RecursionError, ModelError) as error:
         raise ModelError(f"{_FILMS} cannot be used: {error}") from error
 
@@ -164,7 +164,7 @@ def _channels(keys: Mapping[str, Any], key: str, default: tuple[float, ...]) -> 
     return tuple(float(str(np.float32(value))) for value in values)
 
 
-def load_mmproj(file: GgufFile, config: VisionConfig, dtype: DType, device: str | torch.device, form: Form | None
+def load_mmproj(file: GgufFile, config: VisionConfig, dtype: DType, device: str | torch.device, form: PackedForm | None
                 ) -> dict[str, Block]:
     """The tower under our names: norms, biases and positions float32, matrices of `dtype` or, where they are quantized
     and `form` serves their type, as they are."""

@@ -28,7 +28,7 @@ def _same(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorForm:
     """How a GGUF tensor differs from ours: in the order of its rows or of its value heads, and in its values.
 
     heads: the axis along which value heads follow each other, or None.
@@ -128,20 +128,20 @@ def _drop_row(tensor: Tensor, config: ModelConfig) -> Tensor:
     return tensor.squeeze(0)
 
 
-PLAIN: Final = Form()
-NORM: Final = Form(decode=_minus_offset, encode=_plus_offset)
+PLAIN: Final = TensorForm()
+NORM: Final = TensorForm(decode=_minus_offset, encode=_plus_offset)
 """Norms are stored as the factor itself, in our checkpoints less the family's offset."""
-_PER_HEAD: Final = Form(heads=0)
-_ROWS: Final = Form(heads=0, wide=True)
-_ROWS_BEHIND_KEYS: Final = Form(heads=0, wide=True, behind_keys=True)
-_COLUMNS: Final = Form(heads=1, wide=True)
-_CONVOLUTION: Final = Form(heads=0, wide=True, behind_keys=True, decode=_add_channel, encode=_drop_channel)
-_TURNED_QUERIES: Final = Form(turned=lambda config: config.num_attention_heads)
-_TURNED_KEYS: Final = Form(turned=lambda config: config.num_key_value_heads)
-_SINGLE_ROW: Final = Form(decode=_add_row, encode=_drop_row)
-_DECAY: Final = Form(heads=0, decode=_log_of_decay, encode=_decay)
+_PER_HEAD: Final = TensorForm(heads=0)
+_ROWS: Final = TensorForm(heads=0, wide=True)
+_ROWS_BEHIND_KEYS: Final = TensorForm(heads=0, wide=True, behind_keys=True)
+_COLUMNS: Final = TensorForm(heads=1, wide=True)
+_CONVOLUTION: Final = TensorForm(heads=0, wide=True, behind_keys=True, decode=_add_channel, encode=_drop_channel)
+_TURNED_QUERIES: Final = TensorForm(turned=lambda config: config.num_attention_heads)
+_TURNED_KEYS: Final = TensorForm(turned=lambda config: config.num_key_value_heads)
+_SINGLE_ROW: Final = TensorForm(decode=_add_row, encode=_drop_row)
+_DECAY: Final = TensorForm(heads=0, decode=_log_of_decay, encode=_decay)
 
-Table = Mapping[str, tuple[str, Form]]
+Table = Mapping[str, tuple[str, TensorForm]]
 """GGUF name -> our name and the form."""
 
 _TOP: Final[Table] = {
@@ -246,17 +246,17 @@ _LAYER_NAME: Final = re.compile(r"(model|mtp)\.layers\.(0|[1-9]\d{0,4})\.([A-Za-
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorTarget:
     """What a GGUF tensor is to us: our name, or several whose rows it holds one after another (of each expert, where
     there are experts); its form; and whether
     it belongs to the draft head (`mtp.`) rather than to the trunk."""
 
     names: tuple[str, ...]
-    form: Form
+    form: TensorForm
     mtp: bool = False
 
 
-def place(name: str, architecture: str, layers: Sequence[LayerType]) -> Place:
+def place(name: str, architecture: str, layers: Sequence[LayerType]) -> TensorTarget:
     """What the GGUF tensor `name` is in a model of this architecture (ours: qwen3_5, ...) with these trunk layers.
 
     Blocks behind the trunk's are the draft head's. Raises ModelError for a name that means nothing to us.
@@ -270,14 +270,14 @@ def place(name: str, architecture: str, layers: Sequence[LayerType]) -> Place:
         parts = () if found else _fused(index, inner, architecture, layers)
         if parts:
             prefix = _prefix(index, len(layers))
-            return Place(tuple(prefix + part for part in parts), PLAIN, prefix.startswith("mtp."))
+            return TensorTarget(tuple(prefix + part for part in parts), PLAIN, prefix.startswith("mtp."))
     if found is None:
         raise ModelError(f"tensor {name[:200]!r} has no place in a {architecture} model of {len(layers)} layers; "
                          "is the file of an unusual converter or of a newer format?")
-    return Place((found[0],), found[1], found[0].startswith("mtp."))
+    return TensorTarget((found[0],), found[1], found[0].startswith("mtp."))
 
 
-def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, Form]:
+def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, TensorForm]:
     """The GGUF name of one of our tensors, of the trunk or the draft head (`mtp.`), and its form.
 
     Raises ModelError for a name that GGUF files have no place for.
@@ -293,7 +293,7 @@ def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tupl
     return found
 
 
-def _in_block(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, Form] | None:
+def _in_block(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, TensorForm] | None:
     if block == len(layers) and name in _NEXTN:
         return _NEXTN[name]
     found = _table(block, architecture, layers).get(name)

@@ -258,14 +258,14 @@ def _array(cursor: _Cursor, what: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _KeyValue:
     name: str
     type: BlockType
     shape: tuple[int, ...]
     offset: int
 
 
-def _entry(cursor: _Cursor) -> _Entry:
+def _entry(cursor: _Cursor) -> _KeyValue:
     name = cursor.name("a tensor's name")
     what = f"tensor {name!r}"
     dimensions = cursor.u32(what)
@@ -278,7 +278,7 @@ def _entry(cursor: _Cursor) -> _Entry:
     if 0 in shape or math.prod(shape[-1:]) % type.weights:
         raise cursor.error(f"{what} has the shape {list(shape)}, which is impossible for type {type.name} with "
                            f"blocks of {type.weights}")
-    return _Entry(name, type, shape, cursor.u64(what))
+    return _KeyValue(name, type, shape, cursor.u64(what))
 
 
 def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
@@ -289,7 +289,7 @@ def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
     return value
 
 
-def _place(path: Path, cursor: _Cursor, alignment: int, entries: list[_Entry]) -> tuple[GgufTensor, ...]:
+def _place(path: Path, cursor: _Cursor, alignment: int, entries: list[_KeyValue]) -> tuple[GgufTensor, ...]:
     """The tensors in file order; gaps between them may be."""
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}

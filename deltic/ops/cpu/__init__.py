@@ -11,7 +11,7 @@ import torch
 from deltic.errors import ConfigError
 from deltic.ops import Ops
 from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, moe, pack, store_kv
-from deltic.ops.cpu.library import LEVELS, Pool, load
+from deltic.ops.cpu.library import LEVELS, ThreadPool, load
 from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import left_to_others as left_to_others
 from deltic.ops.cpu.step import mtp_step as mtp_step
@@ -41,9 +41,9 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
                                  if name not in absent})
 
 
-def pool_of(level: str = "auto", threads: int = 1) -> Pool:
+def pool_of(level: str = "auto", threads: int = 1) -> ThreadPool:
     """Threads at a level of `LEVELS`, or auto, the best. ConfigError if this processor lacks its instructions."""
-    return Pool(_number(level), threads)
+    return ThreadPool(_number(level), threads)
 
 
 def _number(level: str) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from deltic.ops.cpu.kernels import native_weight, packed
-from deltic.ops.cpu.library import EncoderModel, EncoderModelLayer, LayerNorm, Pool, address, library
-from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, Norm, Ragged
+from deltic.ops.cpu.library import EncoderModel, EncoderModelLayer, LayerNormStruct, ThreadPool, address, library
+from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged
 
 
-def encoder_run(pool: Pool, weights: EncoderWeights) -> Callable[[Ragged, Tensor], Tensor] | None:
+def encoder_run(pool: ThreadPool, weights: EncoderWeights) -> Callable[[Ragged, Tensor], Tensor] | None:
     """What `ops.encoder.run` does for these weights, in float32; None if they are not packed."""
     if not packed_layers(weights.layers):
         return None
@@ -49,5 +49,5 @@ def _layer(layer: EncoderLayer) -> EncoderModelLayer:
     return EncoderModelLayer(*weights, *biases, _norm(layer.attention_norm), _norm(layer.output_norm))
 
 
-def _norm(norm: Norm) -> LayerNorm:
-    return LayerNorm(address(norm.scale), address(norm.shift))
+def _norm(norm: LayerNorm) -> LayerNormStruct:
+    return LayerNormStruct(address(norm.scale), address(norm.shift))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from deltic.errors import ModelError
-from deltic.ops.cpu.library import ExpertCounts, Extent, Pool, StoredLayer, library
+from deltic.ops.cpu.library import ExpertCounts, Extent, StoredLayer, ThreadPool, library
 from deltic.ops.stored import ExpertStatistics, StoredExpert
 from deltic.ops.types import ExpertPool
 
@@ -31,7 +31,7 @@ class ExpertStore:
     nbytes: of the experts that can be in memory at the same time.
     """
 
-    def __init__(self, pool: Pool, layers: Sequence[Sequence[StoredExpert]], slots: Sequence[int],
+    def __init__(self, pool: ThreadPool, layers: Sequence[Sequence[StoredExpert]], slots: Sequence[int],
                  refresh: int = 1, predict: bool = False) -> None:
         """pool: that of the ops which compute with them. slots: how many of each layer are in memory, at least one.
         refresh: of so many steps one may exchange them. predict: read what the next layer is likely to want.

@@ -16,10 +16,10 @@ from deltic.ops.cpu.library import (
     GdnLayer,
     Kv,
     LinearWeight,
-    Matrix,
+    MatrixStruct,
     MoeLayer,
-    Pool,
     States,
+    ThreadPool,
     address,
     library,
     step_batch,
@@ -44,7 +44,7 @@ from deltic.ops.types import (
 )
 
 
-def pack(pool: Pool, weight: Tensor, table: bool) -> Block:
+def pack(pool: ThreadPool, weight: Tensor, table: bool) -> Block:
     return pack_tensor(weight, pool.arena) if weight.dtype in KINDS and weight.device.type == "cpu" else weight
 
 
@@ -56,10 +56,10 @@ def packed(weight: Weight) -> bool:
 def native_weight(weight: Weight) -> LinearWeight:
     """The struct of a packed weight; borrows its data."""
     blocks: tuple[Any, ...] = weight if isinstance(weight, tuple) else (weight,)
-    return LinearWeight(len(blocks), (Matrix * 4)(*(block.matrix for block in blocks)))
+    return LinearWeight(len(blocks), (MatrixStruct * 4)(*(block.matrix for block in blocks)))
 
 
-def linear(pool: Pool, x: Tensor, weight: Weight) -> Tensor:
+def linear(pool: ThreadPool, x: Tensor, weight: Weight) -> Tensor:
     """x [T, in] times the transpose of weight [out, in] -> [T, out] float32."""
     if not packed(weight):
         return torch_linear(x, weight).float()
@@ -70,7 +70,9 @@ def linear(pool: Pool, x: Tensor, weight: Weight) -> Tensor:
     return out
 
 
-def add_norm(pool: Pool, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    pool: ThreadPool, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     if residual.dtype not in KINDS:
         return TORCH.add_norm(residual, delta, weight, eps)
     wide = residual.float().contiguous()
@@ -81,7 +83,7 @@ def add_norm(pool: Pool, residual: Tensor, delta: Tensor | None, weight: Tensor,
     return total.to(residual.dtype), normed.to(residual.dtype)
 
 
-def mlp(pool: Pool, x: Tensor, weights: MlpWeights) -> Tensor:
+def mlp(pool: ThreadPool, x: Tensor, weights: MlpWeights) -> Tensor:
     if x.dtype not in KINDS or not packed(weights.gate_up) or not packed(weights.down):
         return TORCH.mlp(x, weights)
     gate_up, down, wide = native_weight(weights.gate_up), native_weight(weights.down), x.float().contiguous()
@@ -101,7 +103,7 @@ def moe_layer(weights: MoeWeights) -> MoeLayer:
                     weights.normalised, pooled and pooled.store.address, pooled.layer if pooled else 0)
 
 
-def moe(pool: Pool, x: Tensor, weights: MoeWeights) -> Tensor:
+def moe(pool: ThreadPool, x: Tensor, weights: MoeWeights) -> Tensor:
     if x.dtype not in KINDS or not all(map(packed, moe_weights(weights))):
         return TORCH.moe(x, weights)
     layer, wide = moe_layer(weights), x.float().contiguous()
@@ -115,7 +117,7 @@ def moe_weights(weights: MoeWeights) -> list[Weight]:
     return [weights.router, *(weight for part in weights.parts for weight in (part.gate_up, part.down))]
 
 
-def head(pool: Pool, x: Tensor, weight: Weight) -> Tensor:
+def head(pool: ThreadPool, x: Tensor, weight: Weight) -> Tensor:
     return linear(pool, x, weight) if packed(weight) else TORCH.head(x, weight)
 
 
@@ -142,7 +144,7 @@ def wide_states(states: tuple[StateView, ...]) -> bool:
     return all(state.recurrent.dtype == torch.float32 for state in states)
 
 
-def gdn_mixer(pool: Pool, x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+def gdn_mixer(pool: ThreadPool, x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
     if x.dtype not in KINDS or state.conv.dtype not in KINDS:
         return TORCH.gdn_mixer(x, weights, state, batch)
     state.check_order(weights.spec)
@@ -157,7 +159,7 @@ def gdn_mixer(pool: Pool, x: Tensor, weights: GdnWeights, state: StateView, batc
     return linear(pool, mixed.to(x.dtype), weights.out_proj).to(x.dtype)
 
 
-def fold_ring(pool: Pool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
+def fold_ring(pool: ThreadPool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
               target: int) -> None:
     if not states or states[0].conv.dtype not in KINDS or states[0].ring is None or not wide_states(states):
         return TORCH.fold_ring(states, source, ring, base, done, target)
@@ -182,7 +184,9 @@ def kv_pages(view: KvView) -> Kv:
     return Kv(address(view.keys), address(view.values), KINDS[view.keys.dtype], len(view.keys))
 
 
-def attention_mixer(pool: Pool, x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
+def attention_mixer(
+    pool: ThreadPool, x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope
+) -> Tensor:
     if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
         return TORCH.attention_mixer(x, weights, kv, batch, rope)
     proj, mixed = linear(pool, x, weights.qkv), torch.empty(len(x), weights.spec.queries)
@@ -193,7 +197,7 @@ def attention_mixer(pool: Pool, x: Tensor, weights: AttentionWeights, kv: KvView
     return linear(pool, mixed.to(x.dtype), weights.o_proj).to(x.dtype)
 
 
-def store_kv(pool: Pool, x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView,
+def store_kv(pool: ThreadPool, x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView,
              batch: Batch, rope: Rope) -> None:
     if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
         return TORCH.store_kv(x, weight, k_norm, spec, kv, batch, rope)

@@ -31,7 +31,7 @@ KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 """Numbers of the types that caches are kept in."""
 
 
-class Matrix(Structure):
+class MatrixStruct(Structure):
     """`deltic_matrix`."""
 
     _fields_ = (("type", c_int64), ("rows", c_int64), ("columns", c_int64), ("data", c_void_p))
@@ -40,7 +40,7 @@ class Matrix(Structure):
 class LinearWeight(Structure):
     """`deltic_weight`."""
 
-    _fields_ = (("count", c_int64), ("parts", Matrix * 4))
+    _fields_ = (("count", c_int64), ("parts", MatrixStruct * 4))
 
 
 class StepBatch(Structure):
@@ -130,7 +130,7 @@ class BesideModel(Structure):
     _fields_ = (*((name, c_int64) for name in ("hidden", "size", "experts", "layers", "most")), ("weights", c_void_p))
 
 
-class Mailbox(Structure):
+class MailboxStruct(Structure):
     """`deltic_mailbox`."""
 
     _fields_ = tuple((name, c_void_p) for name in ("request", "answer", "counts", "experts", "shares", "factors",
@@ -148,24 +148,24 @@ class ModelLayer(Structure):
     )
 
 
-class Model(Structure):
+class ModelStruct(Structure):
     """`deltic_model`."""
 
     _fields_ = (
-        ("hidden", c_int64), ("layers", c_int64), ("layer", POINTER(ModelLayer)), ("embedding", Matrix),
+        ("hidden", c_int64), ("layers", c_int64), ("layer", POINTER(ModelLayer)), ("embedding", MatrixStruct),
         ("head", LinearWeight), ("norm", c_void_p), ("frequencies", c_void_p), ("axes", c_void_p),
         ("rotary_dim", c_int64), ("eps", c_float),
     )
 
 
-class Mtp(Structure):
+class MtpStruct(Structure):
     """`deltic_mtp`."""
 
-    _fields_ = (("model", Model), ("fc", LinearWeight), ("kv", LinearWeight), ("norm_embedding", c_void_p),
+    _fields_ = (("model", ModelStruct), ("fc", LinearWeight), ("kv", LinearWeight), ("norm_embedding", c_void_p),
                 ("norm_hidden", c_void_p), ("tokens", c_void_p))
 
 
-class LayerNorm(Structure):
+class LayerNormStruct(Structure):
     """`deltic_layer_norm`."""
 
     _fields_ = (("scale", c_void_p), ("shift", c_void_p))
@@ -176,14 +176,14 @@ class EncoderModelLayer(Structure):
 
     _fields_ = (*((name, LinearWeight) for name in ("qkv", "out", "up", "down")),
                 *((name, c_void_p) for name in ("qkv_bias", "out_bias", "up_bias", "down_bias")),
-                ("attention_norm", LayerNorm), ("output_norm", LayerNorm))
+                ("attention_norm", LayerNormStruct), ("output_norm", LayerNormStruct))
 
 
 class EncoderModel(Structure):
     """`deltic_encoder`."""
 
     _fields_ = (("hidden", c_int64), ("heads", c_int64), ("layers", c_int64), ("layer", POINTER(EncoderModelLayer)),
-                ("norm", LayerNorm), ("eps", c_float))
+                ("norm", LayerNormStruct), ("eps", c_float))
 
 
 class VisionPart(Structure):
@@ -207,8 +207,8 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_pool_free": (None, [_P]),
     "deltic_packed_bytes": (_I, [_I, _I, _I]),
     "deltic_pack": (None, [_I, _P, _I, _I, _I, _P]),
-    "deltic_unpack_rows": (None, [POINTER(Matrix), _P, _I, _P]),
-    "deltic_copy_rows": (None, [POINTER(Matrix), _P, _I, POINTER(Matrix), _P]),
+    "deltic_unpack_rows": (None, [POINTER(MatrixStruct), _P, _I, _P]),
+    "deltic_copy_rows": (None, [POINTER(MatrixStruct), _P, _I, POINTER(MatrixStruct), _P]),
     "deltic_quantize": (c_int, [_I, _P, _I, _I, _P]),
     "deltic_linear": (c_int, [_P, _P, _I, POINTER(LinearWeight), _P]),
     "deltic_gdn": (c_int, [_P, POINTER(GdnLayer), POINTER(States), POINTER(StepBatch), _P, _P]),
@@ -225,20 +225,20 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_expert_store_failure": (_I, [_P, _P]),
     "deltic_expert_store_scores": (_P, [_P, _I]),
     "deltic_expert_store_count": (None, [_P, POINTER(ExpertCounts), _P, _P]),
-    "deltic_beside_new": (_P, [POINTER(BesideModel), POINTER(Mailbox), c_int, c_int]),
+    "deltic_beside_new": (_P, [POINTER(BesideModel), POINTER(MailboxStruct), c_int, c_int]),
     "deltic_beside_free": (None, [_P]),
     "deltic_beside_wake": (None, [_P]),
     "deltic_beside_count": (None, [_P, _P, _P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_adjust": (c_int, [_P, _P, _I, _P, _P]),
     "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),
-    "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
-    "deltic_mtp_follow": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _P]),
+    "deltic_forward": (c_int, [_P, POINTER(ModelStruct), POINTER(StepBatch), _P, _P]),
+    "deltic_mtp_follow": (c_int, [_P, POINTER(MtpStruct), POINTER(StepBatch), _P, _P]),
     "deltic_encode": (c_int, [_P, POINTER(EncoderModel), _P, _I, _P]),
     "deltic_vision_project": (c_int, [_P, POINTER(EncoderModel), _I, _P, _I, _P]),
     "deltic_vision_attend": (c_int, [_P, POINTER(EncoderModel), _I, _P, _I, POINTER(VisionPart), _P]),
     "deltic_vision_finish": (c_int, [_P, POINTER(EncoderModel), _I, _P, _I, _P]),
-    "deltic_mtp_draft": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
+    "deltic_mtp_draft": (c_int, [_P, POINTER(MtpStruct), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
 }
 
 
@@ -276,7 +276,7 @@ def library() -> ctypes.CDLL:
     return found
 
 
-class Pool:
+class ThreadPool:
     """The threads that compute for the ops of one model, the level at which they do, and the memory that its weights
     are packed into; nobody else's.
 

@@ -15,7 +15,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from deltic.ops.cpu.library import BesideModel, Mailbox, library
+from deltic.ops.cpu.library import BesideModel, MailboxStruct, library
 from deltic.ops.types import PAGE
 
 TOKENS = PAGE
@@ -27,7 +27,7 @@ _HANGS = 60.0
 """Seconds after which a request that the host itself has made is given up."""
 
 
-class Beside:
+class OffloadedExperts:
     """Threads, and the mailbox that they listen to. They begin at once, and end with `close`, with this object, or when
     the interpreter ends, as the memory may go after that.
 
@@ -57,7 +57,7 @@ class Beside:
         count, columns = self._weights[0].shape
         model = BesideModel(hidden, columns // (3 * hidden), count, len(weights), most,
                             ctypes.cast(addresses, c_void_p))
-        mailbox = Mailbox(**{name: part.data_ptr() for name, part in parts.items()})
+        mailbox = MailboxStruct(**{name: part.data_ptr() for name, part in parts.items()})
         made = library().deltic_beside_new(byref(model), byref(mailbox), *threads)
         if not made:
             raise MemoryError("no memory for the threads that compute experts beside the GPU")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.ops.cpu.library import Drawing, Pool, address, library, made_once
+from deltic.ops.cpu.library import Drawing, ThreadPool, address, library, made_once
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.sample import CANDIDATES, changed
 from deltic.ops.types import Adjust, Sampled, Sampling
@@ -28,7 +28,7 @@ class _Best:
     heat: Tensor | None
 
 
-def sample(pool: Pool, logits: Tensor, sampling: Sampling) -> Sampled:
+def sample(pool: ThreadPool, logits: Tensor, sampling: Sampling) -> Sampled:
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         return TORCH.sample(logits, sampling)
     count, raw, reports, healthy = sampling.top_logprobs, logits, None, None
@@ -48,7 +48,7 @@ def sample(pool: Pool, logits: Tensor, sampling: Sampling) -> Sampled:
     return replace(result, logprobs=chances, top_tokens=reports.ids[:, :count], top_logprobs=top[:, :count])
 
 
-def _apply(pool: Pool, logits: Tensor, adjust: Adjust) -> None:
+def _apply(pool: ThreadPool, logits: Tensor, adjust: Adjust) -> None:
     """Change the logits in place."""
     single = len(adjust.row) > 0
     old = logits[adjust.row, adjust.token] if single else logits[:0, 0]
@@ -59,7 +59,7 @@ def _apply(pool: Pool, logits: Tensor, adjust: Adjust) -> None:
         logits[adjust.row, adjust.token] = changed(old, adjust.repetition, adjust.offset)
 
 
-def _choose(pool: Pool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
+def _choose(pool: ThreadPool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
     """What is best in each row, and the tokens chosen [L]."""
     if sampling.greedy or not sampling.filtered:
         best = _best(pool, logits, 1, kept=sampling.kept)
@@ -68,7 +68,7 @@ def _choose(pool: Pool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tens
     return best, _draw(pool, logits, best, sampling)
 
 
-def _best(pool: Pool, logits: Tensor, count: int, temperature: Tensor | None = None,
+def _best(pool: ThreadPool, logits: Tensor, count: int, temperature: Tensor | None = None,
           kept: dict[Any, Any] | None = None) -> _Best:
     rows, width = logits.shape
     best, places = made_once(kept, (_best, count), lambda: _room(rows, count, temperature))
@@ -86,7 +86,7 @@ def _room(rows: int, count: int, temperature: Tensor | None) -> tuple[_Best, tup
     return best, (address(heat), address(values), address(ids), address(totals), address(healthy))
 
 
-def _draw(pool: Pool, logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
+def _draw(pool: ThreadPool, logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
     rows, count = best.ids.shape
     drawing, tokens, _ = made_once(sampling.kept, _draw, lambda: _drawing(rows, sampling))
     pool.call(library().deltic_draw, address(logits), rows, logits.shape[1], count, address(best.values),

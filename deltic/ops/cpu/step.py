@@ -26,10 +26,10 @@ from deltic.ops.cpu.kernels import (
 from deltic.ops.cpu.library import (
     KINDS,
     Drawing,
-    Model,
     ModelLayer,
-    Mtp,
-    Pool,
+    ModelStruct,
+    MtpStruct,
+    ThreadPool,
     address,
     library,
     made_once,
@@ -42,10 +42,10 @@ from deltic.ops.torch.basic import frequencies
 from deltic.ops.types import (
     Batch,
     CacheViews,
+    DecoderLayer,
     DecoderWeights,
     ExpertPool,
     GdnWeights,
-    Layer,
     Layout,
     MoeWeights,
     MtpStep,
@@ -56,7 +56,7 @@ from deltic.ops.types import (
 )
 
 
-def step(pool: Pool, ops: Ops, decoder: DecoderWeights, views: CacheViews
+def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
          ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
     if not _own(pool, ops) or not _fits(decoder, views):
         return None
@@ -78,13 +78,13 @@ def step(pool: Pool, ops: Ops, decoder: DecoderWeights, views: CacheViews
     return run
 
 
-def mtp_step(pool: Pool, ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
+def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
     decoder = DecoderWeights(weights.embedding, (weights.layer,), weights.norm, weights.head, weights.rope, weights.eps)
     own = _own(pool, ops) and ops.store_kv == MethodType(kernels.store_kv, pool)
     if not own or not _fits(decoder, views) or not packed(weights.fc):
         return None
     model, kept = _model(decoder, views)
-    head = Mtp(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
+    head = MtpStruct(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
                address(weights.norm_hidden), address(weights.tokens))
     kept += [weights, head, slots]
     by_reference = byref(head)
@@ -108,7 +108,7 @@ def mtp_step(pool: Pool, ops: Ops, weights: MtpWeights, views: CacheViews, slots
     return MtpStep(follow, draft)
 
 
-def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[Model, list[object]]:
+def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, list[object]]:
     """The struct of a whole model, and what it borrows from."""
     layers = (ModelLayer * len(decoder.layers))()
     kept: list[object] = [layers, decoder, views]
@@ -117,12 +117,22 @@ def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[Model, list[obje
     _predict(layers, decoder.layers)
     turns, axes = _frequencies(decoder.rope)
     assert isinstance(decoder.embedding, QTensor)
-    model = Model(decoder.embedding.columns, len(layers), layers, decoder.embedding.matrix, native_weight(decoder.head),
-                  address(decoder.norm), address(turns), address(axes), decoder.rope.rotary_dim, decoder.eps)
+    model = ModelStruct(
+        decoder.embedding.columns,
+        len(layers),
+        layers,
+        decoder.embedding.matrix,
+        native_weight(decoder.head),
+        address(decoder.norm),
+        address(turns),
+        address(axes),
+        decoder.rope.rotary_dim,
+        decoder.eps,
+    )
     return model, [*kept, turns, axes, model]
 
 
-def _own(pool: Pool, ops: Ops) -> bool:
+def _own(pool: ThreadPool, ops: Ops) -> bool:
     """Whether every op that a step stands for is served as the cpu backend serves it, on this pool."""
     served = (ops.add_norm, ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.moe, ops.head)
     own = (kernels.add_norm, kernels.gdn_mixer, kernels.attention_mixer, kernels.mlp, kernels.moe, kernels.head)
@@ -164,7 +174,7 @@ def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
     return all(map(packed, weights)) and dtypes <= KINDS.keys() and wide_states(views.states)
 
 
-def _predict(structs: Iterable[ModelLayer], layers: Sequence[Layer]) -> None:
+def _predict(structs: Iterable[ModelLayer], layers: Sequence[DecoderLayer]) -> None:
     """Where experts of a layer shall be read ahead, the layer before it knows its router."""
     for (struct, layer), (following, after) in pairwise(zip(structs, layers, strict=True)):
         pools = [each.mlp.experts for each in (layer, after) if isinstance(each.mlp, MoeWeights)]
@@ -172,7 +182,7 @@ def _predict(structs: Iterable[ModelLayer], layers: Sequence[Layer]) -> None:
             struct.moe.contents.next = addressof(following.moe.contents)
 
 
-def _fill(struct: ModelLayer, layer: Layer, views: CacheViews, kept: list[object]) -> None:
+def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, kept: list[object]) -> None:
     mixer = layer.mixer
     struct.input_norm, struct.post_norm = address(layer.input_norm), address(layer.post_norm)
     if isinstance(layer.mlp, MoeWeights):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cpu.encoder import native_layers, packed_layers
-from deltic.ops.cpu.library import EncoderModel, Pool, VisionPart, address, library
+from deltic.ops.cpu.library import EncoderModel, ThreadPool, VisionPart, address, library
 from deltic.ops.encoder_layers import Scene, VisionWeights
 from deltic.ops.torch import OPS as TORCH
 
@@ -19,13 +19,13 @@ _QUERIES = 1024
 """Patches that look at others in a slice, at least: a slice lays out the keys and values of its heads anew."""
 
 
-def vision(pool: Pool, x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
+def vision(pool: ThreadPool, x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
     if x.dtype != torch.float32 or not packed_layers(weights.layers):
         return TORCH.vision(x, weights, scene)
     return _blocks(pool, x, weights, scene)
 
 
-def _blocks(pool: Pool, x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
+def _blocks(pool: ThreadPool, x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
     layers, hidden = native_layers(weights.layers), weights.hidden
     tower = EncoderModel(hidden, weights.heads, len(layers), layers, eps=weights.eps)
     qkv, mixed = torch.empty(len(x), 3 * hidden), torch.empty_like(x)

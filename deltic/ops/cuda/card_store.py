@@ -52,7 +52,7 @@ class Tables:
             part.flatten(0, 1).index_copy_(0, cell[:, 0], words)
 
 
-class CardStore(ABC):
+class GpuExpertCache(ABC):
     """The experts of a model's layers, `count` in each. What an entry of the tables is, who derives from it says.
 
     expert_bytes: what an expert of each layer takes. place_bytes: what a place on the card takes, for one of any layer.
@@ -220,7 +220,7 @@ class CardStore(ABC):
 
 def offsets(rows: Sequence[Sequence[Tensor]]) -> tuple[list[int], int]:
     """Where the parts of an expert begin in a place that has room for one of any layer, and the bytes of a place. rows:
-    as of `CardStore`."""
+    as of `GpuExpertCache`."""
     found, end = list[int](), 0
     for part in zip(*rows, strict=True):
         found.append(end)

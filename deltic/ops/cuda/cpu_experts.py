@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deltic.ops.cpu.offloaded_experts import TOKENS, Beside
+from deltic.ops.cpu.offloaded_experts import TOKENS, OffloadedExperts
 
 PATIENCE = 5.0
 """Seconds that the card waits for the host. Then its tokens become NaN, an error of their requests, as a card that
@@ -19,7 +19,7 @@ class HostExperts:
     request: of `AskHost`. answer: of `AddHost`.
     """
 
-    def __init__(self, beside: Beside, device: torch.device, patience: float | None = None) -> None:
+    def __init__(self, beside: OffloadedExperts, device: torch.device, patience: float | None = None) -> None:
         """To be made when the host itself has asked for the last time: the card counts on from there. patience: seconds
         instead of `PATIENCE`."""
         patience = PATIENCE if patience is None else patience

@@ -37,7 +37,7 @@ from deltic.ops.cuda.moe import ALL, Real
 from deltic.ops.cuda.nvrtc import CompileError, compile_source
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.sample import why_not as why_not_draw
-from deltic.ops.cuda.state_delta_log import Fresh, Rings
+from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -45,10 +45,10 @@ from deltic.ops.types import (
     AttentionWeights,
     Batch,
     CacheViews,
+    DecoderLayer,
     DecoderWeights,
     GdnSpec,
     GdnWeights,
-    Layer,
     MlpWeights,
     MoeWeights,
     RopeSpec,
@@ -67,7 +67,7 @@ def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
         log.warning("on the GPU torch serves every step: %s", why)
         return None
     log.info("on the GPU deltic's own kernels serve the steps")
-    return Step(decoder, views, shapes)
+    return DecodeStep(decoder, views, shapes)
 
 
 def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
@@ -111,7 +111,7 @@ def _own(ops: Ops) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _DecodeBuffers:
     """One step's memory. residual [T, H], turns [T, rotary] float32; y: what mixers give, [T, values or queries] bf16;
     core [T, ...] float32: what heads in slices give, not
     normed yet, and behind each row of them the squares of its slices. mixed, mass: parts of the attention.
@@ -128,10 +128,10 @@ class _Work:
     mixed: Tensor
     mass: Tensor
     behind: bool
-    fresh: Fresh | None
+    fresh: NewDeltas | None
 
 
-class Step:
+class DecodeStep:
     """A batch to its logits; None for batches that are not a bucket of rows that decode."""
 
     def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True) -> None:
@@ -143,11 +143,13 @@ class Step:
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
         self._frequencies, self._axes = _frequencies(decoder.rope, self._device)
-        self._rings = (Rings(self._module, views, shapes.gdn, _MOST_ROWS) if shapes.gdn and shapes.rings else None)
+        self._rings = (
+            StateDeltaLog(self._module, views, shapes.gdn, _MOST_ROWS) if shapes.gdn and shapes.rings else None
+        )
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
         self._experts = experts_of(self._module, shapes.experts, mixtures, self._blocks) if shapes.experts else None
         reads = reads and _reads_prompts(self._device)
-        self._prompts = prefill.Prompts(self, shapes, self._device) if reads else None
+        self._prompts = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
         if batch.count is None:
@@ -156,7 +158,7 @@ class Step:
             return None
         return (self._few if batch.layout.tokens <= MOST else self._many)(batch)
 
-    def work(self, batch: Batch, kind: str, residual: Tensor | None = None) -> _Work:
+    def work(self, batch: Batch, kind: str, residual: Tensor | None = None) -> _DecodeBuffers:
         """A step's memory. residual [T, H] float32: what its layers begin with, if it is there."""
         tokens, attention, gdn = batch.layout.tokens, self._shapes.attention, self._shapes.gdn
         heads, size = (attention.heads, attention.head_dim) if attention else (1, 1)
@@ -171,14 +173,14 @@ class Step:
             return torch.empty(shape, dtype=dtype, device=self._device)
 
         rotary = self._decoder.rope.rotary_dim
-        return _Work(batch, kind, parts, empty(tokens, self._hidden) if residual is None else residual,
+        return _DecodeBuffers(batch, kind, parts, empty(tokens, self._hidden) if residual is None else residual,
                      empty(tokens, rotary),
                      empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
                      empty(min(tokens, SPREAD), heads_stride(gdn) if gdn else 1), empty(tokens, heads, parts, size),
                      empty(tokens, heads, parts, 2), behind,
                      self._rings.begin(tokens) if behind and self._rings and not whole else None)
 
-    def _begin(self, batch: Batch, kind: str) -> _Work:
+    def _begin(self, batch: Batch, kind: str) -> _DecodeBuffers:
         work = self.work(batch, kind)
         self.enter(batch, work.residual, work.turns, self._blocks)
         return work
@@ -187,7 +189,7 @@ class Step:
         embedding = self._decoder.embedding
         name, table = (("k_enter", embedding) if isinstance(embedding, Tensor)
                        else (f"k_enter_{embedding.type.lower()}", embedding.data))
-        self._module.launch(name, (blocks,), 256, args.Enter(
+        self._module.launch(name, (blocks,), 256, args.EnterArgs(
             ids=batch.ids, positions=batch.positions, embedding=table, frequencies=self._frequencies, axes=self._axes,
             residual=residual, turns=turns, hidden=self._hidden, rotary=turns.shape[1], tokens=len(residual)),
             overlap=False)
@@ -202,7 +204,7 @@ class Step:
         self.normed(work.residual, None, self._decoder.norm, hidden)
         return logits, hidden
 
-    def layers(self, work: _Work) -> Tensor:
+    def layers(self, work: _DecodeBuffers) -> Tensor:
         """From the residual of few tokens to their logits."""
         decoder, tokens = self._decoder, work.batch.layout.tokens
         logits = work.residual.new_empty(tokens, _rows(decoder.head))
@@ -218,7 +220,7 @@ class Step:
         self._multiply(decoder.head, work.residual, decoder.norm, logits, STORE)
         return logits
 
-    def _add_feed_forward(self, layer: Layer, work: _Work, gated: Tensor) -> None:
+    def _add_feed_forward(self, layer: DecoderLayer, work: _DecodeBuffers, gated: Tensor) -> None:
         """Of few tokens. gated: room for what lies between a dense layer's products."""
         residual = work.residual
         if isinstance(layer.mlp, MoeWeights):
@@ -234,11 +236,11 @@ class Step:
         self._multiply(weights.router, residual, norm, logits, STORE)
         self._experts.few(weights, residual, norm, self._decoder.eps, logits, real)
 
-    def _end(self, work: _Work) -> None:
+    def _end(self, work: _DecodeBuffers) -> None:
         if work.fresh and self._rings:
             self._rings.end(work.batch, work.fresh)
 
-    def _project(self, layer: Layer, work: _Work) -> None:
+    def _project(self, layer: DecoderLayer, work: _DecodeBuffers) -> None:
         """From what the mixer gave to the residual."""
         mixer, weight = layer.mixer, _outer(layer)
         if not isinstance(mixer, GdnWeights) or not self._spreads(mixer.spec, work):
@@ -271,11 +273,11 @@ class Step:
         mine = -(-units // blocks)
         group = product.group(tokens, mine)
         slots, shared = product.shared(tokens, group, mine)
-        self._module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, args.Product(
+        self._module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, args.ProductArgs(
             weight=weight, tokens=tokens, rows=rows, whole=units // blocks, rest=units % blocks, group=group,
             inverse=65536 // tokens + 1, slots=slots, **values), shared)
 
-    def _mix(self, layer: Layer, work: _Work, proj: Tensor, stride: int) -> None:
+    def _mix(self, layer: DecoderLayer, work: _DecodeBuffers, proj: Tensor, stride: int) -> None:
         """From the projections to `work.y`, or `work.core`."""
         mixer, batch = layer.mixer, work.batch
         if isinstance(mixer, GdnWeights) and work.fresh and self._rings:
@@ -294,7 +296,7 @@ class Step:
                 grid, block, size = min(heads, self._blocks), PASSING, PASSING_ROOM
             else:
                 grid, block = min(heads, 8 // slices * self._blocks), slices * 128
-            self._module.launch(f"k_gdn_{'spread' if spread else work.kind}", (grid,), block, args.Gdn(
+            self._module.launch(f"k_gdn_{'spread' if spread else work.kind}", (grid,), block, args.GdnArgs(
                 proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
                 state=state.recurrent, ring=state.conv, y=work.core if spread else work.y, count=batch.count,
                 starts=batch.starts, done=batch.done, source=batch.source, target=batch.target, eps=spec.eps,
@@ -303,17 +305,19 @@ class Step:
         else:
             self._attend(layer, mixer, work, proj, stride)
 
-    def _spreads(self, spec: GdnSpec, work: _Work) -> bool:
+    def _spreads(self, spec: GdnSpec, work: _DecodeBuffers) -> bool:
         """Whether each slice of a head is a block of its own, and what they give is not normed yet."""
         if work.behind:
             return False
         slices = spec.value_heads * spec.value_dim // gdn_slice(spec, "few")
         return work.kind == "few" and len(work.residual) <= SPREAD and slices * len(work.residual) <= 2 * self._blocks
 
-    def _attend(self, layer: Layer, mixer: AttentionWeights, work: _Work, proj: Tensor, stride: int) -> None:
+    def _attend(
+        self, layer: DecoderLayer, mixer: AttentionWeights, work: _DecodeBuffers, proj: Tensor, stride: int
+    ) -> None:
         spec, kv, batch = mixer.spec, self._views.kv[layer.store], work.batch
         blocks = max(work.parts * spec.kv_heads * batch.layout.tokens, self._blocks)
-        self._module.launch(f"k_attention_{work.kind}", (blocks,), 256, args.Attention(
+        self._module.launch(f"k_attention_{work.kind}", (blocks,), 256, args.AttentionArgs(
             proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, keys=kv.keys,
             values=kv.values, mixed=work.mixed, mass=work.mass, y=work.y, ended=self._ended, count=batch.count,
             starts=batch.starts, done=batch.done, pages=batch.pages, eps=spec.eps, heads=spec.heads,
@@ -333,7 +337,9 @@ class Step:
         hidden = torch.empty_like(work.residual) if batch.layout.hidden else None
         return self.head(self.normed(work.residual, delta, decoder.norm, hidden)), hidden
 
-    def feed_forward(self, layer: Layer, residual: Tensor, delta: Tensor | None, real: Real = ALL) -> Tensor | None:
+    def feed_forward(
+        self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, real: Real = ALL
+    ) -> Tensor | None:
         """Of many tokens: adds delta to the residual [T, H]; what is to be added to that next, [T, H] bf16, or None
         where it was."""
         x = self.normed(residual, delta, layer.post_norm)
@@ -345,7 +351,7 @@ class Step:
         both = self.linear(x, layer.dense.gate_up)
         tokens, width = both.shape[0], both.shape[1] // 2
         gated = both.new_empty(tokens, width)
-        self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.Gate(x=both, y=gated, width=width))
+        self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.GateArgs(x=both, y=gated, width=width))
         return self.linear(gated, layer.dense.down)
 
     def linear(self, x: Tensor, weight: object) -> Tensor:
@@ -373,7 +379,7 @@ class Step:
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16, which goes to `wide` in float32, too."""
         y = torch.empty_like(residual, dtype=torch.bfloat16)
-        self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNorm(
+        self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self._decoder.eps,
             hidden=self._hidden))
         return y
@@ -394,11 +400,11 @@ def _real(batch: Batch) -> Real:
     return Real(batch.count, batch.starts) if batch.count is not None else ALL
 
 
-def _inner(layer: Layer) -> object:
+def _inner(layer: DecoderLayer) -> object:
     return layer.mixer.in_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.qkv
 
 
-def _outer(layer: Layer) -> object:
+def _outer(layer: DecoderLayer) -> object:
     return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
 
 

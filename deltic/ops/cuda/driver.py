@@ -32,7 +32,7 @@ class _Launch(Structure):
                 ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint)]
 
 
-class Arguments(Structure):
+class KernelArguments(Structure):
     """A kernel's parameter: a struct of pointers (tensors), floats and ints, all given by name."""
 
     names: ClassVar[tuple[str, ...]]
@@ -47,7 +47,7 @@ class Arguments(Structure):
 
 
 def fields(pointers: str, floats: str, integers: str) -> list[tuple[str, Any]]:
-    """The members of an `Arguments`, in this order; names separated by blanks."""
+    """The members of an `KernelArguments`, in this order; names separated by blanks."""
     return [(name, kind) for names, kind in ((pointers, c_void_p), (floats, c_float), (integers, c_int))
             for name in names.split()]
 
@@ -66,9 +66,9 @@ class Module:
             _check(_driver().cuModuleLoadData(byref(self._module), self._code))
         self._functions: dict[str, c_void_p] = {}
         self._shared: dict[str, int] = {}
-        self._calls: dict[tuple[str, int, int, bool, int], _Call] = {}
+        self._calls: dict[tuple[str, int, int, bool, int], _KernelCall] = {}
 
-    def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
+    def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: KernelArguments, shared: int = 0,
                overlap: bool = True) -> None:
         """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
         start earlier."""
@@ -78,14 +78,14 @@ class Module:
             if shared > self._shared.get(name, 0):  # the most that any call of it takes
                 _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
                 self._shared[name] = shared
-            call = self._calls[key] = _Call(self._function(name), self._index, block, shared,
+            call = self._calls[key] = _KernelCall(self._function(name), self._index, block, shared,
                                                  overlap and self._overlaps)
         call(grid, arguments)
 
-    def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
+    def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: KernelArguments, shared: int = 0,
                 overlap: bool = False) -> Callable[[], None]:
         """A launch to be made again and again; what the arguments point to must stay where it is."""
-        call = _Call(self._function(name), self._index, block, shared, overlap and self._overlaps)
+        call = _KernelCall(self._function(name), self._index, block, shared, overlap and self._overlaps)
         return partial(call, grid, arguments)
 
     def _function(self, name: str) -> c_void_p:
@@ -98,7 +98,7 @@ class Module:
         return self._functions[name]
 
 
-class _Call:
+class _KernelCall:
     """A kernel with all that a launch of it needs but the grid and the arguments; for one thread."""
 
     def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool) -> None:
@@ -111,7 +111,7 @@ class _Call:
                                cast(self._attributes, c_void_p), len(wanted))
         self._reference = byref(self._launch)
 
-    def __call__(self, grid: tuple[int, ...], arguments: Arguments) -> None:
+    def __call__(self, grid: tuple[int, ...], arguments: KernelArguments) -> None:
         launch = self._launch
         launch.x, launch.y, launch.z = (*grid, 1, 1)[:3]
         # a tenth of the time of torch.cuda.current_stream

@@ -14,7 +14,7 @@ from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.kernel_config import entry
 from deltic.ops.cuda.nvrtc import CompileError, headers
-from deltic.ops.encoder import Affine, EncoderWeights, Norm, Ragged, attention_of, normed
+from deltic.ops.encoder import Affine, EncoderWeights, LayerNorm, Ragged, attention_of, normed
 
 _WIDEST: Final = 4096
 """Numbers of a token that a warp has in its registers."""
@@ -36,9 +36,9 @@ def encoder_run(weights: EncoderWeights) -> Callable[[Ragged, Tensor], Tensor] |
     except CompileError:
         return None
 
-    def add_norm(x: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+    def add_norm(x: Tensor, delta: Tensor, norm: LayerNorm) -> Tensor:
         """The sum's norm, where `delta` was."""
-        module.launch("k_residual_norm", (-(-len(x) * 32 // _THREADS),), _THREADS, args.ResidualNorm(
+        module.launch("k_residual_norm", (-(-len(x) * 32 // _THREADS),), _THREADS, args.ResidualNormArgs(
             x=x, delta=delta, scale=norm.scale, shift=norm.shift, y=delta, eps=weights.eps, tokens=len(x)))
         return delta
 

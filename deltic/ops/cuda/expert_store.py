@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.ops.cuda.card_store import STACKS, CardStore, pinned
+from deltic.ops.cuda.card_store import STACKS, GpuExpertCache, pinned
 from deltic.ops.cuda.cpu_experts import HostExperts
 from deltic.ops.cuda.driver import tensor_map
 from deltic.ops.cuda.layout import BOX_COLUMNS, BOX_ROWS
@@ -36,7 +36,7 @@ class Addresses:
     layer: int = 0
 
 
-class ExpertStore(CardStore):
+class PinnedExpertStore(GpuExpertCache):
     """The experts of a model's layers in bfloat16, `count` in each; gate [size, hidden]."""
 
     def __init__(self, layers: int, count: int, size: int, hidden: int, device: torch.device, refresh: int) -> None:

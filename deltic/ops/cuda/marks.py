@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from deltic.ops.cuda.driver import Arguments, Module, fields
+from deltic.ops.cuda.driver import KernelArguments, Module, fields
 
 NAMES = ("prefill", "decode", "mixed", "sample", "mtp", "draft_model", "model")
 _PREFIX = "k_mark_"
@@ -28,7 +28,7 @@ OPERATORS = {
 that multiply do not know for whom."""
 
 
-class _Mark(Arguments):
+class _Mark(KernelArguments):
     _fields_ = fields("", "", "unused")
 
 

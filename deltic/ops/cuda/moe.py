@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, tensor_map
-from deltic.ops.cuda.expert_store import Addresses, ExpertStore
+from deltic.ops.cuda.expert_store import Addresses, PinnedExpertStore
 from deltic.ops.cuda.layout import ALONE, BOX_COLUMNS, BOX_ROWS, FEW, MOST, WARPS, WHOLE
 from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 
@@ -146,7 +146,7 @@ def shape_of(weights: MoeWeights) -> ExpertsShape | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ExpertTable:
     """at: where the matrices of all experts lie. router [n, H]: filled up to a multiple of 8 rows."""
 
     at: Addresses
@@ -165,7 +165,7 @@ class Real:
 ALL = Real(None, None)
 
 
-class Experts:
+class MoeOp:
     """The mixtures of a model's layers.
 
     in_passes: up to so many tokens `few` is faster, in several passes, than `many`; 0: not.
@@ -181,9 +181,9 @@ class Experts:
         self._tables = {id(layer): self.table(layer) for layer in layers}
         self._counts = torch.zeros(shape.count, dtype=torch.int32, device=module.device)
 
-    def table(self, weights: MoeWeights) -> Table:
+    def table(self, weights: MoeWeights) -> ExpertTable:
         """What is known of a layer."""
-        return Table(_addresses(weights, self._module.device), filled_router(weights))
+        return ExpertTable(_addresses(weights, self._module.device), filled_router(weights))
 
     def prepare(self, weights: MoeWeights) -> None:
         """Called when it is known how many tokens pass each expert of the layer (`_counts`), before `grouped.cuh`
@@ -205,17 +205,17 @@ class Experts:
                  "starts": real.starts, "eps": eps, "tokens": tokens, "first": first}
         host = table.at.host
         if host:
-            self._module.launch("k_ask_host", (tokens,), WARPS * 32 + 32, args.AskHost(
+            self._module.launch("k_ask_host", (tokens,), WARPS * 32 + 32, args.AskHostArgs(
                 layer=table.at.layer, **host.request, **given))
         group, slots, shared = shape.gate_plan(tokens, self._blocks)
-        self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGate(
+        self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGateArgs(
             wanted=table.at.wanted, y=gated, group=group, slots=slots, **given), shared)
         slots, shared = shape.down_plan(tokens, self._blocks)
-        self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDown(
+        self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDownArgs(
             x=gated, logits=logits, weights=table.at.down, y=residual, count=real.count, starts=real.starts,
             tokens=tokens, first=first, slots=slots), shared)
         if host:
-            self._module.launch("k_add_host", (tokens,), 256, args.AddHost(
+            self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
                 y=residual, hidden=shape.hidden, **host.answer))
 
     def many(self, weights: MoeWeights, x: Tensor, real: Real = ALL) -> Tensor:
@@ -232,33 +232,33 @@ class Experts:
         tiles = empty(shape.count + pairs // tile + 2, 4)
         ordered, gated = x.new_empty(pairs, shape.hidden), x.new_empty(pairs, shape.size)
         given = x.new_empty(pairs, shape.hidden)
-        self._module.launch("k_route", (-(-tokens // 8),), 256, args.Route(
+        self._module.launch("k_route", (-(-tokens // 8),), 256, args.RouteArgs(
             logits=logits, expert=expert, place=place, counts=self._counts, share=share, count=real.count,
             starts=real.starts, tokens=tokens, stride=logits.shape[1]))
         self.prepare(weights)
-        self._module.launch("k_group", (-(-pairs // 32),), 1024, args.Group(
+        self._module.launch("k_group", (-(-pairs // 32),), 1024, args.GroupArgs(
             x=x, expert=expert, place=place, counts=self._counts, wanted=table.at.wanted, share=share, sorted=ordered,
             rows=rows, tiles=tiles, total=total, weight=weight, count=real.count, starts=real.starts, tokens=tokens,
             hidden=shape.hidden, shift=tile.bit_length() - 1))
         for kind, source, target, maps in (("gate", ordered, gated, table.at.gate_maps),
                                            ("down", gated, given, table.at.down_maps)):
             self._module.launch(f"k_grouped_{kind}_{tile}", (_resident(tile) * self._blocks,), WARPS * 32 + 32,
-                                args.Grouped(
+                                args.GroupedArgs(
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
                 weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
                 ahead=self.ahead if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
                 _tile_bytes(tile))
         found = torch.empty_like(x)
-        self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.Combine(
+        self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.CombineArgs(
             x=given, y=found, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
             each=shape.each))
         return found
 
 
-def _store(weights: MoeWeights) -> ExpertStore | None:
+def _store(weights: MoeWeights) -> PinnedExpertStore | None:
     """Who has the experts that are not all on the card, of bfloat16."""
     store = weights.experts.store if isinstance(weights.experts, ExpertPool) else None
-    return store if isinstance(store, ExpertStore) else None
+    return store if isinstance(store, PinnedExpertStore) else None
 
 
 def _addresses(weights: MoeWeights, device: torch.device) -> Addresses:

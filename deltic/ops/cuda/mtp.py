@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.decode import Step, why_not
+from deltic.ops.cuda.decode import DecodeStep, why_not
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.graph import record
 from deltic.ops.cuda.kernel_config import STORE, Shapes, entry, shapes_of
@@ -49,7 +49,7 @@ def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) ->
     try:
         for text in (source(shapes), shapes.source()):
             compile_source(text, architecture(slots.device))
-        head = Head(decoder, weights, keys_values, kv, shapes, slots)
+        head = MtpHeadOp(decoder, weights, keys_values, kv, shapes, slots)
     except CompileError:
         return None
     return MtpStep(head.follow, head.draft, head.draft_ahead, head.record, head.last)
@@ -98,14 +98,14 @@ class _Drafts:
     graph: torch.cuda.CUDAGraph
 
 
-class Head:
+class MtpHeadOp:
     """A draft head over one cache. last [KEPT, H] float32: the hidden states of the last step's tokens."""
 
     def __init__(self, decoder: DecoderWeights, weights: MtpWeights, keys_values: Weight, views: CacheViews,
                  shapes: Shapes, slots: Tensor) -> None:
         self._weights, self._slots, self._views = weights, slots, views
         self._layer, self._device, self._size = decoder.layers[0], slots.device, slots.shape[1]
-        self._step = Step(decoder, views, shapes, reads=False)
+        self._step = DecodeStep(decoder, views, shapes, reads=False)
         self._module = Module(source(shapes), slots.device)
         mixer = self._layer.mixer
         assert isinstance(mixer, AttentionWeights)
@@ -133,7 +133,7 @@ class Head:
         else:
             joined, kind = torch.mm(x, self._step.plain(self._weights.fc).t(), out_dtype=torch.float32), "many"
             proj = self._step.linear(self._step.normed(joined, None, self._layer.input_norm), self._kv)
-        self._module.launch(f"k_head_keys_{kind}", (tokens,), 256, args.HeadKeys(
+        self._module.launch(f"k_head_keys_{kind}", (tokens,), 256, args.HeadKeysArgs(
             proj=proj, key_norm=self._mixer.k_norm, turns=turns, last=hidden if kept is None else kept,
             slots=self._slots, keys=kv.keys, values=kv.values, count=batch.count, starts=batch.starts, done=batch.done,
             target=batch.target, append=append, pages=batch.pages, eps=spec.eps, kv_heads=spec.kv_heads,
@@ -180,7 +180,7 @@ class Head:
         key = padded.rows, batch.pages.shape[1], most
         self.record(*key)
         drafts = self._known[key]
-        self._module.launch("k_accept", (padded.rows,), 256, args.Accept(
+        self._module.launch("k_accept", (padded.rows,), 256, args.AcceptArgs(
             count=padded.numbers, ids=batch.ids, starts=batch.starts, done=batch.done, positions=batch.positions,
             source=batch.source, pages=batch.pages, chosen=chosen, keys=keys, temperature=temperature, last=self.last,
             slots=self._slots, next=drafts.numbers, accepted=drafts.accepted, tokens=batch.positions.stride(0),
@@ -214,7 +214,7 @@ class Head:
         if not isinstance(embedding, Tensor):  # the kernel of the model's own steps knows its tiles
             embedded = torch.empty(tokens, self._size, device=self._device)
             self._step.enter(batch, embedded, turns, tokens)
-        self._module.launch("k_head_enter", (tokens,), 256, args.HeadEnter(
+        self._module.launch("k_head_enter", (tokens,), 256, args.HeadEnterArgs(
             ids=batch.ids, positions=batch.positions, embedding=None if embedded is not None else embedding,
             embedded=embedded, norm_embedding=weights.norm_embedding, norm_hidden=weights.norm_hidden, hidden=hidden,
             norm=weights.norm if goes_on else None, slots=None if goes_on else self._slots,

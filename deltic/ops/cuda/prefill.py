@@ -16,11 +16,11 @@ from deltic.ops.cuda.kernel_config import Shapes, entry, state_header
 from deltic.ops.cuda.long_attention import GRAIN, Attend, Context, contexts
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.staging import on_device
-from deltic.ops.types import CHUNK, AttentionWeights, Batch, GdnWeights, Layer, Layout
+from deltic.ops.types import CHUNK, AttentionWeights, Batch, DecoderLayer, GdnWeights, Layout
 
 if TYPE_CHECKING:
-    from deltic.ops.cuda.decode import Step
-    from deltic.ops.cuda.decode import _Work as Work
+    from deltic.ops.cuda.decode import DecodeStep
+    from deltic.ops.cuda.decode import _DecodeBuffers as Work
 
 MOST_TOKENS = 65535
 """Of a step: blocks of a grid's second axis."""
@@ -67,7 +67,7 @@ def source(shapes: Shapes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PrefillPlan:
     """The geometry of a step, the same in every layer.
 
     rows: of several tokens, which come after the single ones, and their tokens after as many.
@@ -98,13 +98,13 @@ class _Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _PrefillBuffers:
     """What all layers of a step share. turns [T, rotary] float32. y, core: room for what mixers give, [T, values or
     queries] bf16, and what the delta rule gives before it is normed. singles: of the rows of one token, which come
     first, as of a step that only decodes; with the same y."""
 
     batch: Batch
-    plan: Plan
+    plan: PrefillPlan
     turns: Tensor
     y: Tensor
     core: Tensor
@@ -112,13 +112,13 @@ class _Work:
     singles: Work | None
 
 
-def plan_of(batch: Batch) -> Plan:
+def plan_of(batch: Batch) -> PrefillPlan:
     layout, device = batch.layout, batch.done.device
     counts = [0 if row < layout.singles else -(-chunk // CHUNK) for row, chunk in enumerate(layout.chunks)]
     cuts = [number for row, count in enumerate(counts) for j in range(count) for number in (row, j * CHUNK)]
     firsts = [0, *accumulate(counts)][:-1]
     numbers = on_device(torch.tensor(cuts + firsts, dtype=torch.int64), device)
-    return Plan(_singles(batch) if layout.singles else None, layout.rows - layout.singles,
+    return PrefillPlan(_singles(batch) if layout.singles else None, layout.rows - layout.singles,
                 layout.tokens - layout.singles, len(cuts) // 2, numbers[:len(cuts)], numbers[len(cuts):],
                 contexts(batch))
 
@@ -134,10 +134,10 @@ def _singles(batch: Batch) -> Batch:
         target=batch.target[:count], count=torch.full((1,), count, device=batch.done.device), memo={})
 
 
-class Prompts:
+class PrefillStep:
     """A batch to its logits [L, V] and, if they are wanted, all hidden states [T, H] float32."""
 
-    def __init__(self, step: Step, shapes: Shapes, device: torch.device) -> None:
+    def __init__(self, step: DecodeStep, shapes: Shapes, device: torch.device) -> None:
         self._step, self._shapes, self._device = step, shapes, device
         self._module = _module(source(shapes), device)
         self._attend = Attend(shapes.attention, device) if shapes.attention else None
@@ -165,7 +165,7 @@ class Prompts:
         last = None if delta is None else delta[wanted]
         return step.head(self._norm(residual[wanted], last, decoder.norm)), None
 
-    def _work(self, batch: Batch, plan: Plan, turns: Tensor) -> _Work:
+    def _work(self, batch: Batch, plan: PrefillPlan, turns: Tensor) -> _PrefillBuffers:
         spec, attention, device = self._shapes.gdn, self._shapes.attention, self._device
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -179,9 +179,11 @@ class Prompts:
                              empty(count, 2 * spec.key_heads, CHUNK, dtype=torch.float32),
                              empty(heads, terms_bytes(spec.key_dim) // 2), empty(heads, 4, CHUNK, dtype=torch.float32))
         singles = replace(self._step._begin(plan.singles, "many"), y=y) if plan.singles else None
-        return _Work(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, singles)
+        return _PrefillBuffers(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, singles)
 
-    def _layer(self, layer: Layer, residual: Tensor, delta: Tensor | None, work: _Work) -> Tensor | None:
+    def _layer(
+        self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, work: _PrefillBuffers
+    ) -> Tensor | None:
         x = self._norm(residual, delta, layer.input_norm)
         if isinstance(layer.mixer, GdnWeights):
             delta = self._step.linear(self._gdn(layer, layer.mixer, self._step.linear(x, layer.mixer.in_proj), work),
@@ -195,7 +197,7 @@ class Prompts:
         """Adds delta to the residual; its norm [T, H] bf16."""
         return self._step.normed(residual, delta, scale) if residual.shape[0] else residual.bfloat16()
 
-    def _gdn(self, layer: Layer, mixer: GdnWeights, proj: Tensor, work: _Work) -> Tensor:
+    def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, proj: Tensor, work: _PrefillBuffers) -> Tensor:
         """proj [T, C + values + 2 Hv] -> [T, values]: what lies between the projections."""
         batch, plan = work.batch, work.plan
         spec, state, launch = mixer.spec, self._step._views.states[layer.store], self._module.launch
@@ -209,31 +211,31 @@ class Prompts:
             terms, gates = work.chunks.terms, work.chunks.gates
             places = {"starts": batch.starts, "done": batch.done, "source": batch.source}
             heads = {"key_heads": spec.key_heads, "value_heads": spec.value_heads, "tiled": int(spec.tiled)}
-            launch("k_prompt_conv", (spec.channels // 128, plan.count), 128, args.PromptConv(
+            launch("k_prompt_conv", (spec.channels // 128, plan.count), 128, args.PromptConvArgs(
                 proj=proj, conv=mixer.conv, ring=state.conv, tiles=tiles, units=units, chunks=plan.chunks,
                 stride=stride, channels=spec.channels, key_heads=spec.key_heads, **places))
-            launch("k_delta_terms", (spec.value_heads, plan.count), 128, args.DeltaTerms(
+            launch("k_delta_terms", (spec.value_heads, plan.count), 128, args.DeltaTermsArgs(
                 proj=proj, tiles=tiles, units=units, decay=mixer.decay, dt_bias=mixer.dt_bias, terms=terms,
                 gates=gates, starts=batch.starts, chunks=plan.chunks, stride=stride,
                 gate_column=spec.channels + spec.values, **heads), terms_shared(size))
-            launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScan(
+            launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScanArgs(
                 tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
                 firsts=plan.firsts, row=singles, emits=batch.layout.emits, **heads, **places, **emits),
                 scan_shared(size))
-            launch("k_prompt_ring", (-(-spec.channels // 1024), plan.rows), 128, args.PromptRing(
+            launch("k_prompt_ring", (-(-spec.channels // 1024), plan.rows), 128, args.PromptRingArgs(
                 proj=proj, ring=state.conv, target=batch.target, stride=stride, channels=spec.channels, row=singles,
                 emits=batch.layout.emits, **places, **emits))
-            launch("k_gated_norm", (plan.tokens, -(-spec.values // 2048)), 256, args.GatedNorm(
+            launch("k_gated_norm", (plan.tokens, -(-spec.values // 2048)), 256, args.GatedNormArgs(
                 proj=proj, core=core, norm=mixer.norm, y=y, eps=spec.eps, stride=stride, channels=spec.channels,
                 values=spec.values, token=singles))
         if singles and batch.layout.emits:
-            launch("k_copy_slot", (16, batch.layout.emits), 256, args.CopySlot(
+            launch("k_copy_slot", (16, batch.layout.emits), 256, args.CopySlotArgs(
                 state=state.recurrent, ring=state.conv, target=batch.target, emit_row=batch.emit_row,
                 emit_slot=batch.emit_slot, state_size=state.recurrent[0].nbytes // 4, ring_size=state.conv[0].numel(),
                 rows=singles))
         return y
 
-    def _attention(self, layer: Layer, mixer: AttentionWeights, proj: Tensor, work: _Work) -> Tensor:
+    def _attention(self, layer: DecoderLayer, mixer: AttentionWeights, proj: Tensor, work: _PrefillBuffers) -> Tensor:
         """proj [T, (2 heads + 2 kv_heads) D] -> [T, heads * D]: what lies between the projections."""
         batch, plan = work.batch, work.plan
         spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.singles
@@ -245,14 +247,14 @@ class Prompts:
             return y
         spare = max((context.square.side for context in plan.contexts if context.square), default=0)
         query = proj.new_empty(GRAIN + proj.shape[0] + spare, spec.heads, spec.head_dim)
-        self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeads(
+        self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeadsArgs(
             proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, query=query[GRAIN:],
             keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
             stride=proj.shape[1], rotary=spec.rotary_dim, token=singles))
         assert self._attend
         for context in plan.contexts:
             found = self._attend(query, kv, context)
-            self._module.launch("k_prompt_gate", (len(found.own), -(-spec.queries // 2048)), 256, args.PromptGate(
+            self._module.launch("k_prompt_gate", (len(found.own), -(-spec.queries // 2048)), 256, args.PromptGateArgs(
                 proj=proj, own=found.own, prefix=found.prefix, own_mass=found.own_mass,
                 prefix_mass=found.prefix_mass, y=y, heads=spec.heads, size=spec.head_dim, stride=proj.shape[1],
                 token=context.first))

@@ -87,7 +87,7 @@ class PackedMultiply:
     def _high(self, tokens: int) -> int:
         return self.high if tokens <= FEW // 2 else 1
 
-    def plan(self, tokens: int, counts: tuple[int, ...]) -> Plan:
+    def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """counts: units of the parts that a block has at most."""
         high = self._high(tokens)
         tile = self.columns // COLUMNS
@@ -106,11 +106,11 @@ class PackedMultiply:
         # what a block has in all
         wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
         slots = max(2, min(beside if beside >= 3 else (WHOLE - fixed) // slot, _SLOTS, wanted))
-        return Plan(round, rounds, sums // 4, slots, slot, max(ALONE, fixed + slots * slot))
+        return ProductPlan(round, rounds, sums // 4, slots, slot, max(ALONE, fixed + slots * slot))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProductPlan:
     """round: units of each part between two sums. sums: floats of a round. slots, slot: how many, and bytes of each.
     shared: bytes of shared memory of a block."""
 
@@ -156,7 +156,7 @@ def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], to
 
 
 def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
-              **values: Any) -> tuple[Plan, args.Packed]:
+              **values: Any) -> tuple[ProductPlan, args.PackedArgs]:
     gate = product.out == 2
     units = [len(part.data) for part in parts]
     whole, rest = [unit // blocks for unit in units], [unit % blocks for unit in units]
@@ -165,7 +165,7 @@ def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, bl
     plan = product.plan(tokens, tuple(w + (r > 0) for w, r in zip(whole, rest, strict=True)))
     row = [0 if gate else sum(part.rows for part in parts[:index]) for index in range(len(parts))]
     total = parts[0].rows if gate else sum(part.rows for part in parts)
-    return plan, args.Packed(
+    return plan, args.PackedArgs(
         data=_four([part.data.data_ptr() for part in parts]), tokens=tokens, total=total,
         inverse=65536 // tokens + 1, slots=plan.slots, slot=plan.slot, parts=len(parts), rounds=plan.rounds,
         round=plan.round, sums=plan.sums, kind=_four([part.kind.number for part in parts]), row=_four(row),
@@ -191,7 +191,7 @@ def unpack(module: Module, parts: tuple[Tiles, ...]) -> Tensor:
     first = 0
     for part in parts:
         tiles = len(part.data) * (columns // COLUMNS)
-        module.launch(f"k_unpack_{part.type.lower()}", (-(-tiles // 8),), 256, args.Unpack(
+        module.launch(f"k_unpack_{part.type.lower()}", (-(-tiles // 8),), 256, args.UnpackArgs(
             data=part.data, y=plain[first:], rows=part.rows, columns=columns))
         first += part.rows
     return plain

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltic.ops.quantized import Form, QTensor, read_from
+from deltic.ops.quantized import PackedForm, QTensor, read_from
 
 ROWS, COLUMNS = 8, 256
 """Of a tile."""
@@ -43,9 +43,9 @@ _AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def form(device: str | torch.device) -> Form:
+def form(device: str | torch.device) -> PackedForm:
     """Of models on that GPU."""
-    return Form(partial(pack_tiles, device=device), serves, torch.bfloat16, torch.device(device),
+    return PackedForm(partial(pack_tiles, device=device), serves, torch.bfloat16, torch.device(device),
                 partial(pack_stack, device=device))
 
 

@@ -18,10 +18,10 @@ from deltic.ops.cuda.moe import (
     DOWN_BESIDE,
     GATE_BESIDE,
     SUMS,
-    Experts,
     ExpertsShape,
+    ExpertTable,
+    MoeOp,
     Real,
-    Table,
     filled_router,
     flag,
     kernel,
@@ -165,11 +165,11 @@ def experts_shape(weights: MoeWeights) -> ExpertsShape | None:
     return shape_of(weights) or _packed_shape(weights)
 
 
-def experts_of(module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> Experts:
-    """The mixtures of a model's layers, as `Experts` makes them."""
+def experts_of(module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> MoeOp:
+    """The mixtures of a model's layers, as `MoeOp` makes them."""
     if isinstance(shape, PackedShape):
-        return PackedExperts(module, shape, layers, blocks)
-    return Experts(module, shape, layers, blocks)
+        return QuantizedMoeOp(module, shape, layers, blocks)
+    return MoeOp(module, shape, layers, blocks)
 
 
 def knows_packed(hidden: int, size: int, count: int, per_token: int, shared_size: int) -> bool:
@@ -248,9 +248,9 @@ def _bits(kinds: frozenset[str]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """up, down [E + 1] int64: where the tiles lie; those of gates are in the layer's `Table`. routed, shared: what they
-    are. kept: tiles that were made of a plain shared expert, which nobody else keeps."""
+class _QuantizedMoeLayer:
+    """up, down [E + 1] int64: where the tiles lie; those of gates are in the layer's `ExpertTable`. routed, shared:
+    what they are. kept: tiles that were made of a plain shared expert, which nobody else keeps."""
 
     up: Tensor
     down: Tensor
@@ -259,15 +259,15 @@ class _Layer:
     kept: tuple[Tiles, ...]
 
 
-class PackedExperts(Experts):
-    """As `Experts`, of a `PackedShape`. Beside the weights it has memory for one layer's experts as plain numbers."""
+class QuantizedMoeOp(MoeOp):
+    """As `MoeOp`, of a `PackedShape`. Beside the weights it has memory for one layer's experts as plain numbers."""
 
     in_passes = _PASSES * MOST
     ahead = 0  # what is in that memory is another layer's then
 
     def __init__(self, module: Module, shape: PackedShape, layers: Iterable[MoeWeights], blocks: int) -> None:
-        """As `Experts`."""
-        self._packed, self._layers, self._most = shape, dict[int, _Layer](), shape.most
+        """As `MoeOp`."""
+        self._packed, self._layers, self._most = shape, dict[int, _QuantizedMoeLayer](), shape.most
         self._plans = dict[int, tuple[tuple[int, int, int], tuple[int, int]]]()
         count = shape.count + shape.shared
         self._gate, self._down = (torch.empty(count, rows, columns, dtype=torch.bfloat16, device=module.device)
@@ -275,7 +275,7 @@ class PackedExperts(Experts):
         self._maps = maps_of(self._gate, 0), maps_of(self._down, 1)
         super().__init__(module, shape, layers, blocks)
 
-    def table(self, weights: MoeWeights) -> Table:
+    def table(self, weights: MoeWeights) -> ExpertTable:
         kept, parts, wanted = list[Tiles](), list[list[Tiles]](), None
         for part in weights.parts:
             parts.append([])
@@ -295,12 +295,12 @@ class PackedExperts(Experts):
             routed = _kinds(weights.experts[0])
         shared = _kinds(weights.shared) if weights.shared else routed
         assert routed and shared
-        self._layers[id(weights)] = _Layer(up, down, routed, shared, tuple(kept))
-        return Table(Addresses(gate, down, *self._maps, wanted), filled_router(weights))
+        self._layers[id(weights)] = _QuantizedMoeLayer(up, down, routed, shared, tuple(kept))
+        return ExpertTable(Addresses(gate, down, *self._maps, wanted), filled_router(weights))
 
     def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor, real: Real = ALL,
             first: int = 0) -> None:
-        """As of `Experts`, of any number of tokens."""
+        """As of `MoeOp`, of any number of tokens."""
         shape, tokens = self._packed, len(residual)
         if tokens > self._most:
             for begin in range(0, tokens, self._most):
@@ -313,13 +313,13 @@ class PackedExperts(Experts):
             self._plans[tokens] = shape.gate_plan(tokens, self._blocks), shape.down_plan(tokens, self._blocks)
         (group, slots, shared), (down_slots, down_shared) = self._plans[tokens]
         numbers = {"tokens": tokens, "first": first, "count": real.count, "starts": real.starts, "logits": logits}
-        self._module.launch("k_packed_gate", (self._blocks,), WARPS * 32 + 32, args.PackedGate(
+        self._module.launch("k_packed_gate", (self._blocks,), WARPS * 32 + 32, args.PackedGateArgs(
             x=residual, scale=scale, gate=table.at.gate, up=layer.up, wanted=table.at.wanted, y=gated, eps=eps,
             group=group, slots=slots, slot=shape.gate_slot, wide=shape.wide(layer.routed),
             shared_wide=shape.wide(layer.shared),
             gate_kind=_number(layer.routed.gate), up_kind=_number(layer.routed.up),
             shared_gate_kind=_number(layer.shared.gate), shared_up_kind=_number(layer.shared.up), **numbers), shared)
-        self._module.launch("k_packed_down", (self._blocks,), WARPS * 32 + 32, args.PackedDown(
+        self._module.launch("k_packed_down", (self._blocks,), WARPS * 32 + 32, args.PackedDownArgs(
             x=gated, down=layer.down, y=residual, slots=down_slots, slot=shape.down_slot,
             kind=_number(layer.routed.down), shared_kind=_number(layer.shared.down), **numbers), down_shared)
 
@@ -340,7 +340,7 @@ class PackedExperts(Experts):
         are wanted."""
         count, rows, columns = target.shape
         self._module.launch(f"k_unpack_experts_{kind.lower()}",
-                            (-(-rows // ROWS * (columns // COLUMNS) // WARPS), count), 256, args.UnpackExperts(
+                            (-(-rows // ROWS * (columns // COLUMNS) // WARPS), count), 256, args.UnpackExpertsArgs(
             data=data, y=target, counts=counts, stride=target.stride(0), rows=rows, columns=columns))
 
 

@@ -10,7 +10,7 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda.arguments import Choice
+from deltic.ops.cuda.arguments import ChoiceArgs
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.torch import OPS as TORCH
@@ -59,7 +59,7 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, id
     assert module is not None, "the kernels that draw cannot be compiled"
     parts = _parts(rows)
     scratch = torch.empty(3, rows * parts, dtype=torch.int64, device=logits.device)
-    given = Choice(logits=logits, temperature=temperature, key=keys, ids=ids, score=scratch[0], bounds=scratch[1],
+    given = ChoiceArgs(logits=logits, temperature=temperature, key=keys, ids=ids, score=scratch[0], bounds=scratch[1],
                    token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
     module.launch("k_choose_part", (parts, rows), 256, given, overlap=False)
     module.launch("k_choose", (rows,), 32, given, overlap=False)
@@ -74,7 +74,7 @@ def _drawer(module: Module, rows: int, vocabulary: int, thread: int
     numbers = torch.empty(rows * (2 + 3 * parts), dtype=torch.int64, device=device)
     chosen: Tensor
     chosen, token, score, bounds = numbers.split((2 * rows, *(rows * parts,) * 3))
-    given = Choice(logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token,
+    given = ChoiceArgs(logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token,
                    chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
     tokens, sound = chosen.view(2, -1)
     steps = (module.prepare("k_choose_part", (parts, rows), 256, given),

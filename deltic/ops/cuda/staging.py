@@ -42,7 +42,7 @@ def sender(host: Tensor, numbers: Tensor, tokens: int) -> Callable[[Tensor | Non
     module = _module(device) if 0 < count <= MOST else None
     if module is None:
         return None
-    given = args.Numbers(host=host, numbers=numbers, drawn=None, count=count, tokens=tokens)
+    given = args.NumbersArgs(host=host, numbers=numbers, drawn=None, count=count, tokens=tokens)
     launch = module.prepare("k_numbers", (-(-count // _EACH),), 256, given)
 
     def send(drawn: Tensor | None) -> None:
@@ -59,7 +59,7 @@ def mover(numbers: Tensor, rows: int, pages: int, tokens: int) -> Callable[[Tens
     module = _module(numbers.device) if numbers.is_cuda and tokens <= _MOST_TOKENS else None
     if module is None:
         return None
-    given = args.Cursors(numbers=numbers, drawn=None, tokens=tokens, rows=rows, width=pages)
+    given = args.CursorsArgs(numbers=numbers, drawn=None, tokens=tokens, rows=rows, width=pages)
     launch = module.prepare("k_cursors", (1,), _MOST_TOKENS, given)
 
     def move(drawn: Tensor) -> None:
@@ -77,7 +77,7 @@ def row_keys(answers: Tensor, done: Tensor, keys: Tensor) -> None:
     if module is None:
         keys.copy_(keys_at(answers[:, None], done[:, None] + torch.arange(1, width + 1, device=keys.device)))
     else:
-        given = args.RowKeys(answers=answers, done=done, keys=keys, rows=rows, width=width)
+        given = args.RowKeysArgs(answers=answers, done=done, keys=keys, rows=rows, width=width)
         _on(keys.device, partial(module.launch, "k_row_keys", (-(-rows * width // 256),), 256, given, overlap=False))
 
 
@@ -92,7 +92,7 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
     piece, read = _staging(device)
     piece.view(torch.uint8)[:host.nbytes] = host.contiguous().view(-1).view(torch.uint8)
     found = torch.empty(count, dtype=torch.int64, device=device)
-    given = args.Numbers(host=piece, numbers=found, drawn=None, count=count, tokens=0)
+    given = args.NumbersArgs(host=piece, numbers=found, drawn=None, count=count, tokens=0)
     _on(device, partial(module.launch, "k_numbers", (-(-count // _EACH),), 256, given, overlap=False))
     read.record(torch.cuda.current_stream(device))
     _pieces(device).append((piece, read))

@@ -14,11 +14,11 @@ from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.kernel_config import PASSING, PASSING_ROOM, STATES, entry, gdn_slice, state_header
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.torch.gdn import fold_ring as fold_ring_by_torch
-from deltic.ops.types import RING, Batch, CacheViews, GdnSpec, GdnWeights, RingView, StateView
+from deltic.ops.types import RING, Batch, CacheViews, DeltaLogView, GdnSpec, GdnWeights, StateView
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class NewDeltas:
     """What a step's rows append, before it goes to their rings: inputs [layers, T, C] bf16, keys [layers, T, Hk * Dk],
     decays [layers, T, Hv] float32. core [T, values] float32: what a layer's heads give, neither normed nor gated."""
 
@@ -28,7 +28,7 @@ class Fresh:
     core: Tensor
 
 
-class Rings:
+class StateDeltaLog:
     """The rings of a model, whose layers' lie one after another."""
 
     def __init__(self, module: Module, views: CacheViews, spec: GdnSpec, most_rows: int) -> None:
@@ -42,22 +42,22 @@ class Rings:
         self._device = rings[0].keys.device
         self._ended = torch.zeros(most_rows * spec.value_heads, dtype=torch.int32, device=self._device)
 
-    def begin(self, tokens: int) -> Fresh:
+    def begin(self, tokens: int) -> NewDeltas:
         """A step's memory."""
         spec, layers = self._spec, len(self._states)
-        return Fresh(torch.empty(layers, tokens, spec.channels, dtype=torch.bfloat16, device=self._device),
+        return NewDeltas(torch.empty(layers, tokens, spec.channels, dtype=torch.bfloat16, device=self._device),
                      torch.empty(layers, tokens, spec.keys, device=self._device),
                      torch.empty(layers, tokens, spec.value_heads, device=self._device),
                      torch.empty(tokens, spec.values, device=self._device))
 
     def mix(self, mixer: GdnWeights, store: int, batch: Batch, proj: Tensor, stride: int, y: Tensor,
-            fresh: Fresh) -> None:
+            fresh: NewDeltas) -> None:
         """From a layer's projections [T, stride] to what its heads give, normed and gated, [T, values] bf16."""
         spec, state = mixer.spec, self._states[store]
         ring, kind = _ring(state), "few" if proj.dtype == torch.float32 else "many"
         heads = spec.value_heads * len(batch.source)
         blocks = spec.value_dim // gdn_slice(spec, kind) * heads
-        self._module.launch(f"k_gdn_verify_{kind}", (blocks,), 128, args.Verify(
+        self._module.launch(f"k_gdn_verify_{kind}", (blocks,), 128, args.VerifyArgs(
             proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
             state=state.recurrent, ring=state.conv, y=y, count=batch.count, starts=batch.starts, done=batch.done,
             source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
@@ -72,7 +72,7 @@ class Rings:
         their rings right away, which have room for it."""
         spec, state = mixer.spec, self._states[store]
         ring, heads = _ring(state), spec.value_heads * batch.source.shape[0]
-        self._module.launch("k_gdn_many_rings", (min(heads, blocks),), PASSING, args.OverRings(
+        self._module.launch("k_gdn_many_rings", (min(heads, blocks),), PASSING, args.OverRingsArgs(
             proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
             state=state.recurrent, ring=state.conv, y=y, count=batch.count, starts=batch.starts, done=batch.done,
             source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
@@ -81,19 +81,19 @@ class Rings:
             keys=ring.keys, updates=ring.updates, decays=ring.decays),
             PASSING_ROOM)
 
-    def end(self, batch: Batch, fresh: Fresh) -> None:
+    def end(self, batch: Batch, fresh: NewDeltas) -> None:
         """After the last layer: what was appended goes to the rings."""
         if not batch.layout.appends:
             return
         ring, tokens = self._first, fresh.inputs.shape[1]
-        self._module.launch("k_append", (tokens, len(self._states)), 256, args.Append(
+        self._module.launch("k_append", (tokens, len(self._states)), 256, args.AppendArgs(
             new_inputs=fresh.inputs, new_keys=fresh.keys, new_decays=fresh.decays, inputs=ring.inputs, keys=ring.keys,
             decays=ring.decays, count=batch.count, starts=batch.starts, done=batch.done, unit=batch.ring,
             append=batch.append, channels=self._spec.channels, key_size=self._spec.keys,
             value_heads=self._spec.value_heads, tokens=tokens, units=len(ring.keys)))
 
 
-def _ring(state: StateView) -> RingView:
+def _ring(state: StateView) -> DeltaLogView:
     assert state.ring is not None
     return state.ring
 
@@ -112,7 +112,7 @@ def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, 
     steps = {name: _step([getattr(_ring(state), name) for state in states])
              for name in ("inputs", "keys", "updates", "decays")}
     with torch.cuda.device(conv.device):
-        module.launch("k_fold", (heads, 8, len(states)), 256, args.Fold(
+        module.launch("k_fold", (heads, 8, len(states)), 256, args.FoldArgs(
             source_state=first.recurrent[source], source_conv=conv[source], state=first.recurrent[target],
             conv=conv[target], inputs=view.inputs[ring], keys=view.keys[ring], updates=view.updates[ring],
             decays=view.decays[ring], key_heads=view.keys.shape[2], value_heads=heads, key_dim=key_dim,

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.ops.cuda import quantized_gemm
-from deltic.ops.cuda.card_store import STACKS, CardStore, pinned
+from deltic.ops.cuda.card_store import STACKS, GpuExpertCache, pinned
 from deltic.ops.cuda.quantized_gemm import PIECE, ROWS, Tiles, pack_tiles
-from deltic.ops.quantized import Form, read_from
+from deltic.ops.quantized import PackedForm, read_from
 from deltic.ops.types import Weight
 
 
@@ -29,7 +29,7 @@ class TileAddresses(NamedTuple):
     wanted: Tensor
 
 
-class TileStore(CardStore):
+class TileStore(GpuExpertCache):
     """The experts of a model's layers as tiles: gate, up [size, hidden], down [hidden, size]. types: by layer."""
 
     def __init__(self, layers: Sequence[Sequence[Sequence[Tiles]]], device: torch.device, refresh: int) -> None:
@@ -51,7 +51,7 @@ class TileStore(CardStore):
         return pointers_of(parts)
 
 
-def form(device: torch.device) -> Form:
+def form(device: torch.device) -> PackedForm:
     """As `tiles.form`, of models whose experts lie in pinned memory of the host."""
     return replace(quantized_gemm.form(device), stack=partial(pack_beside, device=device))
 

@@ -14,7 +14,7 @@ from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.kernel_config import entry
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.encoder_layers import Affine, EncoderLayer, Norm, Scene, VisionWeights
+from deltic.ops.encoder_layers import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
 from deltic.ops.torch import OPS as TORCH
 
 log = logging.getLogger("deltic")
@@ -28,7 +28,7 @@ _OFTEN, _SIZES = 4, 64
 program for every size first (some 50 ms); and for how many sizes it does."""
 
 
-class Vision:
+class VisionOp:
     """The op, which knows which pictures came to it."""
 
     def __init__(self) -> None:
@@ -43,7 +43,9 @@ class Vision:
         module = _module(weights.hidden, dim, x.device) if known else None
         if module is None:
             return TORCH.vision(x, weights, scene)
-        return _blocks(_Work(module, x, weights, scene, self._often(weights, scene, x.device)), weights, x.device)
+        return _blocks(
+            _TowerBuffers(module, x, weights, scene, self._often(weights, scene, x.device)), weights, x.device
+        )
 
     def _often(self, weights: VisionWeights, scene: Scene, device: torch.device) -> bool:
         """Whether pictures of these sizes come often, and cuDNN knows such heads."""
@@ -56,7 +58,7 @@ class Vision:
         return self._seen[key] >= _OFTEN
 
 
-def _blocks(work: _Work, weights: VisionWeights, device: torch.device) -> Iterator[None]:
+def _blocks(work: _TowerBuffers, weights: VisionWeights, device: torch.device) -> Iterator[None]:
     """A block is a slice of the work."""
     for layer in weights.layers:
         with torch.cuda.device(device):
@@ -65,7 +67,7 @@ def _blocks(work: _Work, weights: VisionWeights, device: torch.device) -> Iterat
     work.add()
 
 
-class _Work:
+class _TowerBuffers:
     """What one call has between its products. often: pictures of these sizes, all the same, came often."""
 
     def __init__(self, module: Module, x: Tensor, weights: VisionWeights, scene: Scene, often: bool) -> None:
@@ -91,10 +93,10 @@ class _Work:
         if self._delta is not None:
             self._x += self._delta
 
-    def _norm(self, norm: Norm) -> Tensor:
+    def _norm(self, norm: LayerNorm) -> Tensor:
         """The sum so far, normed."""
         x = self._x
-        self._module.launch("k_tower_norm", (-(-len(x) // 8),), 256, args.TowerNorm(
+        self._module.launch("k_tower_norm", (-(-len(x) // 8),), 256, args.TowerNormArgs(
             x=x, delta=self._delta, scale=norm.scale, shift=norm.shift, y=self._normed, eps=self._weights.eps,
             tokens=len(x)))
         return self._normed
@@ -102,7 +104,7 @@ class _Work:
     def _attend(self, qkv: Tensor) -> Tensor:
         heads, scene = self._weights.heads, self._scene
         count = len(qkv) * 2 * self._weights.hidden // 8
-        self._module.launch("k_turn", (-(-count // 256),), 256, args.Turn(
+        self._module.launch("k_turn", (-(-count // 256),), 256, args.TurnArgs(
             qkv=qkv, cos=scene.cos, sin=scene.sin, count=count, heads=heads))
         return self._mix(*qkv.view(len(qkv), 3, heads, -1).unbind(1))
 

@@ -63,7 +63,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _AttentionPlan:
     """contexts: each row's context length after the step, exact on a CPU. padded: the single-token rows are
     cheaper as one padded batch than one by one. mask [R1, 1, 1, context] for that batch."""
 
@@ -72,14 +72,14 @@ class _Plan:
     mask: Tensor | None
 
 
-def _plan(batch: Batch) -> _Plan:
-    plan: _Plan | None = batch.memo.get("attention")
+def _plan(batch: Batch) -> _AttentionPlan:
+    plan: _AttentionPlan | None = batch.memo.get("attention")
     if plan is None:
         plan = batch.memo["attention"] = _make_plan(batch)
     return plan
 
 
-def _make_plan(batch: Batch) -> _Plan:
+def _make_plan(batch: Batch) -> _AttentionPlan:
     layout = batch.layout
     exact = batch.done.device.type == "cpu"
     contexts = layout.contexts
@@ -91,7 +91,7 @@ def _make_plan(batch: Batch) -> _Plan:
     if padded and singles:
         index = torch.arange(max(singles), device=batch.done.device)
         mask = (index <= batch.done[:layout.singles, None])[:, None, None]
-    return _Plan(contexts, padded, mask)
+    return _AttentionPlan(contexts, padded, mask)
 
 
 def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:

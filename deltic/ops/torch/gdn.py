@@ -44,7 +44,7 @@ def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ConvPlan:
     """What a batch's geometry means for the convolution ring and the chunks; the same in every layer.
 
     Writes: the rows' targets, then the emits. slots [R + E]; places [R + E, W]; fresh [R + E, W, 1]: the value is
@@ -77,14 +77,14 @@ class _Taps:
     index: Tensor
 
 
-def _plan(batch: Batch, state: StateView) -> _Plan:
-    plan: _Plan | None = batch.memo.get("gdn")
+def _plan(batch: Batch, state: StateView) -> _ConvPlan:
+    plan: _ConvPlan | None = batch.memo.get("gdn")
     if plan is None:
         plan = batch.memo["gdn"] = _make_plan(batch, state.conv.shape[1])
     return plan
 
 
-def _make_plan(batch: Batch, width: int) -> _Plan:
+def _make_plan(batch: Batch, width: int) -> _ConvPlan:
     device = batch.done.device
     chunk = batch.starts[1:] - batch.starts[:-1]
     rows = torch.cat((torch.arange(batch.layout.rows, device=device), batch.emit_row))
@@ -94,7 +94,7 @@ def _make_plan(batch: Batch, width: int) -> _Plan:
     fresh = positions >= done
     before = batch.done[:, None] - torch.arange(width - 1, 0, -1, device=device)
     all_real = device.type == "cpu" and bool((before >= 0).all())
-    return _Plan(
+    return _ConvPlan(
         slots=torch.cat((batch.target, batch.emit_slot)),
         sources=batch.source[rows],
         places=positions % width,
@@ -119,7 +119,7 @@ def _taps(batch: Batch, width: int) -> _Taps | None:
     return _Taps((rows, batch.done % width), (places - batch.done[:, None] - 1) % width)
 
 
-def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _Plan) -> Tensor:
+def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _ConvPlan) -> Tensor:
     """Convolution and delta rule of all rows -> [T, Hv, Dv] in the dtype of the gates; moves the slots."""
     singles, kernel = batch.layout.singles, weights.spec.conv_kernel
     if plan.taps is not None and state.conv.shape[1] == kernel:
@@ -138,7 +138,7 @@ def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _Plan) -> Tensor:
+def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _ConvPlan) -> Tensor:
     """The delta rule for the leading rows of one token [R1, C] -> [R1, Hv, Dv]; writes their slots."""
     rows, recurrent = mixed.shape[0], state.recurrent
     place = slice(*batch.span) if batch.span else batch.source[:rows]
@@ -163,14 +163,14 @@ def _convolve_in_place(qkv: Tensor, conv: Tensor, state: StateView, batch: Batch
     return F.silu((ring.to(reference.wide(state.recurrent)) * conv.t()[taps.index]).sum(1), inplace=True)
 
 
-def _history(conv: Tensor, batch: Batch, plan: _Plan, count: int) -> Tensor:
+def _history(conv: Tensor, batch: Batch, plan: _ConvPlan, count: int) -> Tensor:
     """The last `count` raw inputs before each row's chunk [R, count, C], zeros before position 0."""
     places = plan.window[:, plan.window.shape[1] - count:]
     history = conv[batch.source[:, None], places]
     return history if plan.window_real is None else torch.where(plan.window_real[:, -count:], history, 0)
 
 
-def _write_rings(qkv: Tensor, conv: Tensor, plan: _Plan) -> None:
+def _write_rings(qkv: Tensor, conv: Tensor, plan: _ConvPlan) -> None:
     kept = conv[plan.sources[:, None], plan.places]
     values = torch.where(plan.fresh, qkv[plan.inputs], torch.where(plan.kept, kept, 0))
     conv[plan.slots[:, None], plan.places] = values

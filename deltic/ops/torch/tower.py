@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.ops.encoder_layers import Affine, EncoderLayer, Norm, Scene, VisionWeights
+from deltic.ops.encoder_layers import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
 from deltic.ops.torch.basic import linear
 
 SLICE = 2048
@@ -53,5 +53,5 @@ def _affine(x: Tensor, affine: Affine) -> Tensor:
     return linear(x, affine.weight) + affine.bias.to(x.dtype)
 
 
-def _norm(x: Tensor, norm: Norm, weights: VisionWeights, scene: Scene) -> Tensor:
+def _norm(x: Tensor, norm: LayerNorm, weights: VisionWeights, scene: Scene) -> Tensor:
     return F.layer_norm(x.float(), norm.scale.shape, norm.scale, norm.shift, weights.eps).to(scene.dtype)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deltic.chat.processor import Job
+from deltic.chat.processor import PreparedRequest
 from deltic.params import Usage
 from deltic.server.anthropic.formatting import (
     PING,
@@ -25,7 +25,7 @@ from deltic.server.anthropic.formatting import (
 )
 from deltic.server.anthropic.schema import CountRequest, MessagesRequest, Names
 from deltic.server.body import renamed, sent_name
-from deltic.server.collect import Run
+from deltic.server.collect import GenerationStream
 from deltic.server.http import Check, EventStream, answering, event, json_response, written
 from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.preparation import chat_job
@@ -34,13 +34,13 @@ from deltic.server.served_model import ServedModel
 
 def routes(models: ModelRegistry, check: Check) -> list[Route]:
     """The paths under /v1/messages."""
-    endpoints = _Endpoints(models)
+    endpoints = _AnthropicEndpoints(models)
     found = (("/v1/messages", endpoints.create), ("/v1/messages/count_tokens", endpoints.count))
     return [Route(path, answering(endpoint, check, error_response), methods=["POST"]) for path, endpoint in found]
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoints:
+class _AnthropicEndpoints:
     models: ModelRegistry
 
     async def create(self, request: Request) -> Response:
@@ -61,7 +61,7 @@ class _Endpoints:
         return json_response({"input_tokens": len(job.request.ids)})
 
 
-def _job(served: ServedModel, body: CountRequest) -> tuple[Job, Names]:
+def _job(served: ServedModel, body: CountRequest) -> tuple[PreparedRequest, Names]:
     chat, names = body.chat()
     with renamed(names):
         job = chat_job(served, chat, translated=True)
@@ -69,7 +69,7 @@ def _job(served: ServedModel, body: CountRequest) -> tuple[Job, Names]:
     return job, names
 
 
-async def _stream(run: Run, first: dict[str, Any], content: Blocks, context: int) -> AsyncIterator[bytes]:
+async def _stream(run: GenerationStream, first: dict[str, Any], content: Blocks, context: int) -> AsyncIterator[bytes]:
     def named(*events: dict[str, Any]) -> bytes:
         return b"".join(event(data, data["type"]) for data in events)
 

@@ -18,14 +18,14 @@ from starlette.routing import Route
 from deltic.config import Limits
 from deltic.server import openapi, requests
 from deltic.server.app import application, check_of
-from deltic.server.body import Intake
+from deltic.server.body import BodyReader
 from deltic.server.embeddings.routes import routes
 from deltic.server.embeddings.service import ENDING, EmbeddingService, Services
 from deltic.server.http import Check, answering, json_response
 from deltic.server.metrics import CONTENT_TYPE, exposition
 from deltic.server.ollama import routes as ollama
 from deltic.server.openai.formatting import error_response
-from deltic.server.records import Records
+from deltic.server.records import ActiveRequests
 from deltic.server.request_log import RequestLog
 from deltic.server.run import Server, hosts_of, url_of
 
@@ -45,8 +45,8 @@ def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **o
                        ) -> Starlette:
     """An ASGI application for these models."""
     log = options.get("request_log")
-    served = Services(tuple(services), Intake(limits, options.get("lenient", False)))
-    records = Records(limits, log.write if log else None)
+    served = Services(tuple(services), BodyReader(limits, options.get("lenient", False)))
+    records = ActiveRequests(limits, log.write if log else None)
     check = check_of(options.get("api_keys", {}), options.get("share_prefix_cache", False))
     paths = [*routes(served, check), *requests.routes(records, check), *_about(served, records, log, check),
              *ollama.routes(None, served, served.intake, check)]
@@ -86,7 +86,7 @@ def _describe(service: EmbeddingService) -> str:
     return f"{service.name} {kind}, of up to {encoder.max_length:,} tokens"
 
 
-def _about(served: Services, records: Records, log: RequestLog | None, check: Check) -> list[Route]:
+def _about(served: Services, records: ActiveRequests, log: RequestLog | None, check: Check) -> list[Route]:
     async def models(_: Request) -> Response:
         return json_response({"object": "list", "data": [service.fields() for service in served]})
 

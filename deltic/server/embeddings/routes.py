@@ -28,7 +28,7 @@ def routes(services: Services, check: Check) -> list[Route]:
     """None if there are no services."""
     if not services.services:
         return []
-    endpoints = _Endpoints(services)
+    endpoints = _EmbeddingEndpoints(services)
     paths = {"/v1/embeddings": endpoints.embed, "/embed": endpoints.embed_plainly,
              "/v1/rerank": endpoints.rerank, "/v2/rerank": endpoints.rerank,
              "/rerank": endpoints.rerank, "/v1/score": endpoints.score, "/score": endpoints.score}
@@ -37,7 +37,7 @@ def routes(services: Services, check: Check) -> list[Route]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoints:
+class _EmbeddingEndpoints:
     services: Services
 
     async def embed(self, request: Request) -> Response:

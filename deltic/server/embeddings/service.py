@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
-from deltic.embeddings.batcher import Job
+from deltic.embeddings.batcher import EncodeJob
 from deltic.embeddings.encoder import Encoder, sound
 from deltic.embeddings.types import Item, Vectors
 from deltic.errors import BusyError, UnavailableError, show
-from deltic.server.body import Intake
+from deltic.server.body import BodyReader
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.metrics import samples
 from deltic.server.records import record_of, salt_of
@@ -41,9 +41,9 @@ class Services:
     """intake: reads bodies within the server's limits. draining: no more requests are taken."""
 
     services: tuple[EmbeddingService, ...]
-    intake: Intake
+    intake: BodyReader
     draining: bool = False
-    _jobs: set[Job] = field(default_factory=set)
+    _jobs: set[EncodeJob] = field(default_factory=set)
     _running: int = 0
 
     def __iter__(self) -> Iterator[EmbeddingService]:

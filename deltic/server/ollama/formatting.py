@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from deltic.chat.choices import Piece, Score
+from deltic.chat.choices import ChoiceDelta, TokenScore
 from deltic.chat.deltas import AnswerCall
 from deltic.server.http import EventStream, Problem, dump, json_response, problem_of
 
@@ -50,7 +50,7 @@ def stamp(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerShape:
+class OllamaFormatter:
     """The lines of an answer. chat: of a conversation, rather than of a prompt. spell: what a token looks like; None:
     no probabilities are wanted."""
 
@@ -58,7 +58,7 @@ class AnswerShape:
     chat: bool
     spell: Callable[[int], bytes] | None
 
-    def said(self, text: str, thinking: str = "", calls: Sequence[AnswerCall] = (), scores: Iterable[Score] = (),
+    def said(self, text: str, thinking: str = "", calls: Sequence[AnswerCall] = (), scores: Iterable[TokenScore] = (),
              done: bool = False) -> Json:
         """What came, or nothing of it."""
         more: Json = {"thinking": thinking} if thinking else {}
@@ -69,7 +69,7 @@ class AnswerShape:
         shown = {"logprobs": [self._score(score) for score in scores]} if self.spell and scores else {}
         return {"model": self.model, "created_at": stamp(time.time()), **message, "done": done, **shown}
 
-    def piece(self, piece: Piece) -> list[Json]:
+    def piece(self, piece: ChoiceDelta) -> list[Json]:
         """The lines of a part of an answer; calls come when all of them are there."""
         text = "".join(delta.text for delta in piece.deltas if delta.kind == "content")
         thinking = "".join(delta.text for delta in piece.deltas if delta.kind == "reasoning")
@@ -78,7 +78,7 @@ class AnswerShape:
             return []
         return [self.said(text, thinking, calls, piece.scores)]
 
-    def _score(self, score: Score) -> Json:
+    def _score(self, score: TokenScore) -> Json:
         top = [self._token(*other) for other in score.logprobs.top]
         return {**self._token(score.token, score.logprobs.token), **({"top_logprobs": top} if top else {})}
 

@@ -12,19 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deltic.chat.processor import Job
+from deltic.chat.processor import PreparedRequest
 from deltic.embeddings.types import Item, Vectors
 from deltic.errors import RequestError, show
 from deltic.params import Usage
-from deltic.server.body import Fields, Intake, renamed
-from deltic.server.collect import Run
+from deltic.server.body import BodyReader, Fields, renamed
+from deltic.server.collect import GenerationStream
 from deltic.server.embeddings.schema import EmbeddingsRequest
 from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.embeddings.vectors import rows_of, to_embed
 from deltic.server.http import Check, Problem, ProblemError, answering, dumped, json_response, written
 from deltic.server.model_registry import ModelRegistry
 from deltic.server.ollama import models as described
-from deltic.server.ollama.formatting import AnswerShape, Json, JsonLines, error_line, error_response, line
+from deltic.server.ollama.formatting import Json, JsonLines, OllamaFormatter, error_line, error_response, line
 from deltic.server.ollama.schema import (
     Names,
     OllamaChatRequest,
@@ -49,15 +49,15 @@ class Prepared(NamedTuple):
     """What a request becomes. job: None if it only asks for the model. scored: probabilities of tokens are wanted.
     remembers: the client gets the tokens of the conversation, to send them back."""
 
-    job: Job | None
+    job: PreparedRequest | None
     names: Names
     scored: bool = False
     remembers: bool = False
 
 
-def routes(models: ModelRegistry | None, services: Services, intake: Intake, check: Check) -> list[Route]:
+def routes(models: ModelRegistry | None, services: Services, intake: BodyReader, check: Check) -> list[Route]:
     """The paths under /api. models: those that answer, if there are some."""
-    endpoints = _Endpoints(models, services, intake)
+    endpoints = _OllamaEndpoints(models, services, intake)
     asked = {"/api/embed": endpoints.embed, "/api/embeddings": endpoints.embeddings, "/api/show": endpoints.show,
              "/api/pull": endpoints.pull}
     if models is not None:
@@ -69,10 +69,10 @@ def routes(models: ModelRegistry | None, services: Services, intake: Intake, che
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoints:
+class _OllamaEndpoints:
     registry: ModelRegistry | None
     services: Services
-    intake: Intake
+    intake: BodyReader
 
     @property
     def models(self) -> ModelRegistry:
@@ -197,7 +197,7 @@ def _prepared(served: ServedModel, body: Fields, chat: Any, names: Names) -> Pre
     return Prepared(job, names, bool(chat.logprobs))
 
 
-def _continued(served: ServedModel, job: Job, context: Sequence[int]) -> Job:
+def _continued(served: ServedModel, job: PreparedRequest, context: Sequence[int]) -> PreparedRequest:
     """The job behind the tokens of the conversation so far."""
     if not context:
         return job
@@ -208,7 +208,7 @@ def _continued(served: ServedModel, job: Job, context: Sequence[int]) -> Job:
 
 
 async def _answer(request: Request, served: ServedModel, streams: bool, prepared: Prepared, chat: bool) -> Response:
-    shape = AnswerShape(described.tagged(served.name), chat, served.token_bytes if prepared.scored else None)
+    shape = OllamaFormatter(described.tagged(served.name), chat, served.token_bytes if prepared.scored else None)
     if prepared.job is None:
         loaded = shape.said("", done=True) | {"done_reason": "load"}
         return Response(line(loaded), media_type=JsonLines.media_type) if streams else json_response(loaded)
@@ -227,7 +227,9 @@ async def _answer(request: Request, served: ServedModel, streams: bool, prepared
     return Response(await dumped(record, whole, run.size + len(ids)), media_type="application/json")
 
 
-async def _stream(run: Run, record: RequestRecord, shape: AnswerShape, ids: Sequence[int]) -> AsyncIterator[bytes]:
+async def _stream(
+    run: GenerationStream, record: RequestRecord, shape: OllamaFormatter, ids: Sequence[int]
+) -> AsyncIterator[bytes]:
     choice = None
     async for pieces in run.pieces():
         for piece in pieces:
@@ -239,7 +241,7 @@ async def _stream(run: Run, record: RequestRecord, shape: AnswerShape, ids: Sequ
     yield await dumped(record, partial(line, last), run.size + len(ids))
 
 
-def _end(run: Run, began: float, choice: Any, ids: Sequence[int]) -> Json:
+def _end(run: GenerationStream, began: float, choice: Any, ids: Sequence[int]) -> Json:
     """Why an answer ended, what it counts and took. ids: of the prompt, if the client is to send all of them back."""
     usage: Usage = run.usage
     waited, answered = run.seconds

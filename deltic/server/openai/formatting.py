@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from deltic import __version__
-from deltic.chat.choices import Choice, Piece, Score
+from deltic.chat.choices import Choice, ChoiceDelta, TokenScore
 from deltic.chat.deltas import AnswerCall, Delta, ToolDelta
 from deltic.chat.output_router import AnswerText
 from deltic.params import Finish, TokenLogprobs, Usage
@@ -66,7 +66,7 @@ def usage_fields(usage: Usage) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class AnswerChunk:
     """What surrounds the choices of one answer."""
 
     kind: str
@@ -85,7 +85,7 @@ class Envelope:
         return lambda choice: before + b'"choices":[' + dump(choice) + b"]" + after
 
 
-class ChatShape:
+class ChatFormatter:
     """Choices of /v1/chat/completions. One per answer, as pieces depend on those before."""
 
     whole_kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
@@ -96,16 +96,16 @@ class ChatShape:
         self._token_bytes, self._scored, self._fresh = token_bytes, scored, fresh
         self._begun: set[int] = set()
         self._texts: dict[int, AnswerText] = {}
-        self._scores: dict[int, list[Score]] = {}
+        self._scores: dict[int, list[TokenScore]] = {}
 
-    def whole(self, piece: Piece) -> Json:
+    def whole(self, piece: ChoiceDelta) -> Json:
         """A choice that is done."""
         assert piece.done
         return {"index": piece.number, "message": self._message(piece.done),
                 "logprobs": self._logprobs(self._shown(piece)),
                 "finish_reason": _reason(piece.done.finish, bool(piece.done.calls))}
 
-    def pieces(self, piece: Piece) -> list[Json]:
+    def pieces(self, piece: ChoiceDelta) -> list[Json]:
         """The choices of the chunks that this piece becomes, one each; scores wait for a text to go with."""
         self._scores.setdefault(piece.number, []).extend(self._shown(piece))
         bodies: list[Json] = [_delta(delta) for delta in piece.deltas
@@ -129,18 +129,18 @@ class ChatShape:
         return message
 
     def _piece(self, choice: int, body: Json) -> Json:
-        scores: list[Score] = []
+        scores: list[TokenScore] = []
         if "role" not in body:
             scores = self._scores.pop(choice, [])
         return {"index": choice, "delta": body, "logprobs": self._logprobs(scores) if scores else None,
                 "finish_reason": None}
 
-    def _shown(self, piece: Piece) -> list[Score]:
+    def _shown(self, piece: ChoiceDelta) -> list[TokenScore]:
         """The scores of a piece, but for those of thinking and its tags, which would spell it, if it is not wanted."""
         if not self._fresh or not piece.scores:
             return piece.scores
         text = self._texts.get(piece.number) or self._texts.setdefault(piece.number, self._fresh())
-        shown: list[Score] = []
+        shown: list[TokenScore] = []
         for score in piece.scores:
             before = text.region
             text.take(score.token)
@@ -148,12 +148,12 @@ class ChatShape:
                 shown.append(score)
         return shown
 
-    def _logprobs(self, scores: Iterable[Score]) -> Json | None:
+    def _logprobs(self, scores: Iterable[TokenScore]) -> Json | None:
         if not self._scored:
             return None
         return {"content": map(self._scored_token, scores), "refusal": None}
 
-    def _scored_token(self, score: Score) -> Json:
+    def _scored_token(self, score: TokenScore) -> Json:
         found = score.logprobs
         return self._score(score.token, found.token) | {"top_logprobs": [self._score(*other) for other in found.top]}
 
@@ -163,7 +163,7 @@ class ChatShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Echo:
+class PromptEcho:
     """What is said of the prompts, of so many choices each.
 
     ids: their tokens.
@@ -180,13 +180,13 @@ class Echo:
         """What stands before a choice."""
         return self.texts[choice // self.choices] if self.texts else ""
 
-    def scores(self, choice: int, found: Sequence[TokenLogprobs], spell: Spell) -> list[Score]:
+    def scores(self, choice: int, found: Sequence[TokenLogprobs], spell: Spell) -> list[TokenScore]:
         """The prompt's tokens; the first has no probability."""
-        ids, offset, scores = self.ids[choice // self.choices], 0, list[Score]()
+        ids, offset, scores = self.ids[choice // self.choices], 0, list[TokenScore]()
         decoder = getincrementaldecoder("utf-8")("replace")
         text = self.before(choice)
         for token, logprobs in zip(ids, (_UNKNOWN, *found), strict=True):
-            scores.append(Score(token, logprobs, offset))
+            scores.append(TokenScore(token, logprobs, offset))
             shown = decoder.decode(spell(token))
             offset += len(shown) if len(scores) > 1 or text.startswith(shown.strip()) else 0  # a bos token is not
         return scores
@@ -203,16 +203,16 @@ def prompt_scores(ids: Sequence[int], found: Sequence[TokenLogprobs], spell: Spe
                for other, logprob, rank in ranked}
 
 
-class CompletionShape:
+class CompletionFormatter:
     """Choices of /v1/completions. One per answer."""
 
     whole_kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, token_bytes: Spell, scored: bool, echo: Echo) -> None:
+    def __init__(self, token_bytes: Spell, scored: bool, echo: PromptEcho) -> None:
         self._token_bytes, self._scored, self._echo = token_bytes, scored, echo
         self._begun: set[int] = set()
 
-    def whole(self, piece: Piece) -> Json:
+    def whole(self, piece: ChoiceDelta) -> Json:
         """A choice that is done."""
         assert piece.done
         found, place = piece.done.prompt_logprobs, piece.number
@@ -223,22 +223,22 @@ class CompletionShape:
         before, length = self._echo.scores(place, found, self._token_bytes), len(self._echo.before(place))
         after = [score._replace(offset=score.offset + length) for score in piece.scores]
         if len(piece.done.tokens) > len(after):  # evaluations count on every token, the end of the text too
-            after.append(Score(piece.done.tokens[-1], piece.done.logprobs[-1], length + len(piece.done.text)))
+            after.append(TokenScore(piece.done.tokens[-1], piece.done.logprobs[-1], length + len(piece.done.text)))
         return self._choice(replace(piece, scores=[*before, *after]), piece.done.text) | self._prompt(place, found)
 
-    def pieces(self, piece: Piece) -> list[Json]:
+    def pieces(self, piece: ChoiceDelta) -> list[Json]:
         """The choices of the chunks that this piece becomes."""
         text = "".join(delta.text for delta in piece.deltas)
         return [self._choice(piece, text)] if text or piece.scores or piece.done else []
 
-    def _choice(self, piece: Piece, text: str) -> Json:
+    def _choice(self, piece: ChoiceDelta, text: str) -> Json:
         if piece.number not in self._begun:
             self._begun.add(piece.number)
             text = self._echo.before(piece.number) + text
         return {"index": piece.number, "text": text, "logprobs": self._logprobs(piece.scores),
                 "finish_reason": piece.done.finish if piece.done else None}
 
-    def _logprobs(self, scores: Sequence[Score]) -> Json | None:
+    def _logprobs(self, scores: Sequence[TokenScore]) -> Json | None:
         if not self._scored:
             return None
         tops = ({self._name(token): max(logprob, _LEAST) for token, logprob in reversed(score.logprobs.top)}

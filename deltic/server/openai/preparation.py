@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any
 
 from deltic.chat.infill import Infill
-from deltic.chat.processor import Job, prompt_bound
+from deltic.chat.processor import PreparedRequest, prompt_bound
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice
 from deltic.errors import RequestError, of_prompt
 from deltic.params import Prompt, SamplingParams
 from deltic.server.content import ContentReader
-from deltic.server.openai.formatting import Echo
+from deltic.server.openai.formatting import PromptEcho
 from deltic.server.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from deltic.server.parts import CHAT, check_within
 from deltic.server.records import salt_of
 from deltic.server.served_model import ServedModel
 
 
-def chat_job(served: ServedModel, body: ChatRequest, translated: bool = False) -> Job:
+def chat_job(served: ServedModel, body: ChatRequest, translated: bool = False) -> PreparedRequest:
     """The next turn of a conversation. Renders and encodes it: for a thread. translated: the request came in another
     wire's form, whose fields have been looked at. RequestError names the field that is wrong."""
     body.refuse_unsupported()
@@ -60,7 +60,7 @@ def _understood(body: ChatRequest, knows: Callable[[str], bool]) -> dict[str, An
     return variables
 
 
-def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], Echo]:
+def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[PreparedRequest], PromptEcho]:
     """A job for each prompt, and what stands before its answers."""
     body.refuse_unsupported()
     sampling, prompts = body.sampling(served.limits), body.prompts()
@@ -68,7 +68,7 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     if body.suffix:
         infill = Infill.of(served.llm.chat_processor.tokenizer.added)
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *infill.ends))
-    jobs = list[Job]()
+    jobs = list[PreparedRequest]()
     for place, prompt in enumerate(prompts):
         with of_prompt(f"prompt[{place}]") if len(prompts) > 1 else nullcontext():
             job = _roomy(served, body).complete(_infilled(served, prompt, infill, body), sampling, wanted,
@@ -78,10 +78,10 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
                 served.llm.engine.keys_of(jobs[-1].request)
     _check_scores(served, jobs)
     if not body.echo:
-        return jobs, Echo([job.request.ids for job in jobs])
+        return jobs, PromptEcho([job.request.ids for job in jobs])
     cut = body.truncate_prompt_tokens is not None
     texts = [served.text(job.request.ids if cut else prompt) for job, prompt in zip(jobs, prompts, strict=True)]
-    echo = Echo([job.request.ids for job in jobs], texts, body.n or 1, body.echoes_scores)
+    echo = PromptEcho([job.request.ids for job in jobs], texts, body.n or 1, body.echoes_scores)
     if sum(map(len, texts)) * echo.choices > served.limits.max_body_mib << 20:
         raise RequestError(f"echo would repeat more than {served.limits.max_body_mib} MiB (max_body_mib): ask for "
                            "fewer answers, or leave it out", "echo")
@@ -108,7 +108,7 @@ def _roomy(served: ServedModel, body: ChatRequest | CompletionRequest) -> Served
     return served if body.truncate_prompt_tokens is None else replace(served, bounded=False)
 
 
-def _cut(served: ServedModel, body: ChatRequest | CompletionRequest, job: Job) -> Job:
+def _cut(served: ServedModel, body: ChatRequest | CompletionRequest, job: PreparedRequest) -> PreparedRequest:
     """The job with the last tokens of its prompt, as many as are wanted; -1: as leave room for the answer."""
     wanted = body.truncate_prompt_tokens
     if wanted is None:
@@ -124,7 +124,7 @@ def _cut(served: ServedModel, body: ChatRequest | CompletionRequest, job: Job) -
     return replace(job, request=replace(job.request, prompt=job.request.prompt[-keep:], boundaries=()), remember=None)
 
 
-def _check_scores(served: ServedModel, jobs: list[Job]) -> None:
+def _check_scores(served: ServedModel, jobs: list[PreparedRequest]) -> None:
     """RequestError if more probabilities of the prompts' tokens are wanted than an answer may hold."""
     values, most = 0, served.limits.max_answer_values
     for request in (job.request for job in jobs):
@@ -135,6 +135,6 @@ def _check_scores(served: ServedModel, jobs: list[Job]) -> None:
                            f"have {most} (max_answer_values): ask for less, or shorten the prompt", "prompt_logprobs")
 
 
-def _told(job: Job, body: SamplingFields) -> Job:
+def _told(job: PreparedRequest, body: SamplingFields) -> PreparedRequest:
     """The job with the fields that concern the engine only: speculation and cache salt."""
     return replace(job, request=replace(job.request, speculate=body.speculate is not False, cache_salt=body.salt))

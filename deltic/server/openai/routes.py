@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deltic.chat.choices import Piece
-from deltic.server.collect import Run
+from deltic.chat.choices import ChoiceDelta
+from deltic.server.collect import GenerationStream
 from deltic.server.http import Check, EventStream, answering, event, written
 from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.formatting import (
-    ChatShape,
-    CompletionShape,
-    Envelope,
+    AnswerChunk,
+    ChatFormatter,
+    CompletionFormatter,
     Json,
     error_event,
     error_response,
@@ -32,40 +32,40 @@ from deltic.server.served_model import ServedModel
 
 _DONE = b"data: [DONE]\n\n"
 
-Shape = ChatShape | CompletionShape
+Shape = ChatFormatter | CompletionFormatter
 
 
 def routes(models: ModelRegistry, check: Check) -> list[Route]:
     """The paths under /v1."""
-    endpoints = _Endpoints(models)
+    endpoints = _OpenAiEndpoints(models)
     found = (("/chat/completions", endpoints.chat), ("/completions", endpoints.complete))
     return [Route(f"/v1{path}", answering(endpoint, check, error_response), methods=["POST"])
             for path, endpoint in found]
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoints:
+class _OpenAiEndpoints:
     models: ModelRegistry
 
     async def chat(self, request: Request) -> Response:
         served, body, job = await self.models.read(request, ChatRequest, chat_job)
         run = await served.start(request, [job], "messages", not body.stream, body.sent)
         hides = body.include_reasoning is False
-        shape = ChatShape(served.token_bytes, bool(body.logprobs), job.texts.again if hides else None)
+        shape = ChatFormatter(served.token_bytes, bool(body.logprobs), job.texts.again if hides else None)
         return await _answer(request, served, run, shape, body, job.request.ids)
 
     async def complete(self, request: Request) -> Response:
         served, body, (jobs, echo) = await self.models.read(request, CompletionRequest, text_jobs)
         run = await served.start(request, jobs, "prompt", not body.stream, body.sent)
-        shape = CompletionShape(served.token_bytes, body.logprobs is not None, echo)
+        shape = CompletionFormatter(served.token_bytes, body.logprobs is not None, echo)
         return await _answer(request, served, run, shape, body)
 
 
-async def _answer(request: Request, served: ServedModel, run: Run, shape: Shape,
+async def _answer(request: Request, served: ServedModel, run: GenerationStream, shape: Shape,
                   body: ChatRequest | CompletionRequest, ids: Sequence[int] = ()) -> Response:
     """ids: the prompt's, where a chat says them."""
     if body.stream:
-        events = _stream(run, shape, Envelope(shape.piece_kind, served.name, shape.prefix), body)
+        events = _stream(run, shape, AnswerChunk(shape.piece_kind, served.name, shape.prefix), body)
         return EventStream(events, error_event, run.close)
     done = await served.wholes(request, run)
     if isinstance(body, CompletionRequest) and body.best_of:
@@ -73,14 +73,14 @@ async def _answer(request: Request, served: ServedModel, run: Run, shape: Shape,
     found = done[0].done.prompt_logprobs if ids and done[0].done else None
     more = {} if found is None else {"prompt_logprobs": prompt_scores(ids, found, served.token_bytes)}
     choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
-    answer = Envelope(shape.whole_kind, served.name, shape.prefix).wrap(
+    answer = AnswerChunk(shape.whole_kind, served.name, shape.prefix).wrap(
         choices, usage=usage_fields(run.usage), **more)
     return await written(request, answer, run.size)
 
 
-def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:
+def _best(pieces: list[ChoiceDelta], made: int, wanted: int) -> list[ChoiceDelta]:
     """Of the choices made for each prompt those whose tokens are the most probable on average."""
-    def worth(piece: Piece) -> float:
+    def worth(piece: ChoiceDelta) -> float:
         return sum(score.logprobs.token for score in piece.scores) / max(len(piece.scores), 1)
 
     groups = (sorted(pieces[start:start + made], key=worth, reverse=True) for start in range(0, len(pieces), made))
@@ -88,7 +88,7 @@ def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:
     return [replace(piece, number=number) for number, piece in enumerate(found)]
 
 
-async def _stream(run: Run, shape: Shape, envelope: Envelope, body: ChatRequest | CompletionRequest
+async def _stream(run: GenerationStream, shape: Shape, envelope: AnswerChunk, body: ChatRequest | CompletionRequest
                   ) -> AsyncIterator[bytes]:
     def with_usage(choice: Json) -> bytes:
         return event(envelope.wrap([choice], usage=total_tokens(*run.tokens)))

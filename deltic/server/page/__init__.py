@@ -31,7 +31,7 @@ _ASK = "no-cache"  # keep it, but ask each time whether it is still the same
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _StaticFile:
     data: bytes
     headers: dict[str, str]
 
@@ -42,16 +42,16 @@ def routes() -> list[Route]:
 
 
 @cache
-def _files() -> dict[str, _File]:
+def _files() -> dict[str, _StaticFile]:
     """All that is served, by its path under `static`: read once, and looked up, so that no path leads elsewhere."""
     return {path.relative_to(_FILES).as_posix(): _read(path) for path in _FILES.rglob("*") if path.suffix in _TYPES}
 
 
-def _read(path: Path) -> _File:
+def _read(path: Path) -> _StaticFile:
     data = path.read_bytes()
     # the folders of libraries have their version in their name: what lies there never changes
     caching = _FOREVER if _FILES / "vendor" in path.parents else _ASK
-    return _File(data, {**_HEADERS, "content-type": _TYPES[path.suffix], "cache-control": caching,
+    return _StaticFile(data, {**_HEADERS, "content-type": _TYPES[path.suffix], "cache-control": caching,
                         "etag": f'"{sha256(data).hexdigest()[:32]}"'})
 
 

@@ -22,7 +22,7 @@ def usage_fields(usage: Usage) -> Json:
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens}}
 
 
-class Output:
+class ResponsesOutput:
     """The items while they come; a whole answer goes the same way. response: its id. tools: the client's, by what
     the model calls them. seals: reasoning is wanted in a form that can be sent back."""
 

@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.chat.choices import Choice
-from deltic.chat.processor import Job
+from deltic.chat.processor import PreparedRequest
 from deltic.errors import GenerationError, RequestError, show
 from deltic.server.body import renamed, sent_name
-from deltic.server.collect import Run
+from deltic.server.collect import GenerationStream
 from deltic.server.http import (
     Check,
     EventStream,
@@ -36,7 +36,7 @@ from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.formatting import error_fields, error_response
 from deltic.server.openai.preparation import chat_job
 from deltic.server.records import RequestRecord, record_of
-from deltic.server.responses.formatting import Json, Output, usage_fields
+from deltic.server.responses.formatting import Json, ResponsesOutput, usage_fields
 from deltic.server.responses.schema import Names, ResponsesRequest, new_response
 from deltic.server.responses.store import Record, ResponseStore
 from deltic.server.served_model import ServedModel
@@ -47,7 +47,7 @@ _REASONS = {"length": "max_output_tokens"}
 
 def routes(models: ModelRegistry, store: ResponseStore, check: Check) -> list[Route]:
     """The paths under /v1/responses."""
-    endpoints, path = _Endpoints(models, store), "/v1/responses"
+    endpoints, path = _ResponsesEndpoints(models, store), "/v1/responses"
     found = (("", endpoints.create, "POST"), ("/input_tokens", endpoints.count, "POST"),
              ("/{id}", endpoints.get, "GET"), ("/{id}", endpoints.delete, "DELETE"),
              ("/{id}/cancel", endpoints.cancel, "POST"), ("/{id}/input_items", endpoints.input_items, "GET"))
@@ -62,11 +62,11 @@ class _Making:
 
     id: str
     asked: RequestRecord
-    output: Output
+    output: ResponsesOutput
     head: bytes
     input: bytes
     keeps: bool
-    run: Run | None = None
+    run: GenerationStream | None = None
     cancelled: bool = False
     _numbers: Iterator[int] = field(default_factory=count)
 
@@ -95,7 +95,7 @@ class _Making:
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoints:
+class _ResponsesEndpoints:
     models: ModelRegistry
     store: ResponseStore
     making: dict[str, _Making] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class _Endpoints:
         return _json(await record_of(request).work(listed))
 
     def _prepared(self, asked: RequestRecord, served: ServedModel, body: ResponsesRequest
-                  ) -> tuple[Job, Names, _Making]:
+                  ) -> tuple[PreparedRequest, Names, _Making]:
         id, owner, most = new_response(), asked.owner, served.limits.max_messages
         items = body.items(id, self.store.finder(owner))
         before = self.store.items(body.previous_response_id, most, owner)
@@ -185,10 +185,10 @@ class _Endpoints:
             job = chat_job(served, chat, translated=True)
         body.ignored.extend(sent_name(name, names) for name in chat.ignored)
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
-        output = Output(id, body.own_tools(), body.seals)
+        output = ResponsesOutput(id, body.own_tools(), body.seals)
         return job, names, _Making(id, asked, output, dump(head | body.echo()), dump(items), body.store is not False)
 
-    async def _stream(self, making: _Making, run: Run) -> AsyncIterator[bytes]:
+    async def _stream(self, making: _Making, run: GenerationStream) -> AsyncIterator[bytes]:
         begun = await dumped(making.asked, partial(spliced, making.head, making.now()), len(making.head))
         yield making.envelope("response.created", begun) + making.envelope("response.in_progress", begun)
         choice = None

@@ -10,7 +10,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
-from deltic.chat.history_store import NoteStore
+from deltic.chat.history_store import AnswerStore
 from deltic.chat.owned_entries import OwnedEntries
 from deltic.config import Limits
 from deltic.server.responses.schema import response_of
@@ -29,7 +29,7 @@ class ResponseStore:
     notes: keeps them beyond the process, within its own budget.
     """
 
-    def __init__(self, limits: Limits, notes: NoteStore | None) -> None:
+    def __init__(self, limits: Limits, notes: AnswerStore | None) -> None:
         self._notes = notes
         self._kept: OwnedEntries[bytes] = OwnedEntries(limits.max_stored_mib << 20, limits.max_stored_responses)
         self._unwritten: dict[str, bytes] = {}  # what comes to disk later; b"" of what goes from there
