@@ -34,7 +34,16 @@ from deltic.params import PAGE, EngineRequest
 from deltic.runner.model_runner import ModelRunner
 
 ANSWER, NEW = 24, 50
-METHODS = ("admit", "fetch", "known", "emit", "keep_emitted", "release", "reserve", "commit")
+METHODS = (
+    "admit",
+    "start_load",
+    "cached_length",
+    "reserve_checkpoint",
+    "commit_checkpoints",
+    "release",
+    "reserve",
+    "commit",
+)
 
 
 def main() -> None:

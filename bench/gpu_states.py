@@ -39,10 +39,10 @@ def main() -> None:
         device="cuda", dtype="bfloat16", memory="24GiB", max_batch=args.rows, max_context=256, speculate="off",
         state_dtype=args.state_dtype))
     pools = runtime.pools
-    assert runtime.defers and pools.rings is not None, "these kernels do not serve the model"
-    for tensor in (pools.recurrent, pools.conv, *pools.rings):
+    assert runtime.defers_state_writes and pools.delta_logs is not None, "these kernels do not serve the model"
+    for tensor in (pools.recurrent, pools.conv, *pools.delta_logs):
         tensor.normal_(0, 0.1)
-    pools.rings[3].uniform_(0.9, 1)
+    pools.delta_logs[3].uniform_(0.9, 1)
     found = {"plain": _time(runtime, _batch(args.rows, [(0, False)]), args.repeat),
              **{f"read {behind}": _time(runtime, _batch(args.rows, [(behind, True)]), args.repeat)
                 for behind in (0, 2, 4)},
@@ -60,7 +60,9 @@ def _batch(rows: int, kinds: list[tuple[int, bool]]) -> Batch:
     found = []
     for index in range(rows):
         behind, append = kinds[index % len(kinds)]
-        found.append(PlannedRow((7,), DONE, tuple(range(8)), index, 1, base=DONE - behind, ring=index, append=append))
+        found.append(
+            PlannedRow((7,), DONE, tuple(range(8)), index, 1, base=DONE - behind, delta_log=index, append=append)
+        )
     padded = decoding(StepPlan(tuple(found)), torch.device("cuda")).padded
     assert padded
     return step_of(padded)

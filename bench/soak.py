@@ -83,7 +83,7 @@ class Soak:
                 due += CHECK_EVERY
                 self._check()
         self._check()
-        assert self._runtime.cache.at_rest
+        assert self._runtime.cache.idle
         self._end()
 
     def _add(self) -> None:

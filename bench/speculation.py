@@ -74,7 +74,7 @@ class Forced:
         return [token if self._random.random() < self.share else token ^ 1 for token in answer]
 
     def draft_ahead(self, flight: InFlight) -> None:
-        self._rows = [self._table(share.sequence) for share in flight.shares]
+        self._rows = [self._table(share.sequence) for share in flight.scheduled]
         self.head.draft_ahead(flight)
 
     def _table(self, sequence: Running) -> torch.Tensor:

@@ -295,7 +295,7 @@ class EngineRequest:
     prompt: ids of text, or all that is to be said of other prompts.
     output: how the tokens of answers are chosen, or that a vector is wanted; then all that is said of answers below is
         of no matter.
-    boundaries: prompt positions (counts of tokens) that following requests are expected to share.
+    stable_prefixes: prompt positions (counts of tokens) that following requests are expected to share.
     matcher: makes the stop-string matcher of one choice, or None; called once for each choice, in their order. A
         matcher has a token before the guide does, and before the token's event goes out.
     guide: makes what forces tokens on one choice, or None; called as the matcher is.
@@ -316,7 +316,7 @@ class EngineRequest:
     id: str
     prompt: tuple[int, ...] | Prompt
     output: SamplingParams | Embed = SamplingParams()
-    boundaries: tuple[int, ...] = ()
+    stable_prefixes: tuple[int, ...] = ()
     matcher: Callable[[], Matcher] | None = None
     speculate: bool = True
     guide: Callable[[], ForcedTokens] | None = None

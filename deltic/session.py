@@ -89,7 +89,7 @@ class Session:
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert lease is not None and scratch is not None
-        self._lease: SequenceCache = lease
+        self._cache: SequenceCache = lease
         self._scratch: SequenceCache = scratch
         self._verified: PlannedRow | None = None
         # by how much the next rotary position differs from the cursor; and at snapshots that are kept, by their slots
@@ -99,7 +99,7 @@ class Session:
     @property
     def position(self) -> int:
         """Tokens in the state."""
-        return self._lease.done
+        return self._cache.done
 
     @property
     def max_context(self) -> int:
@@ -186,7 +186,7 @@ class Session:
         drafts before it. A shortened head (`draft_vocab`) cannot draft all tokens: the others have -inf. RequestError
         without a head.
         """
-        token, head, cache, lease = *self._checked([token]), self.runtime.mtp_runner, self.runtime.cache, self._lease
+        token, head, cache, lease = *self._checked([token]), self.runtime.mtp_runner, self.runtime.cache, self._cache
         if head is None:
             raise RequestError("this model has no draft head, or was loaded with speculate='off'", "speculate")
         count = _checked_count(count, 1, MAX_DRAFTS)
@@ -206,16 +206,26 @@ class Session:
         """The logits [n, V] that each of these tokens would leave, without appending them: see `accept`. At most 13
         tokens."""
         tokens, self._verified = self._checked(tokens), None
-        cache, lease = self.runtime.cache, self._lease
+        cache, lease = self.runtime.cache, self._cache
         if len(tokens) > MAX_DRAFTS + 1:
             raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
                                "tokens")
-        if not cache.take_ring(lease):
+        if not cache.attach_delta_log(lease):
             raise RequestError("there is no room for a replay ring: raise memory", "memory")
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        row = PlannedRow(tuple(tokens), lease.done, lease.pages, lease.slot, len(tokens), base=lease.base,
-                  ring=lease.ring or 0, append=lease.ring is not None, drafts=len(tokens) - 1, rotary=self._shift)
+        row = PlannedRow(
+            tuple(tokens),
+            lease.done,
+            lease.pages,
+            lease.slot,
+            len(tokens),
+            base=lease.base,
+            delta_log=lease.delta_log or 0,
+            append=lease.delta_log is not None,
+            drafts=len(tokens) - 1,
+            rotary=self._shift,
+        )
         if not row.append:
             row = replace(row, target=self._scratch.slot)
         logits = self.runtime.run(self._batch(row)).clone()
@@ -231,7 +241,7 @@ class Session:
         if row is None:
             raise RequestError("there is nothing to accept: call verify right before", "count")
         count = _checked_count(count, 0, len(row.tokens))
-        cache, lease = self.runtime.cache, self._lease
+        cache, lease = self.runtime.cache, self._cache
         lease.keys += row.tokens[:count]
         cache.commit(lease, count, base_after(row))
         if self.runtime.mtp_runner and count:
@@ -241,7 +251,7 @@ class Session:
     @_alone
     def snapshot(self) -> CacheSnapshot:
         """Keep the present position; RequestError when no more can be kept."""
-        kept = self.runtime.cache.snapshot(self._lease)
+        kept = self.runtime.cache.snapshot(self._cache)
         if kept is None:
             raise RequestError("no room for another snapshot: drop one, or raise max_batch or memory")
         self._shifts[kept.slot] = self._shift
@@ -253,7 +263,7 @@ class Session:
         if snapshot is not None:
             self._check_snapshot(snapshot)
         self._verified = None
-        if not self.runtime.cache.restore(self._lease, snapshot):
+        if not self.runtime.cache.restore(self._cache, snapshot):
             raise RequestError("no page is free to return to the snapshot: drop one, or raise memory")
         self._shift = self._shifts[snapshot.slot] if snapshot else 0
 
@@ -262,7 +272,7 @@ class Session:
         """Give a snapshot's memory back."""
         self._check_snapshot(snapshot)
         del self._shifts[snapshot.slot]
-        self.runtime.cache.drop(snapshot)
+        self.runtime.cache.release_snapshot(snapshot)
 
     def reset(self) -> None:
         """Forget all tokens; snapshots stay."""
@@ -309,11 +319,11 @@ class Session:
     def recurrent_states(self) -> dict[int, Tensor]:
         """Copies of the states of the recurrent layers at the present position by the index of the layer, float32
         [value heads, key dim, value dim]; zeros at the start."""
-        runtime, lease = self._layered(), self._lease
-        if lease.behind:
+        runtime, lease = self._layered(), self._cache
+        if lease.unflushed:
             self._verified = None
-            runtime.cache.settle(lease)
-        runtime.cache.flush()
+            runtime.cache.flush_delta_log(lease)
+        runtime.cache.flush_operations()
         runtime.pools.wait()
         states = runtime.pools.recurrent[:, lease.slot].float() if lease.done else torch.zeros_like(
             runtime.pools.recurrent[:, lease.slot], dtype=torch.float32)
@@ -347,21 +357,23 @@ class Session:
         tokens, self._verified = self._checked(given.ids if isinstance(given, Prompt) else given), None
         if prompt and prompt.pictures and rows is None:
             rows = {picture.digest: self._encoded(picture) for picture in prompt.pictures}
-        cache, lease, scratch, start = self.runtime.cache, self._lease, self._scratch, self.position
+        cache, lease, scratch, start = self.runtime.cache, self._cache, self._scratch, self.position
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        if (len(tokens) > 1 or self.runtime.hooks) and lease.behind and self.runtime.verifies:
-            cache.settle(lease)  # which kernels for prompts take for granted
+        if (len(tokens) > 1 or self.runtime.hooks) and lease.unflushed and self.runtime.verifies:
+            cache.flush_delta_log(lease)  # which kernels for prompts take for granted
         parts, size = [], self.runtime.options.token_budget
-        row = PlannedRow((), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
+        row = PlannedRow(
+            (), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, delta_log=lease.delta_log or 0
+        )
         for offset in range(0, len(tokens), size):
             end = min(offset + size, len(tokens))
             row = replace(row, tokens=tuple(tokens[offset:end]), done=start + offset,
-                          rotary=self._rotary(prompt, offset, end), seen=_seen(prompt, offset, end))
+                          rotary=self._rotary(prompt, offset, end), images=_seen(prompt, offset, end))
             parts.append(self.runtime.run(self._batch(row, all_logits, rows)).clone())
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
-        cache.exchange_slots(lease, scratch)
+        cache.swap_slots(lease, scratch)
         lease.keys += (prompt and prompt.keys) or tokens
         if self.runtime.mtp_runner:
             self.runtime.mtp_runner.see(tokens)
@@ -370,7 +382,7 @@ class Session:
         return torch.cat(parts) if all_logits else parts[-1]
 
     def _batch(self, row: PlannedRow, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
-        self.runtime.cache.flush()
+        self.runtime.cache.flush_operations()
         return build(StepPlan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
                      rows_of=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
 

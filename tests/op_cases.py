@@ -150,7 +150,7 @@ def build_batch(rows: Iterable[Row], seed: int = 0, consecutive: bool = False, n
         source=torch.tensor(sources),
         target=torch.tensor(targets),
         base=torch.tensor([row.base for row in ordered]),
-        ring=torch.tensor(rings),
+        delta_log=torch.tensor(rings),
         append=torch.tensor([row.append for row in ordered]),
         emit_row=torch.tensor([index for index, _ in emitted], dtype=torch.int64),
         emit_length=torch.tensor([length for _, length in emitted], dtype=torch.int64),
@@ -274,9 +274,9 @@ def empty_state(slots: int, dtype: torch.dtype, spec: GdnSpec = GDN, width: int 
 def state_view(case: Case, dtype: torch.dtype, spec: GdnSpec = GDN, width: int = WIDTH) -> StateView:
     """Slots and ring units full of NaN but for what a row has to find: its source as of `base`, and its entries."""
     rng, view = generator(case.seed + 2000), empty_state(case.slots, dtype, spec, width, case.units)
-    ring = view.ring
+    ring = view.delta_log
     assert ring is not None
-    for row, slot, unit in zip(case.rows, case.batch.source.tolist(), case.batch.ring.tolist(), strict=True):
+    for row, slot, unit in zip(case.rows, case.batch.source.tolist(), case.batch.delta_log.tolist(), strict=True):
         if row.base:
             view.recurrent[slot] = randn(rng, *view.recurrent.shape[1:])
         for position in range(max(0, row.base - width), row.base):
@@ -311,7 +311,9 @@ RING_POOLS = ("inputs", "keys", "updates", "decays")
 
 
 def clone_state(view: StateView) -> StateView:
-    ring = view.ring and replace(view.ring, **{name: getattr(view.ring, name).clone() for name in RING_POOLS})
+    ring = view.delta_log and replace(
+        view.delta_log, **{name: getattr(view.delta_log, name).clone() for name in RING_POOLS}
+    )
     return StateView(view.recurrent.clone(), view.conv.clone(), ring)
 
 
@@ -375,14 +377,14 @@ def state_errors(case: Case, actual: StateView, expected: StateView, before: Sta
                 places = conv_places(written[slot], len(new))
                 new, wanted = new[places], wanted[places]
             errors[name] = max(errors[name], _error(new, wanted, f"{name} of slot {slot}"))
-    return errors | ring_errors(case, actual.ring, expected.ring, before.ring)
+    return errors | ring_errors(case, actual.delta_log, expected.delta_log, before.delta_log)
 
 
 def ring_errors(case: Case, actual: DeltaLogView | None, expected: DeltaLogView | None,
                 before: DeltaLogView | None) -> dict[str, float]:
     errors = dict.fromkeys(RING_POOLS, 0.0)
     appended = {int(unit): [(row.done + token) % RING for token in range(row.chunk)]
-                for row, unit in zip(case.rows, case.batch.ring, strict=True) if row.append}
+                for row, unit in zip(case.rows, case.batch.delta_log, strict=True) if row.append}
     for name in errors:
         pools = [getattr(view, name) for view in (actual, expected, before)]
         for unit, (new, wanted, old) in enumerate(zip(*pools, strict=True)):

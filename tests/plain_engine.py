@@ -38,7 +38,7 @@ class PlainPools:
     """Pages of tokens, slots of states, rings of tokens; None where nobody wrote."""
 
     sizes: PoolSizes
-    door: AcceptAllItems = ANYTHING
+    item_validator: AcceptAllItems = ANYTHING
     pages: list[list[int | None]] = field(init=False)
     slots: list[State | None] = field(init=False)
     rings: list[list[int | None]] = field(init=False)
@@ -49,7 +49,7 @@ class PlainPools:
     def __post_init__(self) -> None:
         self.pages = [[None] * PAGE for _ in range(self.sizes.pages)]
         self.slots = [None] * self.sizes.slots
-        self.rings = [[None] * RING for _ in range(self.sizes.rings)]
+        self.rings = [[None] * RING for _ in range(self.sizes.delta_logs)]
 
     def hold(self, content: object) -> int:
         self.numbers += 1
@@ -105,10 +105,10 @@ class PlainPools:
             if after != base:
                 self.slots[row.slot] = tuple(expected)
             for offset, token in enumerate(row.tokens):
-                self.rings[row.ring][(row.done + offset) % RING] = token
+                self.rings[row.delta_log][(row.done + offset) % RING] = token
         else:
             self.slots[row.slot if row.target is None else row.target] = whole
-        for position, slot in row.emits:
+        for position, slot in row.checkpoints:
             self.slots[slot] = whole[:position]
         return whole
 
@@ -127,7 +127,7 @@ class PlainEngine:
 
     def add(self, name: str, prompt: tuple[int, ...], new: int, choices: int = 1) -> None:
         request = EngineRequest(name, prompt, SamplingParams(n=choices, max_tokens=new, temperature=0.0),
-                          boundaries=(len(prompt) // 2,))
+                          stable_prefixes=(len(prompt) // 2,))
         sequence = self._sequence(request, 0)
         sequence.wanted = tuple({len(prompt) // 2, len(prompt)} - {0})
         self._queue(sequence)
@@ -136,7 +136,7 @@ class PlainEngine:
         assert request.output.max_tokens
         return Sequence(request, choice, request.output, 0, frozenset(),
                         len(request.prompt) + request.output.max_tokens, request.prompt,
-                        boundaries=request.boundaries, prompt_keys=bytes(request.prompt) * 8)
+                        stable_prefixes=request.stable_prefixes, prompt_keys=bytes(request.prompt) * 8)
 
     def _queue(self, sequence: Sequence) -> None:
         self.live.add(sequence)
@@ -151,20 +151,20 @@ class PlainEngine:
         plan = StepPlan.from_json(plan.to_json())
         self.pools.apply(plan.operations)
         for row, sequence in zip(plan.rows, sequences, strict=True):
-            assert sequence.lease
-            state = self.pools.run(row, sequence.lease.tokens)
+            assert sequence.cache
+            state = self.pools.run(row, sequence.cache.tokens)
             self._follow(sequence, row, state)
         for sequence in known:
             sequence.logits = None
-            assert sequence.lease and sequence.done == len(sequence.tokens)
+            assert sequence.cache and sequence.done == len(sequence.tokens)
             self._draw(sequence, tuple(sequence.tokens))
         self.cache.check()
 
     def _draft(self, sequence: Sequence) -> None:
         """Some drafts are right, some are not."""
-        lease, count = sequence.lease, min(self.random.randint(0, 3), sequence.limit - len(sequence.tokens) - 1)
+        lease, count = sequence.cache, min(self.random.randint(0, 3), sequence.limit - len(sequence.tokens) - 1)
         sequence.draft_tokens = ()
-        if lease and count > 0 and self.cache.take_ring(lease):
+        if lease and count > 0 and self.cache.attach_delta_log(lease):
             count = self.cache.reserve(lease, count + 1) - 1
             tokens = list(sequence.tokens)
             for _ in range(count):
@@ -173,7 +173,7 @@ class PlainEngine:
             self.drafted += len(sequence.draft_tokens)
 
     def _follow(self, sequence: Sequence, row: PlannedRow, state: State) -> None:
-        lease = sequence.lease
+        lease = sequence.cache
         assert lease
         if not row.drafts:
             self.cache.commit(lease, len(row.tokens))
@@ -188,10 +188,10 @@ class PlainEngine:
 
     def _draw(self, sequence: Sequence, state: State) -> int:
         assert state == tuple(sequence.tokens), "the logits are of other tokens"
-        lease = sequence.lease
+        lease = sequence.cache
         assert lease
-        if lease.emitting:
-            self.cache.keep_emitted(lease, "logits" if lease.done in lease.emitting else None)
+        if lease.checkpoint_slots:
+            self.cache.commit_checkpoints(lease, "logits" if lease.done in lease.checkpoint_slots else None)
         if sequence.sampling.n > 1 and not sequence.choice and not sequence.generated:
             self._split(sequence)
         token = drawn(list(state), sequence.choice)
@@ -201,13 +201,13 @@ class PlainEngine:
         return token
 
     def _split(self, sequence: Sequence) -> None:
-        assert sequence.lease
-        kept = self.cache.snapshot(sequence.lease, "logits")
+        assert sequence.cache
+        kept = self.cache.snapshot(sequence.cache, "logits")
         origin = ForkPoint(kept, sequence.sampling.n - 1) if kept else None
         self.forks += kept is not None
         for choice in range(1, sequence.sampling.n):
             sibling = self._sequence(sequence.request, choice)
-            sibling.origin = origin
+            sibling.fork_point = origin
             self._queue(sibling)
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
@@ -251,13 +251,13 @@ def serve(seed: int, requests: int) -> PlainEngine:
         if not engine.live:
             break
         engine.step()
-    assert not engine.live and engine.cache.at_rest
+    assert not engine.live and engine.cache.idle
     for (name, choice), tokens in engine.answers.items():
         expected = list(tokens[:len(tokens) - news[name]])
         while len(expected) < len(tokens):
             expected.append(drawn(expected, choice))
         assert tuple(expected) == tokens
-    engine.cache.flush()
+    engine.cache.flush_operations()
     engine.cache.clear()
     engine.cache.check()
     assert engine.cache.pages.free == engine.cache.pages.size and not engine.pools.held

@@ -227,7 +227,7 @@ def fresh_pools(runtime: ModelRunner, pages: int, slots: int, rings: int | None 
     extras = PoolOptions(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype,
                     state or like.recurrent.dtype)
     pools = allocate(runtime.config, pages, slots, like.conv.dtype, runtime.decoder.ops, str(like.device), extras)
-    for tensor in (*pools.page_tensors, *pools.slot_tensors, *(pools.rings or ())):
+    for tensor in (*pools.page_tensors, *pools.slot_tensors, *(pools.delta_logs or ())):
         tensor.fill_(float("nan"))
     return pools
 

@@ -161,7 +161,7 @@ class Agent:
         rendered = self.process.chat_processor.chat(
             self.talk.messages[:end + 1], tools=self.talk.tools, history="template",
             variables={"enable_thinking": self.talk.thinking}).request
-        return next(at for at in rendered.boundaries if rendered.prompt[at - len(ANSWER):at] == ANSWER)
+        return next(at for at in rendered.stable_prefixes if rendered.prompt[at - len(ANSWER):at] == ANSWER)
 
     def turn(self, number: int) -> None:
         """A question, up to two calls with their results, an answer."""

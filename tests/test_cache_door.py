@@ -26,7 +26,7 @@ from deltic.engine.engine import Engine
 from deltic.params import PAGE
 
 PROMPT = numbers(1, 100, 500)
-OPENING = replace(greedy(PROMPT, 8), boundaries=(40,))
+OPENING = replace(greedy(PROMPT, 8), stable_prefixes=(40,))
 NAN = float("nan")
 Tensors = dict[str, Tensor]
 

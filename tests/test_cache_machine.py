@@ -69,7 +69,7 @@ def hashes(tokens: list[int]) -> list[int]:
 
 def read_state(cache: HybridCache, slot: int) -> int:
     """The hash in a slot, which every layer and part of it must agree on."""
-    cache.flush()
+    cache.flush_operations()
     values = torch.cat([cache.pools.recurrent[:, slot].flatten(), cache.pools.conv[:, slot].flatten()]).unique()
     assert len(values) == 1, f"slot {slot} is mixed from several states: {values.tolist()}"
     return int(values[0])
@@ -77,7 +77,7 @@ def read_state(cache: HybridCache, slot: int) -> int:
 
 def read_kv(cache: HybridCache, pages: tuple[int, ...] | list[int], count: int) -> list[int]:
     """The first `count` K/V values of these pages, on which all layers must agree."""
-    cache.flush()
+    cache.flush_operations()
     index = [pages[i // PAGE] * PAGE + i % PAGE for i in range(count)]
     pools = [pool.flatten(3).flatten(1, 2)[:, index] for pool in cache.pools.page_tensors]
     values = torch.cat([pool.transpose(1, 2).flatten(0, 1) for pool in pools])
@@ -86,7 +86,7 @@ def read_kv(cache: HybridCache, pages: tuple[int, ...] | list[int], count: int) 
 
 
 def write_kv(cache: HybridCache, pages: list[int], start: int, values: list[float]) -> None:
-    cache.flush()
+    cache.flush_operations()
     index = [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, start + len(values))]
     for pool in cache.pools.page_tensors:
         flat = pool.flatten(1, 2)
@@ -94,7 +94,7 @@ def write_kv(cache: HybridCache, pages: list[int], start: int, values: list[floa
 
 
 def write_state(cache: HybridCache, slot: int, value: float) -> None:
-    cache.flush()
+    cache.flush_operations()
     for pool in cache.pools.slot_tensors:
         pool[:, slot] = value
 
@@ -277,7 +277,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9))
     def drop(self, pick: int) -> None:
         kept, _ = self.snapshot(pick)
-        self.cache.drop(kept)
+        self.cache.release_snapshot(kept)
         del self.kept[kept]
 
     # What must hold after each of them
@@ -509,7 +509,7 @@ def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
         assert cache.restore(lease, kept) and lease.done == 20
         assert read_state(cache, lease.slot) == hashes(list(range(20)))[-1]
     assert cache.restore(lease, None) and (lease.done, lease.pages) == (0, [])
-    cache.drop(kept)
+    cache.release_snapshot(kept)
     cache.check()
     assert cache.pages.free == 6
 
@@ -531,10 +531,10 @@ def test_l8_a_holder_that_is_gone_cannot_be_used_again() -> None:
     lease = leased(cache, list(range(5)))
     kept = cache.snapshot(lease)
     assert kept is not None
-    cache.drop(kept)
+    cache.release_snapshot(kept)
     again = cache.snapshot(lease)
     assert again is not None and again.slot == kept.slot
-    for use in (lambda: cache.drop(kept), lambda: cache.restore(lease, kept), lambda: cache.fork(kept)):
+    for use in (lambda: cache.release_snapshot(kept), lambda: cache.restore(lease, kept), lambda: cache.fork(kept)):
         with pytest.raises((AssertionError, KeyError, DelticError)):
             use()
         cache.check()

@@ -83,7 +83,11 @@ def test_nobody_waits_for_what_another_is_reading() -> None:
     for request in requests:
         engine.add(request)
     engine.step()
-    holds = {sequence.request.id: sequence.hold[1].request.id for sequence in engine.scheduler.waiting if sequence.hold}
+    holds = {
+        sequence.request.id: sequence.prefix_wait[1].request.id
+        for sequence in engine.scheduler.waiting
+        if sequence.prefix_wait
+    }
     assert holds == {"2": "0", "3": "1"}
     found = drain(engine)
     assert [usage_of(found, request.id).cached_tokens for request in requests] == [0, 0, 150, 150]
@@ -128,7 +132,9 @@ def test_drafters(kind: str) -> None:
         read += cached(engine, asked(f"{salt} {len(read)}", salt=salt))
         if isinstance(drafter, DraftModelProposer):
             cache = drafter._runtime.cache
-            known = [cache.known([*engine.keys_of(asked("", (*TEXT, 1), each))]) for each in ("mine", "yours", "")]
+            known = [
+                cache.cached_length([*engine.keys_of(asked("", (*TEXT, 1), each))]) for each in ("mine", "yours", "")
+            ]
             assert [count > 0 for count in known] == [True, len(read) > 1, False]
     assert read == [0, 0, 150] and engine.speculator.stats.drafted_at
 

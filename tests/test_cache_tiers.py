@@ -416,8 +416,8 @@ class TierMachine(ReuseMachine):
 
     @rule(prompt=PROMPTS, room=st.integers(0, 80))
     def admit(self, prompt: Prefix, room: int) -> None:  # type: ignore[override]
-        known = self.cache.known(prompt)
-        fetch = self.cache.fetch(prompt)
+        known = self.cache.cached_length(prompt)
+        fetch = self.cache.start_load(prompt)
         assert fetch.poll()
         loaded = fetch.loaded.done if fetch.loaded else 0
         assert not loaded or loaded > known
@@ -426,7 +426,7 @@ class TierMachine(ReuseMachine):
             assert room or self.loose_slots() <= 1 or self.leases or self.kept, "an empty cache refuses"
             return
         self.leases[lease] = Wanted(list(prompt[:lease.done]))
-        self.leases[lease].emitting |= set(lease.emitting)
+        self.leases[lease].emitting |= set(lease.checkpoint_slots)
         assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= max(known, loaded)
         assert lease.source == ("host" if lease.done > known else "")
 
@@ -440,7 +440,7 @@ class TierMachine(ReuseMachine):
         tokens: list[int] = []
         for part in parts:
             tokens += part
-            fetch = self.cache.fetch(tokens)
+            fetch = self.cache.start_load(tokens)
             assert fetch.poll()
             lease = self.cache.admit(tokens, len(tokens), fetch)
             if lease is None:
@@ -494,7 +494,7 @@ def test_the_machine_notices_a_cache_that_restores_wrongly(kind: type[HybridCach
 
 
 PROMPT = numbers(1, 100, 500)
-OPENING = replace(greedy(PROMPT, 8), boundaries=(40,))
+OPENING = replace(greedy(PROMPT, 8), stable_prefixes=(40,))
 
 
 def disk_engine(directory: Path, model: str = "model", budget: int = 1 << 24) -> Engine:
@@ -663,7 +663,7 @@ def test_tensors_of_other_shapes_are_not_used() -> None:
         tokens = tuple(range(index * 100, index * 100 + 20))
         run = {"tokens": torch.tensor(tokens), "keys": keys, "values": torch.zeros((2, 20, 1, 2), dtype=torch.float64)}
         tier.offer(PrefixSource(tokens, lambda _, run=run: dict(run), lambda: dict(state)))
-        fetch = cache.fetch((*tokens, 1))
+        fetch = cache.start_load((*tokens, 1))
         assert fetch.poll()
         lease = cache.admit((*tokens, 1), 0, fetch)
         assert lease is not None and lease.done == 0, name

@@ -145,7 +145,7 @@ def test_steps_one_after_another_have_the_memory_of_their_bucket() -> None:
     assert len(seen) == len(places) == 4
 
 
-@pytest.mark.parametrize("change", [{"tokens": (1, 2)}, {"logits": 0}, {"emits": ((21, 3),)}, {"append": True},
+@pytest.mark.parametrize("change", [{"tokens": (1, 2)}, {"logits": 0}, {"checkpoints": ((21, 3),)}, {"append": True},
                                     {"base": 18}])
 def test_what_has_no_bucket(change: dict[str, object]) -> None:
     row = PlannedRow((1,), 20, (0, 1), 0, 1)
@@ -156,9 +156,9 @@ def test_what_has_no_bucket(change: dict[str, object]) -> None:
 def test_what_a_bucket_of_drafts_holds() -> None:
     """Rows of several tokens and of one, tokens and rows beyond the real ones, which have nothing."""
     rows = (
-        PlannedRow((5,), 20, (3, 4), 1, 1, base=18, ring=7),
-        PlannedRow((6, 7, 8), 14, (5, 6), 2, 3, base=9, ring=8, append=True),
-        PlannedRow((9, 10), 30, (7, 8), 4, 2, base=30, ring=9, append=True, rotary=-2),
+        PlannedRow((5,), 20, (3, 4), 1, 1, base=18, delta_log=7),
+        PlannedRow((6, 7, 8), 14, (5, 6), 2, 3, base=9, delta_log=8, append=True),
+        PlannedRow((9, 10), 30, (7, 8), 4, 2, base=30, delta_log=9, append=True, rotary=-2),
     )
     assert verifies(StepPlan(rows)) and not decodes(StepPlan(rows))
     memory = BatchMemory()
@@ -173,15 +173,15 @@ def test_what_a_bucket_of_drafts_holds() -> None:
     assert batch.store.tolist() == [4 * PAGE + 4, 5 * PAGE + 14, 5 * PAGE + 15, 6 * PAGE, 9 * PAGE - 2, 9 * PAGE - 1]
     whole = step_of(padded)
     assert whole.count is not None and whole.count.tolist() == [3] and whole.layout.hidden and whole.layout.appends
-    assert whole.starts.tolist() == [0, 1, 4, 6, 6] and whole.ring.tolist() == [7, 8, 9, 9] and len(whole.ids) == 8
+    assert whole.starts.tolist() == [0, 1, 4, 6, 6] and whole.delta_log.tolist() == [7, 8, 9, 9] and len(whole.ids) == 8
     assert whole.pages.shape == (4, 16) and whole.base is not whole.done
-    for change in ({"logits": 1}, {"emits": ((15, 3),)}, {"append": False}):
+    for change in ({"logits": 1}, {"checkpoints": ((15, 3),)}, {"append": False}):
         assert not verifies(StepPlan((rows[0], replace(rows[1], **change))))
 
 
 def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
-    rows = (PlannedRow((6, -1, -1), 14, (5, 6), 2, 3, base=9, ring=8, append=True, drafts=2),
-            PlannedRow((9, -1), 30, (7, 8), 4, 2, base=30, ring=9, append=True, drafts=1))
+    rows = (PlannedRow((6, -1, -1), 14, (5, 6), 2, 3, base=9, delta_log=8, append=True, drafts=2),
+            PlannedRow((9, -1), 30, (7, 8), 4, 2, base=30, delta_log=9, append=True, drafts=1))
     numbers = torch.arange(100, 120)
     memory = BatchMemory()
     for places in ([3, 1, 7, 0, 12], [19, 18, 17, 16, 15]):
@@ -194,7 +194,7 @@ def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
 def test_what_a_bucket_over_rings_holds() -> None:
     """Of many rows of one token, which may be behind, and leave this one in their rings."""
     rows = tuple(PlannedRow((row,), 20 + row, (row, 20 + row, 40 + row), row, 1, 50 + row if row % 5 == 0 else None,
-                     base=20 + row - row % 5, ring=60 + row, append=row % 5 > 0) for row in range(17))
+                     base=20 + row - row % 5, delta_log=60 + row, append=row % 5 > 0) for row in range(17))
     assert (
         decodes(StepPlan(rows), verified=True)
         and not decodes(StepPlan(rows))
@@ -202,11 +202,11 @@ def test_what_a_bucket_over_rings_holds() -> None:
     )
     batch = decoding(StepPlan(rows), CPU)
     padded = batch.padded
-    assert padded and padded.bucket == (32, 16, 32) and batch.layout.appends and batch.layout.singles == 17
+    assert padded and padded.bucket == (32, 16, 32) and batch.layout.appends and batch.layout.decode_rows == 17
     for given in (batch, step_of(padded)):
         assert given.ids[:17].tolist() == given.source[:17].tolist() == list(range(17))
         assert given.target[:6].tolist() == [50, 1, 2, 3, 4, 55] and given.append[:6].tolist() == [0, 1, 1, 1, 1, 0]
-        assert given.ring[:17].tolist() == list(range(60, 77)) and given.starts[:18].tolist() == list(range(18))
+        assert given.delta_log[:17].tolist() == list(range(60, 77)) and given.starts[:18].tolist() == list(range(18))
         assert (given.done - given.base)[:17].tolist() == [row % 5 for row in range(17)]
         assert given.store[:3].tolist() == [20 * PAGE + 4, 21 * PAGE + 5, 22 * PAGE + 6]
     whole = step_of(padded)
@@ -218,7 +218,7 @@ def test_tokens_that_are_not_known_behind_a_step() -> None:
     """Few rows over rings have no bucket for them, and rows of prompts beside them keep their own tokens."""
     device, drawn = torch.device("cuda"), torch.tensor([70, 80, 90], device="cuda")
     plain = tuple(PlannedRow((-1,), 20, (row, 20 + row), row, 1, target=9 + row, drawn=2 - row) for row in range(2))
-    behind = tuple(replace(row, base=18, ring=3 + row.slot) for row in plain)
+    behind = tuple(replace(row, base=18, delta_log=3 + row.slot) for row in plain)
     prompt = PlannedRow((5, 6, 7), 0, (50,), 5, 1)
     for rows, bucket in ((plain, True), (behind, False), ((*plain, prompt), False), ((*behind, prompt), False)):
         batch = build(StepPlan(rows), device, drawn=drawn, memory=BatchMemory(), verified=True)

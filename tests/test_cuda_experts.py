@@ -122,7 +122,7 @@ class Mixture:
 
     def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
         found = residual.clone()
-        self.experts.few(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
+        self.experts.gemv_rows(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
         return found
 
 
@@ -151,13 +151,13 @@ def test_many_tokens(mixture: Mixture, tokens: int) -> None:
     _, normed, _ = mixture.input(tokens)
     x = normed.bfloat16()
     sample = sorted({0, tokens // 3, tokens - 1})
-    found = mixture.experts.many(mixture.weights, x)
+    found = mixture.experts.gemm_rows(mixture.weights, x)
     wanted = reference.moe(x[sample].double(), mixture.wide)
     assert bool(found.isfinite().all()) and error(found[sample], wanted) < 8e-3
     assert not bool(mixture.experts._counts.any())
-    again = mixture.experts.many(mixture.weights, x)
+    again = mixture.experts.gemm_rows(mixture.weights, x)
     assert torch.equal(again, found), "the order in which pairs arrive is seen"
-    some = mixture.experts.many(mixture.weights, x[:tokens // 2 + 1].contiguous())
+    some = mixture.experts.gemm_rows(mixture.weights, x[:tokens // 2 + 1].contiguous())
     assert error(some, found[:tokens // 2 + 1]) < 3e-3
 
 
@@ -170,8 +170,8 @@ def test_many_tokens_on_all_multiprocessors(tokens: int) -> None:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     experts = MoeOp(Module(source(TRUE), device), TRUE, [weights], multiprocessors)
     x = randn(tokens, TRUE.hidden, seed=tokens).bfloat16()
-    wanted = experts.many(weights, x)
-    assert sum(not torch.equal(experts.many(weights, x), wanted) for _ in range(20)) == 0
+    wanted = experts.gemm_rows(weights, x)
+    assert sum(not torch.equal(experts.gemm_rows(weights, x), wanted) for _ in range(20)) == 0
 
 
 def rows(*chunks: int, filling: int) -> Real:
@@ -191,9 +191,9 @@ def test_what_fills_up_chooses_no_experts(mixture: Mixture, tokens: int, real: t
     assert torch.equal(found[count:], residual[count:])
     x = normed.bfloat16().repeat(8, 1)
     count, who = len(x) - tokens - 1, rows(1, len(x) - tokens - 2, filling=2)
-    given = mixture.experts.many(mixture.weights, x, who)
+    given = mixture.experts.gemm_rows(mixture.weights, x, who)
     assert not bool(given[count:].any()) and not bool(mixture.experts._counts.any())
-    assert error(given[:count], mixture.experts.many(mixture.weights, x[:count].contiguous())) < 3e-3
+    assert error(given[:count], mixture.experts.gemm_rows(mixture.weights, x[:count].contiguous())) < 3e-3
 
 
 @needs_card
@@ -207,9 +207,9 @@ def test_a_sick_token_harms_nobody(mixture: Mixture) -> None:
         others = [token for token in range(9) if token != 4]
         assert torch.equal(found[others], well[others]) and not bool(found[4].isfinite().all())
         x = normed.bfloat16().repeat(4, 1)
-        healthy = mixture.experts.many(mixture.weights, x)
+        healthy = mixture.experts.gemm_rows(mixture.weights, x)
         x[20, 7] = bad
-        found = mixture.experts.many(mixture.weights, x)
+        found = mixture.experts.gemm_rows(mixture.weights, x)
         others = [token for token in range(36) if token != 20]
         assert torch.equal(found[others], healthy[others]) and not bool(found[20].isfinite().all())
 

@@ -145,7 +145,7 @@ class Mixture:
         if self.store.host:
             self.store.host.beside.wake()
         found = residual.clone()
-        self.experts.few(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
+        self.experts.gemv_rows(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
         torch.cuda.synchronize()
         return found
 

@@ -88,7 +88,7 @@ def row_of(index: int, place: Place, tokens: int, deferred: bool) -> PlannedRow:
         1,
         None if append else place.other,
         base=done - place.behind,
-        ring=39 - index,
+        delta_log=39 - index,
         append=append,
     )
 
@@ -98,9 +98,9 @@ def row_of(index: int, place: Place, tokens: int, deferred: bool) -> PlannedRow:
 def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) -> None:
     """Outputs token by token, and the states in the end."""
     step, layer, pools, count = served(runtime), runtime.decoder.weights.layers[0], runtime.pools, 40
-    assert isinstance(layer.mixer, GdnWeights) and runtime.defers and pools.rings
+    assert isinstance(layer.mixer, GdnWeights) and runtime.defers_state_writes and pools.delta_logs
     spec, state = layer.mixer.spec, runtime.views.states[0]
-    for tensor in pools.rings:
+    for tensor in pools.delta_logs:
         tensor.fill_(float("nan"))
     start = randn(*state.recurrent.shape, seed=1) * 0.3, randn(*state.conv.shape, seed=2)
     found = []
@@ -128,8 +128,9 @@ def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) 
         for index, place in enumerate(places):
             if place.behind:
                 row = row_of(index, place, 21, deferred)
-                runtime.decoder.ops.fold_ring(runtime.views.states[:1], row.slot, row.ring, row.done - place.behind,
-                                              row.done, row.slot)
+                runtime.decoder.ops.fold_ring(
+                    runtime.views.states[:1], row.slot, row.delta_log, row.done - place.behind, row.done, row.slot
+                )
         slots = [place.slot for place in places]
         found.append((torch.stack(outputs), state.recurrent[slots], state.conv[slots]))
     for wanted, given in zip(*found, strict=True):
@@ -145,7 +146,7 @@ def test_answers_with_deferred_updates(model: str | None, speculate: str) -> Non
                            speculate=speculate, prefix_cache=False)
     runtime = load(model and RandomModel(model, 4), options)
     runtime.warm_up()
-    assert runtime.defers and runtime.graphs
+    assert runtime.defers_state_writes and runtime.graphs
     recorded = runtime.graphs.buckets
     requests = [greedy(numbers(seed, 5 + 3 * seed, runtime.config.vocab_size), 30 + 3 * (seed % 11), str(seed))
                 for seed in range(50)]

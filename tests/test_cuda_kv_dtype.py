@@ -251,7 +251,7 @@ def test_every_kernel_writes_the_same_bytes(runtime: ModelRunner) -> None:
     many, _ = one_by_one("many")
     # all at once, as drafts are verified: each block makes what comes before its token itself
     reset()
-    row = PlannedRow((5,) * tokens, done, pages[:4], 0, tokens, base=done, ring=1, append=True)
+    row = PlannedRow((5,) * tokens, done, pages[:4], 0, tokens, base=done, delta_log=1, append=True)
     padded = verifying(StepPlan((row,)), torch.device("cuda")).padded
     assert padded
     batch = step_of(padded)

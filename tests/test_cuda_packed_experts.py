@@ -244,7 +244,7 @@ class Mixture:
     def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
         """What is given to the residual."""
         found = residual.clone()
-        self.experts.few(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
+        self.experts.gemv_rows(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
         return found
 
 
@@ -300,7 +300,7 @@ def test_blocks_change_no_bits(mixture: Mixture, blocks: int) -> None:
     wanted = mixture.few(residual, logits)
     other = QuantizedMoeOp(mixture.experts._module, mixture.shape, [mixture.weights], blocks)
     found = residual.clone()
-    other.few(mixture.weights, found, mixture.scale, 1e-6, logits)
+    other.gemv_rows(mixture.weights, found, mixture.scale, 1e-6, logits)
     assert torch.equal(found, wanted)
 
 
@@ -310,12 +310,12 @@ def test_many_tokens(mixture: Mixture, tokens: int) -> None:
     _, normed, _ = mixture.input(tokens)
     x = normed.bfloat16()
     sample = sorted({0, tokens // 3, tokens - 1})
-    found = mixture.experts.many(mixture.weights, x)
+    found = mixture.experts.gemm_rows(mixture.weights, x)
     assert bool(found.isfinite().all()) and error(found[sample], mixture.wanted(x[sample].double())) < 8e-3
     assert not bool(mixture.experts._counts.any())
     mixture.experts._gate.fill_(NAN)  # what is not passed is not looked at
     mixture.experts._down.fill_(NAN)
-    assert torch.equal(mixture.experts.many(mixture.weights, x), found)
+    assert torch.equal(mixture.experts.gemm_rows(mixture.weights, x), found)
 
 
 @needs_card

@@ -282,7 +282,7 @@ class Mixture:
     def few(self, experts: QuantizedMoeOp, weights: MoeWeights, residual: Tensor, logits: Tensor, real: Real = ALL
             ) -> Tensor:
         found = residual.clone()
-        experts.few(weights, found, self.scale, 1e-6, logits, real)
+        experts.gemv_rows(weights, found, self.scale, 1e-6, logits, real)
         return found
 
 
@@ -310,7 +310,7 @@ def test_the_same_bits_wherever_experts_lie(mixture: Mixture) -> None:
                            mixture.few(mixture.whole, mixture.weights, residual, logits, real))
         for tokens in (70, 300):
             x = mixture.input(tokens)[0].bfloat16()
-            assert torch.equal(some.many(weights, x), mixture.whole.many(mixture.weights, x)), (slots, tokens)
+            assert torch.equal(some.gemm_rows(weights, x), mixture.whole.gemm_rows(mixture.weights, x)), (slots, tokens)
         assert bool(store._wanted[1].any()) and not bool(store._wanted[0].any())
 
 
@@ -326,7 +326,7 @@ def test_wanted_experts_are_counted(mixture: Mixture) -> None:
         wanted[logits[:, :shape.count].topk(shape.per_token).indices.unique().cpu()] += 1
     assert torch.equal(store._wanted[1].cpu(), wanted)
     before, x = store._wanted[1].clone(), mixture.input(300)[0].bfloat16()
-    some.many(weights, x)
+    some.gemm_rows(weights, x)
     added = (store._wanted[1] - before).cpu()
     assert set(added.tolist()) <= {0, 1} and int(added.sum()) >= shape.per_token
 
@@ -344,10 +344,10 @@ def test_replays_while_experts_change_places() -> None:
         own = logits.clone()
         own[:, :first], own[:, first + 5:mixture.shape.count] = -1e30, -1e30
         wanted.append((own, mixture.few(mixture.whole, mixture.weights, residual, own)))
-    some.few(weights, found, mixture.scale, 1e-6, given)
+    some.gemv_rows(weights, found, mixture.scale, 1e-6, given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        some.few(weights, found, mixture.scale, 1e-6, given)
+        some.gemv_rows(weights, found, mixture.scale, 1e-6, given)
     for own, right in wanted * 2:
         given.copy_(own)
         store._residency.scores[:] = 0  # at once, what is wanted now counts more

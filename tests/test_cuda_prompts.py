@@ -65,7 +65,7 @@ def batch_of(shape: list[tuple[int, int]], emits: dict[int, list[int]] | None = 
         wanted = (emits or {}).get(index, [])
         rows.append(PlannedRow(tuple((7 * index + 3 * token) % 500 for token in range(tokens)), done,
                         tuple(pages[used:used + count]), 3 * index, 1, 3 * index + 1 if moved else None,
-                        emits=tuple((done + length, slot + i) for i, length in enumerate(wanted))))
+                        checkpoints=tuple((done + length, slot + i) for i, length in enumerate(wanted))))
         used, slot = used + count, slot + len(wanted)
     return build(StepPlan(tuple(rows)), torch.device("cuda"))
 

@@ -57,7 +57,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRun
     """The same model over bfloat16 states, and over float32."""
     small, plain = (load(MODELS[request.param], options(state_dtype=state)) for state in ("bfloat16", "float32"))
     assert small.pools.recurrent.dtype == BF16 and plain.pools.recurrent.dtype == torch.float32
-    assert small.pools.conv.dtype == BF16 and small.defers and plain.defers
+    assert small.pools.conv.dtype == BF16 and small.defers_state_writes and plain.defers_state_writes
     yield small, plain
     torch.cuda.empty_cache()
 
@@ -73,16 +73,16 @@ def runtime(pair: tuple[ModelRunner, ModelRunner]) -> ModelRunner:
 def fill(runtime: ModelRunner) -> None:
     """Numbers that bfloat16 holds, the same whatever the states are."""
     pools = runtime.pools
-    for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.rings or ()))):
+    for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.delta_logs or ()))):
         for slot in range(0, min(SLOTS, tensor.shape[1]), 64):
             part = tensor[:, slot:slot + 64]
             part.copy_((randn(*part.shape[1:], seed=1000 * seed + slot) * 0.3).to(BF16))
-    if pools.rings:
-        pools.rings[3].uniform_(0.5, 1, generator=torch.Generator("cuda").manual_seed(1))
+    if pools.delta_logs:
+        pools.delta_logs[3].uniform_(0.5, 1, generator=torch.Generator("cuda").manual_seed(1))
 
 
 def in_float64(state: StateView) -> StateView:
-    ring = state.ring
+    ring = state.delta_log
     return StateView(state.recurrent[:SLOTS].double(), state.conv[:SLOTS].double(), ring and DeltaLogView(
         *(getattr(ring, name).double() for name in NAMES), ring.tiled))
 
@@ -150,7 +150,7 @@ def test_rows_that_write_their_states(
         enough(runtime, 2 * len(done))
         fill(runtime)
         state = runtime.views.states[0]
-        slow, before = in_float64(replace(state, ring=None)), state.recurrent[:SLOTS].clone()
+        slow, before = in_float64(replace(state, delta_log=None)), state.recurrent[:SLOTS].clone()
         output = run_layer(runtime, batch, proj, blocks)[:count]
         wanted = torch_gdn._core(proj.double(), weights_in_float64(runtime.decoder.weights.layers[0]), slow,
                                  replace(batch, memo={}))[:count]
@@ -177,7 +177,7 @@ def check_pair(found: list[tuple[Tensor, Tensor]], *what: object) -> None:
 def test_rows_of_several_tokens(runtime: ModelRunner, case: str) -> None:
     """That leave tokens in rings, have some there, or both; of which the kernel folds those that are full."""
     rows = tuple(PlannedRow((7,) * count, done, tuple(range(1 + 4 * index, 5 + 4 * index)), 2 * index, count, base=base,
-                     ring=index + 1, append=count > 1 or index % 2 == 1) for index, (done, base, count)
+                     delta_log=index + 1, append=count > 1 or index % 2 == 1) for index, (done, base, count)
                  in enumerate(RINGS[case]))
     check_rings(runtime, verifying(StepPlan(rows), runtime.pools.device), rows)
 
@@ -197,7 +197,7 @@ def test_many_rows_over_rings(runtime: ModelRunner, count: int, blocks: int, mov
             1,
             300 + index if moved and not append else None,
             base=30 + index % 7 - index % 10,
-            ring=count - 1 - index,
+            delta_log=count - 1 - index,
             append=append,
         )
         for index in range(count)
@@ -209,7 +209,7 @@ def test_many_rows_over_rings(runtime: ModelRunner, count: int, blocks: int, mov
 def check_rings(runtime: ModelRunner, batch: Batch, rows: tuple[PlannedRow, ...], blocks: int | None = None) -> None:
     fill(runtime)
     state, layer = runtime.views.states[0], runtime.decoder.weights.layers[0]
-    assert state.ring and batch.padded
+    assert state.delta_log and batch.padded
     slow, before = in_float64(state), state.recurrent[:SLOTS].clone()
     bucket = step_of(batch.padded)
     proj = inputs(layer, bucket.layout.tokens, bucket.layout.tokens <= 16)
@@ -228,7 +228,7 @@ def check_rings(runtime: ModelRunner, batch: Batch, rows: tuple[PlannedRow, ...]
                 assert torch.equal(state.conv[slot, position % 4].double(), slow.conv[slot, position % 4])
     check_states(state.recurrent, slow.recurrent, before, written)
     for name in NAMES:
-        assert error(getattr(state.ring, name), getattr(slow.ring, name)) < 2e-5, name
+        assert error(getattr(state.delta_log, name), getattr(slow.delta_log, name)) < 2e-5, name
 
 
 @torch.inference_mode()
@@ -246,7 +246,7 @@ def test_folding(runtime: ModelRunner) -> None:
         for slot, first in ((5, 26), (4, 3)):
             places = [position % 4 for position in range(first, first + 4)]
             assert torch.equal(pools.conv[layer, slot, places].double(), exact.conv[slot, places])
-    row = PlannedRow((7,) * 6, 30, (1, 2, 3), 3, 6, base=19, ring=1, append=True)
+    row = PlannedRow((7,) * 6, 30, (1, 2, 3), 3, 6, base=19, delta_log=1, append=True)
     padded = verifying(StepPlan((row,)), pools.device).padded
     assert padded
     bucket = step_of(padded)
@@ -266,7 +266,7 @@ def test_prompts(pair: tuple[ModelRunner, ModelRunner], case: str, moved: bool) 
         fill(runtime)
         fresh = batch.source[batch.done == 0]
         state.recurrent[fresh], state.conv[fresh] = NAN, NAN
-        slow, before = in_float64(replace(state, ring=None)), state.recurrent[:SLOTS].clone()
+        slow, before = in_float64(replace(state, delta_log=None)), state.recurrent[:SLOTS].clone()
         proj = inputs(layer, batch.layout.tokens, False)
         output = mix(prompts_of(runtime), layer, proj, batch)
         wanted = torch_gdn._core(proj.double(), weights_in_float64(layer), slow, replace(batch, memo={}))
@@ -467,7 +467,7 @@ def one_by_one(runtime: ModelRunner, written: int) -> Callable[[Tensor], Tensor]
         found, base = [], 0
         for done in range(len(proj)):
             append = (done + 1) % written != 0
-            row = PlannedRow((7,), done, (1,) * (done // 16 + 1), 3, 1, base=base, ring=2, append=append)
+            row = PlannedRow((7,), done, (1,) * (done // 16 + 1), 3, 1, base=base, delta_log=2, append=append)
             padded = verifying(StepPlan((row,)), runtime.pools.device).padded
             assert padded
             found.append(run_layer(runtime, step_of(padded), proj[done:done + 1]).clone())

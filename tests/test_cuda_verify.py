@@ -68,13 +68,13 @@ def fill_with_nan(work: Any) -> None:
 def test_rings(runtime: ModelRunner, case: str) -> None:
     step, layer, pools = runtime.step, runtime.decoder.weights.layers[0], runtime.pools
     assert isinstance(step, DecodeStep) and isinstance(layer.mixer, GdnWeights) and step._rings
-    for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.rings or ()))):
+    for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.delta_logs or ()))):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
     state, spec = runtime.views.states[0], layer.mixer.spec
-    assert state.ring
-    state.ring.decays.uniform_(0.5, 1)
+    assert state.delta_log
+    state.delta_log.decays.uniform_(0.5, 1)
     rows = tuple(PlannedRow((7,) * count, done, tuple(range(1 + 4 * index, 5 + 4 * index)), 2 * index, count, base=base,
-                     ring=index + 1, append=count > 1 or index % 2 == 1) for index, (done, base, count)
+                     delta_log=index + 1, append=count > 1 or index % 2 == 1) for index, (done, base, count)
                  in enumerate(CASES[case]))
     padded = verifying(StepPlan(rows), pools.device).padded
     assert padded
@@ -82,9 +82,15 @@ def test_rings(runtime: ModelRunner, case: str) -> None:
     kind = "few" if batch.layout.tokens <= 16 else "many"
     proj = randn(batch.layout.tokens, spec.channels + spec.values + 2 * spec.value_heads, seed=9,
                  dtype=torch.float32 if kind == "few" else torch.bfloat16)
-    slow = StateView(state.recurrent.double(), state.conv.double(), DeltaLogView(
-        state.ring.inputs.double(), *(getattr(state.ring, name).double() for name in ("keys", "updates", "decays")),
-        state.ring.tiled))
+    slow = StateView(
+        state.recurrent.double(),
+        state.conv.double(),
+        DeltaLogView(
+            state.delta_log.inputs.double(),
+            *(getattr(state.delta_log, name).double() for name in ("keys", "updates", "decays")),
+            state.delta_log.tiled,
+        ),
+    )
     work = step._begin(batch, kind)
     fill_with_nan(work)
     step._mix(layer, work, proj, proj.shape[1])
@@ -105,17 +111,17 @@ def test_rings(runtime: ModelRunner, case: str) -> None:
             for position in range(max(after - 3, 0), after):
                 assert torch.equal(state.conv[row.slot, position % 4].double(), slow.conv[row.slot, position % 4])
     for name in ("inputs", "keys", "updates", "decays"):
-        assert error(getattr(state.ring, name), getattr(slow.ring, name)) < 2e-5, name
+        assert error(getattr(state.delta_log, name), getattr(slow.delta_log, name)) < 2e-5, name
 
 
 @torch.inference_mode()
 def test_folding_has_the_bits_of_replaying(runtime: ModelRunner) -> None:
     """What a row of one token finds after the ring was folded into its slot, and over the ring itself."""
     pools, ops = runtime.pools, runtime.decoder.ops
-    for seed, tensor in enumerate((pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.rings or ()))):
+    for seed, tensor in enumerate((pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.delta_logs or ()))):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
     before = [tensor.clone() for tensor in (pools.recurrent, pools.conv)]
-    row = PlannedRow((7,), 30, (1, 2, 3), 3, 1, base=19, ring=1)
+    row = PlannedRow((7,), 30, (1, 2, 3), 3, 1, base=19, delta_log=1)
     batch = verifying(StepPlan((row,)), pools.device).padded
     assert batch and runtime.step
     over = runtime.step(step_of(batch))
@@ -134,16 +140,16 @@ def test_folding_has_the_bits_of_replaying(runtime: ModelRunner) -> None:
 def test_prompts_beside_rows_that_are_behind(runtime: ModelRunner) -> None:
     """Against the torch ops: rows of one token, with and without tokens in their rings, and a prompt."""
     pools = runtime.pools
-    tensors = (pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.rings or ()))
-    rows = (PlannedRow((7,), 30, (1, 2, 3), 1, 1, base=19, ring=1), PlannedRow((9,), 20, (4, 5), 2, 1, base=20),
+    tensors = (pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.delta_logs or ()))
+    rows = (PlannedRow((7,), 30, (1, 2, 3), 1, 1, base=19, delta_log=1), PlannedRow((9,), 20, (4, 5), 2, 1, base=20),
             PlannedRow(tuple(range(40)), 0, (6, 7, 8), 3, 1))
     batch = build(StepPlan(rows), pools.device, hidden=True, verified=True)
     found = []
     for serve_step in (runtime.step, lambda given: (runtime.decoder.forward(given, runtime.views), None)):
         for seed, tensor in enumerate(tensors):
             tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
-        assert pools.rings and serve_step
-        pools.rings[3].uniform_(0.9, 1, generator=torch.Generator("cuda").manual_seed(1))
+        assert pools.delta_logs and serve_step
+        pools.delta_logs[3].uniform_(0.9, 1, generator=torch.Generator("cuda").manual_seed(1))
         given = serve_step(replace(batch, memo={}))
         assert given is not None, "the kernels do not serve this step"
         hidden = given[0] if given[1] is None else given[1]

@@ -263,7 +263,7 @@ def test_native_drafts_are_those_of_all_logits(params: str) -> None:
             continue
         wants = [(sequence, 1 + place) for place, sequence in enumerate(engine.scheduler.running)]
         for sequence, count in wants:
-            assert sequence.lease and runtime.cache.reserve(sequence.lease, count + 1) > count
+            assert sequence.cache and runtime.cache.reserve(sequence.cache, count + 1) > count
         native, slow = drafter.draft(wants), drafter._one_by_one(wants, max(count for _, count in wants))
         new = {token for drafts in native for token in drafts}
         assert native == slow and new <= {*head._mtp.vocabulary.ids.tolist()}

@@ -132,7 +132,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int)
         assert answers[f"a{index}", 0].tokens == list(answer.tokens)
         usage = usage_of(answers, f"a{index}")
         assert usage.accepted_tokens == usage.drafted_tokens > 0, "what lies behind the answer's end does not count"
-    assert not drafter._leases and drafter._runtime.cache.at_rest
+    assert not drafter._leases and drafter._runtime.cache.idle
     drafter._runtime.cache.check()
 
 
@@ -158,7 +158,7 @@ def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, .
         drafter._runtime.cache.check()
     assert all(lease is leases[0] for lease in leases)
     drafter.forget(sequence)
-    assert drafter._runtime.cache.at_rest
+    assert drafter._runtime.cache.idle
 
 
 def test_another_model_drafts_wrongly_and_changes_nothing() -> None:
@@ -168,7 +168,7 @@ def test_another_model_drafts_wrongly_and_changes_nothing() -> None:
     engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
     answers = drain(engine)
     same_tokens(answer, answers["a", 0].tokens)
-    assert usage_of(answers).accepted_tokens < 5 and small.cache.at_rest
+    assert usage_of(answers).accepted_tokens < 5 and small.cache.idle
 
 
 def test_a_draft_model_without_room_drafts_nothing() -> None:
@@ -177,7 +177,7 @@ def test_a_draft_model_without_room_drafts_nothing() -> None:
     engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
     answers = drain(engine)
     same_tokens(answer, answers["a", 0].tokens)
-    assert usage_of(answers).drafted_tokens == 0 and drafter._runtime.cache.at_rest
+    assert usage_of(answers).drafted_tokens == 0 and drafter._runtime.cache.idle
 
 
 def read_by(runtime: ModelRunner, tokens: list[int]) -> ModelRunner:
@@ -218,12 +218,16 @@ def test_a_draft_model_reads_a_common_beginning_once(model: str) -> None:
     engine = Engine(runtime_of(odd_runtime()), DraftModelProposer(read_by(runtime_of(MODELS[model]()), read), 509, 4),
                     FixedDraftLength(4))
     opening = numbers(1, 200, 509)
-    engine.add(EngineRequest("a", (*opening, *numbers(2, 20, 509)), replace(PARAMS["drawn"], n=3), boundaries=(200,)))
+    engine.add(
+        EngineRequest("a", (*opening, *numbers(2, 20, 509)), replace(PARAMS["drawn"], n=3), stable_prefixes=(200,))
+    )
     drain(engine)
     assert sum(read) <= 220 + 3 * 25, "after the prompt it reads what it drafted wrongly"
     read.clear()
     for name in "bc":
-        engine.add(EngineRequest(name, (*opening, *numbers(ord(name), 30, 509)), PARAMS["greedy"], boundaries=(200,)))
+        engine.add(
+            EngineRequest(name, (*opening, *numbers(ord(name), 30, 509)), PARAMS["greedy"], stable_prefixes=(200,))
+        )
     drain(engine)
     assert 60 <= sum(read) <= 60 + 2 * 25
 
@@ -308,7 +312,7 @@ def test_what_is_said_of_one_model_is_not_of_the_one_that_drafts(tmp_path: Path)
 
 def test_too_little_memory_for_rings_is_said(caplog: pytest.LogCaptureFixture) -> None:
     runtime = load(RandomModel(shape=odd_shape()), EngineConfig(memory="100KiB", speculate="ngram", max_context=64))
-    assert "nothing is drafted" in caplog.text and runtime.cache.rings.size == 0
+    assert "nothing is drafted" in caplog.text and runtime.cache.delta_logs.size == 0
 
 
 class Failing:
@@ -395,13 +399,13 @@ def test_the_heads_rows_are_made_of_the_models_own_states() -> None:
         ours, theirs = (session.runtime.pools.page_tensors[kind][-1].flatten(0, 1)[places(session)]
                         for session in (parts, whole))
         assert float((ours - theirs).abs().max()) < 1e-4 < float(theirs.abs().max())
-    ours, theirs = (session.runtime.pools.named_slots["hidden"][0, session._lease.slot]
+    ours, theirs = (session.runtime.pools.named_slots["hidden"][0, session._cache.slot]
                     for session in (parts, whole))
     assert float((ours - theirs).abs().max()) < 1e-3
 
 
 def places(session: Any) -> list[int]:
-    return [session._lease.pages[i // PAGE] * PAGE + i % PAGE for i in range(session.position)]
+    return [session._cache.pages[i // PAGE] * PAGE + i % PAGE for i in range(session.position)]
 
 
 @pytest.mark.parametrize("params", PARAMS)

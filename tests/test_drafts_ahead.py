@@ -25,7 +25,7 @@ class Running:
 
     tokens: list[int]
     done: int
-    lease: Any = field(default_factory=object)
+    cache: Any = field(default_factory=object)
     seed: int = 7
     choice: int = 0
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7))
@@ -34,7 +34,7 @@ class Running:
 def promise_of(*rows: list[int]) -> tuple[Any, list[Any]]:
     """Each row: the token that its drafts follow, its position, the drafts; and sequences that this is true of."""
     sequences = [Running([1, row[0]], row[1]) for row in rows]
-    places: Any = {sequence: (sequence.lease, place) for place, sequence in enumerate(sequences)}
+    places: Any = {sequence: (sequence.cache, place) for place, sequence in enumerate(sequences)}
     arrived: Any = SimpleNamespace(synchronize=lambda: None)
     drafts, width = len(rows[0]) - 2, 4  # of rows, of which two are nobody's
     numbers = torch.full((2 * width * (drafts + 1),), -9)
@@ -72,7 +72,7 @@ def test_a_step_can_take_them_from_where_they_are() -> None:
     assert numbers[places].tolist() == [9, 1, 2, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("change", [{"tokens": [1, 6]}, {"done": 21}, {"lease": object()}])
+@pytest.mark.parametrize("change", [{"tokens": [1, 6]}, {"done": 21}, {"cache": object()}])
 def test_drafts_of_other_tokens_are_not_taken(change: dict[str, Any]) -> None:
     """A stop, a guide or a constraint has cut what was drawn, or the sequence was preempted."""
     promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])

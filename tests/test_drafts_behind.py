@@ -71,10 +71,10 @@ class Foreseeing:
         rows, batch = flight.plan.rows, flight.batch
         most = max((row.drafts for row in rows), default=0)
         if not most or batch is None or flight.drawn is None or not all(
-                share.row and share.row.drafts for share in flight.shares):
+                share.row and share.row.drafts for share in flight.scheduled):
             return
         drafted = Drafted(torch.full((2 * len(rows) * (most + 1),), -7), len(rows), most)
-        for place, share in enumerate(flight.shares):
+        for place, share in enumerate(flight.scheduled):
             start, chunk, right = share.start, share.tokens, 0
             while right + 1 < chunk and flight.drawn[start + right] == batch.ids[start + right + 1]:
                 right += 1
@@ -85,7 +85,7 @@ class Foreseeing:
                 drafted.numbers[drafted.draft_at(place, draft)] = token
             share.ahead = True
         arrived: Any = SimpleNamespace(synchronize=lambda: None)
-        places = {share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}
+        places = {share.sequence: (share.cache, place) for place, share in enumerate(flight.scheduled)}
         self._ahead = PendingDrafts(places, drafted, drafted.numbers.clone(), arrived)
 
     def promise(self, wants: Wants) -> PendingDrafts | None:
@@ -341,8 +341,10 @@ def test_more_drafts_than_the_ring_takes_twice_wait(depth: int) -> None:
 def test_the_cursors_of_a_batch_are_moved(device: str) -> None:
     """To where the device has the rows' first tokens: with them positions in the text and places of K/V."""
     rows = [
-        PlannedRow((UNKNOWN,) * 4, 14, (5, 6, 9), 2, 4, base=9, ring=8, append=True, drafts=3, accepts=3, rotary=100),
-        PlannedRow((UNKNOWN,) * 2, 30, (7, 8, 3), 4, 2, base=30, ring=9, append=True, drafts=1, accepts=3),
+        PlannedRow(
+            (UNKNOWN,) * 4, 14, (5, 6, 9), 2, 4, base=9, delta_log=8, append=True, drafts=3, accepts=3, rotary=100
+        ),
+        PlannedRow((UNKNOWN,) * 2, 30, (7, 8, 3), 4, 2, base=30, delta_log=9, append=True, drafts=1, accepts=3),
     ]
     drawn = torch.tensor([11, 16, 12, 13, 14, 21, 30, 22], device=device)
     for memory in (BatchMemory(), BatchMemory()):

@@ -49,7 +49,7 @@ class Successor:
     draft: Model | None = None
     encode: Encode | None = None
     verifies: bool = False
-    defers: bool = False
+    defers_state_writes: bool = False
     numbers: Numbers = field(default_factory=dict)
     steps: int = 0
 

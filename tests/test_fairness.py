@@ -251,14 +251,14 @@ def test_a_state_that_somebody_waits_for_is_kept_before_its_reader_is_done() -> 
     engine.step()
     assert len(engine.scheduler.running) == 1, "it pays to wait"
     assert steps_to(engine, "other") <= 3
-    assert engine.runtime.cache.known(ask("third", 600, 50).prompt) == 600
+    assert engine.runtime.cache.cached_length(ask("third", 600, 50).prompt) == 600
     engine.add(ask("third", 600, 50))
     assert steps_to(engine, "third") == 1
 
 
 def test_a_state_passed_long_ago_is_there_for_the_first_who_asks() -> None:
     engine = engine_of()
-    engine.add(replace(ask("long", 600, 20_000), boundaries=(600,)))
+    engine.add(replace(ask("long", 600, 20_000), stable_prefixes=(600,)))
     for _ in range(5):
         engine.step()
     assert not len(engine.runtime.cache.tree)

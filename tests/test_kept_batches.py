@@ -42,8 +42,8 @@ def next_row(draw: Random, row: PlannedRow) -> PlannedRow:
         pages.append(draw.randrange(1, 99))  # type: ignore[attr-defined]
     drafts = min(count - 1, draw.choice([0, 0, 2]))
     return PlannedRow(tuple(draw.randrange(VOCABULARY) for _ in range(count)), done, pages, row.slot, drafts + 1,
-               target=draw.choice([None] * 6 + [99]), emits=((done + 1, 50),) if draw.random() < 0.1 else (),
-               base=draw.choice([None, done, max(done - 2, 0)]), ring=draw.randrange(3), append=drafts > 0,
+               target=draw.choice([None] * 6 + [99]), checkpoints=((done + 1, 50),) if draw.random() < 0.1 else (),
+               base=draw.choice([None, done, max(done - 2, 0)]), delta_log=draw.randrange(3), append=drafts > 0,
                drafts=drafts)
 
 

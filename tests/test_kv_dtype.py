@@ -286,7 +286,7 @@ def test_only_what_these_pools_could_hold_is_let_in() -> None:
         kv = torch.ones(shape).to(dtype)
         if byte:
             kv.view(torch.uint8)[0, 0, 0, 0] = byte
-        return pools.door.refuse(item, {"tokens": torch.tensor([1, 2, 3]), "keys": kv, "values": kv})
+        return pools.item_validator.refuse(item, {"tokens": torch.tensor([1, 2, 3]), "keys": kv, "values": kv})
 
     assert why(FP8) == "" and why(FP8, 0x7e) == ""
     assert "its keys are torch.bfloat16" in why(torch.bfloat16)

@@ -37,10 +37,10 @@ def compare(late: Engine, early: Engine) -> None:
     assert late.runtime.mtp_runner
     backlog = late.runtime.mtp_runner._backlog
     for mine, other in zip(late.scheduler.running, early.scheduler.running, strict=True):
-        assert mine.lease and other.lease and mine.lease.pages == other.lease.pages
-        told = mine.lease.done - (len(backlog.ids) if backlog else 0)
-        for found, wanted in zip(head_rows(late.runtime, mine.lease.pages, told),
-                                 head_rows(early.runtime, mine.lease.pages, told), strict=True):
+        assert mine.cache and other.cache and mine.cache.pages == other.cache.pages
+        told = mine.cache.done - (len(backlog.ids) if backlog else 0)
+        for found, wanted in zip(head_rows(late.runtime, mine.cache.pages, told),
+                                 head_rows(early.runtime, mine.cache.pages, told), strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
@@ -97,5 +97,5 @@ def test_a_session_drafts_the_same_however_its_tokens_came(pieces: tuple[int, ..
         done += count
     whole.commit(tokens)
     assert cut.draft(7, 3) == whole.draft(7, 3)
-    rows = [head_rows(each.runtime, each._lease.pages, done) for each in (cut, whole)]
+    rows = [head_rows(each.runtime, each._cache.pages, done) for each in (cut, whole)]
     assert all(torch.equal(*pair) for pair in zip(*rows, strict=True))

@@ -153,7 +153,7 @@ def good() -> Batch:
     plan = StepPlan(
         (
             PlannedRow(TOKENS[20:21], 20, PAGES, 0, 1),
-            PlannedRow(TOKENS[:8], 17, tuple(range(6, 11)), 1, 1, emits=((20, 2),)),
+            PlannedRow(TOKENS[:8], 17, tuple(range(6, 11)), 1, 1, checkpoints=((20, 2),)),
         )
     )
     return build(plan, CPU)
@@ -199,7 +199,7 @@ RINGS = [("base", 5, "appends from far behind"), ("base", 30, "the state is ahea
 @pytest.mark.parametrize(("name", "value", "why"), RINGS)
 def test_a_cursor_out_of_the_replay_ring_is_refused(name: str, value: int, why: str) -> None:
     runtime = cleared(load(RandomModel(shape=SHAPE), EngineConfig(memory="8MiB", max_batch=4, threads=1), rings=True))
-    plan = StepPlan((PlannedRow(TOKENS[:2], 24, PAGES, 0, 1, base=20, ring=1, append=True),))
+    plan = StepPlan((PlannedRow(TOKENS[:2], 24, PAGES, 0, 1, base=20, delta_log=1, append=True),))
     batch = build(plan, CPU)
     assert runtime.run(batch).isfinite().all()
     with pytest.raises(ValueError, match="a batch points outside"):

@@ -194,7 +194,7 @@ def test_no_drift_with_rejected_drafts() -> None:
         right = min(right, chunk, STEPS - done)
         piece = torch.cat([proj[done:done + right], randn(rng, chunk - right, proj.shape[1]).float()])
         row = Row(chunk, done, done - base, append=True)
-        batch = replace(build_batch([row]).batch, source=place, target=place, ring=torch.tensor([0]))
+        batch = replace(build_batch([row]).batch, source=place, target=place, delta_log=torch.tensor([0]))
         outputs.append(core(piece, WEIGHTS, view, batch)[:right])
         done, base = done + right, row.after
     fold_ring(pool(), (view,), 1, 0, base, done, 1)

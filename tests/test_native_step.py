@@ -58,7 +58,7 @@ def batch_of(rows: Sequence[tuple[int, tuple[int, ...], int, int, bool]], hidden
                       for sequence, tokens, done, _, _ in rows))
     batch = build(plan, CPU, all_logits=True)
     return replace(batch, base=torch.tensor([base for *_, base, _ in rows]),
-                   ring=torch.tensor([sequence for sequence, *_ in rows]),
+                   delta_log=torch.tensor([sequence for sequence, *_ in rows]),
                    append=torch.tensor([append for *_, append in rows]), memo={}, span=None,
                    layout=replace(batch.layout, appends=any(append for *_, append in rows), hidden=hidden))
 

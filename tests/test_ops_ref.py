@@ -360,14 +360,14 @@ def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(case: Case) -> None:
     for index, row in enumerate(case.rows):
         alone = build_batch([replace(row, emits=())]).batch
         alone = replace(alone, source=case.batch.source[[index]], target=case.batch.target[[index]],
-                        ring=case.batch.ring[[index]], span=None)
+                        delta_log=case.batch.delta_log[[index]], span=None)
         output = reference.gdn_mixer(x[starts[index] : starts[index + 1]], weights, fresh, alone)
         assert same_bits(output, together[starts[index] : starts[index + 1]])
         slot = int(case.batch.target[index])
         assert same_bits(fresh.recurrent[slot], view.recurrent[slot])
         assert same_bits(fresh.conv[slot], view.conv[slot])
-    assert fresh.ring is not None and view.ring is not None
-    assert all(same_bits(getattr(fresh.ring, name), getattr(view.ring, name)) for name in RING_POOLS)
+    assert fresh.delta_log is not None and view.delta_log is not None
+    assert all(same_bits(getattr(fresh.delta_log, name), getattr(view.delta_log, name)) for name in RING_POOLS)
 
 
 def test_rows_read_before_any_row_writes() -> None:

@@ -131,7 +131,7 @@ class World:
         targets = [turn.sequence.slot if turn.slot is None else turn.slot for turn in turns]
         emits = {turn: len(self.sequences) + SPARE + index for index, turn in enumerate(turns) if turn.emit}
         batch = replace(build_batch(rows).batch, source=torch.tensor(sources), target=torch.tensor(targets),
-                        ring=torch.tensor([turn.sequence.unit for turn in turns]),
+                        delta_log=torch.tensor([turn.sequence.unit for turn in turns]),
                         emit_slot=torch.tensor(list(emits.values()), dtype=torch.int64))
         chunks = [torch.cat([s.proj[s.done : s.done + turn.accepted],
                              randn(self.rng, turn.chunk - turn.accepted, s.proj.shape[1]).float()])
@@ -166,8 +166,8 @@ class World:
             self.step(turns)
             for turn in turns:
                 s = turn.sequence
-                if s.base < s.done and self.view.ring is not None:
-                    corrupt(self.view.ring, s.unit, s.base, s.done, turn.accepted < turn.chunk)
+                if s.base < s.done and self.view.delta_log is not None:
+                    corrupt(self.view.delta_log, s.unit, s.base, s.done, turn.accepted < turn.chunk)
             if self.pick(0, 3) == 0:
                 self.fold(self.sequences[self.pick(0, len(self.sequences) - 1)], fold, bool(self.pick(0, 1)))
         for sequence in self.sequences:
@@ -310,7 +310,7 @@ def test_fold_ring_writes_the_target_in_every_layer(backend: str) -> None:
     case = build_batch([Row(1, 12, ring=12), Row(1, 21, ring=16), Row(1, 30, ring=3), Row(1, 4, ring=0)], 3)
     fold = backends()[backend].fold_ring
     for index, row in enumerate(case.rows):
-        source, unit = int(case.batch.source[index]), int(case.batch.ring[index])
+        source, unit = int(case.batch.source[index]), int(case.batch.delta_log[index])
         for target in (source, 0):
             before = tuple(state_view(replace(case, seed=seed), torch.bfloat16) for seed in (1, 2))
             wanted, views = tuple(map(clone_state, before)), tuple(map(clone_state, before))
@@ -323,8 +323,8 @@ def test_fold_ring_writes_the_target_in_every_layer(backend: str) -> None:
                 assert same_bits(new.conv[others], old.conv[others])
                 torch.testing.assert_close(new.recurrent[target], right.recurrent[target], rtol=1e-6, atol=1e-6)
                 assert same_bits(new.conv[target, places], right.conv[target, places])
-                assert new.ring is not None and old.ring is not None
-                assert all(same_bits(getattr(new.ring, name), getattr(old.ring, name)) for name in RING_POOLS)
+                assert new.delta_log is not None and old.delta_log is not None
+                assert all(same_bits(getattr(new.delta_log, name), getattr(old.delta_log, name)) for name in RING_POOLS)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpu", marks=needs_kernels)])
@@ -340,12 +340,12 @@ def test_a_ring_in_another_order_than_its_layer_is_refused(backend: str) -> None
 def test_slots_with_rings_that_no_row_uses(run: Core) -> None:
     """Plain rows have the same bits, and leave the rings alone."""
     case, weights = build_batch([Row(1, 4), Row(1, 0), Row(30, 5, emits=(7,))], 2), gdn_weights(3, torch.float32)
-    case = replace(case, batch=replace(case.batch, ring=torch.full((3,), 1 << 40)))
+    case = replace(case, batch=replace(case.batch, delta_log=torch.full((3,), 1 << 40)))
     proj = projected(weights.spec, case.batch.layout.tokens)
-    with_rings = replace(state_view(case, torch.float32), ring=empty_ring(2, torch.float32))
-    without = replace(clone_state(with_rings), ring=None)
+    with_rings = replace(state_view(case, torch.float32), delta_log=empty_ring(2, torch.float32))
+    without = replace(clone_state(with_rings), delta_log=None)
     wanted = run(proj, weights, without, case.fresh())
     assert same_bits(run(proj, weights, with_rings, case.fresh()), wanted)
     assert same_bits(with_rings.recurrent, without.recurrent) and same_bits(with_rings.conv, without.conv)
-    assert with_rings.ring is not None
-    assert all(getattr(with_rings.ring, name).isnan().all() for name in RING_POOLS)
+    assert with_rings.delta_log is not None
+    assert all(getattr(with_rings.delta_log, name).isnan().all() for name in RING_POOLS)

@@ -109,7 +109,7 @@ def test_slots_without_rings(case: Case) -> None:
         pytest.skip("the case reads a ring")
     x, weights = hidden_states(case, torch.float32), gdn_weights(1, torch.float32)
     whole = state_view(case, torch.float32)
-    bare = replace(clone_state(whole), ring=None)
+    bare = replace(clone_state(whole), delta_log=None)
     wanted = reference.gdn_mixer(x, weights, whole, case.fresh())
     assert_close(FAST.gdn_mixer(x, weights, bare, case.fresh()), wanted, 1e-5)
 

@@ -28,7 +28,7 @@ PAGES = (3, 4, 5)
 
 def test_rows_become_single_tokens() -> None:
     rows = (
-        PlannedRow((7, 8, 9), 14, PAGES, 1, 2, target=5, emits=((16, 6), (17, 8)), rotary=-2),
+        PlannedRow((7, 8, 9), 14, PAGES, 1, 2, target=5, checkpoints=((16, 6), (17, 8)), rotary=-2),
         PlannedRow((4,), 30, PAGES, 2, 1),
         PlannedRow((1, 2), 0, PAGES, 3, 0),
     )

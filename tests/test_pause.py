@@ -33,7 +33,7 @@ def run(engine: Engine, answers: Answers, steps: int) -> None:
 
 
 def at_rest(engine: Engine) -> bool:
-    return not engine.has_work and engine.runtime.cache.at_rest
+    return not engine.has_work and engine.runtime.cache.idle
 
 
 @pytest.mark.parametrize("when", [0, 1, 3, 7, 8, 9, 20])
@@ -41,7 +41,9 @@ def at_rest(engine: Engine) -> bool:
 def test_l6_answers_are_the_same_after_a_pause(kind: str, when: int) -> None:
     """Waiting, in the middle of the prompt, at its end, and in the answer: not by a bit, and nothing is read again."""
     request = greedy(PROMPT, 25, **KINDS[kind])
-    request = replace(request, boundaries=(40,), guide=partial(Dictate, {3: 9, 11: 17}) if kind == "greedy" else None)
+    request = replace(
+        request, stable_prefixes=(40,), guide=partial(Dictate, {3: 9, 11: 17}) if kind == "greedy" else None
+    )
     whole = serve(runtime_of(odd_runtime(), budget=16), [request])
     engine, found = engine_for(budget=16), Answers()
     engine.add(request)
@@ -74,7 +76,7 @@ def test_l6_many_pauses_amid_drafts_change_nothing(every: int) -> None:
             engine.resume("a")
             run(engine, found, every)
             engine.pause("a")
-            assert engine.runtime.cache.rings.free == engine.runtime.cache.rings.size
+            assert engine.runtime.cache.delta_logs.free == engine.runtime.cache.delta_logs.size
         assert {key: answer.tokens for key, answer in found.items()} == known
     assert engine.speculator.drafter and sum(engine.speculator.stats.accepted_at), "nothing was drafted"
 
@@ -143,9 +145,9 @@ def test_l3_a_paused_prompt_with_nan_leaves_nothing(kind: str) -> None:
     """No logits were seen of it, so that its state itself is looked at."""
     runtime = runtime_of(odd_runtime(), budget=16)
     engine = Engine(runtime)
-    engine.add(replace(greedy(PROMPT, 5), boundaries=(10,)))
+    engine.add(replace(greedy(PROMPT, 5), stable_prefixes=(10,)))
     engine.step()
-    lease = engine.scheduler.running[0].lease
+    lease = engine.scheduler.running[0].cache
     assert lease is not None
     runtime.pools.keys[-1, lease.pages[0], 3] = float(kind)
     engine.pause("a")

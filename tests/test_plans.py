@@ -69,8 +69,8 @@ OPERATIONS = (
 
 def test_a_plan_is_written_and_read_back() -> None:
     rows = (
-        PlannedRow((5,), 31, (3, 4), 2, 1, base=30, ring=1, append=True),
-        PlannedRow((1, 2, 3), 0, (7,), 1, 0, emits=((2, 5),)),
+        PlannedRow((5,), 31, (3, 4), 2, 1, base=30, delta_log=1, append=True),
+        PlannedRow((1, 2, 3), 0, (7,), 1, 0, checkpoints=((2, 5),)),
         PlannedRow((4,), 9, (5,), 0, 1, rotary=-3),
         PlannedRow((0, 0), 2, (8,), 3, 0, rotary=((2, 2), (2, 2), (2, 3)), hidden=True),
     )
@@ -102,7 +102,7 @@ class Recorder:
 
     def watch(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         cache, planned, hold = self.runtime.cache, engine.scheduler.plan, CachePools.hold
-        flush = cache.flush
+        flush = cache.flush_operations
 
         def plan() -> Any:
             found = planned()
@@ -120,7 +120,7 @@ class Recorder:
             return number
 
         monkeypatch.setattr(engine.scheduler, "plan", plan)
-        monkeypatch.setattr(cache, "flush", flushed)
+        monkeypatch.setattr(cache, "flush_operations", flushed)
         monkeypatch.setattr(CachePools, "hold", held)
 
     def run(self, batch: Batch) -> Tensor:
@@ -140,7 +140,7 @@ def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
                     FixedDraftLength(4))
     recorder.watch(engine, monkeypatch)
     opening = numbers(1, 70, 509)
-    engine.add(replace(greedy((*opening, *numbers(2, 30, 509)), 12, "first"), boundaries=(len(opening),)))
+    engine.add(replace(greedy((*opening, *numbers(2, 30, 509)), 12, "first"), stable_prefixes=(len(opening),)))
     engine.step()
     engine.pause("first")
     engine.resume("first")
@@ -173,7 +173,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def second(recorder: Recorder) -> ModelRunner:
     """The model over pools of its own. What came from tiers is given to it by its numbers."""
     sizes = recorder.runtime.cache.sizes
-    pools = fresh_pools(recorder.runtime, sizes.pages, sizes.slots, sizes.rings)
+    pools = fresh_pools(recorder.runtime, sizes.pages, sizes.slots, sizes.delta_logs)
     pools.held.update(recorder.arrived)
     return replace(recorder.runtime, cache=HybridCache(pools))
 

@@ -68,7 +68,7 @@ def test_another_answer_to_the_same_prompt_starts_at_its_end() -> None:
 def test_a_shorter_prompt_resumes_at_a_boundary_only() -> None:
     """L2: the K/V of all its tokens is there, but a state only at the boundaries, and logits only at prompts' ends."""
     engine, prompt = engine_for(), numbers(1, 100, 500)
-    serve(engine, replace(greedy(prompt, 3), boundaries=(20, 57)))
+    serve(engine, replace(greedy(prompt, 3), stable_prefixes=(20, 57)))
     for length, cached in ((20, 0), (56, 20), (57, 56), (58, 57), (99, 58)):
         assert usage_of(serve(engine, greedy(prompt[:length], 1))).cached_tokens == cached, length
 
@@ -133,7 +133,7 @@ def test_chat_turns_resume_at_the_last_stable_boundary() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20)
     messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "What is a river?"}]
     for question in ("And a lake?", "And the sea?", "Which is deepest?"):
-        boundaries = llm.chat_processor.chat(messages, params).request.boundaries
+        boundaries = llm.chat_processor.chat(messages, params).request.stable_prefixes
         answer = llm.chat(messages, params).text
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
         output = llm.chat(messages, replace(params, max_tokens=1))
@@ -157,7 +157,7 @@ def test_chat_answers_are_the_same_without_reuse() -> None:
 
 
 def turn(name: str, prompt: Sequence[int], *boundaries: int, count: int = 4) -> EngineRequest:
-    return replace(greedy(tuple(prompt), count, name), boundaries=boundaries)
+    return replace(greedy(tuple(prompt), count, name), stable_prefixes=boundaries)
 
 
 def conversation(engine: Engine, turns: int, first: int = 60) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ def test_side_requests_take_the_place_of_what_no_prompt_will_repeat(slots: int) 
     for number in range(3, 9):
         last = conversation(engine, number)
         side_request(engine, 900 + number)
-        assert engine.runtime.cache.known((*last, 9)) == len(last), "the conversation's last checkpoint is gone"
+        assert engine.runtime.cache.cached_length((*last, 9)) == len(last), "the conversation's last checkpoint is gone"
 
 
 def test_side_requests_beside_a_running_conversation_do_not_take_its_last_checkpoint() -> None:
@@ -197,16 +197,16 @@ def test_side_requests_beside_a_running_conversation_do_not_take_its_last_checkp
     while any(name.startswith("side") for name in engine._sequences):
         engine.step()
         engine.check()
-        assert engine.runtime.cache.known((*last, 9)) == len(last)
+        assert engine.runtime.cache.cached_length((*last, 9)) == len(last)
     engine.abort("main")
     drain(engine)
-    assert engine.runtime.cache.known((*last, 9)) == len(last)
+    assert engine.runtime.cache.cached_length((*last, 9)) == len(last)
 
 
 def test_positions_that_a_conversation_has_passed_go_first() -> None:
     engine = engine_for(slots=24, batch=1)
     last = conversation(engine, 4)
-    checkpoints = {one.done: one.expected for one in tree_of(engine)._checkpoints if one.done <= len(last)}
+    checkpoints = {one.done: one.likely_resume for one in tree_of(engine)._checkpoints if one.done <= len(last)}
     expected = [done for done, is_expected in checkpoints.items() if is_expected]
     assert expected == [30, len(last)], "the opening, and where the next prompt will part"
     assert {60, 85, 110} <= set(checkpoints), "others stay as long as there is room: an edit may return to them"
@@ -219,7 +219,7 @@ def test_pinned_prompts_outlive_everything_else() -> None:
     assert engine.runtime.cache.pin(prompt) and not engine.runtime.cache.pin(prompt[:50])
     for seed in range(20):
         side_request(engine, 900 + seed)
-    assert engine.runtime.cache.known((*prompt, 1)) == 90
+    assert engine.runtime.cache.cached_length((*prompt, 1)) == 90
 
 
 def test_a_pinned_prompt_gives_way_rather_than_stop_everything(caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +238,7 @@ def test_a_pinned_prompt_gives_way_rather_than_stop_everything(caplog: pytest.Lo
 def test_without_reuse_everything_is_read_again() -> None:
     engine, prompt = engine_for(reuse=False), numbers(1, 60, 500)
     for _ in range(2):
-        assert usage_of(serve(engine, replace(greedy(prompt, 5), boundaries=(20,)))).cached_tokens == 0
+        assert usage_of(serve(engine, replace(greedy(prompt, 5), stable_prefixes=(20,)))).cached_tokens == 0
     assert len(tree_of(engine)) == 0 and engine.stats.prompt_tokens == 120
     assert engine.runtime.cache.pages.free == engine.runtime.cache.pages.size
 
@@ -248,7 +248,7 @@ def test_without_reuse_everything_is_read_again() -> None:
 def test_l3_a_prompt_with_sick_logits_leaves_nothing(kind: str, params: dict[str, Any]) -> None:
     engine = Engine(poison(POISONS[kind])(runtime_of(odd_runtime(), budget=16)))
     sick = greedy((*numbers(1, 40, SICK), SICK), 5, "sick", **params)
-    found = serve(engine, replace(sick, boundaries=(10, 20)))
+    found = serve(engine, replace(sick, stable_prefixes=(10, 20)))
     assert found[("sick", 0)].last.finish == "error"
     assert len(tree_of(engine)) == 0
     assert engine.runtime.cache.slots.free == engine.runtime.cache.slots.size
@@ -266,7 +266,7 @@ def test_l3_an_answer_whose_logits_turn_sick_is_not_kept() -> None:
 
 def test_l3_a_step_that_raises_leaves_nothing() -> None:
     engine = Engine(Fragile(runtime_of(odd_runtime(), budget=16)))  # type: ignore[arg-type]
-    found = serve(engine, replace(greedy(numbers(1, 100, 500), 5), boundaries=(10, 55)))
+    found = serve(engine, replace(greedy(numbers(1, 100, 500), 5), stable_prefixes=(10, 55)))
     assert found[("a", 0)].last.finish == "error" and len(tree_of(engine)) == 0
     assert engine.runtime.cache.slots.free == engine.runtime.cache.slots.size
 
@@ -274,7 +274,7 @@ def test_l3_a_step_that_raises_leaves_nothing() -> None:
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_l3_an_abort_mid_prefill_leaves_nothing(steps: int) -> None:
     engine = engine_for(budget=16)
-    engine.add(replace(greedy(numbers(1, 100, 500), 5), boundaries=(10, 55)))
+    engine.add(replace(greedy(numbers(1, 100, 500), 5), stable_prefixes=(10, 55)))
     for _ in range(steps):
         engine.step()
     engine.abort("a")
@@ -304,7 +304,7 @@ def pressed(engine: Engine, rounds: int, lengths: Sequence[int], common: int = 4
         for i in range(3):
             seed = (turn * 5 + i * 3) % 7
             prompt = (*numbers(seed % 2, common, 500), *numbers(seed, lengths[seed % len(lengths)], 500))
-            requests.append(replace(greedy(prompt, 12, f"r{i}"), boundaries=(common,)))
+            requests.append(replace(greedy(prompt, 12, f"r{i}"), stable_prefixes=(common,)))
         found = serve(engine, *requests)
         for request in requests:
             same_tokens(answer_to(request.prompt), found[(request.id, 0)].tokens)

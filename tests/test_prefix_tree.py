@@ -82,7 +82,7 @@ class TreeMachine(RuleBasedStateMachine):
                  if near and common_length(other, prompt) >= min(PAGE * node.depth, len(prompt))]
         kept = self.tree.insert(prompt, pages, slot, page, logits, nodes[-1] if nodes else None)
         passed = [prefix for prefix in self.checkpoints if len(prefix) < len(prompt) and prompt[:len(prefix)] == prefix]
-        assert prompt in self.checkpoints or not passed or (kept.above and kept.above.done == max(map(len, passed)))
+        assert prompt in self.checkpoints or not passed or (kept.parent and kept.parent.done == max(map(len, passed)))
         self.near.append((prompt, kept.node))
         if prompt in self.checkpoints:
             known = self.checkpoints[prompt]
@@ -374,13 +374,13 @@ class ReuseMachine(RuleBasedStateMachine):
     def admit(self, prompt: Prefix, room: int) -> None:
         """L2: what is resumed is a prefix of the prompt, at the deepest kept position."""
         match = self.cache.tree.match(prompt)
-        known = self.cache.known(prompt)
+        known = self.cache.cached_length(prompt)
         lease = self.cache.admit(prompt, room)
         if lease is None:
             assert room or self.loose_slots() <= 1 or self.leases or self.kept, "an empty cache refuses"
             return
         self.leases[lease] = Wanted(list(prompt[:lease.done]))
-        given_up = self.cache.known(prompt) < known
+        given_up = self.cache.cached_length(prompt) < known
         assert known == (match.checkpoint.done if match.checkpoint else 0)
         assert lease.done == known or (given_up and lease.done < known), "a kept position is there and not used"
         assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= known and lease.shared <= match.shared
@@ -401,7 +401,7 @@ class ReuseMachine(RuleBasedStateMachine):
         naive.tokens += tokens[:room]
 
     def emit(self, lease: SequenceCache, naive: Wanted, position: int, fresh: list[int]) -> None:
-        slot = self.cache.emit(lease, position)
+        slot = self.cache.reserve_checkpoint(lease, position)
         assert slot is None or position not in naive.emitting
         if slot is not None:
             naive.emitting.add(position)
@@ -412,9 +412,9 @@ class ReuseMachine(RuleBasedStateMachine):
     def keep_emitted(self, pick: int, known: bool) -> None:
         """known: the logits of the last token are."""
         lease, naive = self.lease(pick)
-        self.cache.keep_emitted(lease, torch.ones(3) if known else None)
+        self.cache.commit_checkpoints(lease, torch.ones(3) if known else None)
         naive.emitting.clear()
-        assert not lease.emitting
+        assert not lease.checkpoint_slots
 
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 9), keep=st.booleans())
@@ -425,7 +425,7 @@ class ReuseMachine(RuleBasedStateMachine):
         del self.leases[lease]
         assert len(self.cache.tree) - checkpoints <= bool(keep and naive.tokens)
         if keep and naive.tokens:
-            assert self.cache.known([*naive.tokens, 9]) == len(naive.tokens), "what was just kept is not known"
+            assert self.cache.cached_length([*naive.tokens, 9]) == len(naive.tokens), "what was just kept is not known"
 
     @precondition(lambda self: self.leases or self.kept)
     @rule(pick=st.integers(0, 9))
@@ -467,7 +467,7 @@ class ReuseMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9))
     def drop(self, pick: int) -> None:
         kept = list(self.kept)[pick % len(self.kept)]
-        self.cache.drop(kept)
+        self.cache.release_snapshot(kept)
         del self.kept[kept]
 
     @invariant()
@@ -506,11 +506,11 @@ class ReuseMachine(RuleBasedStateMachine):
         for lease in [*self.leases]:
             self.cache.release(lease)
         for kept in [*self.kept]:
-            self.cache.drop(kept)
+            self.cache.release_snapshot(kept)
         while self.cache.tree.evict():
             pass
         self.cache.check()
-        assert self.cache.at_rest
+        assert self.cache.idle
         assert (self.cache.pages.free, self.cache.slots.free) == (self.cache.pages.size, self.cache.slots.size)
 
 
@@ -600,7 +600,7 @@ def test_a_refused_admission_leaves_the_tree_alone() -> None:
     cache.release(lease_of(cache, list(range(100, 130))), keep=True)
     held = lease_of(cache, list(range(60)))
     assert cache.admit(range(500, 505), room=128) is None
-    assert cache.known(range(100, 131)) == 30, "the tree was emptied for nothing"
+    assert cache.cached_length(range(100, 131)) == 30, "the tree was emptied for nothing"
     cache.release(held)
 
 
@@ -611,7 +611,7 @@ def test_an_admission_that_is_refused_for_its_own_prefix_leaves_the_others() -> 
     cache.release(lease_of(cache, list(range(64))), keep=True)
     held = lease_of(cache, list(range(200, 232)))
     assert cache.admit(range(70), room=128) is None
-    assert cache.known(range(100, 117)) == 16, "the tree was emptied for nothing"
+    assert cache.cached_length(range(100, 117)) == 16, "the tree was emptied for nothing"
     cache.release(held)
 
 
@@ -641,8 +641,8 @@ def test_l3_positions_emitted_past_the_cursor_leave_no_trace() -> None:
     cache = toy_cache(8, 6)
     lease = lease_of(cache, list(range(5)))
     assert cache.reserve(lease, 30) == 30
-    assert cache.emit(lease, 20) is not None and cache.emit(lease, 7) is not None
-    cache.keep_emitted(lease)
+    assert cache.reserve_checkpoint(lease, 20) is not None and cache.reserve_checkpoint(lease, 7) is not None
+    cache.commit_checkpoints(lease)
     cache.check()
     assert len(cache.tree) == 0
 
@@ -651,6 +651,6 @@ def test_without_reuse_nothing_is_kept_or_found() -> None:
     cache = toy_cache(8, 4)
     cache.reuse = False
     lease = lease_of(cache, list(range(20)))
-    assert cache.emit(lease, 25) is None
+    assert cache.reserve_checkpoint(lease, 25) is None
     cache.release(lease, keep=True)
-    assert len(cache.tree) == 0 and cache.known(range(30)) == 0 and cache.pages.free == 8
+    assert len(cache.tree) == 0 and cache.cached_length(range(30)) == 0 and cache.pages.free == 8

@@ -107,5 +107,5 @@ def test_a_node_that_is_gone_still_tells_where_to_go_on(joined: bool) -> None:
     (slot,), pages = tree._slots.take() or (), tree._pages.take(30) or []
     kept = tree.insert(prompt[:30 * PAGE], pages, slot, None, near=near.node)
     tree._pages.release(pages)
-    assert kept.above is opening and kept.done == 30 * PAGE
+    assert kept.parent is opening and kept.done == 30 * PAGE
     tree.check()

@@ -101,7 +101,7 @@ def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice
     runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["reference"]))
     rows = [fresh_reading(runtime, prompt)[-1]]
     tokens = [drawn(rows[-1], PARAMS[params], choice, len(prompt))]
-    lease, = runtime.cache.accounts.leases.values()
+    lease, = runtime.cache.accounts.sequences.values()
     assert runtime.cache.reserve(lease, COUNT) == COUNT
     while len(tokens) < COUNT:
         lease.keys.append(tokens[-1])
@@ -116,7 +116,7 @@ def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice
 
 def request(prompt: Prompt = PROMPT, name: str = "a", params: str = "greedy", **changes: object) -> EngineRequest:
     return EngineRequest(name, prompt, replace(PARAMS[params], **changes),  # type: ignore[arg-type]
-                   boundaries=(len(OPENING), len(OPENING) + 20))
+                   stable_prefixes=(len(OPENING), len(OPENING) + 20))
 
 
 def right(model: str, found: Sequence[int], params: str = "greedy", prompt: Prompt = PROMPT, choice: int = 0) -> None:
@@ -225,7 +225,7 @@ def test_a_draft_model_reads_the_same_positions() -> None:
         right("odd", found[name, 0].tokens)
         usage = usage_of(found, name)
         assert usage.drafted_tokens == usage.accepted_tokens > 10
-    known = [draft.cache.known(prompt.keys or ()) for prompt in (PROMPT, other_picture())]
+    known = [draft.cache.cached_length(prompt.keys or ()) for prompt in (PROMPT, other_picture())]
     assert known[0] >= len(OPENING) + 20 and known[1] == len(OPENING)
 
 
@@ -240,13 +240,13 @@ def test_a_draft_head_follows_the_positions() -> None:
             engine.step()
         sequence, = engine.scheduler.running
         plain = runtime_of(headed())
-        assert plain.mtp_runner and sequence.lease
+        assert plain.mtp_runner and sequence.cache
         fresh_reading(plain, PROMPT, sequence.tokens[len(PROMPT):sequence.done], hidden=True)
-        lease, = plain.cache.accounts.leases.values()
+        lease, = plain.cache.accounts.sequences.values()
         runtime.mtp_runner.catch_up()
         plain.mtp_runner.catch_up()
         for found, wanted in zip(runtime.pools.page_tensors, plain.pools.page_tensors, strict=True):
-            torch.testing.assert_close(found[-1, sequence.lease.pages].flatten(0, 1)[:sequence.done],
+            torch.testing.assert_close(found[-1, sequence.cache.pages].flatten(0, 1)[:sequence.done],
                                        wanted[-1, lease.pages].flatten(0, 1)[:sequence.done], rtol=0, atol=1e-4)
         drafts, hidden, tokens = engine.speculator.drafter.draft([(sequence, 3)])[0], None, sequence.tokens[-1:]
         for depth in range(3):

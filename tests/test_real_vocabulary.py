@@ -132,7 +132,7 @@ def test_prompts_of_a_template(tokenizer: Tokenizer, name: str) -> None:
     spoken = first.texts.of(0)
     for token in answer:
         spoken.push(token)
-    assert first.request.boundaries
+    assert first.request.stable_prefixes
 
 
 @pytest.mark.slow

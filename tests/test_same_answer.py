@@ -305,7 +305,7 @@ def recorded_logits() -> Tensor:
 
 def stale_cursor(batch: Batch) -> Batch:
     """Every decoding row's rotary position is the shortest one's."""
-    singles = batch.layout.singles
+    singles = batch.layout.decode_rows
     if singles > 1:
         batch.positions[:, :singles] = batch.done[:singles].min()
     return batch
@@ -313,7 +313,7 @@ def stale_cursor(batch: Batch) -> Batch:
 
 def swapped_states(batch: Batch) -> Batch:
     """Decoding rows read each other's states."""
-    if batch.layout.singles == batch.layout.rows == 3:
+    if batch.layout.decode_rows == batch.layout.rows == 3:
         batch.source.copy_(batch.source.roll(1))  # in place: a bucket has the same numbers
         return replace(batch, span=None)
     return batch
@@ -321,7 +321,7 @@ def swapped_states(batch: Batch) -> Batch:
 
 def wrong_page(batch: Batch) -> Batch:
     """Decoding rows read each other's first page."""
-    if batch.layout.singles == batch.layout.rows > 1:
+    if batch.layout.decode_rows == batch.layout.rows > 1:
         batch.pages[:, 0] = batch.pages[:, 0].roll(1)
     return batch
 

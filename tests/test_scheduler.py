@@ -78,7 +78,7 @@ class Toy:
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
                                        max_stall_ms=None, batch_invariant=False)
         self.mtp_runner, self.encode, self.numbers = None, None, {}
-        self.verifies = self.defers = False
+        self.verifies = self.defers_state_writes = False
         self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(), experts=None)
         self.generation = SimpleNamespace(eos_token_ids=(), sampling=dict)
         self.sample = ops.sample
@@ -160,7 +160,7 @@ class Checked(Engine):
         queue = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in queue:
             self.arrivals.setdefault(sequence, len(self.arrivals))
-        self.held.update(sequence for sequence in queue if sequence.hold or sequence.choice or sequence.rest)
+        self.held.update(sequence for sequence in queue if sequence.prefix_wait or sequence.choice or sequence.rest)
         queue = [sequence for sequence in queue if sequence not in self.held]
         numbers = [self.arrivals[sequence] for sequence in queue]
         assert numbers == sorted(numbers), "a younger sequence has overtaken an older one"
@@ -171,7 +171,7 @@ class Checked(Engine):
         cache = self.runtime.cache
         cache.check()
         for row, sequence in zip(plan.rows, sequences, strict=True):
-            lease = sequence.lease
+            lease = sequence.cache
             assert lease is not None and row.slot == lease.slot and row.done == lease.done
             assert row.tokens and row.pages is lease.pages
             assert row.done + len(row.tokens) <= len(row.pages) * PAGE, "more tokens than granted pages"

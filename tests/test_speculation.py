@@ -174,7 +174,7 @@ def check(case: Case, tmp_path: Path) -> None:
     if case.pattern == "itself" and case.budget >= case.batch * (case.depth + 1):
         assert usage.accepted_tokens > 0.8 * min(usage.drafted_tokens, length) - case.depth
     assert not drafter or {sequence.request.id for sequence in drafter.forgotten} >= {"seen"}
-    assert engine.runtime.cache.rings.free == engine.runtime.cache.rings.size
+    assert engine.runtime.cache.delta_logs.free == engine.runtime.cache.delta_logs.size
 
 
 def test_the_few_hold_every_pair() -> None:
@@ -328,7 +328,7 @@ def test_prompts_do_not_wait_for_drafts(depth: int) -> None:
 def test_without_rings_nothing_is_drafted() -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     small = runtime_of(runtime)
-    plain = replace(small.pools, rings=None)
+    plain = replace(small.pools, delta_logs=None)
     small.cache.__init__(plain)  # type: ignore[misc]
     engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDraftLength(4))
     engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))
@@ -362,15 +362,15 @@ def test_l6_the_comparison_notices(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
     def broken(lease: Any, tokens: Any, base: int | None = None) -> None:
         commit(lease, tokens, base)
-        if base is not None and bug == "lost token" and lease.behind > 1:
-            lease.behind -= 1
+        if base is not None and bug == "lost token" and lease.unflushed > 1:
+            lease.unflushed -= 1
         if base is not None and bug == "leaked draft" and lease.done % 5 == 0:
             pools = cache.pools
-            assert pools.rings is not None
-            pools.rings[2][:, :, (lease.done - 1) % 16] *= 1.5
+            assert pools.delta_logs is not None
+            pools.delta_logs[2][:, :, (lease.done - 1) % 16] *= 1.5
         if base is not None and bug == "stale ring" and lease.done % 3 == 0:
-            assert cache.pools.rings is not None
-            cache.pools.rings[1].copy_(cache.pools.rings[1].roll(1, 2))
+            assert cache.pools.delta_logs is not None
+            cache.pools.delta_logs[1].copy_(cache.pools.delta_logs[1].roll(1, 2))
 
     monkeypatch.setattr(cache, "commit", broken)
     engine.add(EngineRequest("a", answer.prompt, PARAMS["greedy"]))

@@ -101,11 +101,11 @@ def test_replay_rings_stay_as_they_are() -> None:
     config, plans = ModelConfig.preset("qwen3.5-4b"), []
     for state in ("float32", "bfloat16"):
         options = EngineConfig(device="cuda", state_dtype=state, memory="16GiB", max_batch=64)
-        plans.append(plan_memory(config, options, BF16, False, drafts=True)[1].rings)
+        plans.append(plan_memory(config, options, BF16, False, drafts=True)[1].delta_logs)
     assert plans == [64, 64]
     pools = over_bfloat16().pools
-    assert pools.rings and all(tensor.dtype == torch.float32 for tensor in pools.rings)
-    assert sum(tensor[:, :1].nbytes for tensor in pools.rings) == ring_bytes(odd_runtime().config, torch.float32)
+    assert pools.delta_logs and all(tensor.dtype == torch.float32 for tensor in pools.delta_logs)
+    assert sum(tensor[:, :1].nbytes for tensor in pools.delta_logs) == ring_bytes(odd_runtime().config, torch.float32)
 
 
 def test_inspect_says_what_a_state_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +165,7 @@ def test_what_is_written_late_is_rounded_less_often(backend: str) -> None:
             run(reference.OPS, case, torch.float64, exact)
             if not ring:
                 exact.recurrent.copy_(exact.recurrent.to(BF16))
-        slot, unit = int(made.batch.source[0]), int(made.batch.ring[0])
+        slot, unit = int(made.batch.source[0]), int(made.batch.delta_log[0])
         if ring:
             ops.fold_ring((view,), slot, unit, 20, 25, slot)
             reference.fold_ring((exact,), slot, unit, 20, 25, slot)
@@ -193,13 +193,13 @@ def test_slots_are_copied_folded_and_looked_at() -> None:
     pools.apply([CopySlot(3, 7)])
     assert all(same_bits(tensor[:, 7], tensor[:, 3]) for tensor in pools.slot_tensors)
     assert pools.sound((3, 7), (), 0) and not pools.sound((3, 8), (), 0)
-    assert pools.rings
-    for tensor in pools.rings:
+    assert pools.delta_logs
+    for tensor in pools.delta_logs:
         tensor[:, 2] = torch.rand(tensor[:, 2].shape).to(tensor.dtype)
     pools.apply([FlushDeltaLog(7, 2, 20, 24)])
     for layer in range(len(pools.recurrent)):
         wide = StateView(pools.recurrent[layer, 3:4].double(), pools.conv[layer, 3:4].clone(),
-                         pools.state_views()[layer].ring)
+                         pools.state_views()[layer].delta_log)
         reference.fold_ring((wide,), 0, 2, 20, 24, 0)
         assert (pools.recurrent[layer, 7] != wide.recurrent[0].to(BF16)).float().mean() < 0.01
 
@@ -211,7 +211,7 @@ def test_only_what_these_pools_could_hold_is_let_in() -> None:
     def why(dtype: torch.dtype, number: float = 1.0) -> str:
         tensors = {name: torch.ones(pool[:, 0].shape).to(pool.dtype) for name, pool in pools.named_slots.items()}
         tensors["recurrent"] = (tensors["recurrent"] * number).to(dtype)
-        return pools.door.refuse(item, tensors)
+        return pools.item_validator.refuse(item, tensors)
 
     assert why(BF16) == ""
     assert "its recurrent are torch.float32" in why(torch.float32)

@@ -165,9 +165,9 @@ class Stage:
                 cache.check()
             self.check_kept()
             time += 1
-        rings = self.engine.runtime.cache.rings
+        rings = self.engine.runtime.cache.delta_logs
         assert rings.free == rings.size
-        assert self.engine.speculator.drafter is None or all(cache.at_rest for cache in self.drafts)
+        assert self.engine.speculator.drafter is None or all(cache.idle for cache in self.drafts)
         self.engine.close()
 
     def intervene(self, time: int) -> None:

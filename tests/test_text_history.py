@@ -191,8 +191,8 @@ def test_preserved_prompts_extend_each_other(template: str, thinking: bool, retu
     count = 0
     for _, before, after, answer in agent(talk("preserve", thinking, template, returns=returns)):
         assert shared(before, after, answer) == len(before.request.prompt) + len(answer)
-        assert before.request.boundaries[-1] == len(before.request.prompt)
-        assert after.request.boundaries[0] == before.request.boundaries[0]
+        assert before.request.stable_prefixes[-1] == len(before.request.prompt)
+        assert after.request.stable_prefixes[0] == before.request.stable_prefixes[0]
         count += 1
     assert count == 50
 
@@ -203,9 +203,9 @@ def test_faithful_prompts_extend_each_other_within_a_turn(template: str, thinkin
     for kind, before, after, answer in agent(talk("template", thinking, template)):
         if kind == "result":
             assert shared(before, after, answer) == len(before.request.prompt) + len(answer)
-            assert len(before.request.prompt) in before.request.boundaries
+            assert len(before.request.prompt) in before.request.stable_prefixes
         else:
-            assert shared(before, after) in before.request.boundaries[1:]
+            assert shared(before, after) in before.request.stable_prefixes[1:]
 
 
 @TEMPLATES
@@ -213,7 +213,7 @@ def test_a_client_that_drops_thinking_gets_what_the_template_makes_of_that(templ
     client = talk("template", True, template, returns=False)
     for kind, before, after, _ in agent(client, turns=8):
         assert "Let me" not in TOKENIZER.decode(after.request.prompt)
-        assert shared(before, after) >= before.request.boundaries[1 if kind == "user" else 0]
+        assert shared(before, after) >= before.request.stable_prefixes[1 if kind == "user" else 0]
 
 
 @THINKING
@@ -562,7 +562,7 @@ def test_random_conversations(data: st.DataObject, mode: str, template: str, too
             assert without_values(text) == without_values(plain)
             assert tools is TOOLS or text == plain
         assert text.endswith("<think>\n")
-        assert all(0 < at <= len(after.request.prompt) for at in after.request.boundaries)
+        assert all(0 < at <= len(after.request.prompt) for at in after.request.stable_prefixes)
 
 
 def without_values(text: str) -> str:

@@ -84,7 +84,7 @@ def test_what_is_remembered_of_openings_changes_nothing(template: str) -> None:
                 for variables in ({"enable_thinking": True}, {}):
                     jobs = [processor.chat(asked, tools=tools, variables=variables)
                             for processor in (warm, warm, ChatProcessor(TOKENIZER, template))]
-                    assert len({job.request.boundaries for job in jobs}) == 1
+                    assert len({job.request.stable_prefixes for job in jobs}) == 1
 
 
 @pytest.mark.parametrize("mode", ["template", "preserve"])
@@ -109,7 +109,7 @@ def test_an_opening_that_changes_with_the_date_is_asked_again(mode: str, monkeyp
     job = client.say("And?")
     assert "day 2" in TOKENIZER.decode(job.request.prompt) and "day 1" not in TOKENIZER.decode(job.request.prompt)
     fresh = ChatProcessor(TOKENIZER, template, history=mode).chat(client.messages, variables={"enable_thinking": False})
-    assert job.request.boundaries == fresh.request.boundaries
+    assert job.request.stable_prefixes == fresh.request.stable_prefixes
 
 
 def test_nothing_is_rendered_that_is_too_long_by_far(renders: list[int]) -> None:

@@ -120,7 +120,7 @@ def test_who_rests_needs_no_room_in_a_draft_model() -> None:
     alone = serve(runtime_of(odd_runtime(), pages=600, slots=80), requests)
     assert {key: answer.tokens for key, answer in answers.items()} == {
         key: answer.tokens for key, answer in alone.items()}
-    assert engine.scheduler.turns > 3 and not drafter._leases and drafter._runtime.cache.at_rest
+    assert engine.scheduler.turns > 3 and not drafter._leases and drafter._runtime.cache.idle
 
 
 def test_choices_of_one_request_have_one_share() -> None:

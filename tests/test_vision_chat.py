@@ -50,7 +50,7 @@ def test_a_conversation_about_a_picture(llm: LLM) -> None:
     assert isinstance(job.request.prompt, Prompt)
     picture, = job.request.prompt.pictures
     assert picture.count == 15 and len(job.request.prompt) > 15
-    assert all(boundary <= picture.start or boundary >= picture.end for boundary in job.request.boundaries)
+    assert all(boundary <= picture.start or boundary >= picture.end for boundary in job.request.stable_prefixes)
     first = llm.chat(messages, GREEDY)
     assert pictures.encoded == before + 1
     second = llm.chat([*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}],

@@ -173,7 +173,7 @@ def test_frames_of_films_have_the_size_that_transformers_gives_them(said: dict[s
 
     random, vision = Random(7), vision_shape(patch_size=2)
     said = {"size": {"shortest_edge": 600, "longest_edge": 2400}, **said}
-    config, processor = ImageConfig(films=VideoConfig.from_hf(said)), Qwen3VLVideoProcessor(patch_size=2, **said)
+    config, processor = ImageConfig(videos=VideoConfig.from_hf(said)), Qwen3VLVideoProcessor(patch_size=2, **said)
     for count in [*range(2, 12)] * 6:
         width, height = random.randint(4, 60), random.randint(4, 60)
         reading = Reading(Vision(vision, config), lambda text: [1], Limits(max_pictures=99), 10 ** 6)
@@ -265,7 +265,7 @@ def test_where_a_model_says_how_pictures_are_prepared(models: dict[str, tuple[An
     expected = ImageConfig(4096, 65536, (0.5,) * 3, (0.25,) * 3, VideoConfig((1024, 2048)))
     assert found(preprocessor_config=SAID, video_preprocessor_config=other) == expected
     assert found(processor_config={"processor_class": "Qwen3VLProcessor"}) == expected
-    swapped = replace(expected, min_pixels=1024, max_pixels=2048, films=VideoConfig((4096, 65536)))
+    swapped = replace(expected, min_pixels=1024, max_pixels=2048, videos=VideoConfig((4096, 65536)))
     assert found(processor_config={"image_processor": other, "video_processor": SAID}) == swapped
 
 
@@ -296,7 +296,7 @@ def test_older_keys_of_a_pictures_size_go_before_the_newer() -> None:
     ({"size": {"height": 224, "width": 224}}, "size must be an object of shortest_edge and longest_edge")])
 def test_pictures_that_cannot_be_prepared(change: dict[str, Any], message: str) -> None:
     fine = {**SAID, "resample": 3, "rescale_factor": 0.00392156862745098, "do_normalize": True}
-    assert ImageConfig.from_hf(fine, fine).films == VideoConfig((4096, 65536))
+    assert ImageConfig.from_hf(fine, fine).videos == VideoConfig((4096, 65536))
     for pair in ((change, {}), ({}, change)):
         with pytest.raises(ModelError, match=message):
             ImageConfig.from_hf(*pair)

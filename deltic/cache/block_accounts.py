@@ -35,9 +35,9 @@ class BlockAccounts:
 
     def __init__(self, sizes: PoolSizes) -> None:
         self.pages, self.slots = BlockPool("page", sizes.pages), BlockPool("slot", sizes.slots)
-        self.rings = BlockPool("replay ring", sizes.rings)
+        self.delta_logs = BlockPool("replay ring", sizes.delta_logs)
         self.tree = PrefixTree(self.pages, self.slots, sizes.slot_tokens)
-        self.leases: dict[int, SequenceCache] = {}
+        self.sequences: dict[int, SequenceCache] = {}
         self.snapshots: dict[int, CacheSnapshot] = {}
         self.spares: dict[int, None] = {}
         """Slots for steps in flight to write states to that are not committed yet."""
@@ -45,16 +45,16 @@ class BlockAccounts:
 
     @property
     def holders(self) -> list[SequenceCache | CacheSnapshot]:
-        return [*self.leases.values(), *self.snapshots.values()]
+        return [*self.sequences.values(), *self.snapshots.values()]
 
     def book(self, lease: SequenceCache) -> SequenceCache:
         """Enter a lease that owns its slot and pages already."""
-        self.leases[lease.slot] = lease
+        self.sequences[lease.slot] = lease
         return lease
 
     def owns(self, holder: SequenceCache | CacheSnapshot) -> bool:
         """Whether the lease or snapshot is one of these accounts and still stands."""
-        return self.leases.get(holder.slot) is holder or self.snapshots.get(holder.slot) is holder
+        return self.sequences.get(holder.slot) is holder or self.snapshots.get(holder.slot) is holder
 
     def expect(self, holder: SequenceCache | CacheSnapshot) -> None:
         assert self.owns(holder), "a lease or snapshot was given back before, or belongs to another cache"
@@ -115,16 +115,16 @@ class BlockAccounts:
         """Have the state of all committed tokens in a slot, which may be the source's own."""
         if source.slot != target:
             self.queue.append(CopySlot(source.slot, target))
-        if isinstance(source, SequenceCache) and source.behind:
-            assert source.ring is not None
-            self.queue.append(FlushDeltaLog(target, source.ring, source.base, source.done))
+        if isinstance(source, SequenceCache) and source.unflushed:
+            assert source.delta_log is not None
+            self.queue.append(FlushDeltaLog(target, source.delta_log, source.base, source.done))
 
     def check(self) -> None:
         """Assert that free + held + kept is all there is, and that nobody shares a page that will change."""
-        holders, leases = self.holders, self.leases.values()
-        emitting = [slot for lease in leases for slot in lease.emitting.values()]
+        holders, leases = self.holders, self.sequences.values()
+        emitting = [slot for lease in leases for slot in lease.checkpoint_slots.values()]
         self.slots.check([*(holder.slot for holder in holders), *emitting, *self.spares, *self.tree.owned_slots()])
-        self.rings.check(lease.ring for lease in leases if lease.ring is not None)
+        self.delta_logs.check(lease.delta_log for lease in leases if lease.delta_log is not None)
         owners = Counter(self.tree.owned_pages())
         for holder in holders:
             assert len(holder.pages) * PAGE >= holder.done, "a cursor stands past its pages"

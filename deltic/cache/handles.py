@@ -21,11 +21,11 @@ class SequenceCache:
     logits: those of the last token where it started, if known.
     source: the tier that it came from, if any.
     shared: tokens of K/V that the tree knew of its prompt.
-    emitting: slots that steps write the state at a position to, to be kept by `keep_emitted`.
-    expected: positions where following prompts are expected to part.
+    checkpoint_slots: slots that steps write the state at a position to, to be kept by `keep_emitted`.
+    likely_resume: positions where following prompts are expected to part.
     guarded: the checkpoints to which the sequence would return.
-    ring: its replay ring, if it has one.
-    behind: committed tokens that are in the ring and not in the state.
+    delta_log: its replay ring, if it has one.
+    unflushed: committed tokens that are in the ring and not in the state.
     prompt: what the keys begin with, once more as an array, of which parts are quickly had; it never changes.
     node: of the tree, on the way of the keys.
     """
@@ -37,11 +37,11 @@ class SequenceCache:
     logits: Any = None
     source: str = ""
     shared: int = 0
-    emitting: dict[int, int] = field(default_factory=dict)
-    expected: set[int] = field(default_factory=set)
+    checkpoint_slots: dict[int, int] = field(default_factory=dict)
+    likely_resume: set[int] = field(default_factory=set)
     guarded: list[Checkpoint] = field(default_factory=list)
-    ring: int | None = None
-    behind: int = 0
+    delta_log: int | None = None
+    unflushed: int = 0
     prompt: array[int] = field(default_factory=lambda: array("q"))
     node: Node | None = None
 
@@ -58,7 +58,7 @@ class SequenceCache:
     @property
     def base(self) -> int:
         """Tokens that the state in the slot stands for."""
-        return self.done - self.behind
+        return self.done - self.unflushed
 
     @property
     def covered(self) -> int:

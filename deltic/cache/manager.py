@@ -48,11 +48,11 @@ class HybridCache:
         self.pools, self.reuse, self.sizes = pools, reuse, pools.sizes
         self.tiers = tuple(tiers) if reuse else ()
         self.accounts = BlockAccounts(self.sizes)
-        self.pages, self.slots, self.rings = self.accounts.pages, self.accounts.slots, self.accounts.rings
+        self.pages, self.slots, self.delta_logs = self.accounts.pages, self.accounts.slots, self.accounts.delta_logs
         self.tree = self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
-        self._rests: list[PreemptedState] = []
-        self.lost = False
+        self._preempted: list[PreemptedState] = []
+        self.poisoned = False
         """Not all was done to the pools that should have been: nothing in them is what the accounts say, until all
         leases and snapshots are given back and `start_anew` is called."""
 
@@ -62,35 +62,35 @@ class HybridCache:
         self.accounts.queue.clear()
         return operations
 
-    def flush(self) -> None:
+    def flush_operations(self) -> None:
         """Have all that is queued done now, outside of a plan."""
         if self.accounts.queue:
-            self.carry_out(self.take_operations())
+            self.apply_operations(self.take_operations())
 
-    def carry_out(self, operations: Sequence[Operation]) -> None:
+    def apply_operations(self, operations: Sequence[Operation]) -> None:
         """Have these done, which were taken from the queue. Where that raises, the cache is `lost`."""
         try:
-            if self.lost:
+            if self.poisoned:
                 raise UnavailableError("the cache's memory is not what its accounts say, as an earlier operation on it "
                                        "failed: load the model anew")
             self.pools.apply(operations)
         except BaseException:
-            self.lost = True
+            self.poisoned = True
             self.pools.forget(operations)
             raise
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Give up all prefixes, and what was still to be done, of a cache that is `lost`; the tiers keep theirs. Only
         where nothing is leased, and no snapshot kept."""
-        assert not self.accounts.leases and not self.accounts.snapshots, "somebody still relies on the pools"
+        assert not self.accounts.sequences and not self.accounts.snapshots, "somebody still relies on the pools"
         self.clear()
         self.pools.forget(self.take_operations())
-        self.lost = False
+        self.poisoned = False
 
     @property
-    def at_rest(self) -> bool:
+    def idle(self) -> bool:
         """Whether nothing is leased or kept outside of the tree."""
-        return not self.accounts.leases and not self.accounts.snapshots and not self._rests
+        return not self.accounts.sequences and not self.accounts.snapshots and not self._preempted
 
     def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: LoadRequest = NOTHING,
               end: bool = True, keys: list[int] | None = None) -> SequenceCache | None:
@@ -123,9 +123,13 @@ class HybridCache:
         slot = self.accounts.take_slot()
         return None if slot is None else self.accounts.book(SequenceCache(slot))
 
-    def fetch(self, prompt: Sequence[int]) -> LoadRequest:
+    def start_load(self, prompt: Sequence[int]) -> LoadRequest:
         """Have the tiers look for a deeper position than `known` ones; to be polled, then given to `admit`."""
-        return LoadRequest(prompt, self.known(prompt), self.tiers, self.pools.door) if self.tiers else NOTHING
+        return (
+            LoadRequest(prompt, self.cached_length(prompt), self.tiers, self.pools.item_validator)
+            if self.tiers
+            else NOTHING
+        )
 
     def _arrive(self, fetch: LoadRequest, room: int, known: int) -> SequenceCache | None:
         """A lease at a position that came from a tier."""
@@ -154,7 +158,7 @@ class HybridCache:
 
     def _emit_here(self, lease: SequenceCache) -> None:
         """Have the present position kept, for other sequences."""
-        slot = self.emit(lease, lease.done)
+        slot = self.reserve_checkpoint(lease, lease.done)
         if slot is not None:
             self._queue(CopySlot(lease.slot, slot))
 
@@ -181,7 +185,7 @@ class HybridCache:
         _guard(lease, checkpoint)
         return lease
 
-    def known(self, prompt: Sequence[int], end: bool = True) -> int:
+    def cached_length(self, prompt: Sequence[int], end: bool = True) -> int:
         """Tokens that `admit` would find done."""
         checkpoint = self.tree.match(prompt, end).checkpoint if self.reuse else None
         return checkpoint.done if checkpoint else 0
@@ -200,18 +204,18 @@ class HybridCache:
         lease.pages += pages or []
         return min(tokens, lease.covered - lease.done)
 
-    def emit(self, lease: SequenceCache, position: int) -> int | None:
+    def reserve_checkpoint(self, lease: SequenceCache, position: int) -> int | None:
         """A slot for a step to write the lease's state at `position` to; None if none can be had."""
-        if not self.reuse or position in lease.emitting:
+        if not self.reuse or position in lease.checkpoint_slots:
             return None
         slot = self.accounts.take_slot()
         if slot is not None:
-            lease.emitting[position] = slot
+            lease.checkpoint_slots[position] = slot
         return slot
 
-    def keep_emitted(self, lease: SequenceCache, logits: object = None) -> None:
+    def commit_checkpoints(self, lease: SequenceCache, logits: object = None) -> None:
         """Put the states emitted so far into the tree. logits: of the last committed token, kept with its state."""
-        emitting, lease.emitting = lease.emitting, {}
+        emitting, lease.checkpoint_slots = lease.checkpoint_slots, {}
         for position, slot in emitting.items():
             tail = position % PAGE
             page = self.accounts.own_page(lease.pages[position // PAGE]) if tail and position <= lease.done else None
@@ -219,8 +223,8 @@ class HybridCache:
                 self.slots.release([slot])
                 continue
             checkpoint = self._keep(lease, position, slot, page, logits if position == lease.done else None)
-            if position in lease.expected:
-                checkpoint.expected = True
+            if position in lease.likely_resume:
+                checkpoint.likely_resume = True
                 _guard(lease, checkpoint)
 
     def _keep(self, lease: SequenceCache, done: int, slot: int, page: int | None, logits: Any = None,
@@ -237,22 +241,22 @@ class HybridCache:
             self._queue(StoreItem(item, tuple(lease.pages[:-(-done // PAGE)]), checkpoint.slot))
         return checkpoint
 
-    def keep_sound(self, lease: SequenceCache) -> bool:
+    def commit_if_finite(self, lease: SequenceCache) -> bool:
         """Put the states emitted so far into the tree although no logits were seen that depend on them, if all that the
         lease holds is finite; else give them up. Returns whether it is."""
         if not self.reuse:
             return False
-        self.settle(lease)
+        self.flush_delta_log(lease)
         try:
-            self.flush()
-            sound = self.pools.sound((lease.slot, *lease.emitting.values()), lease.pages, lease.done)
+            self.flush_operations()
+            sound = self.pools.sound((lease.slot, *lease.checkpoint_slots.values()), lease.pages, lease.done)
         except Exception:  # such as that a look takes memory that is not there
             log.exception("a prefix is not kept, as nobody can say whether it is sound")
             sound = False
         if sound:
-            self.keep_emitted(lease)
-        self.slots.release(lease.emitting.values())
-        lease.emitting = {}
+            self.commit_checkpoints(lease)
+        self.slots.release(lease.checkpoint_slots.values())
+        lease.checkpoint_slots = {}
         return sound
 
     def commit(self, lease: SequenceCache, count: int, base: int | None = None) -> None:
@@ -265,17 +269,17 @@ class HybridCache:
         assert lease.done + count <= lease.covered, "tokens are committed past the granted pages"
         assert 0 <= count <= len(lease.keys) - lease.done, "tokens are committed that the sequence does not have"
         lease.done += count
-        lease.behind = 0 if base is None else lease.done - base
-        assert 0 <= lease.behind <= RING, "the cursor is not within the replay ring"
+        lease.unflushed = 0 if base is None else lease.done - base
+        assert 0 <= lease.unflushed <= RING, "the cursor is not within the replay ring"
 
-    def retreat(self, lease: SequenceCache, done: int) -> bool:
+    def rollback(self, lease: SequenceCache, done: int) -> bool:
         """Take back the last committed tokens, which were drafts that nobody else has seen; False, and no change, if
         they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2). The keys are the
         caller's to change."""
         if not (lease.base if self.sizes.recurrent else 0) <= done <= lease.done:
             return False
         assert self.pages.alone(lease.pages[done // PAGE:]), "tokens are taken back that others have"
-        lease.behind = max(lease.behind - (lease.done - done), 0)
+        lease.unflushed = max(lease.unflushed - (lease.done - done), 0)
         lease.done = done
         self._cut(lease)
         return True
@@ -287,42 +291,42 @@ class HybridCache:
         if lease.node and lease.done < lease.node.depth * PAGE:
             lease.node = None
 
-    def settle(self, lease: SequenceCache) -> None:
+    def flush_delta_log(self, lease: SequenceCache) -> None:
         """Bring the state in the slot forward to the cursor, so that all of the replay ring is free."""
         self.accounts.copy_state(lease, lease.slot)
-        lease.behind = 0
+        lease.unflushed = 0
 
-    def fold(self, lease: SequenceCache, base: int, done: int) -> None:
+    def queue_delta_flush(self, lease: SequenceCache, base: int, done: int) -> None:
         """Bring the state in the slot, which stands for `base` tokens as soon as a step in flight is over, forward to
         `done` tokens, which are committed. The lease knows of neither: `commit` tells it."""
-        assert lease.ring is not None and done <= lease.done, "a state is brought to tokens that may not stay"
+        assert lease.delta_log is not None and done <= lease.done, "a state is brought to tokens that may not stay"
         if base < done:
-            self.accounts.queue.append(FlushDeltaLog(lease.slot, lease.ring, base, done))
+            self.accounts.queue.append(FlushDeltaLog(lease.slot, lease.delta_log, base, done))
 
-    def take_ring(self, lease: SequenceCache) -> bool:
+    def attach_delta_log(self, lease: SequenceCache) -> bool:
         """Give the lease a replay ring, if it has none; False if there is none to be had. Where no layer is recurrent
         nobody needs one."""
-        if lease.ring is None:
-            unit = self.rings.take()
-            lease.ring = unit[0] if unit else None
-        return lease.ring is not None or not self.sizes.recurrent
+        if lease.delta_log is None:
+            unit = self.delta_logs.take()
+            lease.delta_log = unit[0] if unit else None
+        return lease.delta_log is not None or not self.sizes.recurrent
 
-    def exchange_slots(self, lease: SequenceCache, other: SequenceCache) -> None:
+    def swap_slots(self, lease: SequenceCache, other: SequenceCache) -> None:
         """Swap slots: `lease` takes the state that a step wrote into the slot of `other` instead of its own."""
         lease.slot, other.slot = other.slot, lease.slot
-        self.accounts.leases[lease.slot], self.accounts.leases[other.slot] = lease, other
+        self.accounts.sequences[lease.slot], self.accounts.sequences[other.slot] = lease, other
 
-    def set_aside(self, count: int) -> None:
+    def allocate_spare_slots(self, count: int) -> None:
         """Have so many spare slots, or as many as leave one for each of as many sequences and one more."""
         spares, free = self.accounts.spares, self.slots.free
         spares.update(dict.fromkeys(self.slots.take(max(min(count - len(spares), free - count - 1), 0)) or ()))
 
-    def exchange_spare(self, lease: SequenceCache, spare: int) -> None:
+    def swap_spare_slot(self, lease: SequenceCache, spare: int) -> None:
         """The lease's state is the one that a step wrote to this spare slot; its own becomes a spare one."""
         spares = self.accounts.spares
         del spares[spare]
         spares[lease.slot] = None
-        del self.accounts.leases[lease.slot]
+        del self.accounts.sequences[lease.slot]
         lease.slot = spare
         self.accounts.book(lease)
 
@@ -342,7 +346,7 @@ class HybridCache:
         copy = self.fork(lease) if logits is None or self._rows_held < self.rows else None
         if copy is None:
             return None
-        del self.accounts.leases[copy.slot]
+        del self.accounts.sequences[copy.slot]
         kept = CacheSnapshot(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
         self.accounts.snapshots[kept.slot] = kept
         self.tree.keep_logits(self.rows - self._rows_held)
@@ -358,7 +362,7 @@ class HybridCache:
         self.accounts.expect(lease)
         if snapshot is None:
             self.pages.release(lease.pages)
-            lease.pages, lease.keys, lease.done, lease.behind = [], [], 0, 0
+            lease.pages, lease.keys, lease.done, lease.unflushed = [], [], 0, 0
             self._cut(lease)
             return True
         self.accounts.expect(snapshot)
@@ -369,7 +373,7 @@ class HybridCache:
         lease.pages = []
         pages = self.accounts.share_pages(snapshot.pages, snapshot.done)
         assert pages is not None
-        lease.pages, lease.keys, lease.done, lease.behind = pages, [*snapshot.tokens], snapshot.done, 0
+        lease.pages, lease.keys, lease.done, lease.unflushed = pages, [*snapshot.tokens], snapshot.done, 0
         lease.prompt, lease.node = array("q"), None
         self._queue(CopySlot(snapshot.slot, lease.slot))
         return True
@@ -389,7 +393,7 @@ class HybridCache:
 
     def close(self) -> None:
         """Wait until the tiers have written what they were given."""
-        self.flush()
+        self.flush_operations()
         for tier in self.tiers:
             tier.close()
 
@@ -398,15 +402,17 @@ class HybridCache:
         for tier in self.tiers:
             tier.prepare()
 
-    def can_rest(self, room: int) -> bool:
+    def can_preempt(self, room: int) -> bool:
         """Whether what a lease holds would stay in the tree if it rested, beside all that runs and rests, and a
         newcomer, where all together take `room` tokens more."""
         holders = self.accounts.holders
-        states = len(holders) + len(self._rests) + 1
-        pages = sum(len(holder.pages) for holder in holders) + sum(rest.pages for rest in self._rests) - (-room // PAGE)
+        states = len(holders) + len(self._preempted) + 1
+        pages = (
+            sum(len(holder.pages) for holder in holders) + sum(rest.pages for rest in self._preempted) - (-room // PAGE)
+        )
         return states <= self.slots.size - self.slots.size // 8 and pages <= self.pages.size
 
-    def rest(self, lease: SequenceCache, keep: bool) -> PreemptedState:
+    def preempt(self, lease: SequenceCache, keep: bool) -> PreemptedState:
         """Give back all that the lease owns, as `release`, for a sequence that will go on soon: what it would return to
         stays guarded until `wake`, and the tiers get nothing."""
         rest, lease.guarded = PreemptedState(lease.guarded, len(lease.pages)), []
@@ -414,12 +420,12 @@ class HybridCache:
         if end:
             rest.guarded.append(end)
             end.guards += 1
-        self._rests.append(rest)
+        self._preempted.append(rest)
         return rest
 
-    def wake(self, rest: PreemptedState, lease: SequenceCache | None = None) -> None:
+    def resume_preempted(self, rest: PreemptedState, lease: SequenceCache | None = None) -> None:
         """The sequence goes on with this lease, or never."""
-        self._rests.remove(rest)
+        self._preempted.remove(rest)
         if lease:
             lease.guarded += rest.guarded
         else:
@@ -431,25 +437,25 @@ class HybridCache:
         returned. lasting: the tiers get them too."""
         self.accounts.expect(lease)
         if keep and self.reuse:
-            self.settle(lease)
-        del self.accounts.leases[lease.slot]
-        self.rings.release([] if lease.ring is None else [lease.ring])
-        self.slots.release(lease.emitting.values())
+            self.flush_delta_log(lease)
+        del self.accounts.sequences[lease.slot]
+        self.delta_logs.release([] if lease.delta_log is None else [lease.delta_log])
+        self.slots.release(lease.checkpoint_slots.values())
         full, rest = divmod(lease.done, PAGE)
         for checkpoint in lease.guarded:
             checkpoint.guards -= 1
         if keep and self.reuse and lease.done:
-            passed = self.tree.supersede(lease.prefix(lease.done), lease.expected, lease.node)
+            passed = self.tree.supersede(lease.prefix(lease.done), lease.likely_resume, lease.node)
             end = self._keep(lease, lease.done, lease.slot, lease.pages[full] if rest else None, lasting=lasting)
-            end.expected = True
-            _succeed(passed, end, lease.expected)
+            end.likely_resume = True
+            _succeed(passed, end, lease.likely_resume)
             self.pages.release([*lease.pages[:full], *lease.pages[full + bool(rest):]])
             return end
         self.pages.release(lease.pages)
         self.slots.release([lease.slot])
         return None
 
-    def drop(self, snapshot: CacheSnapshot) -> None:
+    def release_snapshot(self, snapshot: CacheSnapshot) -> None:
         """Give back all that the snapshot owns."""
         self.accounts.expect(snapshot)
         del self.accounts.snapshots[snapshot.slot]
@@ -468,7 +474,10 @@ class HybridCache:
         self.accounts.queue.append(operation)
 
     def _guarded(self) -> list[list[Checkpoint]]:
-        return [*(lease.guarded for lease in self.accounts.leases.values()), *(rest.guarded for rest in self._rests)]
+        return [
+            *(lease.guarded for lease in self.accounts.sequences.values()),
+            *(rest.guarded for rest in self._preempted),
+        ]
 
     def owns(self, holder: SequenceCache | CacheSnapshot) -> bool:
         """Whether the lease or snapshot is one of this cache and still stands."""
@@ -485,4 +494,4 @@ def _succeed(passed: Sequence[Checkpoint], end: Checkpoint, expected: set[int]) 
     conversation that resumes at the first of several positions, the end of the opening."""
     turns = [one for one in passed if one is not end and (len(expected) == 1 or one.done > min(expected))]
     for index, one in enumerate(turns):
-        one.later = (*turns[index + 1:], end)
+        one.superseded = (*turns[index + 1:], end)

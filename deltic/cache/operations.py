@@ -38,7 +38,7 @@ class FlushDeltaLog:
     """Bring the state in a slot, which stands for `base` tokens, forward to `done` with what lies in a replay ring."""
 
     slot: int
-    ring: int
+    delta_log: int
     base: int
     done: int
 
@@ -92,7 +92,7 @@ class PoolSizes:
 
     pages: int
     slots: int
-    rings: int = 0
+    delta_logs: int = 0
     token_bytes: int = 0
     slot_bytes: int = 0
     recurrent: bool = True
@@ -111,7 +111,7 @@ class Pools(Protocol):
         """How many units there are, and what they cost."""
 
     @property
-    def door(self) -> ItemValidator:
+    def item_validator(self) -> ItemValidator:
         """What may come in from a tier."""
 
     def apply(self, operations: Sequence[Operation]) -> None:

@@ -69,13 +69,13 @@ class Checkpoint:
     """A kept position of `done` tokens: a state slot and, with a tail, the partial page.
 
     logits: those of the last token, if a prompt ended here.
-    above: the next kept position on the way to the root.
-    expected: a following prompt is likely to resume here.
+    parent: the next kept position on the way to the root.
+    likely_resume: a following prompt is likely to resume here.
     guards: how many running sequences would return here.
     pinned: to be kept for as long as anything can be.
     uses: how many resumed here.
     locks: how many are just doing so.
-    later: those of the same conversation that nobody will need who resumes here.
+    superseded: those of the same conversation that nobody will need who resumes here.
     age: of the tree at the last use.
     """
 
@@ -84,20 +84,20 @@ class Checkpoint:
     slot: int
     page: int | None
     done: int
-    above: Checkpoint | None
+    parent: Checkpoint | None
     logits: Any = None
-    expected: bool = False
+    likely_resume: bool = False
     pinned: bool = False
     guards: int = 0
     uses: int = 0
     locks: int = 0
-    later: tuple[Checkpoint, ...] = ()
+    superseded: tuple[Checkpoint, ...] = ()
     age: float = 0.0
 
     @property
     def saved(self) -> int:
         """Tokens that it spares over the next checkpoint above."""
-        return self.done - (self.above.done if self.above else 0)
+        return self.done - (self.parent.done if self.parent else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +168,9 @@ class PrefixTree:
             self._ends[checkpoint] = None
         checkpoint.uses += 1
         checkpoint.age = self._age
-        for later in checkpoint.later:
-            later.expected = later.uses > 0
-        checkpoint.later = ()
+        for later in checkpoint.superseded:
+            later.likely_resume = later.uses > 0
+        checkpoint.superseded = ()
 
     def supersede(self, tokens: Sequence[int], expected: Collection[int], near: Node | None = None
                   ) -> list[Checkpoint]:
@@ -184,7 +184,9 @@ class PrefixTree:
             on_the_way = [checkpoint for checkpoint in node.checkpoints.values() if rest.startswith(checkpoint.tail)]
             found += [checkpoint for checkpoint in on_the_way if checkpoint.done in expected]
             for checkpoint in on_the_way:
-                checkpoint.expected = checkpoint.expected and (checkpoint.done in expected or checkpoint.uses > 1)
+                checkpoint.likely_resume = checkpoint.likely_resume and (
+                    checkpoint.done in expected or checkpoint.uses > 1
+                )
         return sorted(found, key=lambda checkpoint: checkpoint.done)
 
     def path(self, checkpoint: Checkpoint) -> list[int]:
@@ -272,7 +274,7 @@ class PrefixTree:
             assert node.kept, "a node in the tree says that it is not"
 
     def _order(self, checkpoint: Checkpoint) -> tuple[bool, bool, bool, float]:
-        return checkpoint.pinned, checkpoint.guards > 0, checkpoint.expected, self._worth(checkpoint)
+        return checkpoint.pinned, checkpoint.guards > 0, checkpoint.likely_resume, self._worth(checkpoint)
 
     def _worth(self, checkpoint: Checkpoint) -> float:
         saved = checkpoint.saved
@@ -350,11 +352,11 @@ class PrefixTree:
         del self._checkpoints[checkpoint]
         del checkpoint.node.checkpoints[checkpoint.tail]
         self._ends.pop(checkpoint, None)
-        checkpoint.logits, checkpoint.later = None, ()
+        checkpoint.logits, checkpoint.superseded = None, ()
         self.changes += 1
         for other in self._checkpoints:
-            if other.above is checkpoint:
-                other.above = checkpoint.above
+            if other.parent is checkpoint:
+                other.parent = checkpoint.parent
         self._slots.release([checkpoint.slot])
         self._pages.release([] if checkpoint.page is None else [checkpoint.page])
         node = checkpoint.node

@@ -37,11 +37,11 @@ STATE_LAYOUT = 1
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How a cache differs from the plain one of a model. rings: sequences that may have a replay ring at the same time.
-    head: the model's draft head runs, which has K/V of its own and reads the last hidden state. tiled: as in
+    """How a cache differs from the plain one of a model. delta_logs: sequences that may have a replay ring at the same
+    time. head: the model's draft head runs, which has K/V of its own and reads the last hidden state. tiled: as in
     `GdnSpec`. kv: dtype of K/V; None: the model's. state: of recurrent states."""
 
-    rings: int = 0
+    delta_logs: int = 0
     head: bool = False
     tiled: bool = False
     kv: torch.dtype | None = None
@@ -87,7 +87,7 @@ class CachePools:
     conv: [G, slots, conv_kernel, C].
     ops: what copies and folds.
     hidden: [1, slots, H] float32, of a slot's last token after the final norm; None without a draft head.
-    rings: inputs, keys, updates, decays of `DeltaLogView`, each with a leading dimension G; None without rings.
+    delta_logs: inputs, keys, updates, decays of `DeltaLogView`, each with a leading dimension G; None without rings.
     tiled: as in `GdnSpec`.
     vocabulary: size of the logits that are kept with states; None: any.
     arriving: of each attention layer, as in `KvView`.
@@ -106,7 +106,7 @@ class CachePools:
     conv: Tensor
     ops: Ops
     hidden: Tensor | None = None
-    rings: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    delta_logs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     tiled: bool = False
     vocabulary: int | None = None
     arriving: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -134,11 +134,17 @@ class CachePools:
         """How many units there are, and what they cost."""
         page, slot = (sum(tensor[:, :1].numel() * tensor.itemsize for tensor in tensors)
                       for tensors in (self.page_tensors, self.slot_tensors))
-        return PoolSizes(self.keys.shape[1], self.recurrent.shape[1], self.rings[0].shape[1] if self.rings else 0,
-                         page // PAGE, slot, len(self.recurrent) > 0)
+        return PoolSizes(
+            self.keys.shape[1],
+            self.recurrent.shape[1],
+            self.delta_logs[0].shape[1] if self.delta_logs else 0,
+            page // PAGE,
+            slot,
+            len(self.recurrent) > 0,
+        )
 
     @property
-    def door(self) -> PoolItemValidator:
+    def item_validator(self) -> PoolItemValidator:
         """What may come in from a tier."""
         return PoolItemValidator(self)
 
@@ -152,8 +158,8 @@ class CachePools:
 
     def state_views(self) -> tuple[StateView, ...]:
         rings: list[DeltaLogView | None] = [None] * len(self.recurrent)
-        if self.rings:
-            rings = [DeltaLogView(*layer, self.tiled) for layer in zip(*self.rings, strict=True)]
+        if self.delta_logs:
+            rings = [DeltaLogView(*layer, self.tiled) for layer in zip(*self.delta_logs, strict=True)]
         return tuple(map(StateView, self.recurrent, self.conv, rings))
 
     def hold(self, content: object) -> int:
@@ -229,8 +235,11 @@ class CachePools:
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
              extras: PoolOptions = PLAIN) -> CachePools:
     """Reserve address space for the pools; ConfigError naming what makes them smaller if that is refused."""
-    size = (pages * page_bytes(config, extras.kv or dtype, extras.head)
-            + slots * slot_bytes(config, dtype, extras.head, extras.state) + extras.rings * ring_bytes(config, dtype))
+    size = (
+        pages * page_bytes(config, extras.kv or dtype, extras.head)
+        + slots * slot_bytes(config, dtype, extras.head, extras.state)
+        + extras.delta_logs * ring_bytes(config, dtype)
+    )
     with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
                     "choose a smaller `memory`, which `max_context` and `max_batch` must then fit", "memory"):
         return _allocate(config, pages, slots, dtype, ops, device, extras)
@@ -250,7 +259,7 @@ def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, o
         conv=reserve((recurrent, slots, *conv), dtype, device),
         ops=ops,
         hidden=reserve((1, slots, config.hidden_size), torch.float32, device) if extras.head else None,
-        rings=_rings(config, extras.rings, dtype, device), tiled=extras.tiled,
+        delta_logs=_rings(config, extras.delta_logs, dtype, device), tiled=extras.tiled,
         vocabulary=config.vocab_size,
     )
 

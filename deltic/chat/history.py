@@ -60,14 +60,14 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class HistoryTurn:
     """A prompt, and what is needed to remember its answers.
 
-    boundaries: positions that following prompts are expected to share.
+    stable_prefixes: positions that following prompts are expected to share.
     state: the hash of all that the client can see up to here, with calls typed by the schemas. Of the ids the first
         `kept` are those of the note `parent`.
     opening, thoughts: as in `AnswerRecord`, of the answers so far. owner: who has the answers.
     """
 
     ids: tuple[int, ...]
-    boundaries: tuple[int, ...]
+    stable_prefixes: tuple[int, ...]
     parent: str = ""
     kept: int = 0
     opening: int = 0

@@ -187,11 +187,11 @@ class ChatProcessor:
         guide = None if budget is None else partial(
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
-        job = _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
+        job = _job(turn.ids, sampling, router, turn.stable_prefixes, remember, guide)
         if seen and self._vision:
-            prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.boundaries)
+            prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.stable_prefixes)
             self._bound.check(len(prompt))
-            job = replace(job, request=replace(job.request, prompt=prompt, boundaries=places))
+            job = replace(job, request=replace(job.request, prompt=prompt, stable_prefixes=places))
         if grammar is None:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)

@@ -139,7 +139,7 @@ def _without_reuse(engine: Engine) -> Engine:
     runtime, known = engine.runtime, engine.runtime.cache
     assert isinstance(runtime, ModelRunner), "its pools are not here"
     known.clear()
-    assert not len(known.tree) and known.at_rest, "the pools are in use"
+    assert not len(known.tree) and known.idle, "the pools are in use"
     return Engine(replace(runtime, cache=HybridCache(known.pools, reuse=False)))
 
 

@@ -70,7 +70,7 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
                 "tokenizer": _text_facts(llm.chat_processor, runtime.generation.eos_token_ids),
                 "generation": runtime.generation.sampling()}
     facts = _facts(runtime.config, runtime.options, runtime.decoder.ops,
-                   (runtime.memory, PoolOptions(runtime.cache.rings.size, runtime.mtp is not None,
+                   (runtime.memory, PoolOptions(runtime.cache.delta_logs.size, runtime.mtp is not None,
                                             kv=runtime.pools.keys.dtype, state=runtime.pools.recurrent.dtype)))
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
@@ -205,7 +205,7 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, e
     kv = extras.kv or kind
     units = {"page": (plan.pages, page_bytes(config, kv, extras.head)),
              "slot": (plan.slots, slot_bytes(config, kind, extras.head, extras.state)),
-             "ring": (extras.rings, ring_bytes(config, kind))}
+             "ring": (extras.delta_logs, ring_bytes(config, kind))}
     facts: dict[str, Any] = {"kv_dtype": str(kv).removeprefix("torch."),
                              "state_dtype": str(extras.state).removeprefix("torch.")}
     for unit, (count, size) in units.items():

@@ -160,7 +160,7 @@ class ImageConfig:
     max_pixels: int = 4096 * 4096
     mean: tuple[float, ...] = _SQUARE
     std: tuple[float, ...] = _SQUARE
-    films: VideoConfig = VideoConfig()
+    videos: VideoConfig = VideoConfig()
 
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> ImageConfig:

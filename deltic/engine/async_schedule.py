@@ -29,7 +29,7 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     past the cursor, so that where a sequence turns out to be over, or is taken out, nothing has happened to it. drafts:
     whether there are to be drafts in it, which is asked last.
     """
-    shares = [share for share in flight.shares if share.live and share.draw is not None]
+    shares = [share for share in flight.scheduled if share.live and share.draw is not None]
     drawing, cache = {share.sequence for share in shares}, scheduler.cache
     others = [sequence for sequence in scheduler.running if sequence not in drawing]
     if not all(map(_is_plain, shares)) or not all(map(_reads_on, others)):
@@ -37,22 +37,22 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
     leaving = drawing - {share.sequence for share in going}
     places = min(scheduler.max_batch - len(scheduler.running) + len(leaving), len(scheduler.waiting))
-    if places and any(_goes_on(scheduler.waiting, share) for share in flight.shares if share.live):
+    if places and any(_goes_on(scheduler.waiting, share) for share in flight.scheduled if share.live):
         return None  # from a state that is kept when this step is known to be sound
     alone = not others and not places
     if not alone and flight.read > scheduler.token_budget // _LONG:
         return None  # who comes while two long steps are on their way would wait for both
-    deferring = alone and scheduler.defers(len(going))
-    if alone and not deferring and any(share.lease.behind for share in shares):
+    deferring = alone and scheduler.defers_state_writes(len(going))
+    if alone and not deferring and any(share.cache.unflushed for share in shares):
         return None
     spares = iter(tuple(cache.accounts.spares))
     enough = len(going) + len(others) + places <= len(cache.accounts.spares)
-    short = [share.lease for share in going if share.lease.done == share.lease.covered]
+    short = [share.cache for share in going if share.cache.done == share.cache.covered]
     if (alone and not going) or not enough or len(short) > cache.pages.free or drafts():
         return None
     for lease in short:
         cache.reserve(lease, 1)
-    rows = [_row(share, next(spares), deferring and defers(cache, share.lease)) for share in going]
+    rows = [_row(share, next(spares), deferring and defers(cache, share.cache)) for share in going]
     return scheduler.plan_behind(rows, [share.sequence for share in going], leaving, spares)
 
 
@@ -67,14 +67,14 @@ def plan_behind_drafts(scheduler: Scheduler, flight: InFlight, depth: Callable[[
     to it. depth: how many drafts each row shall have, which is asked where some may be had. promised: gives so many,
     and is asked last.
     """
-    cache, shares = scheduler.cache, flight.shares
+    cache, shares = scheduler.cache, flight.scheduled
     if scheduler.waiting or len(shares) != len(scheduler.running) or not all(map(_drafts_on, shares)):
         return None
     drafts = depth()
     if not drafts or not all(_has_room(share, drafts) for share in shares):
         return None
     # and for what is drafted behind this one in turn
-    room = [(share.lease, share.tokens + 2 * drafts + 1) for share in shares]
+    room = [(share.cache, share.tokens + 2 * drafts + 1) for share in shares]
     if any(cache.reserve(lease, count) < count for lease, count in room):
         return None
     promise = promised(drafts)
@@ -84,12 +84,12 @@ def plan_behind_drafts(scheduler: Scheduler, flight: InFlight, depth: Callable[[
 
 
 def _drafts_row(scheduler: Scheduler, share: ScheduledSequence, drafts: int) -> PlannedRow:
-    row, lease = share.row, share.lease
+    row, lease = share.row, share.cache
     assert row is not None
     base = base_after(row)
     assert base is not None
     if row.done + share.tokens + drafts + 1 - base > RING:
-        scheduler.cache.fold(lease, base, row.done)
+        scheduler.cache.queue_delta_flush(lease, base, row.done)
         share.base = base = row.done
     return PlannedRow(
         (UNKNOWN,) * (drafts + 1),
@@ -98,7 +98,7 @@ def _drafts_row(scheduler: Scheduler, share: ScheduledSequence, drafts: int) -> 
         lease.slot,
         drafts + 1,
         base=base,
-        ring=row.ring,
+        delta_log=row.delta_log,
         append=True,
         drafts=drafts,
         accepts=row.drafts,
@@ -119,7 +119,7 @@ def _drafts_on(share: ScheduledSequence) -> bool:
 
 
 def _row(share: ScheduledSequence, spare: int, append: bool) -> PlannedRow:
-    lease = share.lease
+    lease = share.cache
     return PlannedRow(
         (UNKNOWN,),
         lease.done,
@@ -128,7 +128,7 @@ def _row(share: ScheduledSequence, spare: int, append: bool) -> PlannedRow:
         1,
         target=None if append else spare,
         base=lease.base,
-        ring=lease.ring or 0,
+        delta_log=lease.delta_log or 0,
         append=append,
         drawn=share.draw,
         rotary=share.sequence.offset,
@@ -143,20 +143,20 @@ def _is_plain(share: ScheduledSequence) -> bool:
 def _obeys(share: ScheduledSequence) -> bool:
     """Whether the host has nothing to say to what the model chooses, nor to what is done with it."""
     sequence = share.sequence
-    return not (sequence.splits or share.scores or sequence.guide or sequence.constraint or wanted(sequence)
+    return not (sequence.needs_fork or share.scores or sequence.guide or sequence.constraint or wanted(sequence)
                 or sequence.request.logits_processors)
 
 
 def _goes_on(waiting: Iterable[Sequence], share: ScheduledSequence) -> bool:
     """Whether some of those that wait could begin with a state that this sequence's prompt leaves on the way; of many
     that is taken for granted."""
-    if not share.lease.emitting:
+    if not share.cache.checkpoint_slots:
         return False
-    first, known = min(share.lease.emitting), share.sequence.prompt_keys
+    first, known = min(share.cache.checkpoint_slots), share.sequence.prompt_keys
     return any(index == _LOOKS or common_length(sequence.prompt_keys, known) >= first
                for index, sequence in enumerate(islice(waiting, _LOOKS + 1)))
 
 
 def _reads_on(sequence: Sequence) -> bool:
     """Whether a sequence that draws nothing now goes on to read what is known of its prompt."""
-    return sequence.reading and sequence.blind is None and not sequence.scoring
+    return sequence.reading and sequence.first_unencoded_image is None and not sequence.scoring

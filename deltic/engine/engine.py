@@ -82,7 +82,7 @@ class Engine:
         longest = None if options.max_stall_ms is None else options.max_stall_ms / 1000
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget, StepTimes(longest),
                                    not runtime.verifies,
-                                   FEW_ROWS + 1 if runtime.defers else None)
+                                   FEW_ROWS + 1 if runtime.defers_state_writes else None)
         self.speculator = SpeculationController(runtime, self.scheduler, drafter, depth)
         self.pictures = ImageEmbeds(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
@@ -90,7 +90,7 @@ class Engine:
         self._failures = Failures(runtime, self.scheduler, self.speculator)
         self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
-            runtime.cache.set_aside(runtime.memory.max_batch)
+            runtime.cache.allocate_spare_slots(runtime.memory.max_batch)
         self._flight: InFlight | None = None
         self._sound: dict[Sequence, ScheduledSequence] = {}
         """Those that have drawn a sound token since what they have emitted was kept."""
@@ -194,7 +194,7 @@ class Engine:
         live = {sequence for group in self._sequences.values() for sequence in group}
         assert len(queued) == len(live) and live.issuperset(queued), "the queues hold other sequences than the engine"
         if not self.scheduler.running and not self.scheduler.waiting:
-            assert self.runtime.cache.at_rest, "a finished or paused sequence still has a lease"
+            assert self.runtime.cache.idle, "a finished or paused sequence still has a lease"
 
     def close(self) -> None:
         """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
@@ -206,15 +206,15 @@ class Engine:
 
     def _launch(self) -> InFlight | None:
         """Draft, admit, plan, run and draw; None if there is nothing to do."""
-        self._failures.mend()
+        self._failures.recover()
         self.launcher.masks.begin(self.scheduler.running)
         drafting = self.speculator.draft()
-        self._failures.mend()
+        self._failures.recover()
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
             self._blame_picture(*failed)
         plan, sequences = self.scheduler.plan()
         if self._failures.gives_up(plan):
-            self._failures.mend()
+            self._failures.recover()
             return None
         promise = self.speculator.promise
         if promise and not promise.covers(sequences):
@@ -223,13 +223,13 @@ class Engine:
         flight = self.launcher.launch(plan, sequences, ready, promise=promise)
         flight.drafting = drafting
         self.speculator.draft_ahead(flight)
-        return flight if flight.shares or flight.error else None
+        return flight if flight.scheduled or flight.error else None
 
     def _launch_ahead(self, flight: InFlight) -> InFlight | None:
         """The step after the one in flight; None where it has to wait for that one's tokens."""
-        if any(share.draft_tokens for share in flight.shares):
+        if any(share.draft_tokens for share in flight.scheduled):
             return self._launch_behind_drafts(flight)
-        live = [share.sequence for share in flight.shares if share.live]
+        live = [share.sequence for share in flight.scheduled if share.live]
         ahead = plan_ahead(self.scheduler, flight, partial(self.speculator.drafts_next, live))
         if ahead is None:
             return None
@@ -255,10 +255,10 @@ class Engine:
         self.stats.ahead += 1
         plan, promise = ahead
         if self.runtime.mtp_runner:
-            hidden = self.runtime.mtp_runner.hidden(sum(share.tokens for share in flight.shares))
-            for share in flight.shares:
+            hidden = self.runtime.mtp_runner.hidden(sum(share.tokens for share in flight.scheduled))
+            for share in flight.scheduled:
                 share.hidden = hidden
-        sequences = [share.sequence for share in flight.shares]
+        sequences = [share.sequence for share in flight.scheduled]
         following = self.launcher.launch(plan, sequences, promise=promise)
         following.drafting = sequences
         return following
@@ -266,33 +266,33 @@ class Engine:
     def _draft_on(self, following: InFlight | None) -> None:
         """The step before this one, if there is one in flight, was collected: have drafted what follows it."""
         if following and following.promise:
-            following.begins()
-            if all(share.live for share in following.shares):
+            following.resolve_positions()
+            if all(share.live for share in following.scheduled):
                 self.speculator.draft_ahead(following)
 
     def _commit(self, flight: InFlight) -> None:
         """Move the cursors over what the step has processed, but for drafts: all of it is known to be right by now."""
         cache = self.runtime.cache
-        for share in flight.shares:
+        for share in flight.scheduled:
             row, sequence = share.row, share.sequence
             if row is None or not share.live:
                 continue
             if not row.drafts:
-                cache.commit(share.lease, len(row.tokens), base_after(row))
+                cache.commit(share.cache, len(row.tokens), base_after(row))
             if row.target is not None:
-                cache.exchange_spare(share.lease, row.target)
+                cache.swap_spare_slot(share.cache, row.target)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
 
     def _collect(self, flight: InFlight) -> None:
         """See what the step has drawn, and follow it in every sequence that still runs."""
-        flight.keep_promise()
-        for share in flight.shares:
+        flight.resolve_drafts()
+        for share in flight.scheduled:
             if share.live and share.scores:
                 self._score(share.sequence, share.scores.report())
         if flight.sampled is None and flight.vectors is None:
             return
         chosen = self.launcher.wait(flight)
-        for share in flight.shares:
+        for share in flight.scheduled:
             if share.live and share.vector is not None and flight.vectors is not None:
                 self._give(share, flight.vectors[share.vector])
             if share.draw is None or chosen is None or not share.live:
@@ -303,9 +303,9 @@ class Engine:
                     raise share.error
                 if self._known.postpone(share, chosen.healthy[share.draw]):
                     continue
-                if chosen.healthy[share.draw] and share.lease.emitting:
+                if chosen.healthy[share.draw] and share.cache.checkpoint_slots:
                     self._sound[sequence] = share
-                if chosen.healthy[share.draw] and sequence.splits:
+                if chosen.healthy[share.draw] and sequence.needs_fork:
                     self._keep_emitted()
                     self._split(sequence, share.end)
                 self._follow(share, chosen, share.draw)
@@ -319,7 +319,7 @@ class Engine:
             sequence, share = self._sound.popitem()
             try:
                 if share.live:
-                    self.runtime.cache.keep_emitted(share.lease, share.end)
+                    self.runtime.cache.commit_checkpoints(share.cache, share.end)
             except Exception as error:
                 self._blame(sequence, error)
 
@@ -334,8 +334,8 @@ class Engine:
         sequence = share.sequence
         if not bool(vector.isfinite().all()) or bool((vector == vector[0]).all()):
             return self._fail(sequence, _SICK)
-        if share.lease.emitting:
-            self.runtime.cache.keep_emitted(share.lease)
+        if share.cache.checkpoint_slots:
+            self.runtime.cache.commit_checkpoints(share.cache)
         self._events.append(VectorEvent(sequence.request.id, array("f", vector.tolist()), sequence.usage))
         self._forget(sequence)
 
@@ -343,7 +343,7 @@ class Engine:
         """The step took so long, and read so many tokens of prompts."""
         if self.scheduler.times:
             self.scheduler.times.add(read, seconds)
-        if flight.drafting and len(flight.drafting) == len(flight.shares) == len(flight.plan.rows):
+        if flight.drafting and len(flight.drafting) == len(flight.scheduled) == len(flight.plan.rows):
             self.speculator.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
 
     def _follow(self, share: ScheduledSequence, chosen: SampledTokens, place: int) -> None:
@@ -354,8 +354,8 @@ class Engine:
                 return self._fail(sequence, _SICK)
             if draft:
                 last = right
-                self.runtime.cache.commit(share.lease, 1, share.base_after)
-            forced = sequence.forced
+                self.runtime.cache.commit(share.cache, 1, share.base_after)
+            forced = sequence.forced_tokens
             if forced is None and not chosen.possible[place + right]:
                 return self._fail(sequence, _NONE_LEFT)
             token = chosen.tokens[place + right] if forced is None else forced
@@ -383,12 +383,12 @@ class Engine:
         count = sequence.sampling.n - 1
         siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.prompt_keys)
                     for choice in range(1, count + 1)]
-        assert sequence.lease is not None
-        snapshot = self.runtime.cache.snapshot(sequence.lease, logits)
+        assert sequence.cache is not None
+        snapshot = self.runtime.cache.snapshot(sequence.cache, logits)
         origin = ForkPoint(snapshot, count) if snapshot else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
-            sibling.origin = origin
+            sibling.fork_point = origin
             self.scheduler.add(sibling)
 
     def _settle(self, share: ScheduledSequence, last: int, drawn: list[int]) -> None:
@@ -396,7 +396,7 @@ class Engine:
         known = next((index for index, draft in enumerate(share.draft_tokens) if draft != drawn[index]),
                      len(share.draft_tokens))
         if self.runtime.mtp_runner and not (share.ahead and known == last):
-            self.runtime.mtp_runner.settle(share.lease.slot, share.start + last, share.hidden)
+            self.runtime.mtp_runner.settle(share.cache.slot, share.start + last, share.hidden)
             self.speculator.disagree(share.sequence)
 
     def _take(self, sequence: Sequence, token: int, chosen: SampledTokens, row: int) -> Finish | None:
@@ -471,7 +471,7 @@ class Engine:
             limit = min(limit, len(prompt) + params.max_tokens)
         goes_on = params.ignore_eos and not request.constraint  # which knows where an answer has to end
         eos = frozenset(params.stop_token_ids) | (frozenset() if goes_on else self._eos())
-        boundaries = distinct(request.boundaries, len(prompt))
+        boundaries = distinct(request.stable_prefixes, len(prompt))
         wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
         if isinstance(request.output, Embed):
             wanted = wanted[:-1]  # nobody goes on after its end
@@ -479,7 +479,7 @@ class Engine:
                         request.matcher() if request.matcher else None, request.guide() if request.guide else None,
                         request.constraint() if request.constraint else None,
                         Repeats(params.max_repeat) if params.max_repeat else None, prompt_keys=keys,
-                        boundaries=boundaries, wanted=wanted)
+                        stable_prefixes=boundaries, wanted=wanted)
 
     def _eos(self) -> frozenset[int]:
         return frozenset(self.runtime.generation.eos_token_ids) | frozenset(self.runtime.config.eos_token_ids)

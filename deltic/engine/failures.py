@@ -28,7 +28,7 @@ class Failures:
     def lose(self, flight: InFlight, error: Exception, fail: Fail) -> None:
         """The step has raised this error: the requests in it end. Where memory ran out only the one that took most of
         it; what the step has done for the others is not known, so that they read what they have again."""
-        live = [share for share in flight.shares if share.live]
+        live = [share for share in flight.scheduled if share.live]
         if is_shortage(error) and live:
             log.error("a step of %d tokens finds no memory; the request that has most of them ends with an error",
                       sum(share.tokens for share in live), exc_info=error)
@@ -45,7 +45,7 @@ class Failures:
             if share.live:
                 self._speculator.forget(share.sequence)
                 self._scheduler.start_over(share.sequence)
-        self.mend()
+        self.recover()
 
     def end_refused(self, fail: Fail) -> None:
         """The requests end that could not be admitted."""
@@ -57,24 +57,24 @@ class Failures:
     def flush(self) -> None:
         """Have all done now that is to be done to the pools."""
         try:
-            self._runtime.cache.flush()
+            self._runtime.cache.flush_operations()
         except Exception:
             log.exception("an operation on the cache failed")
-        self.mend()
+        self.recover()
 
     def gives_up(self, plan: StepPlan) -> bool:
         """Whether the plan is of no use, as the cache was lost while it was made."""
-        if self._runtime.cache.lost:
+        if self._runtime.cache.poisoned:
             self._runtime.cache.pools.forget(plan.operations)
-        return self._runtime.cache.lost
+        return self._runtime.cache.poisoned
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """Of a cache that is lost nothing is used again: all that run read anew what they have."""
-        if not self._runtime.cache.lost:
+        if not self._runtime.cache.poisoned:
             return
         log.error("what the cache kept is given up, as an operation on it failed; all that run read their prompts anew")
         for sequence in self._scheduler.running:
             self._speculator.forget(sequence)
         self._scheduler.start_all_over()
         self._speculator.promise = None
-        self._runtime.cache.start_anew()
+        self._runtime.cache.reset()

@@ -266,7 +266,7 @@ def _count(profile: Profile, batch: Batch) -> str:
     """Count a step; returns its phase."""
     layout = batch.layout
     drafts = layout.logits == layout.tokens and max(layout.chunks, default=1) <= MAX_DRAFTS + 1
-    name = "decode" if layout.tokens == layout.rows or drafts else "mixed" if layout.singles else "prefill"
+    name = "decode" if layout.tokens == layout.rows or drafts else "mixed" if layout.decode_rows else "prefill"
     phase = profile.phases.setdefault(name, PhaseProfile())
     phase.steps += 1
     phase.tokens += layout.tokens

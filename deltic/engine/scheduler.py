@@ -45,9 +45,9 @@ to be replayed for what is saved."""
 def defers(cache: HybridCache, lease: SequenceCache) -> bool:
     """Whether what the next token does to the state is left in the lease's replay ring. Of a few tokens in a row one is
     not, so that the state is written; of different sequences not in the same step."""
-    if not cache.take_ring(lease) or lease.ring is None:
+    if not cache.attach_delta_log(lease) or lease.delta_log is None:
         return False
-    return lease.behind + 1 < RING and (lease.done + lease.ring) % DEFERRED != 0
+    return lease.unflushed + 1 < RING and (lease.done + lease.delta_log) % DEFERRED != 0
 
 
 def emits_of(
@@ -57,7 +57,7 @@ def emits_of(
     if not wanted:
         return ()
     return tuple((position, slot) for position in wanted if lease.done < position <= lease.done + count
-                 and (slot := cache.emit(lease, position)) is not None)
+                 and (slot := cache.reserve_checkpoint(lease, position)) is not None)
 
 
 class Scheduler:
@@ -95,18 +95,20 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.pending > 1 or sequence.reading:
                 prompts.append(sequence)
-            elif sequence.pending and not sequence.awaits_mask and sequence.lease and (
+            elif sequence.pending and not sequence.awaits_mask and sequence.cache and (
                     granted := self._grant(sequence, 1 + len(sequence.draft_tokens), shares)):
                 shares.append((sequence, granted))
         for sequence, count in self._read(prompts, awaited, sum(count for _, count in shares)):
-            if sequence.lease and (count := self._grant(sequence, count, shares)):
+            if sequence.cache and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
-        deferring = self.defers(len(shares)) and all(count == 1 and sequence.generated for sequence, count in shares)
+        deferring = self.defers_state_writes(len(shares)) and all(
+            count == 1 and sequence.generated for sequence, count in shares
+        )
         rows = tuple(self._row(sequence, count, deferring) for sequence, count in shares)
         return StepPlan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
 
-    def defers(self, rows: int) -> bool:
+    def defers_state_writes(self, rows: int) -> bool:
         """Whether updates of states may be deferred in a step of so many rows that only decode."""
         return self.defer_from is not None and rows >= self.defer_from
 
@@ -123,8 +125,8 @@ class Scheduler:
         awaited, shares = self._admit(len(leaving)), list[tuple[Sequence, int]]()
         prompts = [sequence for sequence in self.running if sequence.reading or sequence.pending > 1]
         for sequence, count in self._read(prompts, awaited, len(rows)):
-            assert sequence.lease is not None
-            if count := self.cache.reserve(sequence.lease, count):
+            assert sequence.cache is not None
+            if count := self.cache.reserve(sequence.cache, count):
                 shares.append((sequence, count))
         shares.sort(key=_order)
         others = tuple(replace(self._row(sequence, count, False), target=next(spares)) for sequence, count in shares)
@@ -139,7 +141,7 @@ class Scheduler:
               ) -> list[tuple[Sequence, int]]:
         """The prompts that a step reads and their token counts. answers: tokens of answers in the same step."""
         budget = max(self.token_budget - answers, 1)
-        readable = _readable([sequence for sequence in prompts if sequence.lease])
+        readable = _readable([sequence for sequence in prompts if sequence.cache])
         goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
                  for sequence, most in readable.items()]
         limit = self.times.limit(budget, answers > 0) if self.times else budget
@@ -158,11 +160,11 @@ class Scheduler:
             return
         self._forget_origin(sequence)
         self._wake(sequence)
-        if sequence.lease is None:
+        if sequence.cache is None:
             self.waiting.remove(sequence)
         else:
             self._yield(sequence)
-        sequence.fetch = sequence.hold = None
+        sequence.load = sequence.prefix_wait = None
         self.paused.append(sequence)
 
     def resume(self, sequence: Sequence) -> None:
@@ -177,12 +179,12 @@ class Scheduler:
         """Take a sequence out, wherever it is, and give back what it owns. keep: its state is good for others."""
         self._forget_origin(sequence)
         self._wake(sequence)
-        if sequence.lease is None:
+        if sequence.cache is None:
             (self.paused if sequence in self.paused else self.waiting).remove(sequence)
             return
         self.running.remove(sequence)
-        self.cache.release(sequence.lease, keep)
-        sequence.lease = None
+        self.cache.release(sequence.cache, keep)
+        sequence.cache = None
 
     def start_over(self, sequence: Sequence) -> None:
         """Have a running sequence, whose state may be no good, read all again that was not kept before."""
@@ -217,7 +219,7 @@ class Scheduler:
         if not full:
             return None
         room = len(ordered[0].tokens) + 2 * TURN * len(running)  # they go on while one rests
-        rests = self.cache.can_rest(room)
+        rests = self.cache.can_preempt(room)
         return gives_way(ordered[0], running, step, partial(self._turn, rests=rests))
 
     def _turn(self, sequence: Sequence, rests: bool) -> int | None:
@@ -240,12 +242,12 @@ class Scheduler:
                 try:
                     waits = self._await_prefix(sequence) or self._await_fetch(sequence, fetches < _FETCHES)
                     if not waits:
-                        sequence.lease = self._lease(sequence)
+                        sequence.cache = self._lease(sequence)
                 except Exception as error:
                     self.failed.append((sequence, error))
                     waits = True
                 if not waits:
-                    if sequence.lease is None:
+                    if sequence.cache is None:
                         self.waiting.appendleft(sequence)
                         break
                     sequence.turn = self._step
@@ -254,37 +256,37 @@ class Scheduler:
                     looks -= 1
                     continue
             held.append(sequence)
-            fetches += sequence.fetch is not None and sequence.fetch.begun
-            if sequence.hold:
-                position, other = sequence.hold
+            fetches += sequence.load is not None and sequence.load.begun
+            if sequence.prefix_wait:
+                position, other = sequence.prefix_wait
                 awaited[other] = min(position, awaited.get(other, position))
         self.waiting.extendleft(reversed(held))
-        if held and not self.running and held[0].fetch:
-            held[0].fetch.wait(_PATIENCE)
+        if held and not self.running and held[0].load:
+            held[0].load.wait(_PATIENCE)
         return awaited
 
     def _await_fetch(self, sequence: Sequence, begin: bool) -> bool:
         """Whether a tier still has to bring more of this sequence's prompt than the tree knows. begin: it may begin
         to."""
-        if sequence.origin or sequence.scoring or not self.cache.tiers:
+        if sequence.fork_point or sequence.scoring or not self.cache.tiers:
             return False
         keys = sequence.key_array
-        sequence.fetch = sequence.fetch or self.cache.fetch(keys[:-1] if sequence.embeds else keys)
-        return not sequence.fetch.poll(begin)
+        sequence.load = sequence.load or self.cache.start_load(keys[:-1] if sequence.embeds else keys)
+        return not sequence.load.poll(begin)
 
     def _known(self, sequence: Sequence) -> int:
         """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""
         known, changes = sequence.known
         if changes != self.cache.tree.changes:
-            known = self.cache.known(sequence.key_array, not sequence.embeds)
+            known = self.cache.cached_length(sequence.key_array, not sequence.embeds)
             sequence.known = known, self.cache.tree.changes
         return known
 
     def _await_prefix(self, sequence: Sequence) -> bool:
         """Have a sequence wait for one that is reading a prefix of it, if that pays; then that one will keep a state at
         the end of it."""
-        sequence.hold = None
-        if not self.cache.reuse or sequence.origin or sequence.scoring:
+        sequence.prefix_wait = None
+        if not self.cache.reuse or sequence.fork_point or sequence.scoring:
             return False
         reading = [other for other in self.running if other.reading]
         others, found, passed = sum(other.pending for other in reading), list[tuple[int, Sequence]](), (0, sequence)
@@ -302,16 +304,16 @@ class Scheduler:
         if found:
             position, other = max(found, key=_position)
             other.wanted = tuple(sorted({*other.wanted, position}))
-            sequence.hold = position, other
-        elif passed[0] > self._known(sequence) + PAGE and passed[1].lease:
+            sequence.prefix_wait = position, other
+        elif passed[0] > self._known(sequence) + PAGE and passed[1].cache:
             # otherwise it enters the tree once its reader has drawn a sound token
-            self.cache.keep_sound(passed[1].lease)
-        return sequence.hold is not None
+            self.cache.commit_if_finite(passed[1].cache)
+        return sequence.prefix_wait is not None
 
     def _lease(self, sequence: Sequence) -> SequenceCache | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
         room = len(sequence.tokens) + 1 if self.running else 0
-        origin, lease, keys, known = sequence.origin, None, sequence.own_keys(), sequence.key_array
+        origin, lease, keys, known = sequence.fork_point, None, sequence.own_keys(), sequence.key_array
         if origin is not None:
             if self.cache.make_room(-(-room // PAGE) - origin.snapshot.done // PAGE):
                 lease = self.cache.fork(origin.snapshot, keys)
@@ -323,7 +325,7 @@ class Scheduler:
             # from the first token that has no probability yet: at the end of what is looked for nothing is found
             known = known[:len(sequence.scores) + 1] if sequence.scoring else known
             end = not (sequence.embeds or sequence.scoring)
-            lease = self.cache.admit(known, room, sequence.fetch or NOTHING, end, keys)
+            lease = self.cache.admit(known, room, sequence.load or NOTHING, end, keys)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None
@@ -335,8 +337,8 @@ class Scheduler:
     def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:
         """Pages for up to `count` tokens. Rather than stand still it takes them from the prompt ends that waiting
         choices would fork, then from the youngest running sequences."""
-        assert sequence.lease is not None
-        while not (granted := self.cache.reserve(sequence.lease, count)):
+        assert sequence.cache is not None
+        while not (granted := self.cache.reserve(sequence.cache, count)):
             if self._drop_origin():
                 continue
             victim = self.running[-1]
@@ -348,9 +350,9 @@ class Scheduler:
 
     def _drop_origin(self) -> bool:
         """Let the youngest waiting choices process their prompt anew."""
-        origin = next((s.origin for s in reversed(self.waiting) if s.origin), None)
+        origin = next((s.fork_point for s in reversed(self.waiting) if s.fork_point), None)
         for sequence in list(self.waiting) if origin else ():
-            if sequence.origin is origin:
+            if sequence.fork_point is origin:
                 self._forget_origin(sequence)
         return origin is not None
 
@@ -363,43 +365,54 @@ class Scheduler:
     def _yield(self, sequence: Sequence, resting: bool = False, sound: bool = True) -> None:
         """Take a running sequence's lease; what it has read goes to the tree, where it will find it again, if it is
         sound. resting: it will go on soon, so that nobody shall take that."""
-        lease = sequence.lease
+        lease = sequence.cache
         assert lease is not None
-        sound = sound and (sequence.generated > 0 or self.cache.keep_sound(lease))
+        sound = sound and (sequence.generated > 0 or self.cache.commit_if_finite(lease))
         self.running.remove(sequence)
         if resting:
-            sequence.rest = self.cache.rest(lease, keep=sound)
+            sequence.rest = self.cache.preempt(lease, keep=sound)
         else:
             self.cache.release(lease, keep=sound)
         # drafts need the replay ring that they were made for
-        sequence.lease, sequence.draft_tokens, sequence.logits = None, (), None
+        sequence.cache, sequence.draft_tokens, sequence.logits = None, (), None
 
     def _wake(self, sequence: Sequence) -> None:
         if sequence.rest:
-            self.cache.wake(sequence.rest, sequence.lease)
+            self.cache.resume_preempted(sequence.rest, sequence.cache)
             sequence.rest = None
 
     def _row(self, sequence: Sequence, count: int, deferring: bool) -> PlannedRow:
-        lease = sequence.lease
+        lease = sequence.cache
         assert lease is not None
         done, end = lease.done, lease.done + count
         tokens = (*sequence.tokens[done:end], *sequence.draft_tokens)[:count]
         drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
         scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
         drawn = drafts + 1 if ends and not sequence.embeds else 0
-        append = defers(self.cache, lease) if deferring else drafts > 0 and lease.ring is not None
-        return PlannedRow(tokens, done, lease.pages, lease.slot, scored + drawn, scored=scored,
-                   emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
-                   append=append, drafts=drafts,
-                   rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
-                   hidden=ends and sequence.embeds, seen=_seen(sequence, done, end))
+        append = defers(self.cache, lease) if deferring else drafts > 0 and lease.delta_log is not None
+        return PlannedRow(
+            tokens,
+            done,
+            lease.pages,
+            lease.slot,
+            scored + drawn,
+            scored=scored,
+            checkpoints=emits_of(self.cache, lease, sequence.wanted, count),
+            base=lease.base,
+            delta_log=lease.delta_log or 0,
+            append=append,
+            drafts=drafts,
+            rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
+            hidden=ends and sequence.embeds,
+            images=_seen(sequence, done, end),
+        )
 
     def _forget_origin(self, sequence: Sequence) -> None:
-        origin, sequence.origin = sequence.origin, None
+        origin, sequence.fork_point = sequence.fork_point, None
         if origin:
             origin.waiting -= 1
             if not origin.waiting:
-                self.cache.drop(origin.snapshot)
+                self.cache.release_snapshot(origin.snapshot)
 
 
 def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
@@ -439,8 +452,8 @@ def _common(sequence: Sequence, other: Sequence) -> int:
 
 def _passed(sequence: Sequence, common: int) -> int:
     """The last position up to there whose state a sequence has left while it reads."""
-    assert sequence.lease is not None
-    return max((position for position in sequence.lease.emitting if position <= common), default=0)
+    assert sequence.cache is not None
+    return max((position for position in sequence.cache.checkpoint_slots if position <= common), default=0)
 
 
 def _position(place: tuple[int, Sequence]) -> int:
@@ -449,5 +462,5 @@ def _position(place: tuple[int, Sequence]) -> int:
 
 def _order(share: tuple[Sequence, int]) -> tuple[bool, int]:
     sequence, count = share
-    assert sequence.lease is not None
-    return count > 1, sequence.lease.slot
+    assert sequence.cache is not None
+    return count > 1, sequence.cache.slot

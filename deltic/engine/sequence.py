@@ -46,9 +46,9 @@ class Sequence:
         the request's own prompt, of which many that wait need no copies.
     keys: what prefixes are compared by, of text without a salt the tokens themselves.
     prompt_keys: those of the prompt as an array, of which parts are quickly compared; choices share it.
-    lease: None while waiting.
+    cache: None while waiting.
     positions, offset, pictures: as in `Prompt`.
-    blind: the first position that stands for a picture nobody has encoded yet; None: there is none.
+    first_unencoded_image: the first position that stands for a picture nobody has encoded yet; None: there is none.
     embeds: wanted is a vector, and no token.
     eos: ids that end the answer.
     limit: tokens at which it ends with reason "length".
@@ -57,11 +57,11 @@ class Sequence:
     constraint: says which tokens may come.
     counts: occurrences of the answer's tokens.
     penalties: what the sampler knows of them.
-    origin: where to fork from instead of processing the prompt.
-    boundaries: where following prompts are expected to part.
+    fork_point: where to fork from instead of processing the prompt.
+    stable_prefixes: where following prompts are expected to part.
     wanted: prompt positions whose state is worth keeping.
-    hold: up to which position it waits for another one to read.
-    fetch: what the tiers bring for it.
+    prefix_wait: up to which position it waits for another one to read.
+    load: what the tiers bring for it.
     known: tokens that the tree knows of it, and as of which of the tree's changes.
     turn: the step since which it runs, or waits, without a break.
     rest: what it returns to, where it waits because its turn was over.
@@ -89,13 +89,13 @@ class Sequence:
     guide: ForcedTokens | None = None
     constraint: Constraint | None = None
     repeats: Repeats | None = None
-    lease: SequenceCache | None = None
-    origin: ForkPoint | None = None
+    cache: SequenceCache | None = None
+    fork_point: ForkPoint | None = None
     prompt_keys: array[int] = field(default_factory=lambda: array("q"))
-    boundaries: tuple[int, ...] = ()
+    stable_prefixes: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
-    hold: tuple[int, Sequence] | None = None
-    fetch: LoadRequest | None = None
+    prefix_wait: tuple[int, Sequence] | None = None
+    load: LoadRequest | None = None
     known: tuple[int, int] = (0, -1)
     logits: Any = None
     processing: Any = None
@@ -119,7 +119,7 @@ class Sequence:
     positions: Positions | None = field(init=False, default=None)
     offset: int = field(init=False, default=0)
     pictures: tuple[Picture, ...] = field(init=False, default=())
-    blind: int | None = field(init=False, default=None)
+    first_unencoded_image: int | None = field(init=False, default=None)
     embeds: bool = field(init=False)
     group: str = field(init=False)
     client: str = field(init=False)
@@ -132,7 +132,7 @@ class Sequence:
         if isinstance(prompt, Prompt):
             self.positions, self.offset = prompt.positions, prompt.offset
             self.pictures = tuple(replace(each, digest=each.digest + salt) for each in prompt.pictures)
-            self.blind = self.pictures[0].start if self.pictures else None
+            self.first_unencoded_image = self.pictures[0].start if self.pictures else None
         self.group = self.request.group or self.request.id
         self.client = self.request.client or self.group
 
@@ -147,7 +147,7 @@ class Sequence:
 
     @property
     def done(self) -> int:
-        return self.lease.done if self.lease else 0
+        return self.cache.done if self.cache else 0
 
     @property
     def pending(self) -> int:
@@ -157,14 +157,14 @@ class Sequence:
     @property
     def readable(self) -> int:
         """Those of them that can be processed now."""
-        return self.pending if self.blind is None else max(self.blind - self.done, 0)
+        return self.pending if self.first_unencoded_image is None else max(self.first_unencoded_image - self.done, 0)
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def forced(self) -> int | None:
+    def forced_tokens(self) -> int | None:
         """The token that comes next whatever the model says, if there is one."""
         return self.guide.forced() if self.guide else None
 
@@ -177,15 +177,15 @@ class Sequence:
     @property
     def reading(self) -> bool:
         """Whether the prompt is still being processed for the first time."""
-        return self.lease is not None and not self.generated and self.pending > 0
+        return self.cache is not None and not self.generated and self.pending > 0
 
     @property
     def held(self) -> bool:
         """Whether what it waits for is still being read."""
-        if self.hold is None:
+        if self.prefix_wait is None:
             return False
-        position, other = self.hold
-        return other.lease is not None and other.lease.done < position
+        position, other = self.prefix_wait
+        return other.cache is not None and other.cache.done < position
 
     @property
     def scoring(self) -> bool:
@@ -202,7 +202,7 @@ class Sequence:
     @property
     def answering(self) -> bool:
         """Whether the next step would do nothing but choose the next token, so that drafts of more are welcome."""
-        return self.lease is not None and self.generated > 0 and self.pending == 1 and self.logits is None
+        return self.cache is not None and self.generated > 0 and self.pending == 1 and self.logits is None
 
     @property
     def awaits_mask(self) -> bool:
@@ -210,7 +210,7 @@ class Sequence:
         return self.mask is not None and not self.mask.done()
 
     @property
-    def splits(self) -> bool:
+    def needs_fork(self) -> bool:
         """Whether the request's other choices go on from here: its prompt has just been processed."""
         return self.sampling.n > 1 and not self.choice and not self.generated
 
@@ -233,17 +233,19 @@ class Sequence:
 
     def start(self, lease: SequenceCache) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
-        self.lease, self.fetch, self.hold = lease, None, None
-        self.blind = next((picture.start for picture in self.pictures if picture.end > lease.done), None)
+        self.cache, self.load, self.prefix_wait = lease, None, None
+        self.first_unencoded_image = next(
+            (picture.start for picture in self.pictures if picture.end > lease.done), None
+        )
         if self.admitted is None:  # later it may find what it has read itself
             self.admitted = time.perf_counter()
             self.cached = lease.done
         self.logits = lease.logits if lease.done == len(self.tokens) else None
-        lease.expected.update(self.boundaries)
+        lease.likely_resume.update(self.stable_prefixes)
         if lease.shared > lease.done + 2 * PAGE:
             # another prompt went on differently here: the third one shall not read this again
             self.wanted = tuple(sorted({*self.wanted, lease.shared}))
-            lease.expected.add(lease.shared)
+            lease.likely_resume.add(lease.shared)
 
     def append(self, token: int) -> Finish | None:
         """Take the token that was chosen; returns why the answer ends with it, if it does."""

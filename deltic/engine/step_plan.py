@@ -30,8 +30,8 @@ class PlannedRow:
     state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
 
     pages: the lease's own list, which only becomes longer.
-    emits: (position, slot) pairs: also write the state after `position` tokens to this slot.
-    base: tokens that the state in the slot stands for (None: done); those after it are in the replay ring `ring`.
+    checkpoints: (position, slot) pairs: also write the state after `position` tokens to this slot.
+    base: tokens that the state in the slot stands for (None: done); those after it are in the replay ring `delta_log`.
     append: leave this step's tokens there too.
     drafts: how many of the tokens, the last ones, are drafts.
     drawn: the one token is what this draw of the step in flight gives, and is not known yet.
@@ -39,7 +39,7 @@ class PlannedRow:
         further on than `done` the row begins, and the ring has room for its tokens in any case.
     hidden: give the hidden state of the last token.
     scored: how many of the logits, the first ones, are of tokens whose next one is known, and has its probability told.
-    seen: which tokens stand for pictures.
+    images: which tokens stand for pictures.
     rotary: the tokens' rotary positions, or what makes them of their cache indices when added.
     """
 
@@ -49,9 +49,9 @@ class PlannedRow:
     slot: int
     logits: int
     target: int | None = None
-    emits: tuple[tuple[int, int], ...] = ()
+    checkpoints: tuple[tuple[int, int], ...] = ()
     base: int | None = None
-    ring: int = 0
+    delta_log: int = 0
     append: bool = False
     drafts: int = 0
     drawn: int | None = None
@@ -59,7 +59,7 @@ class PlannedRow:
     rotary: Positions | int = 0
     hidden: bool = False
     scored: int = 0
-    seen: tuple[ImageSpan, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class StepPlan:
 
 def _row(fields: dict[str, Any]) -> PlannedRow:
     row = PlannedRow(**{name: _tuples(value) for name, value in fields.items()})
-    return replace(row, seen=tuple(ImageSpan(*seen) for seen in row.seen)) if row.seen else row
+    return replace(row, images=tuple(ImageSpan(*seen) for seen in row.images)) if row.images else row
 
 
 def _tuples(value: Any) -> Any:

@@ -35,7 +35,7 @@ class ProgramPools:
     sizes: PoolSizes
 
     @property
-    def door(self) -> ItemValidator:
+    def item_validator(self) -> ItemValidator:
         """What comes from tiers: there are none."""
         raise AssertionError("a program has no tiers")
 
@@ -84,7 +84,7 @@ class ProgramModel:
     notes: Any = None
     numbers: Any = field(default_factory=dict)
     vision = mtp_runner = draft = encode = experts = hooks = cast(Any, None)
-    verifies = defers = False
+    verifies = defers_state_writes = False
 
     @property
     def device(self) -> torch.device:
@@ -132,26 +132,26 @@ class ProgramModel:
             program.copy(row.source, row.target)
         # a position must never be fed twice to a recurrent layer (L1)
         assert program.position(row.target) == row.done, "the program's sequence is not where the cursor stands"
-        for end in sorted({*row.emits, *row.wanted, len(row.tokens)}):
+        for end in sorted({*row.checkpoints, *row.wanted, len(row.tokens)}):
             logits = program.feed(row.target, row.tokens[at:end])
             at = end
             if end in row.wanted:
                 yield torch.from_numpy(logits)
-            if end in row.emits:
-                program.copy(row.target, row.emits[end])
+            if end in row.checkpoints:
+                program.copy(row.target, row.checkpoints[end])
 
 
 @dataclass(frozen=True, slots=True)
 class _ProgramRow:
-    """A batch's row in plain numbers. wanted: lengths of its tokens after which logits are wanted. emits: slots by such
-    lengths."""
+    """A batch's row in plain numbers. wanted: lengths of its tokens after which logits are wanted. checkpoints: slots
+    by such lengths."""
 
     tokens: list[int]
     done: int
     source: int
     target: int
     wanted: set[int]
-    emits: dict[int, int]
+    checkpoints: dict[int, int]
 
 
 def _rows(batch: Batch) -> Iterator[_ProgramRow]:

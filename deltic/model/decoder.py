@@ -54,8 +54,8 @@ class Decoder:
         ops, weights = self.ops, self.weights
         rope = ops.rope(batch.positions, weights.rope)
         residual, delta = ops.embed(batch.ids, weights.embedding, self.dtype), None
-        if batch.given is not None:
-            residual = residual.index_copy(0, batch.given.tokens, batch.given.rows.to(residual.dtype))
+        if batch.input_embeds is not None:
+            residual = residual.index_copy(0, batch.input_embeds.tokens, batch.input_embeds.rows.to(residual.dtype))
         if observe is not None and (changed := observe(-1, residual)) is not None:
             residual = changed
         for index, layer in enumerate(weights.layers):

@@ -290,16 +290,16 @@ def next_base(base: int, done: int, chunk: int, append: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _BatchRow:
-    """One row of a batch in plain integers. emits: (length, slot) of each state to emit."""
+    """One row of a batch in plain integers. checkpoints: (length, slot) of each state to emit."""
 
     tokens: slice
     done: int
     base: int
-    ring: int
+    delta_log: int
     append: bool
     source: int
     target: int
-    emits: tuple[tuple[int, int], ...]
+    checkpoints: tuple[tuple[int, int], ...]
 
     @property
     def chunk(self) -> int:
@@ -312,7 +312,7 @@ def _rows(batch: Batch) -> list[_BatchRow]:
     emits = list(zip(*columns, strict=True))
     return [
         _BatchRow(slice(starts[row], starts[row + 1]), int(batch.done[row]), int(batch.base[row]),
-             int(batch.ring[row]), bool(batch.append[row]), int(batch.source[row]), int(batch.target[row]),
+             int(batch.delta_log[row]), bool(batch.append[row]), int(batch.source[row]), int(batch.target[row]),
              tuple((length, slot) for owner, length, slot in emits if owner == row))
         for row in range(batch.layout.rows)
     ]
@@ -364,8 +364,8 @@ def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> 
     recurrent = slots[slot].to(wide(slots), copy=True) if base else torch.zeros_like(slots[slot], dtype=wide(slots))
     if base == done:
         return recurrent, advance_conv(state.conv[slot], state.conv[slot][:0], base, done)
-    assert state.ring is not None, "entries are wanted of slots without rings"
-    places, units = [position % RING for position in range(base, done)], state.ring
+    assert state.delta_log is not None, "entries are wanted of slots without rings"
+    places, units = [position % RING for position in range(base, done)], state.delta_log
     inputs, keys, updates, decays = (
         pool[ring, places] for pool in (units.inputs, units.keys, units.updates, units.decays))
     keys = spread(keys, len(recurrent), units.tiled)
@@ -379,29 +379,29 @@ def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, 
 
 
 def _run_row(row: _BatchRow, taken: _Taken, start: Tensor) -> DeltaRun:
-    wanted, start = tuple(length - row.done for length, _ in row.emits), start.to(taken.value.dtype)
+    wanted, start = tuple(length - row.done for length, _ in row.checkpoints), start.to(taken.value.dtype)
     return gated_delta(start, taken.query, taken.key, taken.value, taken.decay, taken.beta, wanted)
 
 
 def _append_entries(row: _BatchRow, taken: _Taken, run: DeltaRun, ring: DeltaLogView) -> None:
     for token in range(row.chunk):
         place = (row.done + token) % RING
-        ring.inputs[row.ring, place] = taken.raw[token]
-        ring.keys[row.ring, place] = taken.key[token, :ring.keys.shape[2]]
-        ring.updates[row.ring, place] = run.updates[token]
-        ring.decays[row.ring, place] = taken.decay[token]
+        ring.inputs[row.delta_log, place] = taken.raw[token]
+        ring.keys[row.delta_log, place] = taken.key[token, :ring.keys.shape[2]]
+        ring.updates[row.delta_log, place] = run.updates[token]
+        ring.decays[row.delta_log, place] = taken.decay[token]
 
 
 def _write_row(row: _BatchRow, taken: _Taken, run: DeltaRun, conv: Tensor, state: StateView) -> None:
     """conv: the convolution ring before the chunk, since another row may have written to the source already."""
     after = next_base(row.base, row.done, row.chunk, row.append)
     written = [(after, row.target)] if after > row.base else []
-    for length, slot in (*written, *row.emits):
+    for length, slot in (*written, *row.checkpoints):
         state.recurrent[slot] = run.states[length - row.done]
         state.conv[slot] = advance_conv(conv, taken.raw, row.done, length)
     if row.append:
-        assert state.ring is not None, "a row appends to slots without rings"
-        _append_entries(row, taken, run, state.ring)
+        assert state.delta_log is not None, "a row appends to slots without rings"
+        _append_entries(row, taken, run, state.delta_log)
 
 
 def gdn_core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
@@ -414,7 +414,7 @@ def gdn_core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) 
     beta = each_token(sigmoid, b)
     rows, work = _rows(batch), []
     for row in rows:
-        start, conv = load_state(state, row.source, row.ring, row.base, row.done)
+        start, conv = load_state(state, row.source, row.delta_log, row.base, row.done)
         mixed = short_conv(conv, raw[row.tokens], row.done, weights.conv)
         taken = _Taken(raw[row.tokens], *_split_heads(mixed, spec), decay[row.tokens], beta[row.tokens])
         work.append((row, taken, _run_row(row, taken, start), conv))

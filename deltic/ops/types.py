@@ -28,9 +28,9 @@ Weight = Block | tuple[Block, ...]
 class Layout:
     """Host-side shape of a batch: hashable, and constant for all batches of one bucket.
 
-    chunks: tokens of each row; the first `singles` rows have exactly one.
+    chunks: tokens of each row; the first `decode_rows` rows have exactly one.
     contexts: upper bound of each row's context length after the step (done + chunk).
-    logits: number of tokens whose logits are wanted. emits: number of states to emit.
+    logits: number of tokens whose logits are wanted. checkpoints: number of states to emit.
     appends: some row of the batch appends to its replay ring instead of writing its state.
     hidden: the hidden states of all tokens after the final norm are wanted, besides the logits.
     replays: some row of several tokens has tokens in its replay ring.
@@ -38,9 +38,9 @@ class Layout:
 
     chunks: tuple[int, ...]
     contexts: tuple[int, ...]
-    singles: int
+    decode_rows: int
     logits: int
-    emits: int = 0
+    checkpoints: int = 0
     appends: bool = False
     hidden: bool = False
     replays: bool = False
@@ -115,7 +115,7 @@ class Batch:
         end), so that a backend may take a view; None otherwise.
     count [1]: how many rows are real, where the others only fill a bucket up; None: all.
     padded: the same step in the shape of a bucket; None where it has no bucket.
-    given: what stands in for embeddings of some tokens.
+    input_embeds: what stands in for embeddings of some tokens.
     memo: what a backend derives from this batch once and uses in every layer.
     kept: where following batches will be this one with other numbers: what a backend derives from its layout and from
         where its tensors, all contiguous, lie; None where they will not.
@@ -131,7 +131,7 @@ class Batch:
     source: Tensor
     target: Tensor
     base: Tensor
-    ring: Tensor
+    delta_log: Tensor
     append: Tensor
     emit_row: Tensor
     emit_length: Tensor
@@ -140,7 +140,7 @@ class Batch:
     span: tuple[int, int] | None = None
     count: Tensor | None = None
     padded: Padded | None = None
-    given: InputEmbeds | None = None
+    input_embeds: InputEmbeds | None = None
     memo: dict[str, Any] = field(default_factory=dict)
     kept: dict[Any, Any] | None = None
 
@@ -185,17 +185,19 @@ class StateView:
 
     recurrent [S, Hv, Dk, Dv] float32 or bfloat16: the state, rounded when it is written, computed with in float32.
     conv [S, W, C] model dtype, W >= conv_kernel: ring of raw convolution inputs; that of position p at place p mod W.
-    ring: None where no row uses one.
+    delta_log: None where no row uses one.
     """
 
     recurrent: Tensor
     conv: Tensor
-    ring: DeltaLogView | None = None
+    delta_log: DeltaLogView | None = None
 
     def check_order(self, spec: GdnSpec) -> None:
         """ValueError if the rings take value heads to be in another order than the layer does."""
-        if self.ring is not None and self.ring.tiled != spec.tiled:
-            raise ValueError(f"RingView.tiled is {self.ring.tiled}, GdnSpec.tiled {spec.tiled}: make them the same")
+        if self.delta_log is not None and self.delta_log.tiled != spec.tiled:
+            raise ValueError(
+                f"RingView.tiled is {self.delta_log.tiled}, GdnSpec.tiled {spec.tiled}: make them the same"
+            )
 
 
 @dataclass(frozen=True, slots=True)

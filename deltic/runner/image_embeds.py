@@ -66,7 +66,7 @@ class ImageEmbeds:
                 continue
             missing = next((picture for picture in sequence.pictures
                             if picture.end > sequence.done and picture.digest not in self._rows), None)
-            sequence.blind = missing.start if missing else None
+            sequence.first_unencoded_image = missing.start if missing else None
             if missing and not sequence.readable:
                 blocked = blocked or (sequence, missing)
             elif missing:

@@ -182,8 +182,8 @@ def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden
         table = (memory.pages if memory else PageTable()).of(rows, max([len(row.pages) for row in rows]))
         append = on_device(torch.tensor(appends), device) if shape.layout.appends else _no_appends(len(rows), device)
         batch = _batch(shape, upload(numbers, torch.int64, device), append, on_device(table, device))
-    if rows_of is not None and any(row.seen for row in rows):
-        batch = replace(batch, given=_given(rows, rows_of, device), memo={}, kept=None)
+    if rows_of is not None and any(row.images for row in rows):
+        batch = replace(batch, input_embeds=_given(rows, rows_of, device), memo={}, kept=None)
     if drawn is not None and unknown:
         _take_drawn(batch.ids[:unknown], drawn)
     return batch
@@ -192,7 +192,7 @@ def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden
 def _given(rows: List[PlannedRow], rows_of: RowsOf, device: torch.device) -> InputEmbeds:
     places, parts, start = list[int](), list[Tensor](), 0
     for row in rows:
-        for seen in row.seen:
+        for seen in row.images:
             places += range(start + seen.token, start + seen.token + seen.length)
             parts.append(rows_of(seen.digest)[seen.first:seen.first + seen.length])
         start += len(row.tokens)
@@ -220,7 +220,7 @@ def _numbers(rows: List[PlannedRow], all_logits: bool, hidden: bool, exact: bool
     done, slots = [row.done for row in rows], [row.slot for row in rows]
     base = [row.done if row.base is None else row.base for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
-    emits = [(index, *emit) for index, row in enumerate(rows) for emit in row.emits]
+    emits = [(index, *emit) for index, row in enumerate(rows) for emit in row.checkpoints]
     if exact:
         contexts = tuple([first + count for first, count in zip(done, chunks, strict=True)])
     else:
@@ -231,20 +231,20 @@ def _numbers(rows: List[PlannedRow], all_logits: bool, hidden: bool, exact: bool
                     replays)
     numbers = array("q", ids)
     for values in (*_rotary(rows, positions), starts, done, base, store, slots, targets,
-                   [row.ring for row in rows], wanted, *zip(*emits, strict=True)):
+                   [row.delta_log for row in rows], wanted, *zip(*emits, strict=True)):
         numbers.extend(values)
     return _Shape(layout, base != done, _span(slots[:singles], targets[:singles])), numbers
 
 
 def _batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor, kept: dict[Any, Any] | None = None) -> Batch:
     layout = shape.layout
-    rows, tokens, emits = layout.rows, layout.tokens, layout.emits
+    rows, tokens, emits = layout.rows, layout.tokens, layout.checkpoints
     (ids, positions, starts, done, base, store, source, target, ring, logit_tokens, emit_row, emit_length,
      emit_slot) = numbers.split((tokens, 3 * tokens, rows + 1, rows, rows, tokens, rows, rows, rows, layout.logits,
                                  emits, emits, emits))
     return Batch(
         layout=layout, ids=ids, positions=positions.view(3, -1), starts=starts, done=done, pages=pages, store=store,
-        source=source, target=target, base=base if shape.behind else done, ring=ring, append=append,
+        source=source, target=target, base=base if shape.behind else done, delta_log=ring, append=append,
         emit_row=emit_row, emit_length=emit_length, emit_slot=emit_slot, logit_tokens=logit_tokens, span=shape.span,
         kept=kept)
 
@@ -264,7 +264,7 @@ def decodes(plan: StepPlan, verified: bool = False) -> bool:
     """Whether every row takes one token whose logits are wanted, and nothing else: then the step has a bucket.
     verified: of many rows, some may have tokens in replay rings, or leave this one there."""
     over_rings = verified and len(plan.rows) > FEW_ROWS
-    return all(len(row.tokens) == 1 and row.logits == 1 and not row.emits and not row.seen
+    return all(len(row.tokens) == 1 and row.logits == 1 and not row.checkpoints and not row.images
                and (over_rings or not _over_ring(row)) for row in plan.rows)
 
 
@@ -290,9 +290,20 @@ def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, 
         numbers.extend((column[-1],) * fill)
     numbers.extend(range(count + 1))
     store = [_flat(row, row.done) for row in rows]
-    following = (done, slots, targets, [row.done if row.base is None else row.base for row in rows],
-                 [row.ring for row in rows], [int(row.append) for row in rows], store, range(real)) if over_rings else (
-                 done, store, slots, targets)
+    following = (
+        (
+            done,
+            slots,
+            targets,
+            [row.done if row.base is None else row.base for row in rows],
+            [row.delta_log for row in rows],
+            [int(row.append) for row in rows],
+            store,
+            range(real),
+        )
+        if over_rings
+        else (done, store, slots, targets)
+    )
     for column in following:
         numbers.extend(column)
         numbers.extend((column[-1],) * fill)
@@ -311,7 +322,7 @@ def verifies(plan: StepPlan) -> bool:
     """Whether every row takes a few tokens whose logits are all wanted, drafts among them that go to a replay ring, or
     one token; and nothing else."""
     return len(plan.rows) <= FEW_ROWS and all(
-        row.logits == len(row.tokens) <= RING and not row.emits and (row.append or len(row.tokens) == 1)
+        row.logits == len(row.tokens) <= RING and not row.checkpoints and (row.append or len(row.tokens) == 1)
         for row in plan.rows)
 
 
@@ -335,7 +346,7 @@ def verifying(plan: StepPlan, device: torch.device, memory: BatchMemory | None =
     numbers.extend((len(tokens),) * (count - real))
     for column in ([row.done for row in rows], [row.slot for row in rows],
                    [row.slot if row.target is None else row.target for row in rows],
-                   [row.done if row.base is None else row.base for row in rows], [row.ring for row in rows],
+                   [row.done if row.base is None else row.base for row in rows], [row.delta_log for row in rows],
                    [int(row.append) for row in rows]):
         numbers.extend(column)
         numbers.extend(column[-1:] * (count - real))
@@ -430,7 +441,7 @@ def step_of(padded: Padded, layout: Layout | None = None, span: tuple[int, int] 
         layout=layout, ids=ids[:tokens], positions=positions if whole else positions[:, :tokens],
         starts=starts[:real + 1], done=done, pages=table.view(rows, pages)[:real], store=store[:tokens],
         source=source[:real], target=target[:real], base=base[:real] if behind else done,
-        ring=ring[:real], append=append[:real], emit_row=none, emit_length=none, emit_slot=none,
+        delta_log=ring[:real], append=append[:real], emit_row=none, emit_length=none, emit_slot=none,
         logit_tokens=wanted[:tokens], span=span, count=count if whole else None, padded=None if whole else padded)
 
 

@@ -26,10 +26,10 @@ _FORBIDDEN = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Processing:
-    """What becomes of the logits [V] of a sequence's last token. lease: on which it had them; another one means that
+    """What becomes of the logits [V] of a sequence's last token. cache: on which it had them; another one means that
     it was preempted, and has them again."""
 
-    lease: SequenceCache
+    cache: SequenceCache
     raw: Tensor
     processed: Future[Tensor]
 
@@ -58,7 +58,7 @@ class KnownLogits:
             share.end, sequence.processing = sequence.processing.raw, None
             return False
         assert share.end is not None
-        self._submit(sequence, share.lease, share.end)
+        self._submit(sequence, share.cache, share.end)
         return True
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class KnownLogits:
 
     def _is_ready(self, sequence: Sequence, fail: Fail) -> bool:
         processing: Processing | None = sequence.processing
-        if processing and processing.lease is sequence.lease:
+        if processing and processing.cache is sequence.cache:
             return processing.processed.done() and self._take(sequence, processing, fail)
         if sequence.logits is None:
             return False
@@ -78,9 +78,9 @@ class KnownLogits:
             return False
         if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0:
             return True
-        assert sequence.lease is not None
+        assert sequence.cache is not None
         sequence.logits = None
-        self._submit(sequence, sequence.lease, kept)
+        self._submit(sequence, sequence.cache, kept)
         return False
 
     def _take(self, sequence: Sequence, processing: Processing, fail: Fail) -> bool:

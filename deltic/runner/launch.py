@@ -42,7 +42,7 @@ class ScheduledSequence:
     """
 
     sequence: Sequence
-    lease: SequenceCache
+    cache: SequenceCache
     row: PlannedRow | None = None
     start: int = 0
     draw: int | None = None
@@ -57,7 +57,7 @@ class ScheduledSequence:
     @property
     def live(self) -> bool:
         """Whether the sequence still runs; else what the step did for it is of no use, and leaves no trace."""
-        return self.sequence.lease is self.lease
+        return self.sequence.cache is self.cache
 
     @property
     def tokens(self) -> int:
@@ -88,7 +88,7 @@ class InFlight:
 
     drafting: the sequences that drafts were asked for.
     drawn [L] int64: the tokens, on the device; of a CPU until the next step has been launched.
-    chosen: what was drawn; None where it has not been waited for.
+    tokens: what was drawn; None where it has not been waited for.
     sampled: the same, on the host but for what has landed there (`Sampled.landed`).
     vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as `arrived`.
     raw [L, V]: the model's logits, where the probability of another token than the drawn one may be reported.
@@ -99,10 +99,10 @@ class InFlight:
     """
 
     plan: StepPlan
-    shares: list[ScheduledSequence]
+    scheduled: list[ScheduledSequence]
     drafting: List[Sequence] = ()
     drawn: Tensor | None = None
-    chosen: SampledTokens | None = None
+    tokens: SampledTokens | None = None
     sampled: Sampled | None = None
     vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
@@ -115,25 +115,25 @@ class InFlight:
     @property
     def live(self) -> bool:
         """Whether any of its sequences still runs."""
-        return any(share.live for share in self.shares)
+        return any(share.live for share in self.scheduled)
 
     @property
     def read(self) -> int:
         """Tokens of prompts in it, but for single ones."""
-        return sum(share.tokens for share in self.shares if share.tokens > 1 and not share.draft_tokens)
+        return sum(share.tokens for share in self.scheduled if share.tokens > 1 and not share.draft_tokens)
 
-    def begins(self) -> None:
+    def resolve_positions(self) -> None:
         """The step before was collected, so that it is known where the rows begin."""
-        for share in self.shares:
+        for share in self.scheduled:
             if share.live and share.row and share.row.accepts:
-                share.row = replace(share.row, done=share.lease.done, accepts=0)
+                share.row = replace(share.row, done=share.cache.done, accepts=0)
 
-    def keep_promise(self) -> None:
+    def resolve_drafts(self) -> None:
         """Give the rows their drafts, for which this waits."""
         promise = self.promise
         if promise is None:
             return
-        for share in self.shares:
+        for share in self.scheduled:
             if share.live and share.row and share.row.drafts:
                 drafts = promise.drafts(share.sequence, share.row.drafts)
                 share.row = replace(share.row, tokens=(share.sequence.tokens[-1], *drafts))
@@ -187,22 +187,22 @@ class Launcher:
             numbers = flight.sampling.landing.tolist()
             sound = numbers[len(numbers) // 2:]
             return SampledTokens(flight.sampled, numbers[:len(sound)], sound, sound, flight.raw)
-        return flight.chosen or _chosen(flight.sampled, flight.raw)
+        return flight.tokens or _chosen(flight.sampled, flight.raw)
 
     @torch.inference_mode()
     def _launch(self, flight: InFlight, sequences: List[Sequence], known: List[Sequence],
                 before: InFlight | None) -> None:
         runtime, logits, start = self._runtime, list[Tensor](), 0
         for row, sequence in zip(flight.plan.rows, sequences, strict=True):
-            assert sequence.lease is not None
-            flight.shares.append(ScheduledSequence(sequence, sequence.lease, row, start))
+            assert sequence.cache is not None
+            flight.scheduled.append(ScheduledSequence(sequence, sequence.cache, row, start))
             start += len(row.tokens)
         for sequence in known:
-            assert sequence.lease is not None
-            flight.shares.append(ScheduledSequence(sequence, sequence.lease))
+            assert sequence.cache is not None
+            flight.scheduled.append(ScheduledSequence(sequence, sequence.cache))
         if flight.plan.operations:
-            runtime.cache.carry_out(flight.plan.operations)
-        drawing = [share for share in flight.shares if share.row is None or share.row.logits > share.row.scored]
+            runtime.cache.apply_operations(flight.plan.operations)
+        drawing = [share for share in flight.scheduled if share.row is None or share.row.logits > share.row.scored]
         asked = self.masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
         if flight.plan.rows:
             self._run(flight, logits, before)
@@ -219,11 +219,11 @@ class Launcher:
 
     def _run(self, flight: InFlight, logits: list[Tensor], before: InFlight | None) -> None:
         """Run the plan's rows."""
-        runtime, wanting = self._runtime, [share for share in flight.shares if share.row and share.row.hidden]
+        runtime, wanting = self._runtime, [share for share in flight.scheduled if share.row and share.row.hidden]
         rows = flight.plan.rows
         drawn: Tensor | Promised | None = before.drawn if before else None
         if flight.promise and any(row.drafts for row in rows):
-            drawn = flight.promise.promised(rows, [share.sequence for share in flight.shares if share.row])
+            drawn = flight.promise.on_device(rows, [share.sequence for share in flight.scheduled if share.row])
         began = time.perf_counter()
         if runtime.options.batch_invariant:
             assert not isinstance(drawn, Promised)
@@ -253,12 +253,12 @@ class Launcher:
             found = runtime.run(build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory))
             kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
             if part.copies:
-                runtime.cache.carry_out(part.copies)
+                runtime.cache.apply_operations(part.copies)
         return torch.stack([kept[wanted] for wanted in sorted(kept)]) if kept else found[:0]
 
     def _draw(self, flight: InFlight, draws: list[SampleRow], logits: Tensor) -> None:
         """logits [L, V]: those of all draws; a draw may write into them."""
-        for share in flight.shares:
+        for share in flight.scheduled:
             if share.draw is not None and not share.draft_tokens and _keeps_end(share):
                 share.end = logits[share.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
@@ -267,7 +267,7 @@ class Launcher:
         sampled = self._runtime.sample(logits, flight.sampling)
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if not sampled.tokens.is_cuda:
-            flight.chosen = _chosen(sampled, flight.raw)
+            flight.tokens = _chosen(sampled, flight.raw)
         elif not sampled.landed:
             flight.sampled = _on_host(sampled)
 
@@ -294,7 +294,7 @@ def _begins(flight: InFlight) -> Tensor | None:
 def _scored(flight: InFlight, logits: Tensor) -> Tensor:
     """Have the shares score what they are to score; returns the logits that are drawn from."""
     drawn, at = list[Tensor](), 0
-    for share in flight.shares:
+    for share in flight.scheduled:
         if share.row is None:
             continue
         end, row, sequence = at + share.row.scored, share.row, share.sequence
@@ -312,8 +312,12 @@ def _chosen(sampled: Sampled, raw: Tensor | None) -> SampledTokens:
 
 
 def _keeps_end(share: ScheduledSequence) -> bool:
-    done = share.row.done + len(share.row.tokens) if share.row else share.lease.done
-    return done in share.lease.emitting or share.sequence.splits or bool(share.sequence.request.logits_processors)
+    done = share.row.done + len(share.row.tokens) if share.row else share.cache.done
+    return (
+        done in share.cache.checkpoint_slots
+        or share.sequence.needs_fork
+        or bool(share.sequence.request.logits_processors)
+    )
 
 
 def _on_host(sampled: Sampled) -> Sampled:

@@ -33,8 +33,8 @@ class Model(Protocol):
     experts: those that are not all in memory, if it has such.
     verifies: steps with drafts have buckets, as those that only decode (`engine.batch`); then drafts and prompts are
         not to be in one step.
-    defers: in steps of many rows, what most tokens do to their rows' states is to stay in replay rings for a while, as
-        writing all states takes longer.
+    defers_state_writes: in steps of many rows, what most tokens do to their rows' states is to stay in replay rings for
+    a while, as writing all states takes longer.
     numbers: where the integers of buckets' steps lie, if it has recorded such.
     """
 
@@ -49,7 +49,7 @@ class Model(Protocol):
     encode: Encode | None
     experts: ExpertOffload | None
     verifies: bool
-    defers: bool
+    defers_state_writes: bool
     numbers: Numbers
 
     @property

@@ -70,7 +70,7 @@ class ModelRunner:
     step: runs a batch in one call, where the ops have that.
     mtp_runner: the draft head over this cache.
     graphs: replays decode steps, on a GPU.
-    verifies, defers, numbers: as in `Model`.
+    verifies, defers_state_writes, numbers: as in `Model`.
     """
 
     name: str
@@ -97,7 +97,7 @@ class ModelRunner:
     mtp_runner: MtpRunner | None = field(init=False)
     graphs: CudaGraphs | None = field(init=False)
     verifies: bool = field(init=False)
-    defers: bool = field(init=False)
+    defers_state_writes: bool = field(init=False)
     numbers: Numbers = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,8 +116,8 @@ class ModelRunner:
         if isinstance(self.options.speculation, Auto) and self.options.device != "cpu" and not fast:
             self.mtp_runner = None  # torch would serve it, one op at a time
         # where kernels of our own serve steps with drafts, and the head if there is one
-        self.verifies = fast and pools.rings is not None and not self.options.batch_invariant
-        self.defers = self.verifies and self.config.linear is not None
+        self.verifies = fast and pools.delta_logs is not None and not self.options.batch_invariant
+        self.defers_state_writes = self.verifies and self.config.linear is not None
 
     @property
     def pools(self) -> CachePools:
@@ -175,11 +175,11 @@ class ModelRunner:
         head, memory = self.mtp_runner is not None, BatchMemory(self.numbers)
         began, most = time.perf_counter(), FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
         for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
-            deferred = self.defers and rows > FEW_ROWS
+            deferred = self.defers_state_writes and rows > FEW_ROWS
             row = PlannedRow((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
             logits = self.run(build(StepPlan((row,) * rows), self.device, hidden=head, memory=memory,
                                     verified=self.verifies))
-        if self.verifies and (self._drafts or self.defers):
+        if self.verifies and (self._drafts or self.defers_state_writes):
             self._warm_up_rings(memory)
             self.ops.fold_ring(self.views.states, 0, 0, 0, 1, 0)
         nothing = torch.zeros(1, device=self.device)

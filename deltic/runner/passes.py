@@ -26,7 +26,7 @@ def passes(rows: List[PlannedRow]) -> Iterator[Pass]:
     next ones. Rows with drafts, pictures or tokens in replay rings are none of those that it takes."""
     firsts, total = list[int](), 0  # where the logits of a row's first token would be
     for row in rows:
-        assert not row.drafts and not row.append and not row.seen
+        assert not row.drafts and not row.append and not row.images
         firsts.append(total + row.logits - len(row.tokens))
         total += row.logits
     for index in range(max((len(row.tokens) for row in rows), default=0)):
@@ -40,8 +40,12 @@ def passes(rows: List[PlannedRow]) -> Iterator[Pass]:
 def _pass(rows: List[PlannedRow], numbers: List[int], index: int, firsts: List[int]) -> Pass:
     kept = tuple((place, firsts[number] + index) for place, number in enumerate(numbers)
                  if index >= len(rows[number].tokens) - rows[number].logits)
-    copies = tuple(CopySlot(_target(rows[number]), slot) for number in numbers for position, slot in rows[number].emits
-                   if position == rows[number].done + index + 1)
+    copies = tuple(
+        CopySlot(_target(rows[number]), slot)
+        for number in numbers
+        for position, slot in rows[number].checkpoints
+        if position == rows[number].done + index + 1
+    )
     return Pass(tuple(_single(rows[number], index) for number in numbers), kept, copies)
 
 
@@ -49,7 +53,7 @@ def _single(row: PlannedRow, index: int) -> PlannedRow:
     """The row's token `index` alone. Its logits are wanted in any case, as those of all rows of a bucket are."""
     rotary = row.rotary if isinstance(row.rotary, int) else (
         row.rotary[0][index:index + 1], row.rotary[1][index:index + 1], row.rotary[2][index:index + 1])
-    return replace(row, tokens=row.tokens[index:index + 1], done=row.done + index, logits=1, emits=(), base=None,
+    return replace(row, tokens=row.tokens[index:index + 1], done=row.done + index, logits=1, checkpoints=(), base=None,
                    scored=0, slot=_target(row) if index else row.slot, rotary=rotary)
 
 

@@ -114,14 +114,14 @@ class SpeculationController:
         drafted ahead; asked once for each step that could be launched."""
         if self.drafter is None:
             return 0
-        sequences = [share.sequence for share in flight.shares]
+        sequences = [share.sequence for share in flight.scheduled]
         self._next = self.depth.choose([self._acceptance(sequence) for sequence in sequences], len(sequences))
         return min(self._next, max(row.drafts for row in flight.plan.rows))
 
     def promised_behind(self, flight: InFlight, drafts: int) -> PendingDrafts | None:
         """The drafts that follow a step in flight."""
         try:
-            promise = self._promised([(share.sequence, drafts) for share in flight.shares])
+            promise = self._promised([(share.sequence, drafts) for share in flight.scheduled])
         except Exception:
             self._switch_off()
             return None
@@ -198,8 +198,8 @@ class SpeculationController:
 
     def _grant(self, sequence: Sequence, count: int) -> int:
         """Room in the cache for so many drafts after the next token; for how many there is."""
-        cache, lease = self._runtime.cache, sequence.lease
-        if not count or lease is None or not cache.take_ring(lease):
+        cache, lease = self._runtime.cache, sequence.cache
+        if not count or lease is None or not cache.attach_delta_log(lease):
             return 0
         # and for what is drafted next before this is seen, if there is any
         more = count if self._runtime.verifies else 0

@@ -36,7 +36,7 @@ class DraftModelProposer:
     def draft(self, wants: Wants) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wants]
         wanting = {sequence for sequence, _ in wants}
-        for waiting in [other for other in self._leases if other.lease is None and other not in wanting]:
+        for waiting in [other for other in self._leases if other.cache is None and other not in wanting]:
             self.forget(waiting)  # it gave its place to one that needs the room here, too
         leased = [index for index, (sequence, count) in enumerate(wants)
                   if len(sequence.tokens) + count <= self._runtime.memory.max_context and self._has_room(sequence)]
@@ -58,7 +58,7 @@ class DraftModelProposer:
         cache, lease = self._runtime.cache, self._lease(sequence)
         if lease is not None:
             missing = len(sequence.tokens) - 1 - lease.done + self.limit
-            if cache.take_ring(lease) and cache.reserve(lease, missing) >= missing:
+            if cache.attach_delta_log(lease) and cache.reserve(lease, missing) >= missing:
                 return True
         # to try again at every step would be to read again at every step
         self._release(sequence)
@@ -70,7 +70,7 @@ class DraftModelProposer:
         if sequence in self._leases:
             return False
         keys = sequence.keys[:-1]
-        known, reading = self._runtime.cache.known(keys), [
+        known, reading = self._runtime.cache.cached_length(keys), [
             (other, lease.done) for other, lease in self._leases.items() if lease.done < len(other.request.prompt)]
         return any(max(known, done) < position <= common for other, done in reading
                    if (common := common_length(keys, other.keys)) for position in other.wanted)
@@ -78,7 +78,7 @@ class DraftModelProposer:
     def _lease(self, sequence: Sequence) -> SequenceCache | None:
         """The sequence's lease, rejected drafts taken back; or a new one."""
         cache, lease = self._runtime.cache, self._leases.get(sequence)
-        if lease is not None and not cache.retreat(lease, _sound(lease, sequence)):
+        if lease is not None and not cache.rollback(lease, _sound(lease, sequence)):
             self._release(sequence)
             lease = None
         if lease is None and (lease := cache.admit(sequence.keys[:-1])):
@@ -95,8 +95,8 @@ class DraftModelProposer:
             left -= len(chunk)
             if chunk:
                 rows.append((sequence, PlannedRow(chunk, done, lease.pages, lease.slot, 0, base=lease.base,
-                                           ring=lease.ring or 0, rotary=sequence.rotary(done, len(chunk)),
-                                           emits=emits_of(cache, lease, sequence.wanted, len(chunk)))))
+                                           delta_log=lease.delta_log or 0, rotary=sequence.rotary(done, len(chunk)),
+                                           checkpoints=emits_of(cache, lease, sequence.wanted, len(chunk)))))
         if not rows:
             return
         rows.sort(key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
@@ -104,25 +104,26 @@ class DraftModelProposer:
         for sequence, row in rows:
             lease = self._leases[sequence]
             _commit(cache, lease, row, sequence.keys[row.done:row.done + len(row.tokens)])
-            cache.keep_emitted(lease)
+            cache.commit_checkpoints(lease)
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether drafts can follow: all is read, and they fit the replay ring."""
         lease = self._leases[sequence]
         if lease.done < len(sequence.tokens) - 1:
             return False
-        if lease.behind + self.limit > RING:
-            self._runtime.cache.settle(lease)  # else the ring would be folded amid them; they could not be taken back
+        if lease.unflushed + self.limit > RING:
+            # else the ring would be folded amid them; they could not be taken back
+            self._runtime.cache.flush_delta_log(lease)
         return True
 
     def _release(self, sequence: Sequence) -> None:
         """Give the lease back; what is sound of it may serve the conversation's next turn."""
         cache, lease = self._runtime.cache, self._leases.pop(sequence, None)
         if lease:
-            cache.release(lease, keep=cache.retreat(lease, _sound(lease, sequence)))
+            cache.release(lease, keep=cache.rollback(lease, _sound(lease, sequence)))
 
     def _run(self, rows: List[PlannedRow]) -> Tensor:
-        self._runtime.cache.flush()
+        self._runtime.cache.flush_operations()
         return self._runtime.run(build(StepPlan(tuple(rows)), self._runtime.device))
 
     def _step(self, active: list[tuple[int, Sequence]], drafts: list[list[int]]) -> None:
@@ -132,7 +133,7 @@ class DraftModelProposer:
             lease = self._leases[sequence]
             token = drafts[index][-1] if drafts[index] else sequence.tokens[-1]
             rows.append(PlannedRow((token,), lease.done, lease.pages, lease.slot, 1, base=lease.base,
-                            ring=lease.ring or 0, append=lease.ring is not None, rotary=sequence.offset))
+                            delta_log=lease.delta_log or 0, append=lease.delta_log is not None, rotary=sequence.offset))
         logits = self._run(rows)
         draws = [SampleRow(sequence, tuple(drafts[index])) for index, sequence in active]
         sampling = sampling_of(draws, logits.device, logits.shape[1])

@@ -63,7 +63,7 @@ class _Backlog:
             layout=layout, ids=torch.stack(self.ids, 1).flatten(), positions=torch.stack(self.positions, 2).flatten(1),
             starts=torch.arange(rows + 1) * steps, done=done, pages=done.new_zeros(rows, end),
             store=torch.stack(self.places, 1).flatten(), source=self.first.source, target=self.first.target, base=done,
-            ring=self.first.ring, append=torch.zeros(rows, dtype=torch.bool), emit_row=none, emit_length=none,
+            delta_log=self.first.delta_log, append=torch.zeros(rows, dtype=torch.bool), emit_row=none, emit_length=none,
             emit_slot=none, logit_tokens=none), torch.stack(self.hidden, 1).flatten(0, 1)
 
 
@@ -96,7 +96,7 @@ class MtpRunner:
         firsts, ends = batch.starts[:-1], batch.starts[1:] - 1
         before[firsts] = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
         self._mtp.keep(batch.ids, before, batch, self._views)
-        if batch.layout.emits:
+        if batch.layout.checkpoints:
             rows = batch.emit_row
             self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
         targets = batch.target
@@ -174,4 +174,4 @@ class MtpRunner:
 def _single(batch: Batch) -> bool:
     """Whether a step has one token of each row, whose states go nowhere else."""
     layout = batch.layout
-    return layout.tokens == layout.rows and not layout.appends and not layout.emits
+    return layout.tokens == layout.rows and not layout.appends and not layout.checkpoints

@@ -35,7 +35,7 @@ class PendingDrafts:
 
     def covers(self, sequences: Iterable[Sequence]) -> bool:
         """Whether it has drafts for all of them, as far as is known without looking."""
-        return all(sequence in self.places and self.places[sequence][0] is sequence.lease for sequence in sequences)
+        return all(sequence in self.places and self.places[sequence][0] is sequence.cache for sequence in sequences)
 
     def fulfil(self, plan: StepPlan, sequences: List[Sequence]) -> StepPlan:
         """The plan, one row for each of these sequences, with the drafts; waits for them."""
@@ -43,7 +43,7 @@ class PendingDrafts:
                                          if row.drafts else row
                                          for row, sequence in zip(plan.rows, sequences, strict=True)]))
 
-    def promised(self, rows: List[PlannedRow], sequences: List[Sequence]) -> Promised:
+    def on_device(self, rows: List[PlannedRow], sequences: List[Sequence]) -> Promised:
         """Where the tokens of rows with these drafts are."""
         drafted, places = self.drafted, list[int]()
         for row, sequence in zip(rows, sequences, strict=True):

@@ -146,15 +146,23 @@ class MtpProposer:
         self._ahead = None  # what was drafted before follows a step that is no longer the last one
         rows, batch, sampling = flight.plan.rows, flight.batch, flight.sampling
         most = max((row.drafts for row in rows), default=0)
-        if (not self._head.ahead or not most or len(rows) < len(flight.shares) or batch is None or batch.padded is None
-                or flight.drawn is None or sampling is None or not all(map(_has_room, flight.shares))):
+        if (
+            not self._head.ahead
+            or not most
+            or len(rows) < len(flight.scheduled)
+            or batch is None
+            or batch.padded is None
+            or flight.drawn is None
+            or sampling is None
+            or not all(map(_has_room, flight.scheduled))
+        ):
             return
-        self._see([share.sequence for share in flight.shares if share.live])
+        self._see([share.sequence for share in flight.scheduled if share.live])
         device, keys = self._runtime.device, self._keys
         if keys.shape != (len(rows), 2 * most + 1):
             keys = self._keys = torch.zeros(len(rows), 2 * most + 1, dtype=torch.int64, device=device)
         if not sampling.greedy:
-            row_keys(self._answers.of([share.sequence for share in flight.shares], device), batch.done, keys)
+            row_keys(self._answers.of([share.sequence for share in flight.scheduled], device), batch.done, keys)
         stream = torch.cuda.current_stream(device)
         if self._aside is None:
             self._aside = _Aside(torch.cuda.Stream(device), torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)])
@@ -168,9 +176,9 @@ class MtpProposer:
             self._aside.stream.wait_event(self._aside.made)
             found.copy_(drafted.numbers, non_blocking=True)
             arrived.record()
-        places = {share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}
+        places = {share.sequence: (share.cache, place) for place, share in enumerate(flight.scheduled)}
         self._ahead = PendingDrafts(places, drafted, found, arrived)
-        for share in flight.shares:
+        for share in flight.scheduled:
             share.ahead = True
 
     def _landing(self, count: int) -> Tensor:
@@ -196,7 +204,7 @@ class MtpProposer:
         if ahead and ahead.covers(sequences) and all(map(ahead.follows, sequences)):
             return [[*ahead.drafts(sequence, count)] for sequence, count in wants]
         self._see(sequences)
-        self._runtime.cache.flush()  # the head writes to pages right away
+        self._runtime.cache.flush_operations()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)
         plan = StepPlan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
         batch = (verifying if self._head.ahead else build)(plan, device, memory=self._memory)
@@ -244,11 +252,11 @@ class MtpProposer:
 def _has_room(share: ScheduledSequence) -> bool:
     """Whether there are pages for all that may be drafted after a row with drafts."""
     row = share.row
-    return row is not None and row.drafts > 0 and share.lease.covered >= row.done + 2 * len(row.tokens) - 1
+    return row is not None and row.drafts > 0 and share.cache.covered >= row.done + 2 * len(row.tokens) - 1
 
 
 def _next_row(sequence: Sequence, token: int, depth: int) -> PlannedRow:
     """The row of a token that follows the committed ones after so many drafts."""
-    lease = sequence.lease
+    lease = sequence.cache
     assert lease is not None
     return PlannedRow((token,), lease.done + depth, lease.pages, lease.slot, 1, rotary=sequence.offset)

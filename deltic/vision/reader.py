@@ -139,7 +139,7 @@ class _BudgetedReader:
 
     def film(self, part: Mapping[str, Any], field: str) -> Generator[DecodeJob, Frame, Video]:
         """A list of frames, or a file."""
-        films = self._vision.pictures.films
+        films = self._vision.pictures.videos
         given, fps = part.get("video"), part.get("fps", films.rate or _UNSAID)
         if not isinstance(given, Path) and (not isinstance(given, list | tuple) or not given):
             raise RequestError(f'{field} must be of the form {{"type": "video", "video": [frame, ...], "fps": 2}}, '

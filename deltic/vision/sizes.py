@@ -21,9 +21,9 @@ def film_size(count: int, height: int, width: int, config: ImageConfig, vision: 
         height, width = int(height * scale), int(width * scale)
     _check_aspect(height, width)
     tall, wide = round(height / unit) * unit, round(width / unit) * unit
-    pixels, (least, most) = round(count / together) * together * tall * wide, config.films.pixels
-    if config.films.frame_tokens:
-        most = count * max(min(config.films.frame_tokens * unit ** 2, most // count), int(least * 1.05))
+    pixels, (least, most) = round(count / together) * together * tall * wide, config.videos.pixels
+    if config.videos.frame_tokens:
+        most = count * max(min(config.videos.frame_tokens * unit ** 2, most // count), int(least * 1.05))
     if pixels > most:
         scale = math.sqrt(count * height * width / most)
         tall = max(unit, math.floor(height / scale / unit) * unit)

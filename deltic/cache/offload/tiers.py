@@ -42,12 +42,12 @@ class StoreRequest:
 @dataclass(slots=True, eq=False)
 class LoadRequest:
     """What the tiers bring for one prompt beyond what the tree knows. `poll` until it is true; then `loaded` holds
-    it, if there was anything. door: what may come in. begun: a tier reads, or has read, for it."""
+    it, if there was anything. validator: what may come in. begun: a tier reads, or has read, for it."""
 
     tokens: Sequence[int]
     above: int
     tiers: Sequence[TierIndex]
-    door: ItemValidator = ANYTHING
+    validator: ItemValidator = ANYTHING
     loaded: LoadedPrefix | None = None
     tier: TierIndex | None = None
     _reading: Future[LoadedPrefix] | None = None
@@ -84,7 +84,7 @@ class LoadRequest:
             best = (tier, entry) if entry else best
         self._over, self._found = best is None, best is not None
         if best and begin:
-            self.tier, self._reading = best[0], best[0].fetch(best[1], self.door)
+            self.tier, self._reading = best[0], best[0].fetch(best[1], self.validator)
 
     def _finish(self, reading: Future[LoadedPrefix]) -> None:
         assert self.tier is not None

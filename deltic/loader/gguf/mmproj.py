@@ -295,5 +295,5 @@ def _metadata(vision: Vision, name: str, type: str) -> dict[str, Any]:
         "is_deepstack_layers": [False] * tower.depth}
     return {"general.architecture": "clip", "general.type": "mmproj", "general.name": name,
             "general.file_type": TYPES[type], "general.quantization_version": 2, "clip.has_vision_encoder": True,
-            "clip.projector_type": PROJECTOR, "clip.use_gelu": True, _FILMS: json.dumps(pictures.films.to_hf()),
+            "clip.projector_type": PROJECTOR, "clip.use_gelu": True, _FILMS: json.dumps(pictures.videos.to_hf()),
             **{f"clip.vision.{key}": value for key, value in of_vision.items()}}

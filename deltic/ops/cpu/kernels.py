@@ -133,7 +133,7 @@ def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> G
 
 def slots(view: StateView) -> States:
     """The struct of a layer's slots and rings."""
-    ring = view.ring
+    ring = view.delta_log
     parts = () if ring is None else (ring.inputs, ring.keys, ring.updates, ring.decays)
     return States(address(view.recurrent), address(view.conv), view.conv.shape[1], KINDS[view.conv.dtype],
                   *(map(address, parts) if ring else [None] * 4), len(view.conv), len(ring.keys) if ring else 0)
@@ -161,9 +161,9 @@ def gdn_mixer(pool: ThreadPool, x: Tensor, weights: GdnWeights, state: StateView
 
 def fold_ring(pool: ThreadPool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
               target: int) -> None:
-    if not states or states[0].conv.dtype not in KINDS or states[0].ring is None or not wide_states(states):
+    if not states or states[0].conv.dtype not in KINDS or states[0].delta_log is None or not wide_states(states):
         return TORCH.fold_ring(states, source, ring, base, done, target)
-    units, first = states[0].ring, states[0].recurrent
+    units, first = states[0].delta_log, states[0].recurrent
     shape = GdnLayer(key_heads=units.keys.shape[2], value_heads=first.shape[1], key_dim=first.shape[2],
                      value_dim=first.shape[3], kernel=1, tiled=units.tiled)
     layers = (States * len(states))(*map(slots, states))

@@ -342,11 +342,11 @@ def step_batch(batch: Batch) -> Any:
 def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Tensor]]:
     layout = batch.layout
     tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
-               batch.target, batch.base, batch.ring, batch.append, batch.emit_row, batch.emit_length,
+               batch.target, batch.base, batch.delta_log, batch.append, batch.emit_row, batch.emit_length,
                batch.emit_slot, batch.logit_tokens)
-    given = (batch.given.tokens, batch.given.rows) if batch.given else ()
+    given = (batch.input_embeds.tokens, batch.input_embeds.rows) if batch.input_embeds else ()
     borrowed = [tensor.contiguous() for tensor in (*tensors, *given)]
-    struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.emits, batch.pages.shape[1],
+    struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.checkpoints, batch.pages.shape[1],
                        len(given[0]) if given else 0, *(tensor.data_ptr() for tensor in borrowed))
     return byref(struct), struct, borrowed
 

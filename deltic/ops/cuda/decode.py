@@ -156,7 +156,7 @@ class DecodeStep:
             return self._prompts(batch) if self._prompts and self._prompts.serves(batch) else None
         if batch.layout.tokens > _MOST_ROWS:
             return None
-        return (self._few if batch.layout.tokens <= MOST else self._many)(batch)
+        return (self._gemv_rows if batch.layout.tokens <= MOST else self._gemm_rows)(batch)
 
     def work(self, batch: Batch, kind: str, residual: Tensor | None = None) -> _DecodeBuffers:
         """A step's memory. residual [T, H] float32: what its layers begin with, if it is there."""
@@ -194,7 +194,7 @@ class DecodeStep:
             residual=residual, turns=turns, hidden=self._hidden, rotary=turns.shape[1], tokens=len(residual)),
             overlap=False)
 
-    def _few(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _gemv_rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         work = self._begin(batch, "few")
         logits = self.layers(work)
         self._end(work)
@@ -234,7 +234,7 @@ class DecodeStep:
         assert self._experts
         logits = residual.new_empty(len(residual), _rows(weights.router))
         self._multiply(weights.router, residual, norm, logits, STORE)
-        self._experts.few(weights, residual, norm, self._decoder.eps, logits, real)
+        self._experts.gemv_rows(weights, residual, norm, self._decoder.eps, logits, real)
 
     def _end(self, work: _DecodeBuffers) -> None:
         if work.fresh and self._rings:
@@ -324,7 +324,7 @@ class DecodeStep:
             kv_heads=spec.kv_heads, stride=stride, rotary=spec.rotary_dim, width=batch.pages.shape[1],
             parts=work.parts))
 
-    def _many(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _gemm_rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         decoder, work = self._decoder, self._begin(batch, "many")
         delta: Tensor | None = None
         for layer in decoder.layers:
@@ -347,7 +347,7 @@ class DecodeStep:
             if len(x) <= self._experts.in_passes:
                 self._add_experts(layer.mlp, layer.post_norm, residual, real)
                 return None
-            return self._experts.many(layer.mlp, x, real)
+            return self._experts.gemm_rows(layer.mlp, x, real)
         both = self.linear(x, layer.dense.gate_up)
         tokens, width = both.shape[0], both.shape[1] // 2
         gated = both.new_empty(tokens, width)

@@ -250,7 +250,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         found.kinds.add(decoder.embedding.type)
     elif not _plain(decoder.embedding):
         return None
-    rings = any(state.ring is not None for state in views.states)
+    rings = any(state.delta_log is not None for state in views.states)
     shapes = Shapes(tuple(found.products), gdn, attention, frozenset(found.kinds), found.parts, rings,
                     experts, _KV.get(views.kv[0].keys.dtype, "") if views.kv else "u16",
                     STATES.get(views.states[0].recurrent.dtype, "") if views.states else "float")

@@ -75,7 +75,7 @@ def _large(batch: Batch, row: int) -> bool:
 
 def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
     """The rows of several tokens, large ones alone."""
-    first = batch.layout.singles
+    first = batch.layout.decode_rows
     for row in range(first, batch.layout.rows):
         if _large(batch, row):
             if first < row:

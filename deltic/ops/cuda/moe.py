@@ -168,7 +168,7 @@ ALL = Real(None, None)
 class MoeOp:
     """The mixtures of a model's layers.
 
-    in_passes: up to so many tokens `few` is faster, in several passes, than `many`; 0: not.
+    in_passes: up to so many tokens `gemv_rows` is faster, in several passes, than `gemm_rows`; 0: not.
     """
 
     in_passes = 0
@@ -189,15 +189,23 @@ class MoeOp:
         """Called when it is known how many tokens pass each expert of the layer (`_counts`), before `grouped.cuh`
         reads those of them."""
 
-    def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor, real: Real = ALL,
-            first: int = 0) -> None:
+    def gemv_rows(
+        self,
+        weights: MoeWeights,
+        residual: Tensor,
+        scale: Tensor,
+        eps: float,
+        logits: Tensor,
+        real: Real = ALL,
+        first: int = 0,
+    ) -> None:
         """Adds what the experts give to the residual [T, H] float32 of up to 16 tokens. scale [H]: of the norm before
         them. logits [T, n] float32: what the router gives. first: of the step's tokens."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(residual)
         if tokens > shape.most:
             half = -(-tokens // 2)
             for part, begins in ((slice(half), first), (slice(half, tokens), first + half)):
-                self.few(weights, residual[part], scale, eps, logits[part], real, begins)
+                self.gemv_rows(weights, residual[part], scale, eps, logits[part], real, begins)
             return
         name = "many" if tokens > FEW else "few"
         gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
@@ -218,7 +226,7 @@ class MoeOp:
             self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
                 y=residual, hidden=shape.hidden, **host.answer))
 
-    def many(self, weights: MoeWeights, x: Tensor, real: Real = ALL) -> Tensor:
+    def gemm_rows(self, weights: MoeWeights, x: Tensor, real: Real = ALL) -> Tensor:
         """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16; zeros for tokens that are not real."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
         pairs, tile = tokens * shape.each, _tile(tokens * shape.per_token / shape.count)

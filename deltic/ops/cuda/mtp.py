@@ -138,7 +138,7 @@ class MtpHeadOp:
             slots=self._slots, keys=kv.keys, values=kv.values, count=batch.count, starts=batch.starts, done=batch.done,
             target=batch.target, append=append, pages=batch.pages, eps=spec.eps, kv_heads=spec.kv_heads,
             stride=2 * spec.kv, rotary=spec.rotary_dim, width=batch.pages.stride(0), size=self._size))
-        if batch.layout.emits:
+        if batch.layout.checkpoints:
             rows = batch.emit_row
             self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
 
@@ -227,7 +227,22 @@ def _batch(count: Tensor, ids: Tensor, positions: Tensor, starts: Tensor, done: 
            ) -> Batch:
     """Rows of one token, whose states nobody touches."""
     rows, none = len(ids), ids[:0]
-    return Batch(layout=Layout((1,) * rows, (1,) * rows, rows, rows), ids=ids, positions=positions,
-                 starts=starts, done=done, pages=pages, store=none, source=source, target=source, base=done, ring=done,
-                 append=none.bool(), emit_row=none, emit_length=none, emit_slot=none, logit_tokens=starts[:rows],
-                 count=count)
+    return Batch(
+        layout=Layout((1,) * rows, (1,) * rows, rows, rows),
+        ids=ids,
+        positions=positions,
+        starts=starts,
+        done=done,
+        pages=pages,
+        store=none,
+        source=source,
+        target=source,
+        base=done,
+        delta_log=done,
+        append=none.bool(),
+        emit_row=none,
+        emit_length=none,
+        emit_slot=none,
+        logit_tokens=starts[:rows],
+        count=count,
+    )

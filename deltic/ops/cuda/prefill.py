@@ -74,10 +74,10 @@ class PrefillPlan:
     count: chunks in all.
     chunks [count, 2]: row and first token in it.
     firsts [R]: each row's first chunk.
-    singles: the rows of one token as a batch of their own.
+    decode_rows: the rows of one token as a batch of their own.
     """
 
-    singles: Batch | None
+    decode_rows: Batch | None
     rows: int
     tokens: int
     count: int
@@ -100,7 +100,7 @@ class _Chunks:
 @dataclass(frozen=True, slots=True)
 class _PrefillBuffers:
     """What all layers of a step share. turns [T, rotary] float32. y, core: room for what mixers give, [T, values or
-    queries] bf16, and what the delta rule gives before it is normed. singles: of the rows of one token, which come
+    queries] bf16, and what the delta rule gives before it is normed. decode_rows: of the rows of one token, which come
     first, as of a step that only decodes; with the same y."""
 
     batch: Batch
@@ -109,27 +109,27 @@ class _PrefillBuffers:
     y: Tensor
     core: Tensor
     chunks: _Chunks | None
-    singles: Work | None
+    decode_rows: Work | None
 
 
 def plan_of(batch: Batch) -> PrefillPlan:
     layout, device = batch.layout, batch.done.device
-    counts = [0 if row < layout.singles else -(-chunk // CHUNK) for row, chunk in enumerate(layout.chunks)]
+    counts = [0 if row < layout.decode_rows else -(-chunk // CHUNK) for row, chunk in enumerate(layout.chunks)]
     cuts = [number for row, count in enumerate(counts) for j in range(count) for number in (row, j * CHUNK)]
     firsts = [0, *accumulate(counts)][:-1]
     numbers = on_device(torch.tensor(cuts + firsts, dtype=torch.int64), device)
-    return PrefillPlan(_singles(batch) if layout.singles else None, layout.rows - layout.singles,
-                layout.tokens - layout.singles, len(cuts) // 2, numbers[:len(cuts)], numbers[len(cuts):],
+    return PrefillPlan(_singles(batch) if layout.decode_rows else None, layout.rows - layout.decode_rows,
+                layout.tokens - layout.decode_rows, len(cuts) // 2, numbers[:len(cuts)], numbers[len(cuts):],
                 contexts(batch))
 
 
 def _singles(batch: Batch) -> Batch:
     """The rows of one token, which come first, with the shape of a bucket."""
-    count, layout, done = batch.layout.singles, batch.layout, batch.done[:batch.layout.singles]
+    count, layout, done = batch.layout.decode_rows, batch.layout, batch.done[:batch.layout.decode_rows]
     return replace(
         batch, layout=Layout((1,) * count, layout.contexts[:count], count, count), ids=batch.ids[:count],
         positions=batch.positions[:, :count].contiguous(), starts=batch.starts[:count + 1], done=done,
-        base=done if batch.base is batch.done else batch.base[:count], ring=batch.ring[:count],
+        base=done if batch.base is batch.done else batch.base[:count], delta_log=batch.delta_log[:count],
         pages=batch.pages[:count], store=batch.store[:count], source=batch.source[:count],
         target=batch.target[:count], count=torch.full((1,), count, device=batch.done.device), memo={})
 
@@ -152,8 +152,8 @@ class PrefillStep:
         residual = torch.empty(tokens, step._hidden, device=self._device)
         turns = torch.empty(tokens, rotary, device=self._device)
         step.enter(batch, residual, turns, 4 * step._blocks)
-        if batch.given is not None:
-            residual.index_copy_(0, batch.given.tokens, batch.given.rows)
+        if batch.input_embeds is not None:
+            residual.index_copy_(0, batch.input_embeds.tokens, batch.input_embeds.rows)
         work = self._work(batch, plan, turns)
         delta: Tensor | None = None
         for layer in decoder.layers:
@@ -178,7 +178,7 @@ class PrefillStep:
             chunks = _Chunks(empty(count, spec.channels, CHUNK),
                              empty(count, 2 * spec.key_heads, CHUNK, dtype=torch.float32),
                              empty(heads, terms_bytes(spec.key_dim) // 2), empty(heads, 4, CHUNK, dtype=torch.float32))
-        singles = replace(self._step._begin(plan.singles, "many"), y=y) if plan.singles else None
+        singles = replace(self._step._begin(plan.decode_rows, "many"), y=y) if plan.decode_rows else None
         return _PrefillBuffers(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, singles)
 
     def _layer(
@@ -201,10 +201,10 @@ class PrefillStep:
         """proj [T, C + values + 2 Hv] -> [T, values]: what lies between the projections."""
         batch, plan = work.batch, work.plan
         spec, state, launch = mixer.spec, self._step._views.states[layer.store], self._module.launch
-        size, stride, singles = spec.key_dim, proj.shape[1], batch.layout.singles
+        size, stride, singles = spec.key_dim, proj.shape[1], batch.layout.decode_rows
         y = work.y[:proj.shape[0] * spec.values].view(-1, spec.values)
-        if work.singles:
-            self._step._mix(layer, work.singles, proj, stride)
+        if work.decode_rows:
+            self._step._mix(layer, work.decode_rows, proj, stride)
         emits = {"emit_row": batch.emit_row, "emit_length": batch.emit_length, "emit_slot": batch.emit_slot}
         if work.chunks:
             core, tiles, units = work.core, work.chunks.tiles, work.chunks.units
@@ -220,16 +220,16 @@ class PrefillStep:
                 gate_column=spec.channels + spec.values, **heads), terms_shared(size))
             launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScanArgs(
                 tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
-                firsts=plan.firsts, row=singles, emits=batch.layout.emits, **heads, **places, **emits),
+                firsts=plan.firsts, row=singles, emits=batch.layout.checkpoints, **heads, **places, **emits),
                 scan_shared(size))
             launch("k_prompt_ring", (-(-spec.channels // 1024), plan.rows), 128, args.PromptRingArgs(
                 proj=proj, ring=state.conv, target=batch.target, stride=stride, channels=spec.channels, row=singles,
-                emits=batch.layout.emits, **places, **emits))
+                emits=batch.layout.checkpoints, **places, **emits))
             launch("k_gated_norm", (plan.tokens, -(-spec.values // 2048)), 256, args.GatedNormArgs(
                 proj=proj, core=core, norm=mixer.norm, y=y, eps=spec.eps, stride=stride, channels=spec.channels,
                 values=spec.values, token=singles))
-        if singles and batch.layout.emits:
-            launch("k_copy_slot", (16, batch.layout.emits), 256, args.CopySlotArgs(
+        if singles and batch.layout.checkpoints:
+            launch("k_copy_slot", (16, batch.layout.checkpoints), 256, args.CopySlotArgs(
                 state=state.recurrent, ring=state.conv, target=batch.target, emit_row=batch.emit_row,
                 emit_slot=batch.emit_slot, state_size=state.recurrent[0].nbytes // 4, ring_size=state.conv[0].numel(),
                 rows=singles))
@@ -238,11 +238,11 @@ class PrefillStep:
     def _attention(self, layer: DecoderLayer, mixer: AttentionWeights, proj: Tensor, work: _PrefillBuffers) -> Tensor:
         """proj [T, (2 heads + 2 kv_heads) D] -> [T, heads * D]: what lies between the projections."""
         batch, plan = work.batch, work.plan
-        spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.singles
+        spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.decode_rows
         kv.wait()
         y = work.y[:proj.shape[0] * spec.queries].view(-1, spec.queries)
-        if work.singles:
-            self._step._mix(layer, work.singles, proj, proj.shape[1])
+        if work.decode_rows:
+            self._step._mix(layer, work.decode_rows, proj, proj.shape[1])
         if not plan.rows:
             return y
         spare = max((context.square.side for context in plan.contexts if context.square), default=0)

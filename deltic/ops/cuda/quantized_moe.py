@@ -298,14 +298,22 @@ class QuantizedMoeOp(MoeOp):
         self._layers[id(weights)] = _QuantizedMoeLayer(up, down, routed, shared, tuple(kept))
         return ExpertTable(Addresses(gate, down, *self._maps, wanted), filled_router(weights))
 
-    def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor, real: Real = ALL,
-            first: int = 0) -> None:
+    def gemv_rows(
+        self,
+        weights: MoeWeights,
+        residual: Tensor,
+        scale: Tensor,
+        eps: float,
+        logits: Tensor,
+        real: Real = ALL,
+        first: int = 0,
+    ) -> None:
         """As of `MoeOp`, of any number of tokens."""
         shape, tokens = self._packed, len(residual)
         if tokens > self._most:
             for begin in range(0, tokens, self._most):
                 part = slice(begin, min(begin + self._most, tokens))
-                self.few(weights, residual[part], scale, eps, logits[part], real, first + begin)
+                self.gemv_rows(weights, residual[part], scale, eps, logits[part], real, first + begin)
             return
         table, layer = self._tables[id(weights)], self._layers[id(weights)]
         gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)

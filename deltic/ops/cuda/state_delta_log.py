@@ -32,7 +32,7 @@ class StateDeltaLog:
     """The rings of a model, whose layers' lie one after another."""
 
     def __init__(self, module: Module, views: CacheViews, spec: GdnSpec, most_rows: int) -> None:
-        rings = [state.ring for state in views.states if state.ring is not None]
+        rings = [state.delta_log for state in views.states if state.delta_log is not None]
         assert rings and len(rings) == len(views.states), "some layers have replay rings"
         for first, second in pairwise(rings):
             for name in ("inputs", "keys", "decays"):
@@ -57,14 +57,44 @@ class StateDeltaLog:
         ring, kind = _ring(state), "few" if proj.dtype == torch.float32 else "many"
         heads = spec.value_heads * len(batch.source)
         blocks = spec.value_dim // gdn_slice(spec, kind) * heads
-        self._module.launch(f"k_gdn_verify_{kind}", (blocks,), 128, args.VerifyArgs(
-            proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
-            state=state.recurrent, ring=state.conv, y=y, count=batch.count, starts=batch.starts, done=batch.done,
-            source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
-            value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads, base=batch.base,
-            unit=batch.ring, append=batch.append if batch.layout.appends else None, inputs=ring.inputs, keys=ring.keys,
-            updates=ring.updates, decays=ring.decays, new_inputs=fresh.inputs[store], new_keys=fresh.keys[store],
-            new_decays=fresh.decays[store], core=fresh.core, ended=self._ended))
+        self._module.launch(
+            f"k_gdn_verify_{kind}",
+            (blocks,),
+            128,
+            args.VerifyArgs(
+                proj=proj,
+                conv=mixer.conv,
+                decay=mixer.decay,
+                dt_bias=mixer.dt_bias,
+                norm=mixer.norm,
+                state=state.recurrent,
+                ring=state.conv,
+                y=y,
+                count=batch.count,
+                starts=batch.starts,
+                done=batch.done,
+                source=batch.source,
+                target=batch.target,
+                eps=spec.eps,
+                key_heads=spec.key_heads,
+                value_heads=spec.value_heads,
+                stride=stride,
+                tiled=int(spec.tiled),
+                heads=heads,
+                base=batch.base,
+                unit=batch.delta_log,
+                append=batch.append if batch.layout.appends else None,
+                inputs=ring.inputs,
+                keys=ring.keys,
+                updates=ring.updates,
+                decays=ring.decays,
+                new_inputs=fresh.inputs[store],
+                new_keys=fresh.keys[store],
+                new_decays=fresh.decays[store],
+                core=fresh.core,
+                ended=self._ended,
+            ),
+        )
 
     def mix_singles(self, mixer: GdnWeights, store: int, batch: Batch, proj: Tensor, stride: int, y: Tensor,
                     blocks: int) -> None:
@@ -77,7 +107,7 @@ class StateDeltaLog:
             state=state.recurrent, ring=state.conv, y=y, count=batch.count, starts=batch.starts, done=batch.done,
             source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
             value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads, base=batch.base,
-            unit=batch.ring, append=batch.append if batch.layout.appends else None, inputs=ring.inputs,
+            unit=batch.delta_log, append=batch.append if batch.layout.appends else None, inputs=ring.inputs,
             keys=ring.keys, updates=ring.updates, decays=ring.decays),
             PASSING_ROOM)
 
@@ -88,14 +118,14 @@ class StateDeltaLog:
         ring, tokens = self._first, fresh.inputs.shape[1]
         self._module.launch("k_append", (tokens, len(self._states)), 256, args.AppendArgs(
             new_inputs=fresh.inputs, new_keys=fresh.keys, new_decays=fresh.decays, inputs=ring.inputs, keys=ring.keys,
-            decays=ring.decays, count=batch.count, starts=batch.starts, done=batch.done, unit=batch.ring,
+            decays=ring.decays, count=batch.count, starts=batch.starts, done=batch.done, unit=batch.delta_log,
             append=batch.append, channels=self._spec.channels, key_size=self._spec.keys,
             value_heads=self._spec.value_heads, tokens=tokens, units=len(ring.keys)))
 
 
 def _ring(state: StateView) -> DeltaLogView:
-    assert state.ring is not None
-    return state.ring
+    assert state.delta_log is not None
+    return state.delta_log
 
 
 def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:

@@ -85,12 +85,12 @@ def _make_plan(batch: Batch) -> _AttentionPlan:
     contexts = layout.contexts
     if exact:
         contexts = tuple(d + c for d, c in zip(batch.done.tolist(), layout.chunks, strict=True))
-    singles = contexts[:layout.singles]
+    singles = contexts[:layout.decode_rows]
     padded = not exact or (len(singles) > 1 and max(singles) * len(singles) <= 2 * sum(singles) + 256)
     mask = None
     if padded and singles:
         index = torch.arange(max(singles), device=batch.done.device)
-        mask = (index <= batch.done[:layout.singles, None])[:, None, None]
+        mask = (index <= batch.done[:layout.decode_rows, None])[:, None, None]
     return _AttentionPlan(contexts, padded, mask)
 
 
@@ -98,16 +98,18 @@ def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
     """query [T, heads, head_dim] -> [T, heads, head_dim]; in the dtype of K/V, or of any with float8 K/V."""
     plan, layout = _plan(batch), batch.layout
     parts, row, token = [], 0, 0
-    if plan.padded and layout.singles:
+    if plan.padded and layout.decode_rows:
         assert plan.mask is not None
         context = plan.mask.shape[-1]
-        parts.append(_single_tokens(query[:layout.singles], kv, batch.pages[:layout.singles], context, plan.mask))
-        row = token = layout.singles
+        parts.append(
+            _single_tokens(query[: layout.decode_rows], kv, batch.pages[: layout.decode_rows], context, plan.mask)
+        )
+        row = token = layout.decode_rows
     while row < layout.rows:
         end, context = token + layout.chunks[row], plan.contexts[row]
-        attend = _single_tokens if row < layout.singles else _chunk
+        attend = _single_tokens if row < layout.decode_rows else _chunk
         groups = query.shape[1] // kv.keys.shape[2]
-        mask = None if row < layout.singles else _causal(batch, row, end - token, context, groups)
+        mask = None if row < layout.decode_rows else _causal(batch, row, end - token, context, groups)
         parts.append(attend(query[token:end], kv, batch.pages[row:row + 1], context, mask))
         row, token = row + 1, end
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -61,10 +61,10 @@ class Chunks:
 def cut(batch: Batch) -> Chunks:
     """Cut the rows of more than one token into chunks."""
     layout = batch.layout
-    rows = sorted(range(layout.singles, layout.rows), key=lambda row: -layout.chunks[row])
+    rows = sorted(range(layout.decode_rows, layout.rows), key=lambda row: -layout.chunks[row])
     counts = [-(-layout.chunks[row] // CHUNK) for row in rows]
     active = tuple(sum(count > j for count in counts) for j in range(counts[0]))
-    first = layout.singles
+    first = layout.decode_rows
     offsets = {row: sum(layout.chunks[first:row]) for row in rows}
     order = [(row, j) for j, n in enumerate(active) for row in rows[:n]]
     lengths = torch.tensor([layout.chunks[row] - j * CHUNK for row, j in order])
@@ -125,7 +125,7 @@ def chunked(mixed: Tensor, gates: Gates, spec: GdnSpec, recurrent: Tensor, batch
     state = recurrent[batch.source[rows]].to(mixed.dtype)
     state.masked_fill_((batch.done[rows] == 0)[:, None, None, None], 0)
     outputs, updates = torch.empty_like(terms.inner), torch.empty_like(terms.inner)
-    emits = _emits(batch, chunks) if batch.layout.emits else None
+    emits = _emits(batch, chunks) if batch.layout.checkpoints else None
     before, start = dict[int, Tensor](), 0
     for active in chunks.active:
         here, current = slice(start, start + active), state[:active]
@@ -173,7 +173,7 @@ class _Emits:
 def _emits(batch: Batch, chunks: Chunks) -> _Emits:
     emits: _Emits | None = batch.memo.get("emits")
     if emits is None:
-        long = batch.emit_row >= batch.layout.singles
+        long = batch.emit_row >= batch.layout.decode_rows
         local = batch.emit_length - batch.done[batch.emit_row] - 1
         rank = torch.zeros(batch.layout.rows, dtype=torch.long, device=local.device)
         rank[list(chunks.rows)] = torch.arange(len(chunks.rows), device=local.device)

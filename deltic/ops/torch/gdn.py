@@ -22,8 +22,8 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
 def core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
     """What lies between the projections: proj [T, C + values + 2 Hv] -> [T, values]."""
     # the same tensor: nobody is behind, and that is known without waiting for the device
-    behind = batch.base is not batch.done and bool((batch.base < batch.done).any()) if state.ring else False
-    rings = state.ring is not None and (batch.layout.appends or behind)
+    behind = batch.base is not batch.done and bool((batch.base < batch.done).any()) if state.delta_log else False
+    rings = state.delta_log is not None and (batch.layout.appends or behind)
     return (reference.gdn_core if rings else _core)(proj, weights, state, batch)
 
 
@@ -105,14 +105,14 @@ def _make_plan(batch: Batch, width: int) -> _ConvPlan:
         any_new=device.type != "cpu" or not bool((batch.done > 0).all()),
         window=before % width,
         window_real=None if all_real else (before >= 0)[..., None],
-        chunks=cut(batch) if batch.layout.rows > batch.layout.singles else None,
+        chunks=cut(batch) if batch.layout.rows > batch.layout.decode_rows else None,
         taps=_taps(batch, width) if all_real else None,
     )
 
 
 def _taps(batch: Batch, width: int) -> _Taps | None:
     layout = batch.layout
-    if batch.span is None or layout.singles < layout.rows or layout.emits:
+    if batch.span is None or layout.decode_rows < layout.rows or layout.checkpoints:
         return None
     places = torch.arange(width, device=batch.done.device)
     rows = torch.arange(layout.rows, device=batch.done.device)
@@ -121,7 +121,7 @@ def _taps(batch: Batch, width: int) -> _Taps | None:
 
 def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _ConvPlan) -> Tensor:
     """Convolution and delta rule of all rows -> [T, Hv, Dv] in the dtype of the gates; moves the slots."""
-    singles, kernel = batch.layout.singles, weights.spec.conv_kernel
+    singles, kernel = batch.layout.decode_rows, weights.spec.conv_kernel
     if plan.taps is not None and state.conv.shape[1] == kernel:
         mixed = _convolve_in_place(qkv, weights.conv, state, batch, plan.taps)
         return _step(mixed, gates, weights, state, batch, plan)
@@ -150,7 +150,7 @@ def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, ba
         put(recurrent, batch.target[:rows], current)
     elif recurrent.dtype != current.dtype:
         recurrent[place] = current.to(recurrent.dtype)
-    if batch.layout.emits:
+    if batch.layout.checkpoints:
         # a row of one token emits its new state; what longer rows emit is written over by `chunked`
         put(recurrent, batch.emit_slot, current[batch.emit_row.clamp(max=rows - 1)])
     return output
@@ -178,10 +178,10 @@ def _write_rings(qkv: Tensor, conv: Tensor, plan: _ConvPlan) -> None:
 
 def _convolve(qkv: Tensor, history: Tensor, conv: Tensor, batch: Batch, dtype: torch.dtype) -> Tensor:
     """Causal depthwise convolution and silu of the longer rows -> [their tokens, C]."""
-    layout, start, outputs = batch.layout, batch.layout.singles, []
+    layout, start, outputs = batch.layout, batch.layout.decode_rows, []
     # as an image of width 1 with its channels last, which is how the tokens lie in memory
     kernel = conv.to(qkv.dtype)[:, None, :, None]
-    for row in range(layout.singles, layout.rows):
+    for row in range(layout.decode_rows, layout.rows):
         end = start + layout.chunks[row]
         padded = torch.cat((history[row], qkv[start:end]))[None, :, None].permute(0, 3, 1, 2)
         outputs.append(F.conv2d(padded, kernel, groups=conv.shape[0])[0, :, :, 0].t())

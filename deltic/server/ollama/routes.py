@@ -204,7 +204,7 @@ def _continued(served: ServedModel, job: PreparedRequest, context: Sequence[int]
     if not isinstance(job.request.prompt, tuple):
         raise RequestError("context cannot be had together with pictures: use /api/chat", "context")
     whole = served.complete([*context, *job.request.prompt], job.request.output)  # type: ignore[arg-type]
-    return replace(job, request=replace(job.request, prompt=whole.request.prompt, boundaries=()), remember=None)
+    return replace(job, request=replace(job.request, prompt=whole.request.prompt, stable_prefixes=()), remember=None)
 
 
 async def _answer(request: Request, served: ServedModel, streams: bool, prepared: Prepared, chat: bool) -> Response:

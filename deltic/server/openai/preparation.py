@@ -121,7 +121,9 @@ def _cut(served: ServedModel, body: ChatRequest | CompletionRequest, job: Prepar
     if isinstance(job.request.prompt, Prompt):
         raise RequestError("truncate_prompt_tokens cannot cut a prompt with pictures: leave some out",
                            "truncate_prompt_tokens")
-    return replace(job, request=replace(job.request, prompt=job.request.prompt[-keep:], boundaries=()), remember=None)
+    return replace(
+        job, request=replace(job.request, prompt=job.request.prompt[-keep:], stable_prefixes=()), remember=None
+    )
 
 
 def _check_scores(served: ServedModel, jobs: list[PreparedRequest]) -> None:
