@@ -440,7 +440,7 @@ class Forcing:
 
 @dataclass(slots=True)
 class Watch:
-    """Stands before `Runtime.run` and keeps what each step was made of."""
+    """Stands before `ModelRunner.run` and keeps what each step was made of."""
 
     runtime: ModelRunner
     chunks: list[tuple[int, ...]] = field(default_factory=list)

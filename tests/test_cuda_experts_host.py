@@ -283,7 +283,7 @@ def runtimes() -> Iterator[tuple[ModelRunner, ModelRunner]]:
 
 
 def wake(runtime: ModelRunner) -> None:
-    """As `Runtime.run` does."""
+    """As `ModelRunner.run` does."""
     assert runtime.experts
     runtime.experts.store.begin_step()
 

@@ -39,7 +39,7 @@ from deltic.ops.cuda.sample import source
 from deltic.ops.cuda.tower import tower_source
 from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
 
-steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("step", "sample"))
+steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("decode", "sample"))
 """The modules; the package has functions of these names."""
 
 MODELS = {

@@ -19,7 +19,7 @@ Output = Literal["dense", "sparse", "colbert", "score"]
 class Item:
     """A text, or a pair of them, as a model reads it. ids: with all special tokens. kinds: token types, empty: all 0.
     prompt: so many of the first tokens are those of what was put before the text. cut: the text was longer. cache_salt:
-    as in `Request`."""
+    as in `EngineRequest`."""
 
     ids: Sequence[int]
     kinds: Sequence[int] = ()

@@ -53,7 +53,8 @@ def defers(cache: HybridCache, lease: SequenceCache) -> bool:
 def emits_of(
     cache: HybridCache, lease: SequenceCache, wanted: Iterable[int], count: int
 ) -> tuple[tuple[int, int], ...]:
-    """`Row.emits` of a row with the next `count` tokens: those of the wanted positions that lie in it and have room."""
+    """`PlannedRow.emits` of a row with the next `count` tokens: those of the wanted positions that lie in it and have
+    room."""
     if not wanted:
         return ()
     return tuple((position, slot) for position in wanted if lease.done < position <= lease.done + count
@@ -427,7 +428,7 @@ def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
 
 
 def _seen(sequence: Sequence, start: int, end: int) -> tuple[ImageSpan, ...]:
-    """`Row.seen` of a row with the tokens from start to end."""
+    """`PlannedRow.seen` of a row with the tokens from start to end."""
     parts = ((max(picture.start, start), min(picture.end, end), picture) for picture in sequence.pictures)
     return tuple(ImageSpan(first - start, last - first, picture.digest, first - picture.start)
                  for first, last, picture in parts if first < last)

@@ -67,7 +67,7 @@ class ProgramModel:
     """A `Model` whose steps run in a program, one sequence after another.
 
     path: the directory with the tokenizer's files, None if there are none. threads: those that compute for it.
-    tokenizer, notes: as of a `Runtime`. What else that has, a program has not.
+    tokenizer, notes: as of a `ModelRunner`. What else that has, a program has not.
     """
 
     name: str

@@ -162,9 +162,9 @@ def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden
 
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
     int64, on the device: what the step in flight has drawn, of which the first rows take their tokens, as far as they
-    say so; of rows with drafts that are not known: where the device has them, and with `Row.accepts` their cursors.
-    memory: that of the steps before; on a CPU the batch is valid until the next one is built with it. rows_of: gives
-    what stands in for embeddings of pictures' tokens. verified: `Model.verifies`.
+    say so; of rows with drafts that are not known: where the device has them, and with `PlannedRow.accepts` their
+    cursors. memory: that of the steps before; on a CPU the batch is valid until the next one is built with it. rows_of:
+    gives what stands in for embeddings of pictures' tokens. verified: `Model.verifies`.
     """
     rows = plan.rows
     if isinstance(drawn, Promised):

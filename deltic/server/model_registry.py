@@ -162,7 +162,7 @@ class ModelRegistry:
     async def read(self, request: Request, schema: type[Body], prepare: Callable[[ServedModel, Body], Prepared],
                    answers: bool = True) -> tuple[ServedModel, Body, Prepared]:
         """The body, the model that it asks for, and what `prepare` makes of both, in a thread. BusyError at once if no
-        answer may wait any more; otherwise as `Intake.read`. The model is there until the request is over.
+        answer may wait any more; otherwise as `BodyReader.read`. The model is there until the request is over.
 
         answers: whether there will be some; who counts tokens takes nobody's place, waits for none, and may have
         prompts of any length.

@@ -16,7 +16,7 @@ _STATE = 4
 class HostExperts:
     """The mailbox of `beside`, as members of the kernels' structs.
 
-    request: of `AskHost`. answer: of `AddHost`.
+    request: of `AskHostArgs`. answer: of `AddHostArgs`.
     """
 
     def __init__(self, beside: OffloadedExperts, device: torch.device, patience: float | None = None) -> None:

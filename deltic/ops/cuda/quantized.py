@@ -150,7 +150,7 @@ def _units(part: Tiles) -> int:
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
            **values: Any) -> None:
-    """values: the members x, scale, y and eps of `arguments.Packed`."""
+    """values: the members x, scale, y and eps of `arguments.PackedArgs`."""
     plan, filled = arguments(product, parts, tokens, blocks, **values)
     module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, filled, plan.shared)
 
