@@ -380,7 +380,7 @@ class PromisesMore(HybridCache):
 
 
 class LeaksPages(HybridCache):
-    def drop(self, snapshot: CacheSnapshot) -> None:
+    def release_snapshot(self, snapshot: CacheSnapshot) -> None:
         del self.accounts.snapshots[snapshot.slot]
         self.slots.release([snapshot.slot])
 

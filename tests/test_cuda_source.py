@@ -115,13 +115,13 @@ def members(struct: str) -> list[str]:
                                   "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
                                   "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn", "TowerNorm"])
 def test_structs_are_the_kernels(name: str) -> None:
-    given: type[KernelArguments] = getattr(arguments, name)
+    given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == members(name)
 
 
 @pytest.mark.parametrize("name", ["Verify", "OverRings"])
 def test_the_structs_of_rows_with_rings_begin_as_that_without(name: str) -> None:
-    given: type[KernelArguments] = getattr(arguments, name)
+    given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == [*members("Gdn"), *members(f"{name} : Gdn")]
 
 

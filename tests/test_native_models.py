@@ -192,8 +192,8 @@ def shared() -> ModelRunner:
     return model(-1)
 
 
-RINGS = [("base", 5, "appends from far behind"), ("base", 30, "the state is ahead"), ("ring", -1, "no unit"),
-         ("ring", 1 << 40, "no unit")]
+RINGS = [("base", 5, "appends from far behind"), ("base", 30, "the state is ahead"), ("delta_log", -1, "no unit"),
+         ("delta_log", 1 << 40, "no unit")]
 
 
 @pytest.mark.parametrize(("name", "value", "why"), RINGS)

@@ -38,7 +38,7 @@ class _Backlog:
     @classmethod
     def of(cls, batch: Batch) -> _Backlog:
         """Empty; what the batch's memory holds may change."""
-        kept = {name: getattr(batch, name).clone() for name in ("done", "source", "target", "ring")}
+        kept = {name: getattr(batch, name).clone() for name in ("done", "source", "target", "delta_log")}
         return cls(replace(batch, **kept))
 
     def goes_on(self, batch: Batch) -> bool:
