@@ -47,7 +47,7 @@ def source(shape: ExpertsShape) -> str:
 
 @pytest.mark.parametrize("name", ["ExpertsGate", "ExpertsDown", "Route", "Group", "Grouped", "Combine"])
 def test_structs_are_the_kernels(name: str) -> None:
-    found = [name for name, *_ in getattr(arguments, name)._fields_]
+    found = [name for name, *_ in getattr(arguments, f"{name}Args")._fields_]
     assert found == members(name)
 
 

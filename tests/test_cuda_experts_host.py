@@ -48,7 +48,7 @@ def source(shape: ExpertsShape) -> str:
 
 @pytest.mark.parametrize("name", ["AskHost", "AddHost"])
 def test_structs_are_the_kernels(name: str) -> None:
-    assert [name for name, *_ in getattr(arguments, name)._fields_] == members(name)
+    assert [name for name, *_ in getattr(arguments, f"{name}Args")._fields_] == members(name)
 
 
 @pytest.mark.skipif(bool(missing()), reason=str(missing()))

@@ -85,7 +85,7 @@ def source(shape: PackedShape) -> str:
 
 @pytest.mark.parametrize("name", ["PackedGate", "PackedDown", "UnpackExperts"])
 def test_structs_are_the_kernels(name: str) -> None:
-    assert [name for name, *_ in getattr(arguments, name)._fields_] == members(name)
+    assert [name for name, *_ in getattr(arguments, f"{name}Args")._fields_] == members(name)
 
 
 LARGER = [replace(TRUE, hidden=3072, size=1024), replace(TRUE, hidden=4096, size=1024, count=512, per_token=10)]
