@@ -24,10 +24,10 @@ from common import environment, record
 _COMPILED = """
 import sys, time
 from pathlib import Path
-from deltic.export.conversation import Conversation
+from deltic.export.conversation import ProgramConversation
 from deltic.export.opening import open_program
 from deltic.config import EngineConfig
-talk = Conversation(open_program(Path(sys.argv[1]), EngineConfig()))
+talk = ProgramConversation(open_program(Path(sys.argv[1]), EngineConfig()))
 talk.read([1])
 assert "torch" not in sys.modules
 """
@@ -45,12 +45,12 @@ Session(sys.argv[1], "float32", max_batch=1, max_context=2048).prefill([1])
 _SPEED = """
 import json, sys, time
 from pathlib import Path
-from deltic.export.conversation import Conversation
+from deltic.export.conversation import ProgramConversation
 from deltic.export.opening import kind_of, open_program
 from deltic.config import EngineConfig
 path, prompt, found = Path(sys.argv[1]), list(range(1, 65)), {}
 if kind_of(path):
-    talk = Conversation(open_program(path, EngineConfig()))
+    talk = ProgramConversation(open_program(path, EngineConfig()))
     step, start = talk.read, lambda: talk.program.start(0)
 else:
     from deltic import Session

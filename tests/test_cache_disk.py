@@ -566,16 +566,16 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from deltic.cache.offload.disk import Disk, DiskNotes
-from deltic.cache.offload.types import Item
+from deltic.cache.offload.disk import DiskRecords, DiskStore
+from deltic.cache.offload.types import StoredItem
 torch.set_num_threads(1)
 directory, chance = Path(sys.argv[1]), random.Random(5)
 for life in range(40):
     child = os.fork()
     if not child:
-        disk, notes = Disk(directory, sys.argv[2], 1), DiskNotes(directory, sys.argv[2])
+        disk, notes = DiskStore(directory, sys.argv[2], 1), DiskRecords(directory, sys.argv[2])
         for step in range(life, 10_000):
-            disk.write(Item("kv", f"{step % 7:032x}", "", 0, step % 7), {"x": torch.full((1_000_000,), step % 7.0)})
+            disk.write(StoredItem("kv", f"{step % 7:032x}", "", 0, step % 7), {"x": torch.full((1_000_000,), step % 7.0)})
             notes.put(f"{step % 7:x}", bytes([step % 7]) * 9000)
     time.sleep(chance.uniform(0.001, 0.04))
     os.kill(child, signal.SIGKILL)
@@ -602,14 +602,14 @@ CROWD = """
 import random, sys, time
 from pathlib import Path
 import torch
-from deltic.cache.offload.disk import Disk, DiskNotes
-from deltic.cache.offload.types import Item, TierStoreError
+from deltic.cache.offload.disk import DiskRecords, DiskStore
+from deltic.cache.offload.types import StoredItem, TierStoreError
 torch.set_num_threads(1)
-disk, notes = Disk(Path(sys.argv[1]), sys.argv[2], 1), DiskNotes(Path(sys.argv[1]), sys.argv[2], 1 << 20)
+disk, notes = DiskStore(Path(sys.argv[1]), sys.argv[2], 1), DiskRecords(Path(sys.argv[1]), sys.argv[2], 1 << 20)
 chance, end, read = random.Random(int(sys.argv[3])), time.monotonic() + 1.5, 0
 while time.monotonic() < end:
     number = chance.randrange(6)
-    item = Item("state", f"{number:032x}", "", 0, number)
+    item = StoredItem("state", f"{number:032x}", "", 0, number)
     match chance.randrange(5):
         case 0: disk.write(item, {"x": torch.full((3000,), float(number))})
         case 1: disk.delete(item)

@@ -33,7 +33,7 @@ from deltic.params import Usage
 def read_answer(llm, ask, show):
     show(Delta("content", repr(ask())))
     choice = Of(text="", reasoning="", calls=(), finish="stop", error=None, usage=Usage(1, 0, 1))
-    return Of(output=Of(choices=[choice])), answer.Meter(0.0, 1)
+    return Of(output=Of(choices=[choice])), answer.AnswerTiming(0.0, 1)
 
 class Model(nullcontext):
     def __init__(self, name):

@@ -203,8 +203,8 @@ def test_threads_end() -> None:
 
 
 def test_the_interpreter_ends_while_threads_listen() -> None:
-    code = ("import torch, os; from deltic.ops.cpu.offloaded_experts import Beside\n"
-            "of = Beside([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (3, 0))\n"
+    code = ("import torch, os; from deltic.ops.cpu.offloaded_experts import OffloadedExperts\n"
+            "of = OffloadedExperts([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (3, 0))\n"
             "of.ask(0, 0)\n"
             "child = os.fork()\n"
             "if child == 0:\n    del of\n    os._exit(0)\n"

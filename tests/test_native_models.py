@@ -210,7 +210,7 @@ STORM = """
 import random, sys, threading, torch
 import test_native_models as tests
 from deltic.runner.input_batch import build
-from deltic.engine.step_plan import Plan, Row
+from deltic.engine.step_plan import PlannedRow, StepPlan
 runtime = tests.shared()
 
 def work(seed):

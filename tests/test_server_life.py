@@ -264,9 +264,9 @@ def test_a_server_that_cannot_start_says_so_and_is_not_ready(monkeypatch: pytest
 FAILING = """
 import sys; sys.path.insert(0, "tests")
 from deltic.cli import main
-from deltic.server.async_engine import Bridge
+from deltic.server.async_engine import AsyncEngine
 def start(bridge): raise RuntimeError("no more threads")
-Bridge.start = start
+AsyncEngine.start = start
 sys.exit(main(["serve", "tiny", "--port", "0", "--memory", "64MiB"]))
 """
 
