@@ -107,11 +107,11 @@ def _contexts(args: argparse.Namespace) -> None:
 
     from deltic.engine.step_plan import PlannedRow, StepPlan
     from deltic.params import PAGE
-    from deltic.runner.input_batch import BatchMemory, build
+    from deltic.runner.input_batch import InputBatch, build
 
     for context in (1_000, 262_000):
         pages = [list(range(index, context * 8 // PAGE + 16, 8)) for index in range(8)]
-        memory, times = BatchMemory(), list[float]()
+        memory, times = InputBatch(), list[float]()
         for step in range(20 if args.quick else 500):
             plan = StepPlan(tuple(PlannedRow((7,), context + step % PAGE, pages[row], row, 1) for row in range(8)))
             began = time.perf_counter()

@@ -384,7 +384,7 @@ class Session:
     def _batch(self, row: PlannedRow, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
         self.runtime.cache.flush_operations()
         return build(StepPlan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
-                     rows_of=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
+                     image_rows=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
 
     def _rotary(self, prompt: Prompt | None, start: int, end: int) -> Positions | int:
         """Of these tokens of what is appended: positions, or what makes them of their cache indices."""

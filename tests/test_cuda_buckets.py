@@ -15,15 +15,14 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import MOST, _pieces, on_device
 from deltic.ops.types import PAGE, Layout
+from deltic.runner.cuda_graphs import buckets, draft_buckets
 from deltic.runner.input_batch import (
-    BatchMemory,
+    DeviceTokens,
+    InputBatch,
     PageTable,
-    Promised,
-    buckets,
     build,
     decodes,
     decoding,
-    draft_buckets,
     draft_pages,
     power_of_two,
     step_of,
@@ -113,7 +112,7 @@ def test_steps_one_after_another_have_the_memory_of_their_bucket() -> None:
     """Each holds what one of its own would, whatever came before; a token that is not known comes from what was drawn.
     A second memory writes to the same places on the device, where a graph reads them."""
     draw, places = Random(4), dict[tuple[int, int, int | None], torch.Tensor]()
-    memories, drawn, seen = (BatchMemory(places), BatchMemory(places)), torch.arange(1000, 1100), set[int]()
+    memories, drawn, seen = (InputBatch(places), InputBatch(places)), torch.arange(1000, 1100), set[int]()
     for _ in range(200):
         rows = [
             PlannedRow(
@@ -161,7 +160,7 @@ def test_what_a_bucket_of_drafts_holds() -> None:
         PlannedRow((9, 10), 30, (7, 8), 4, 2, base=30, delta_log=9, append=True, rotary=-2),
     )
     assert verifies(StepPlan(rows)) and not decodes(StepPlan(rows))
-    memory = BatchMemory()
+    memory = InputBatch()
     for _ in range(2):
         batch = verifying(StepPlan(rows), CPU, memory, hidden=True)
     padded = batch.padded
@@ -183,9 +182,9 @@ def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
     rows = (PlannedRow((6, -1, -1), 14, (5, 6), 2, 3, base=9, delta_log=8, append=True, drafts=2),
             PlannedRow((9, -1), 30, (7, 8), 4, 2, base=30, delta_log=9, append=True, drafts=1))
     numbers = torch.arange(100, 120)
-    memory = BatchMemory()
+    memory = InputBatch()
     for places in ([3, 1, 7, 0, 12], [19, 18, 17, 16, 15]):
-        batch = build(StepPlan(rows), CPU, drawn=Promised(numbers, places), memory=memory, verified=True)
+        batch = build(StepPlan(rows), CPU, drawn=DeviceTokens(numbers, places), memory=memory, verified=True)
         assert batch.ids.tolist() == [100 + place for place in places]
         assert batch.padded
         assert step_of(batch.padded).ids[5:].tolist() == [100 + places[-1]] * 3, "those that fill up are the last one"
@@ -221,7 +220,7 @@ def test_tokens_that_are_not_known_behind_a_step() -> None:
     behind = tuple(replace(row, base=18, delta_log=3 + row.slot) for row in plain)
     prompt = PlannedRow((5, 6, 7), 0, (50,), 5, 1)
     for rows, bucket in ((plain, True), (behind, False), ((*plain, prompt), False), ((*behind, prompt), False)):
-        batch = build(StepPlan(rows), device, drawn=drawn, memory=BatchMemory(), verified=True)
+        batch = build(StepPlan(rows), device, drawn=drawn, memory=InputBatch(), verified=True)
         assert (batch.padded is not None) == bucket
         assert batch.ids.tolist() == [90, 80, *(prompt.tokens if prompt in rows else ())]
 

@@ -28,7 +28,7 @@ from deltic.ops.drafted import Drafted
 from deltic.ops.types import Batch
 from deltic.params import PAGE, RING, EngineRequest
 from deltic.runner import launch
-from deltic.runner.input_batch import BatchMemory, Promised, build
+from deltic.runner.input_batch import DeviceTokens, InputBatch, build
 from deltic.runner.launch import InFlight, Launcher
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
@@ -347,8 +347,8 @@ def test_the_cursors_of_a_batch_are_moved(device: str) -> None:
         PlannedRow((UNKNOWN,) * 2, 30, (7, 8, 3), 4, 2, base=30, delta_log=9, append=True, drafts=1, accepts=3),
     ]
     drawn = torch.tensor([11, 16, 12, 13, 14, 21, 30, 22], device=device)
-    for memory in (BatchMemory(), BatchMemory()):
-        batch = build(StepPlan(tuple(rows)), drawn.device, drawn=Promised(drawn, [0, 2, 3, 4, 5, 7]), memory=memory)
+    for memory in (InputBatch(), InputBatch()):
+        batch = build(StepPlan(tuple(rows)), drawn.device, drawn=DeviceTokens(drawn, [0, 2, 3, 4, 5, 7]), memory=memory)
         assert batch.ids.tolist() == [11, 12, 13, 14, 21, 22] and batch.done.tolist() == [16, 30]
         assert batch.positions.tolist() == [[116, 117, 118, 119, 30, 31]] * 3 and batch.base.tolist() == [9, 30]
         assert batch.store.tolist() == [*range(6 * PAGE, 6 * PAGE + 4), 8 * PAGE + 14, 8 * PAGE + 15]

@@ -19,7 +19,7 @@ from deltic.ops import backends
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import PAGE
 from deltic.runner.image_embeds import Encode
-from deltic.runner.input_batch import Numbers
+from deltic.runner.input_batch import BucketNumbers
 from deltic.runner.model import Model
 from deltic.spec_decode.mtp import MtpRunner
 from deltic.spec_decode.proposers import NgramProposer
@@ -50,7 +50,7 @@ class Successor:
     encode: Encode | None = None
     verifies: bool = False
     defers_state_writes: bool = False
-    numbers: Numbers = field(default_factory=dict)
+    numbers: BucketNumbers = field(default_factory=dict)
     steps: int = 0
 
     @property

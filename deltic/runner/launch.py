@@ -16,7 +16,7 @@ from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import BatchMemory, Promised, build
+from deltic.runner.input_batch import DeviceTokens, InputBatch, build
 from deltic.runner.logit_masks import Asked, LogitMasks
 from deltic.runner.model import Model
 from deltic.runner.passes import passes
@@ -162,7 +162,7 @@ class Launcher:
 
     def __init__(self, runtime: Model, pictures: ImageEmbeds | None = None) -> None:
         self._runtime, self._pictures, self.seconds = runtime, pictures, 0.0
-        self._memory, self._params, self.masks = BatchMemory(runtime.numbers), SamplingTable(lands=True), LogitMasks()
+        self._memory, self._params, self.masks = InputBatch(runtime.numbers), SamplingTable(lands=True), LogitMasks()
 
     def launch(self, plan: StepPlan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None, promise: PendingDrafts | None = None) -> InFlight:
@@ -221,17 +221,17 @@ class Launcher:
         """Run the plan's rows."""
         runtime, wanting = self._runtime, [share for share in flight.scheduled if share.row and share.row.hidden]
         rows = flight.plan.rows
-        drawn: Tensor | Promised | None = before.drawn if before else None
+        drawn: Tensor | DeviceTokens | None = before.drawn if before else None
         if flight.promise and any(row.drafts for row in rows):
             drawn = flight.promise.on_device(rows, [share.sequence for share in flight.scheduled if share.row])
         began = time.perf_counter()
         if runtime.options.batch_invariant:
-            assert not isinstance(drawn, Promised)
+            assert not isinstance(drawn, DeviceTokens)
             found = self._run_alone(rows, drawn)
         else:
             batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
                           drawn=drawn, memory=self._memory,
-                          rows_of=self._pictures.rows if self._pictures else None, verified=runtime.verifies)
+                          image_rows=self._pictures.rows if self._pictures else None, verified=runtime.verifies)
             flight.batch = batch
             if wanting:
                 found, hidden = runtime.run_hidden(batch)

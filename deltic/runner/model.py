@@ -13,7 +13,7 @@ from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
-from deltic.runner.input_batch import Numbers
+from deltic.runner.input_batch import BucketNumbers
 from deltic.spec_decode.mtp import MtpRunner
 
 
@@ -50,7 +50,7 @@ class Model(Protocol):
     experts: ExpertOffload | None
     verifies: bool
     defers_state_writes: bool
-    numbers: Numbers
+    numbers: BucketNumbers
 
     @property
     def device(self) -> torch.device:

@@ -26,11 +26,10 @@ from deltic.ops import Ops
 from deltic.ops.cpu import use_torch_threads
 from deltic.ops.types import Batch, CacheViews, Sampled, Sampling
 from deltic.params import Auto, Mtp
-from deltic.runner.buckets import recorded_buckets
-from deltic.runner.cuda_graphs import CudaGraphs
+from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_buckets
 from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
-from deltic.runner.input_batch import FEW_ROWS, BatchMemory, Numbers, build, draft_buckets
+from deltic.runner.input_batch import FEW_ROWS, BucketNumbers, InputBatch, build
 from deltic.runner.model import Model
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 
@@ -98,7 +97,7 @@ class ModelRunner:
     graphs: CudaGraphs | None = field(init=False)
     verifies: bool = field(init=False)
     defers_state_writes: bool = field(init=False)
-    numbers: Numbers = field(init=False, default_factory=dict)
+    numbers: BucketNumbers = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         pools, ops = self.pools, self.decoder.ops
@@ -172,7 +171,7 @@ class ModelRunner:
         may have taken those yet."""
         if self.graphs is None or (self.mtp_runner is not None and not self.verifies):
             return
-        head, memory = self.mtp_runner is not None, BatchMemory(self.numbers)
+        head, memory = self.mtp_runner is not None, InputBatch(self.numbers)
         began, most = time.perf_counter(), FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
         for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
             deferred = self.defers_state_writes and rows > FEW_ROWS
@@ -196,7 +195,7 @@ class ModelRunner:
             return Mtp().tokens if self.mtp_runner else 0
         return speculation.tokens if speculation else 0
 
-    def _warm_up_rings(self, memory: BatchMemory) -> None:
+    def _warm_up_rings(self, memory: InputBatch) -> None:
         """Steps of few rows with drafts, or with tokens that were left in replay rings."""
         most, head = self._drafts, self.mtp_runner
         for rows, pages in draft_buckets(min(self.memory.max_batch, FEW_ROWS), self.memory.max_context):

@@ -13,7 +13,7 @@ from deltic.cache.handles import SequenceCache
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.drafted import Drafted
-from deltic.runner.input_batch import Promised
+from deltic.runner.input_batch import DeviceTokens
 
 Wants = List[tuple[Sequence, int]]
 """Sequences that are about to answer, each with the number of drafts that are wanted, at least 1."""
@@ -43,14 +43,14 @@ class PendingDrafts:
                                          if row.drafts else row
                                          for row, sequence in zip(plan.rows, sequences, strict=True)]))
 
-    def on_device(self, rows: List[PlannedRow], sequences: List[Sequence]) -> Promised:
+    def on_device(self, rows: List[PlannedRow], sequences: List[Sequence]) -> DeviceTokens:
         """Where the tokens of rows with these drafts are."""
         drafted, places = self.drafted, list[int]()
         for row, sequence in zip(rows, sequences, strict=True):
             place = self.places[sequence][1]
             places.append(drafted.token_at(place))
             places += [drafted.draft_at(place, draft) for draft in range(row.drafts)]
-        return Promised(drafted.numbers, places)
+        return DeviceTokens(drafted.numbers, places)
 
     def drafts(self, sequence: Sequence, count: int) -> tuple[int, ...]:
         """The first ones for a sequence, as many as there are, which must follow its last token; waits for them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import row_keys
-from deltic.runner.input_batch import BatchMemory, build, verifying
+from deltic.runner.input_batch import InputBatch, build, verifying
 from deltic.runner.launch import InFlight, ScheduledSequence
 from deltic.runner.model import Model
 from deltic.runner.sampling import AnswerKeys, SampleRow, SamplingTable, sampling_of
@@ -134,7 +134,7 @@ class MtpProposer:
 
     def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
-        self._memory, self._params = BatchMemory(), SamplingTable()
+        self._memory, self._params = InputBatch(), SamplingTable()
         self._ahead: PendingDrafts | None = None
         self._turn, self._keys, self._answers = 0, torch.empty(0), AnswerKeys()
         self._landings = [torch.empty(0)] * 2

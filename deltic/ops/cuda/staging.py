@@ -15,6 +15,7 @@ from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, make_current
 from deltic.ops.cuda.kernel_config import entry
 from deltic.ops.cuda.nvrtc import CompileError, headers
+from deltic.ops.input_columns import cuda_header
 from deltic.ops.noise import keys_at
 
 MOST = 1 << 14
@@ -29,7 +30,7 @@ _MOST_TOKENS = 256
 
 def source() -> str:
     """The text of the kernels."""
-    return (headers("numbers") + entry("numbers", "Numbers", "256", "numbers")
+    return (cuda_header() + headers("numbers") + entry("numbers", "Numbers", "256", "numbers")
             + entry("cursors", "Cursors", str(_MOST_TOKENS), "cursors")
             + entry("row_keys", "RowKeys", "256", "row_keys"))
 
