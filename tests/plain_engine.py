@@ -146,7 +146,7 @@ class PlainEngine:
         for sequence in self.scheduler.running:
             if sequence.answering:
                 self._draft(sequence)
-        plan, sequences = self.scheduler.plan()
+        plan, sequences = self.scheduler.schedule()
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
         plan = StepPlan.from_json(plan.to_json())
         self.pools.apply(plan.operations)

@@ -140,7 +140,7 @@ def test_the_same_text_many_times_at_once() -> None:
 @pytest.mark.parametrize("change", ["preempted", "paused", "ahead"])
 def test_whatever_happens_to_it(change: str) -> None:
     prompts = [(*INSTRUCTION, *numbers(3 + seed, 90, 500)) for seed in range(4)]
-    engine = Engine(runtime_of(odd_runtime(), budget=32, pages=20, context=200), ahead=change == "ahead" or None)
+    engine = Engine(runtime_of(odd_runtime(), budget=32, pages=20, context=200), overlap=change == "ahead" or None)
     for seed in range(4 if change == "preempted" else 0):
         engine.add(EngineRequest(f"answer{seed}", numbers(seed, 28, 500), replace(GREEDY, max_tokens=40)))
     for index, prompt in enumerate(prompts):

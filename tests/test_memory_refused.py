@@ -99,7 +99,7 @@ def test_a_step_without_memory_costs_one_request(ahead: bool, monkeypatch: pytes
     runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, budget=64, slots=40)
     short = [greedy(numbers(index, 20, 500), 30, name=f"short{index}", seed=index) for index in range(3)]
     alone = {key: answer.tokens for request in short for key, answer in serve(runtime, [request]).items()}
-    engine, answers, run, failed = Engine(runtime, ahead=ahead), Answers(), ModelRunner.run_hidden, list[int]()
+    engine, answers, run, failed = Engine(runtime, overlap=ahead), Answers(), ModelRunner.run_hidden, list[int]()
 
     def refuse(self: ModelRunner, batch: Batch) -> Any:
         found = run(self, batch)

@@ -100,7 +100,7 @@ def mixed(vocabulary: int) -> list[EngineRequest]:
 def test_answers_are_the_same(name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name]()
     requests = mixed(model.config.vocab_size)
-    wanted = tell(Engine(runtime_of(model), ahead=ahead), requests)
+    wanted = tell(Engine(runtime_of(model), overlap=ahead), requests)
     seen = list[StepPlan]()
 
     def watched(plan: StepPlan, *args: Any, **options: Any) -> Any:
@@ -108,7 +108,7 @@ def test_answers_are_the_same(name: str, ahead: bool, monkeypatch: pytest.Monkey
         return build(plan, *args, **options)
 
     monkeypatch.setattr(launch, "build", watched)
-    found = tell(Engine(invariant(model), ahead=ahead), requests)
+    found = tell(Engine(invariant(model), overlap=ahead), requests)
     assert found.keys() == wanted.keys()
     for key, answer in found.items():
         assert answer.events == wanted[key].events, key

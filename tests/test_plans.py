@@ -101,7 +101,7 @@ class Recorder:
         return getattr(self.runtime, name)
 
     def watch(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        cache, planned, hold = self.runtime.cache, engine.scheduler.plan, CachePools.hold
+        cache, planned, hold = self.runtime.cache, engine.scheduler.schedule, CachePools.hold
         flush = cache.flush_operations
 
         def plan() -> Any:

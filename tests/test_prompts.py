@@ -143,9 +143,9 @@ def test_in_chunks_with_neighbours(model: str, budget: int, params: str) -> None
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_step_ahead(model: str) -> None:
-    engine = Engine(runtime_of(MODELS[model]()), ahead=True)
+    engine = Engine(runtime_of(MODELS[model]()), overlap=True)
     right(model, serve(engine, request())["a", 0].tokens)
-    assert engine.stats.ahead > COUNT // 2
+    assert engine.stats.async_steps > COUNT // 2
 
 
 def test_choices_fork_it() -> None:

@@ -138,7 +138,7 @@ class Checked(Engine):
         self.toy, self.chunks = toy, []
         self.arrivals: dict[Sequence, int] = {}
         self.held: set[Sequence] = set()
-        self._plan, self.scheduler.plan = self.scheduler.plan, self._checked_plan  # type: ignore[method-assign]
+        self._plan, self.scheduler.schedule = self.scheduler.schedule, self._checked_plan  # type: ignore[method-assign]
 
     def _checked_plan(self) -> tuple[StepPlan, list[Sequence]]:
         before = self.order()

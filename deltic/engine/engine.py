@@ -11,7 +11,6 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from deltic.cache.memory_plan import distinct, grid_spacing, kept_positions
 from deltic.engine.admission import keys_of, salted
-from deltic.engine.async_schedule import plan_ahead, plan_behind_drafts
+from deltic.engine.async_schedule import schedule_async
 from deltic.engine.failures import Failures
 from deltic.engine.policy import StepTimes
 from deltic.engine.repeats import Repeats
@@ -55,13 +54,13 @@ _NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=0, max_repeat=0)
 class EngineStats:
     """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
 
-    ahead: steps that were launched before the tokens of the one before were seen.
+    async_steps: steps that were launched before the host had the tokens of the step before.
     prompt_tokens: processed ones, so those of a preempted request count again.
     reused_tokens: prompt tokens of finished requests that the cache knew.
     """
 
     steps: int = 0
-    ahead: int = 0
+    async_steps: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -74,9 +73,9 @@ class Engine:
     """Continuous batching over one `Model`."""
 
     def __init__(self, runtime: Model, drafter: Proposer | None = None, depth: DraftLength | None = None,
-                 ahead: bool | None = None) -> None:
-        """drafter, depth: who drafts tokens, and how many; by default what the runtime's options say. ahead: launch
-        steps before the one in flight is collected; by default where a device computes beside the host."""
+                 overlap: bool | None = None) -> None:
+        """drafter, depth: propose tokens, and decide how many; default: as the runtime's options say. overlap: launch
+        each step before the one in flight is collected; default: as the runtime's device allows."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), TokenMeter()
         options = runtime.options
         longest = None if options.max_stall_ms is None else options.max_stall_ms / 1000
@@ -88,8 +87,8 @@ class Engine:
         self.launcher = Launcher(runtime, self.pictures)
         self._known = KnownLogits(runtime.config.vocab_size, runtime.memory.max_batch)
         self._failures = Failures(runtime, self.scheduler, self.speculator)
-        self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
-        if self.ahead:
+        self.overlap = runtime.device.type != "cpu" if overlap is None else overlap
+        if self.overlap:
             runtime.cache.allocate_spare_slots(runtime.memory.max_batch)
         self._flight: InFlight | None = None
         self._sound: dict[Sequence, ScheduledSequence] = {}
@@ -161,9 +160,8 @@ class Engine:
             self.scheduler.resume(sequence)
 
     def step(self) -> list[Event]:
-        """Collect a step: the one in flight, or else one that is launched now. Where the step after it needs nothing
-        that the host has to see first, it is launched before that, so that no device waits for the host."""
-        began, before, read = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
+        """Collects one step, and returns the events since the last call."""
+        began, before, prompt_tokens = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
         self._keep_emitted()
         flight = self._flight if self._flight and self._flight.live else self._launch()
         self._flight = None
@@ -171,20 +169,34 @@ class Engine:
             try:
                 if flight.error:
                     raise flight.error
-                self._commit(flight)
-                self._flight = self._launch_ahead(flight) if self.ahead else None
-                self._collect(flight)
-                self._draft_on(self._flight)
+                if self.overlap:
+                    self._finish_overlapped(flight)
+                else:
+                    self._finish(flight)
             except Exception as error:
                 self._failures.lose(flight, error, self._fail_request)
             self.stats.steps += 1
-            self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - read)
+            self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - prompt_tokens)
         self._failures.end_refused(self._fail_request)
         if not self.scheduler.running and not self.scheduler.waiting:
             self._failures.flush()  # no plan will follow soon
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began - (self.launcher.seconds - before)
         return events
+
+    def _finish(self, flight: InFlight) -> None:
+        """Commits and collects a step. The next one is launched in the next call of `step`."""
+        self._commit(flight)
+        self._collect(flight)
+
+    def _finish_overlapped(self, flight: InFlight) -> None:
+        """As `_finish`, but launches the next step before it waits for the tokens of this one, so that the device does
+        not wait for the host. That step is None if it depends on these tokens."""
+        self._commit(flight)
+        self._flight = self._launch_async(flight)
+        self._collect(flight)
+        if self._flight and self._flight.pending:
+            self._draft_on(self._flight)
 
     def check(self) -> None:
         """Assert the cache's accounts, and that nothing is leased when nothing is running."""
@@ -205,70 +217,49 @@ class Engine:
             self.runtime.experts.close()
 
     def _launch(self) -> InFlight | None:
-        """Draft, admit, plan, run and draw; None if there is nothing to do."""
+        """Drafts, schedules and launches a step; None if there is nothing to do."""
         self._failures.recover()
         self.launcher.masks.begin(self.scheduler.running)
         drafting = self.speculator.draft()
         self._failures.recover()
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
             self._blame_picture(*failed)
-        plan, sequences = self.scheduler.plan()
+        plan, sequences = self.scheduler.schedule()
         if self._failures.gives_up(plan):
             self._failures.recover()
             return None
-        promise = self.speculator.promise
-        if promise and not promise.covers(sequences):
-            plan, promise = promise.fulfil(plan, sequences), None  # somebody has come whom the device knows nothing of
+        pending = self.speculator.pending
+        if pending and not pending.covers(sequences):  # the device has no drafts for a sequence that was added
+            plan, pending = pending.resolve(plan, sequences), None
         ready = self._known.ready(self.scheduler.running, self._fail)
-        flight = self.launcher.launch(plan, sequences, ready, promise=promise)
+        flight = self.launcher.launch(plan, sequences, ready, pending=pending)
         flight.drafting = drafting
         self.speculator.draft_ahead(flight)
         return flight if flight.scheduled or flight.error else None
 
-    def _launch_ahead(self, flight: InFlight) -> InFlight | None:
-        """The step after the one in flight; None where it has to wait for that one's tokens."""
-        if any(share.draft_tokens for share in flight.scheduled):
-            return self._launch_behind_drafts(flight)
-        live = [share.sequence for share in flight.scheduled if share.live]
-        ahead = plan_ahead(self.scheduler, flight, partial(self.speculator.drafts_next, live))
-        if ahead is None:
+    def _launch_async(self, flight: InFlight) -> InFlight | None:
+        """Schedules and launches the step after the one in flight; None if it depends on that one's tokens."""
+        step = schedule_async(self.scheduler, flight, self.speculator)
+        if step is None or self._failures.gives_up(step.plan):
             return None
-        plan, sequences = ahead
-        if self._failures.gives_up(plan):
-            return None
-        self.stats.ahead += 1
+        self.stats.async_steps += 1
+        if step.drafts and self.runtime.mtp_runner:
+            hidden = self.runtime.mtp_runner.hidden(sum(each.tokens for each in flight.scheduled))
+            for each in flight.scheduled:
+                each.hidden = hidden
         ready = self._known.ready(self.scheduler.running, self._fail)
-        following = self.launcher.launch(plan, sequences, ready, before=flight)
-        if all(row.drawn is not None for row in plan.rows):
-            following.drafting = sequences if self.speculator.drafter else ()
+        following = self.launcher.launch(step.plan, step.sequences, ready, before=flight, pending=step.drafts)
+        if all(row.drawn is not None or row.drafts for row in step.plan.rows):
+            following.drafting = step.sequences if self.speculator.drafter else ()
         else:
-            flight.drafting = ()  # what it takes from here on is not what an answer's step takes
+            flight.drafting = ()  # from here on its time is not that of a decode step
         return following
 
-    def _launch_behind_drafts(self, flight: InFlight) -> InFlight | None:
-        """As `_launch_ahead`, behind a step with drafts: the device finds where its rows begin."""
-        speculator = self.speculator
-        ahead = plan_behind_drafts(self.scheduler, flight, partial(speculator.drafts_behind, flight),
-                                   partial(speculator.promised_behind, flight))
-        if ahead is None:
-            return None
-        self.stats.ahead += 1
-        plan, promise = ahead
-        if self.runtime.mtp_runner:
-            hidden = self.runtime.mtp_runner.hidden(sum(share.tokens for share in flight.scheduled))
-            for share in flight.scheduled:
-                share.hidden = hidden
-        sequences = [share.sequence for share in flight.scheduled]
-        following = self.launcher.launch(plan, sequences, promise=promise)
-        following.drafting = sequences
-        return following
-
-    def _draft_on(self, following: InFlight | None) -> None:
-        """The step before this one, if there is one in flight, was collected: have drafted what follows it."""
-        if following and following.promise:
-            following.resolve_positions()
-            if all(share.live for share in following.scheduled):
-                self.speculator.draft_ahead(following)
+    def _draft_on(self, following: InFlight) -> None:
+        """Starts the drafts behind a step whose own drafts were pending, once the step before it is collected."""
+        following.resolve_positions()
+        if all(each.live for each in following.scheduled):
+            self.speculator.draft_ahead(following)
 
     def _commit(self, flight: InFlight) -> None:
         """Move the cursors over what the step has processed, but for drafts: all of it is known to be right by now."""
@@ -395,9 +386,9 @@ class Engine:
         """Of a step with drafts the last token that was committed is this one of its row. drawn: after each of them."""
         known = next((index for index, draft in enumerate(share.draft_tokens) if draft != drawn[index]),
                      len(share.draft_tokens))
-        if self.runtime.mtp_runner and not (share.ahead and known == last):
+        if self.runtime.mtp_runner and not (share.drafted_next and known == last):
             self.runtime.mtp_runner.settle(share.cache.slot, share.start + last, share.hidden)
-            self.speculator.disagree(share.sequence)
+            self.speculator.drop_pending(share.sequence)
 
     def _take(self, sequence: Sequence, token: int, chosen: SampledTokens, row: int) -> Finish | None:
         """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""

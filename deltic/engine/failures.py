@@ -76,5 +76,5 @@ class Failures:
         for sequence in self._scheduler.running:
             self._speculator.forget(sequence)
         self._scheduler.start_all_over()
-        self._speculator.promise = None
+        self._speculator.pending = None
         self._runtime.cache.reset()

@@ -1,17 +1,16 @@
-"""Who runs in the next step, and with how many tokens. Pure Python.
+"""Selects the sequences of the next step and their token counts. Pure Python.
 
-Running sequences come first, oldest first; each that is ready to choose its next token takes one token, beside those
-that were drafted for it, and what is left of the token budget is shared among prompts (`fairness`), at least one token.
-When pages run out, the youngest running sequence is sent back to wait and later processed again.
+Running sequences come first, oldest first: each that is ready to decode takes one token and its drafts. Prompts share
+the rest of the token budget (`policy.share`), at least one token. When pages run out, the youngest running sequence is
+preempted and processed again later.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List
-from dataclasses import replace
 from functools import partial
 
 from deltic.cache.handles import SequenceCache
@@ -20,45 +19,48 @@ from deltic.cache.offload.tiers import NOTHING
 from deltic.engine.policy import PrefixWait, StepTimes, hurry, share
 from deltic.engine.quantum import TURN, gives_way, in_turn, settled, turn_to_read
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import ImageSpan, PlannedRow, StepPlan
+from deltic.engine.step_plan import PlannedRow, StepPlan, image_spans, next_row
 from deltic.params import PAGE, RING, common_length
 
 log = logging.getLogger("deltic")
 
-_LOOKS = 8
-"""Sequences that may be found to have to wait for another one in one step. They are looked at again only when that one
-has come far enough, so that a step's planning does not grow with the number that wait."""
-_SCAN = 256
-"""Sequences that wait for others and may be passed over in one step."""
-_FETCHES = 4
-"""Prompts for which tiers may be reading at the same time: what they bring waits in memory."""
-_SCORED = 32
-"""Tokens of prompts whose next tokens' probabilities are worked out in one step: each takes as long as the end of a
-prompt, and as much memory as the vocabulary is large."""
-_PATIENCE = 0.01
-"""Seconds to sleep at a time while there is nothing to do but to wait for a tier."""
+_MAX_NEW_WAITS = 8
+"""Sequences per step that may start to wait for another one's prefix. They are not examined again until that prefix is
+processed, so that scheduling does not slow down with the number of waiting sequences."""
+_MAX_HELD = 256
+"""Sequences per step that are passed over because they wait for others."""
+_MAX_LOADS = 4
+"""Prompts that tiers may read at the same time: their content waits in memory."""
+_MAX_SCORED = 32
+"""Prompt tokens per step whose log probabilities are computed: each costs as much as the end of a prompt, and as much
+memory as the vocabulary is large."""
+_LOAD_WAIT = 0.01
+"""Seconds to sleep at a time if all there is to do is to wait for a tier."""
 DEFERRED = 5
-"""Tokens of a sequence among which one has its state written, where the others stay in the replay ring. More would have
-to be replayed for what is saved."""
+"""One in so many tokens of a sequence writes its state; the others stay in the delta log. More of them would cost more
+to replay than they save."""
 
 
 def defers(cache: HybridCache, lease: SequenceCache) -> bool:
-    """Whether what the next token does to the state is left in the lease's replay ring. Of a few tokens in a row one is
-    not, so that the state is written; of different sequences not in the same step."""
+    """True if the next token's state update stays in the delta log. One in `DEFERRED` tokens writes the state, in
+    different steps for different sequences."""
     if not cache.attach_delta_log(lease) or lease.delta_log is None:
         return False
     return lease.unflushed + 1 < RING and (lease.done + lease.delta_log) % DEFERRED != 0
 
 
-def emits_of(
-    cache: HybridCache, lease: SequenceCache, wanted: Iterable[int], count: int
-) -> tuple[tuple[int, int], ...]:
-    """`PlannedRow.emits` of a row with the next `count` tokens: those of the wanted positions that lie in it and have
-    room."""
+def checkpoints_of(cache: HybridCache, lease: SequenceCache, wanted: Iterable[int], count: int
+                   ) -> tuple[tuple[int, int], ...]:
+    """`PlannedRow.checkpoints` of a row with the next `count` tokens: the wanted positions in it for which a slot is
+    free."""
     if not wanted:
         return ()
     return tuple((position, slot) for position in wanted if lease.done < position <= lease.done + count
                  and (slot := cache.reserve_checkpoint(lease, position)) is not None)
+
+
+Scheduled = tuple[Sequence, int]
+"""A sequence and its tokens in a step."""
 
 
 class Scheduler:
@@ -66,86 +68,103 @@ class Scheduler:
 
     def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, times: StepTimes | None = None,
                  mixes: bool = True, defer_from: int | None = None) -> None:
-        """times: limit the prompt tokens of a step; None: the token budget alone does. mixes: prompts and drafts may be
-        in one step. defer_from: rows of a step from which on updates of states are deferred
-        (`Model.defers`); None: they never are."""
+        """times: limits the prompt tokens of a step; None: the token budget alone does. mixes: prompts and drafts may
+        be in one step. defer_from: number of rows from which on state writes are deferred; None: never."""
         self.cache, self.max_batch, self.token_budget, self.times = cache, max_batch, token_budget, times
+        self.mixes, self.defer_from = mixes, defer_from
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.failed: list[tuple[Sequence, Exception]] = []
-        """Those that could not be admitted, which still wait, and why: whoever steps ends them."""
-        self.mixes, self.preemptions, self.turns, self._step = mixes, 0, 0, 0
-        self.defer_from = defer_from
+        """Waiting sequences that could not be admitted, and why. The engine ends them."""
+        self.preemptions = self.turns = self._step = 0
         self._hurried = False
 
     def add(self, sequence: Sequence) -> None:
         sequence.turn = self._step
         self.waiting.append(sequence)
 
-    def plan(self) -> tuple[StepPlan, list[Sequence]]:
-        """The next step and the sequence behind each row. Every position of it is backed by granted pages (L4)."""
+    def schedule(self) -> tuple[StepPlan, list[Sequence]]:
+        """Returns the next step and the sequence of each row. Every position in it has its page (L4)."""
         self._step += 1
         self._take_turns()
         awaited = self._admit()
-        shares: list[tuple[Sequence, int]] = []
-        prompts: list[Sequence] = []
-        if not self.mixes and any(sequence.pending > 1 or sequence.reading for sequence in self.running):
+        if not self.mixes and any(map(_is_prompt, self.running)):
             for sequence in self.running:
                 sequence.draft_tokens = ()
+        prompts, scheduled = list(filter(_is_prompt, self.running)), list[Scheduled]()
         for sequence in list(self.running):
-            if sequence.pending > 1 or sequence.reading:
-                prompts.append(sequence)
-            elif sequence.pending and not sequence.awaits_mask and sequence.cache and (
-                    granted := self._grant(sequence, 1 + len(sequence.draft_tokens), shares)):
-                shares.append((sequence, granted))
-        for sequence, count in self._read(prompts, awaited, sum(count for _, count in shares)):
-            if sequence.cache and (count := self._grant(sequence, count, shares)):
-                shares.append((sequence, count))
-        shares.sort(key=_order)
-        deferring = self.defers_state_writes(len(shares)) and all(
-            count == 1 and sequence.generated for sequence, count in shares
-        )
-        rows = tuple(self._row(sequence, count, deferring) for sequence, count in shares)
-        return StepPlan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
+            if _is_prompt(sequence) or not sequence.pending or sequence.awaits_mask or not sequence.cache:
+                continue
+            if granted := self._grant(sequence, 1 + len(sequence.draft_tokens), scheduled):
+                scheduled.append((sequence, granted))
+        for sequence, count in self._share_budget(prompts, awaited, sum(count for _, count in scheduled)):
+            if sequence.cache and (count := self._grant(sequence, count, scheduled)):
+                scheduled.append((sequence, count))
+        scheduled.sort(key=_order)
+        deferring = self.defers_state_writes(len(scheduled)) and all(
+            count == 1 and sequence.generated for sequence, count in scheduled)
+        rows = [self.row(sequence, count, deferring) for sequence, count in scheduled]
+        return self.plan(rows), [sequence for sequence, _ in scheduled]
 
-    def defers_state_writes(self, rows: int) -> bool:
-        """Whether updates of states may be deferred in a step of so many rows that only decode."""
-        return self.defer_from is not None and rows >= self.defer_from
-
-    def plan_behind(self, rows: List[PlannedRow], known: List[Sequence], leaving: set[Sequence], spares: Iterator[int]
-                    ) -> tuple[StepPlan, list[Sequence]] | None:
-        """As `plan`, of a step behind one in flight, which draws tokens of these known sequences: `rows` take them.
-        leaving: whose answers end with that step, so that their places are free. All others that run read prompts, to
-        whose states the step leaves their slots, as it is committed later: it writes to spare ones. None, and nothing
-        has changed, where `plan` would move somebody from his place."""
+    def schedule_prompts(self, decoded: int, leaving: Collection[Sequence]) -> list[Scheduled] | None:
+        """Prompts for the step behind one in flight, beside `decoded` tokens of answers. leaving: sequences that end
+        with the step in flight, so that their places are free. Takes pages only if they are free. None: a sequence
+        would be preempted; then nothing has changed."""
         staying = [sequence for sequence in self.running if sequence not in leaving]
         if self.waiting and self._due(self._step + 1, staying):
             return None
         self._step += 1
-        awaited, shares = self._admit(len(leaving)), list[tuple[Sequence, int]]()
-        prompts = [sequence for sequence in self.running if sequence.reading or sequence.pending > 1]
-        for sequence, count in self._read(prompts, awaited, len(rows)):
+        awaited, scheduled = self._admit(len(leaving)), list[Scheduled]()
+        for sequence, count in self._share_budget(list(filter(_is_prompt, self.running)), awaited, decoded):
             assert sequence.cache is not None
             if count := self.cache.reserve(sequence.cache, count):
-                shares.append((sequence, count))
-        shares.sort(key=_order)
-        others = tuple(replace(self._row(sequence, count, False), target=next(spares)) for sequence, count in shares)
-        return StepPlan((*rows, *others), self.cache.take_operations()), [*known, *(sequence for sequence, _ in shares)]
+                scheduled.append((sequence, count))
+        return sorted(scheduled, key=_order)
 
-    def plan_drafts(self, rows: List[PlannedRow]) -> StepPlan:
-        """The step of these rows with drafts, behind one in flight that has the same sequences, all that run."""
+    def schedule_drafts(self) -> None:
+        """Counts a step behind one in flight that has the same sequences, all that run."""
         self._step += 1
+
+    def plan(self, rows: Iterable[PlannedRow]) -> StepPlan:
+        """The step of these rows, and of all operations that were queued before."""
         return StepPlan(tuple(rows), self.cache.take_operations())
 
-    def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
-              ) -> list[tuple[Sequence, int]]:
-        """The prompts that a step reads and their token counts. answers: tokens of answers in the same step."""
-        budget = max(self.token_budget - answers, 1)
+    def row(self, sequence: Sequence, count: int, deferring: bool = False, target: int | None = None) -> PlannedRow:
+        """The row of a sequence's next `count` tokens, drafts among them."""
+        lease = sequence.cache
+        assert lease is not None
+        done, end = lease.done, lease.done + count
+        tokens = (*sequence.tokens[done:end], *sequence.draft_tokens)[:count]
+        drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
+        scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
+        drawn = drafts + 1 if ends and not sequence.embeds else 0
+        append = defers(self.cache, lease) if deferring else drafts > 0 and lease.delta_log is not None
+        return next_row(
+            lease,
+            tokens,
+            scored + drawn,
+            scored=scored,
+            target=target,
+            checkpoints=checkpoints_of(self.cache, lease, sequence.wanted, count),
+            append=append,
+            drafts=drafts,
+            rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
+            hidden=ends and sequence.embeds,
+            images=image_spans(sequence.pictures, done, end),
+        )
+
+    def defers_state_writes(self, rows: int) -> bool:
+        """True if a decode step of so many rows may defer state writes."""
+        return self.defer_from is not None and rows >= self.defer_from
+
+    def _share_budget(self, prompts: List[Sequence], awaited: dict[Sequence, int], decoded: int) -> list[Scheduled]:
+        """The prompts of a step and their token counts. decoded: tokens of answers in the same step."""
+        budget = max(self.token_budget - decoded, 1)
         readable = _readable([sequence for sequence in prompts if sequence.cache])
         goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
                  for sequence, most in readable.items()]
-        limit = self.times.limit(budget, answers > 0) if self.times else budget
+        limit = self.times.limit(budget, decoded > 0) if self.times else budget
         counts = given = share(limit, [*readable.values()], goals)
         if limit < budget and not self._hurried:
             first = any(not (sequence.generated or sequence.pending or sequence.awaits_mask)
@@ -236,12 +255,12 @@ class Scheduler:
         the nearest position of each that is."""
         held, awaited, looks, fetches = list[Sequence](), dict[Sequence, int](), 0, 0
         while (self.waiting and len(self.running) - leaving < self.max_batch
-               and looks < _LOOKS and len(held) < _SCAN):
+               and looks < _MAX_NEW_WAITS and len(held) < _MAX_HELD):
             sequence = self.waiting.popleft()
             if not sequence.held:
                 looks += 1
                 try:
-                    waits = self._await_prefix(sequence) or self._await_fetch(sequence, fetches < _FETCHES)
+                    waits = self._await_prefix(sequence) or self._await_fetch(sequence, fetches < _MAX_LOADS)
                     if not waits:
                         sequence.cache = self._lease(sequence)
                 except Exception as error:
@@ -263,7 +282,7 @@ class Scheduler:
                 awaited[other] = min(position, awaited.get(other, position))
         self.waiting.extendleft(reversed(held))
         if held and not self.running and held[0].load:
-            held[0].load.wait(_PATIENCE)
+            held[0].load.wait(_LOAD_WAIT)
         return awaited
 
     def _await_fetch(self, sequence: Sequence, begin: bool) -> bool:
@@ -335,7 +354,7 @@ class Scheduler:
             sequence.logits = origin.snapshot.logits if origin else sequence.logits
         return lease
 
-    def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:
+    def _grant(self, sequence: Sequence, count: int, scheduled: list[Scheduled]) -> int:
         """Pages for up to `count` tokens. Rather than stand still it takes them from the prompt ends that waiting
         choices would fork, then from the youngest running sequences."""
         assert sequence.cache is not None
@@ -344,7 +363,7 @@ class Scheduler:
                 continue
             victim = self.running[-1]
             self._preempt(victim)
-            shares[:] = [share for share in shares if share[0] is not victim]
+            scheduled[:] = [each for each in scheduled if each[0] is not victim]
             if victim is sequence:
                 return 0
         return granted
@@ -382,32 +401,6 @@ class Scheduler:
             self.cache.resume_preempted(sequence.rest, sequence.cache)
             sequence.rest = None
 
-    def _row(self, sequence: Sequence, count: int, deferring: bool) -> PlannedRow:
-        lease = sequence.cache
-        assert lease is not None
-        done, end = lease.done, lease.done + count
-        tokens = (*sequence.tokens[done:end], *sequence.draft_tokens)[:count]
-        drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
-        scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
-        drawn = drafts + 1 if ends and not sequence.embeds else 0
-        append = defers(self.cache, lease) if deferring else drafts > 0 and lease.delta_log is not None
-        return PlannedRow(
-            tokens,
-            done,
-            lease.pages,
-            lease.slot,
-            scored + drawn,
-            scored=scored,
-            checkpoints=emits_of(self.cache, lease, sequence.wanted, count),
-            base=lease.base,
-            delta_log=lease.delta_log or 0,
-            append=append,
-            drafts=drafts,
-            rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
-            hidden=ends and sequence.embeds,
-            images=_seen(sequence, done, end),
-        )
-
     def _forget_origin(self, sequence: Sequence) -> None:
         origin, sequence.fork_point = sequence.fork_point, None
         if origin:
@@ -416,22 +409,19 @@ class Scheduler:
                 self.cache.release_snapshot(origin.snapshot)
 
 
+def _is_prompt(sequence: Sequence) -> bool:
+    return sequence.pending > 1 or sequence.reading
+
+
 def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
     """As many tokens of each as a step may read, where that is any."""
-    found, left = dict[Sequence, int](), _SCORED
+    found, left = dict[Sequence, int](), _MAX_SCORED
     for sequence in prompts:
         count = min(sequence.readable, left) if sequence.scoring else sequence.readable
         left -= count if sequence.scoring else 0
         if count:
             found[sequence] = count
     return found
-
-
-def _seen(sequence: Sequence, start: int, end: int) -> tuple[ImageSpan, ...]:
-    """`PlannedRow.seen` of a row with the tokens from start to end."""
-    parts = ((max(picture.start, start), min(picture.end, end), picture) for picture in sequence.pictures)
-    return tuple(ImageSpan(first - start, last - first, picture.digest, first - picture.start)
-                 for first, last, picture in parts if first < last)
 
 
 def _reuse(tokens: int, diverged: int, lease: SequenceCache) -> str:
@@ -461,7 +451,7 @@ def _position(place: tuple[int, Sequence]) -> int:
     return place[0]
 
 
-def _order(share: tuple[Sequence, int]) -> tuple[bool, int]:
-    sequence, count = share
+def _order(scheduled: Scheduled) -> tuple[bool, int]:
+    sequence, count = scheduled
     assert sequence.cache is not None
     return count > 1, sequence.cache.slot

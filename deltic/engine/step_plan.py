@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from deltic.cache.handles import SequenceCache
 from deltic.cache.operations import Operation, operation_of, plain
-from deltic.params import Positions, ring_base
+from deltic.params import Picture, Positions, ring_base
 
 UNKNOWN = -1
 """Stands for a token that is not on the host yet."""
@@ -65,6 +67,23 @@ class PlannedRow:
     def draft_tokens(self) -> tuple[int, ...]:
         """The tokens that the model has to verify."""
         return self.tokens[len(self.tokens) - self.drafts:]
+
+
+def next_row(cache: SequenceCache, tokens: tuple[int, ...], logits: int, ahead: int = 0, **fields: Any) -> PlannedRow:
+    """The row of a sequence's next tokens. ahead: tokens between its cursor and the row. fields: those of `PlannedRow`
+    that differ from their defaults."""
+    fields = {"base": cache.base, "delta_log": cache.delta_log or 0, **fields}
+    return PlannedRow(tokens, cache.done + ahead, cache.pages, cache.slot, logits, **fields)
+
+
+def image_spans(pictures: Iterable[Picture], start: int, end: int) -> tuple[ImageSpan, ...]:
+    """`PlannedRow.images` of a row with the tokens from start to end."""
+    spans = list[ImageSpan]()
+    for picture in pictures:
+        first, last = max(picture.start, start), min(picture.end, end)
+        if first < last:
+            spans.append(ImageSpan(first - start, last - first, picture.digest, first - picture.start))
+    return tuple(spans)
 
 
 def base_after(row: PlannedRow) -> int | None:

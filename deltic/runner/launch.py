@@ -35,8 +35,8 @@ class ScheduledSequence:
     error: what its constraint raised.
     vector: which of the step's is its own.
     scores: of tokens of its prompt.
-    ahead: what follows its drafts is drafted already, as far as the model has drawn them, and the slot has the hidden
-        state of the last one that it has.
+    drafted_next: the tokens after its drafts are drafted already, behind the drafts that the model has drawn itself;
+    the slot has the hidden state of the last of these.
     base: tokens that the state in the slot stands for behind the step, where it was brought forward since.
     hidden [T, H]: the hidden states of the step's tokens, where another step follows that nobody waits to launch.
     """
@@ -50,7 +50,7 @@ class ScheduledSequence:
     error: Exception | None = None
     vector: int | None = None
     scores: TokenRanks | None = None
-    ahead: bool = False
+    drafted_next: bool = False
     base: int | None = None
     hidden: Tensor | None = None
 
@@ -92,7 +92,7 @@ class InFlight:
     sampled: the same, on the host but for what has landed there (`Sampled.landed`).
     vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as `arrived`.
     raw [L, V]: the model's logits, where the probability of another token than the drawn one may be reported.
-    promise: has the rows' drafts, which are UNKNOWN.
+    pending: has the rows' drafts, which are UNKNOWN.
     batch: its rows, on the device.
     sampling: how it has drawn.
     error: what launching raised.
@@ -107,7 +107,7 @@ class InFlight:
     vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
-    promise: PendingDrafts | None = None
+    pending: PendingDrafts | None = None
     batch: Batch | None = None
     sampling: Sampling | None = None
     error: Exception | None = None
@@ -118,8 +118,8 @@ class InFlight:
         return any(share.live for share in self.scheduled)
 
     @property
-    def read(self) -> int:
-        """Tokens of prompts in it, but for single ones."""
+    def prompt_tokens(self) -> int:
+        """Prompt tokens in it, but for single ones."""
         return sum(share.tokens for share in self.scheduled if share.tokens > 1 and not share.draft_tokens)
 
     def resolve_positions(self) -> None:
@@ -130,12 +130,12 @@ class InFlight:
 
     def resolve_drafts(self) -> None:
         """Give the rows their drafts, for which this waits."""
-        promise = self.promise
-        if promise is None:
+        pending = self.pending
+        if pending is None:
             return
         for share in self.scheduled:
             if share.live and share.row and share.row.drafts:
-                drafts = promise.drafts(share.sequence, share.row.drafts)
+                drafts = pending.drafts(share.sequence, share.row.drafts)
                 share.row = replace(share.row, tokens=(share.sequence.tokens[-1], *drafts))
 
 
@@ -165,10 +165,10 @@ class Launcher:
         self._memory, self._params, self.masks = InputBatch(runtime.numbers), SamplingTable(lands=True), LogitMasks()
 
     def launch(self, plan: StepPlan, sequences: List[Sequence], known: List[Sequence] = (),
-               before: InFlight | None = None, promise: PendingDrafts | None = None) -> InFlight:
+               before: InFlight | None = None, pending: PendingDrafts | None = None) -> InFlight:
         """Carry the plan out; draw for its rows, and for the sequences whose logits are known. before: the step whose
-        tokens those rows take that say so. promise: has the rows' drafts. Never raises."""
-        flight = InFlight(plan, [], promise=promise)
+        tokens those rows take that say so. pending: has the rows' drafts. Never raises."""
+        flight = InFlight(plan, [], pending=pending)
         try:
             self._launch(flight, sequences, known, before)
         except Exception as error:
@@ -222,8 +222,8 @@ class Launcher:
         runtime, wanting = self._runtime, [share for share in flight.scheduled if share.row and share.row.hidden]
         rows = flight.plan.rows
         drawn: Tensor | DeviceTokens | None = before.drawn if before else None
-        if flight.promise and any(row.drafts for row in rows):
-            drawn = flight.promise.on_device(rows, [share.sequence for share in flight.scheduled if share.row])
+        if flight.pending and any(row.drafts for row in rows):
+            drawn = flight.pending.on_device(rows, [share.sequence for share in flight.scheduled if share.row])
         began = time.perf_counter()
         if runtime.options.batch_invariant:
             assert not isinstance(drawn, DeviceTokens)

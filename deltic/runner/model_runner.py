@@ -111,7 +111,11 @@ class ModelRunner:
                        if self.options.device.startswith("cuda") and not self.options.debug_layers
                        # torch's mixture of experts asks the device which experts there are
                        and (self.config.experts is None or self.step is not None) else None)
-        fast = self.graphs is not None and self.step is not None and (self.mtp_runner is None or self.mtp_runner.ahead)
+        fast = (
+            self.graphs is not None
+            and self.step is not None
+            and (self.mtp_runner is None or self.mtp_runner.drafts_on_device)
+        )
         if isinstance(self.options.speculation, Auto) and self.options.device != "cpu" and not fast:
             self.mtp_runner = None  # torch would serve it, one op at a time
         # where kernels of our own serve steps with drafts, and the head if there is one

@@ -22,17 +22,17 @@ from deltic.runner.upload import HostToDeviceBuffer, upload
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One draw: the sequence's next token, or, supposing that the drafts `ahead` are right, the one after them. mask:
-    which tokens may come, as a `Constraint` says; None: all."""
+    """One draw: the sequence's next token, or the one after these drafts, if they are right. mask: the allowed tokens,
+    as in `Constraint`; None: all."""
 
     sequence: Sequence
-    ahead: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
     mask: bytes | None = None
 
     @property
     def position(self) -> int:
         """Of the token that is drawn."""
-        return len(self.sequence.tokens) + len(self.ahead)
+        return len(self.sequence.tokens) + len(self.drafts)
 
 
 class AnswerKeys:
@@ -143,8 +143,8 @@ def _adjust(draws: List[SampleRow], device: torch.device, vocabulary: int) -> Ad
         if wanted(draw.sequence):
             penalties = _penalties(draw.sequence, device, vocabulary, prompts)
             table = penalties.table(draw.sequence, row, vocabulary)
-            if table and draw.ahead:
-                singles += [(row, *entry) for entry in penalties.ahead(draw.sequence, draw.ahead)
+            if table and draw.drafts:
+                singles += [(row, *entry) for entry in penalties.ahead(draw.sequence, draw.drafts)
                             if entry[0] < vocabulary and not (mask and forbids(mask, entry[0]))]
         if mask is not None:
             table = _masked(table or LogitTable(row, None, None), mask, vocabulary, device)

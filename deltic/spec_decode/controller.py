@@ -58,7 +58,7 @@ def drafter_of(runtime: Model) -> Proposer | None:
 
 class SpeculationController:
     """Has tokens drafted for the sequences that are about to answer. drafter: None where nobody drafts, or once it has
-    failed. promise: has the drafts for the next step, which are UNKNOWN."""
+    failed. pending: has the drafts for the next step, which are UNKNOWN."""
 
     def __init__(
         self, runtime: Model, scheduler: Scheduler, drafter: Proposer | None, depth: DraftLength | None
@@ -69,7 +69,7 @@ class SpeculationController:
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)
         self._next: int | None = None
-        self.promise: PendingDrafts | None = None
+        self.pending: PendingDrafts | None = None
         self._most_rows = FEW_ROWS if runtime.verifies else 1 << 30
 
     def draft(self) -> list[Sequence]:
@@ -77,7 +77,7 @@ class SpeculationController:
         where nobody drafts."""
         answering = [sequence for sequence in self._scheduler.running if sequence.answering]
         ready = [sequence for sequence in answering if not slow(sequence)]
-        self.promise = None
+        self.pending = None
         for sequence in answering:
             sequence.draft_tokens = ()
         if self.drafter is None:
@@ -85,10 +85,10 @@ class SpeculationController:
         granted = self._grants(ready)
         try:
             if granted and len(granted) == len(self._scheduler.running):
-                self.promise = self._promised(granted)
-            if self.promise:
+                self.pending = self._take_pending(granted)
+            if self.pending:
                 for sequence, count in granted:
-                    sequence.draft_tokens = (UNKNOWN,) * min(count, self.promise.drafted.drafts)
+                    sequence.draft_tokens = (UNKNOWN,) * min(count, self.pending.drafted.drafts)
                 return ready
             found = self.drafter.draft(granted) if granted else []
             checked = [self._checked(tokens[:count]) for (_, count), tokens in zip(granted, found, strict=True)]
@@ -99,7 +99,7 @@ class SpeculationController:
             sequence.draft_tokens = _fitting(sequence, tokens)
         return ready
 
-    def drafts_next(self, sequences: List[Sequence]) -> bool:
+    def wants_drafts(self, sequences: List[Sequence]) -> bool:
         """Whether drafts are wanted for the next step of these sequences, which are all that run; asked once for each
         step that could be launched without."""
         if not self._drafts_for(len(sequences)):
@@ -118,16 +118,16 @@ class SpeculationController:
         self._next = self.depth.choose([self._acceptance(sequence) for sequence in sequences], len(sequences))
         return min(self._next, max(row.drafts for row in flight.plan.rows))
 
-    def promised_behind(self, flight: InFlight, drafts: int) -> PendingDrafts | None:
+    def pending_behind(self, flight: InFlight, drafts: int) -> PendingDrafts | None:
         """The drafts that follow a step in flight."""
         try:
-            promise = self._promised([(share.sequence, drafts) for share in flight.scheduled])
+            pending = self._take_pending([(share.sequence, drafts) for share in flight.scheduled])
         except Exception:
             self._switch_off()
             return None
-        if promise:
+        if pending:
             self._next = None
-        return promise
+        return pending
 
     def _drafts_for(self, rows: int) -> bool:
         """Whether drafts may be made while so many sequences run."""
@@ -142,17 +142,17 @@ class SpeculationController:
         except Exception:
             self._switch_off()
 
-    def _promised(self, wants: Wants) -> PendingDrafts | None:
+    def _take_pending(self, wants: Wants) -> PendingDrafts | None:
         """Where nobody has to see the drafts before they are verified."""
         if not isinstance(self.drafter, AsyncProposer) or any(
                 sequence.guide or sequence.constraint or wanted(sequence) for sequence, _ in wants):
             return None
-        return self.drafter.promise(wants)
+        return self.drafter.take_pending(wants)
 
-    def disagree(self, sequence: Sequence) -> None:
+    def drop_pending(self, sequence: Sequence) -> None:
         """What a sequence took of the last step is not what was taken for granted, where that was."""
         if isinstance(self.drafter, AsyncProposer):
-            self.drafter.disagree(sequence)
+            self.drafter.drop_pending(sequence)
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
         """Of so many drafts that were verified so many were right."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
-from deltic.engine.scheduler import emits_of
+from deltic.engine.scheduler import checkpoints_of
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
 from deltic.errors import ConfigError
@@ -96,7 +96,7 @@ class DraftModelProposer:
             if chunk:
                 rows.append((sequence, PlannedRow(chunk, done, lease.pages, lease.slot, 0, base=lease.base,
                                            delta_log=lease.delta_log or 0, rotary=sequence.rotary(done, len(chunk)),
-                                           checkpoints=emits_of(cache, lease, sequence.wanted, len(chunk)))))
+                                           checkpoints=checkpoints_of(cache, lease, sequence.wanted, len(chunk)))))
         if not rows:
             return
         rows.sort(key=lambda item: (len(item[1].tokens) > 1, item[1].slot))

@@ -141,8 +141,8 @@ class MtpRunner:
         self._mtp, self._step = parts
 
     @property
-    def ahead(self) -> bool:
-        """Whether the drafts that follow a step can be made before the host has seen what it has drawn."""
+    def drafts_on_device(self) -> bool:
+        """True if the device can draft behind a step before the host has the step's tokens."""
         return self._step is not None and self._step.draft_ahead is not None
 
     def record(self, rows: int, pages: int, most: int) -> None:
@@ -159,7 +159,7 @@ class MtpRunner:
         """All drafts of single-token rows at once, as `MtpStep.draft` says; None where they have to be made one after
         another, with `draft`."""
         self.catch_up()
-        plain = self.ahead or sampling.adjust is None
+        plain = self.drafts_on_device or sampling.adjust is None
         return self._step.draft(batch, counts, sampling) if self._step and plain else None
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:

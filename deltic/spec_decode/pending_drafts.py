@@ -37,7 +37,7 @@ class PendingDrafts:
         """Whether it has drafts for all of them, as far as is known without looking."""
         return all(sequence in self.places and self.places[sequence][0] is sequence.cache for sequence in sequences)
 
-    def fulfil(self, plan: StepPlan, sequences: List[Sequence]) -> StepPlan:
+    def resolve(self, plan: StepPlan, sequences: List[Sequence]) -> StepPlan:
         """The plan, one row for each of these sequences, with the drafts; waits for them."""
         return replace(plan, rows=tuple([replace(row, tokens=(row.tokens[0], *self.drafts(sequence, row.drafts)))
                                          if row.drafts else row

@@ -41,10 +41,10 @@ class AsyncProposer(Protocol):
         """Draft what follows a step that was just launched, where a device knows by itself what the step draws. The
         shares of the step say whether that was done."""
 
-    def promise(self, wants: Wants) -> PendingDrafts | None:
+    def take_pending(self, wants: Wants) -> PendingDrafts | None:
         """What `draft` would give, where a device is at work on it; None where it is not. Once."""
 
-    def disagree(self, sequence: Sequence) -> None:
+    def drop_pending(self, sequence: Sequence) -> None:
         """What a sequence took of the last step is not what the device took for granted."""
 
 
@@ -135,7 +135,7 @@ class MtpProposer:
     def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
         self._memory, self._params = InputBatch(), SamplingTable()
-        self._ahead: PendingDrafts | None = None
+        self._pending: PendingDrafts | None = None
         self._turn, self._keys, self._answers = 0, torch.empty(0), AnswerKeys()
         self._landings = [torch.empty(0)] * 2
         self._aside: _Aside | None = None
@@ -143,11 +143,11 @@ class MtpProposer:
 
     @torch.inference_mode()
     def draft_ahead(self, flight: InFlight) -> None:
-        self._ahead = None  # what was drafted before follows a step that is no longer the last one
+        self._pending = None  # what was drafted before follows a step that is no longer the last one
         rows, batch, sampling = flight.plan.rows, flight.batch, flight.sampling
         most = max((row.drafts for row in rows), default=0)
         if (
-            not self._head.ahead
+            not self._head.drafts_on_device
             or not most
             or len(rows) < len(flight.scheduled)
             or batch is None
@@ -177,9 +177,9 @@ class MtpProposer:
             found.copy_(drafted.numbers, non_blocking=True)
             arrived.record()
         places = {share.sequence: (share.cache, place) for place, share in enumerate(flight.scheduled)}
-        self._ahead = PendingDrafts(places, drafted, found, arrived)
+        self._pending = PendingDrafts(places, drafted, found, arrived)
         for share in flight.scheduled:
-            share.ahead = True
+            share.drafted_next = True
 
     def _landing(self, count: int) -> Tensor:
         """Pinned memory, of two pieces by turns: what is in the other one may not have been looked at."""
@@ -187,19 +187,19 @@ class MtpProposer:
             self._landings[self._turn] = torch.empty(count, dtype=torch.int64, pin_memory=True)
         return self._landings[self._turn][:count]
 
-    def promise(self, wants: Wants) -> PendingDrafts | None:
-        if self._ahead is None or not self._ahead.covers(sequence for sequence, _ in wants):
+    def take_pending(self, wants: Wants) -> PendingDrafts | None:
+        if self._pending is None or not self._pending.covers(sequence for sequence, _ in wants):
             return None
-        ahead, self._ahead = self._ahead, None
+        ahead, self._pending = self._pending, None
         return ahead
 
-    def disagree(self, sequence: Sequence) -> None:
-        if self._ahead:
-            self._ahead.places.pop(sequence, None)
+    def drop_pending(self, sequence: Sequence) -> None:
+        if self._pending:
+            self._pending.places.pop(sequence, None)
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
-        ahead, self._ahead = self._ahead, None
+        ahead, self._pending = self._pending, None
         sequences = [sequence for sequence, _ in wants]
         if ahead and ahead.covers(sequences) and all(map(ahead.follows, sequences)):
             return [[*ahead.drafts(sequence, count)] for sequence, count in wants]
@@ -207,7 +207,7 @@ class MtpProposer:
         self._runtime.cache.flush_operations()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)
         plan = StepPlan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
-        batch = (verifying if self._head.ahead else build)(plan, device, memory=self._memory)
+        batch = (verifying if self._head.drafts_on_device else build)(plan, device, memory=self._memory)
         # what is drafted before matters for penalties alone
         draws = [SampleRow(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
         counts = torch.tensor([count for _, count in wants])
