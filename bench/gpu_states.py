@@ -39,7 +39,8 @@ def main() -> None:
         device="cuda", dtype="bfloat16", memory="24GiB", max_batch=args.rows, max_context=256, speculate="off",
         state_dtype=args.state_dtype))
     pools = runtime.pools
-    assert runtime.defers_state_writes and pools.delta_logs is not None, "these kernels do not serve the model"
+    assert runtime.capabilities.defers_state_writes, "these kernels do not serve the model"
+    assert pools.delta_logs is not None
     for tensor in (pools.recurrent, pools.conv, *pools.delta_logs):
         tensor.normal_(0, 0.1)
     pools.delta_logs[3].uniform_(0.9, 1)

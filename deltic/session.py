@@ -345,7 +345,7 @@ class Session:
         runtime = self.runtime
         if not isinstance(runtime, ModelRunner):
             raise RequestError("a compiled model has no layers to look at: load the model itself", "model")
-        if runtime.experts is not None and runtime.device.type != "cpu":
+        if runtime.experts is not None and runtime.capabilities.overlaps:
             raise RequestError("layers cannot be looked at while experts lie beside a GPU: leave out `expert_memory`",
                                "expert_memory")
         return runtime
@@ -360,7 +360,7 @@ class Session:
         cache, lease, scratch, start = self.runtime.cache, self._cache, self._scratch, self.position
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        if (len(tokens) > 1 or self.runtime.hooks) and lease.unflushed and self.runtime.verifies:
+        if (len(tokens) > 1 or self.runtime.hooks) and lease.unflushed and self.runtime.capabilities.verifies:
             cache.flush_delta_log(lease)  # which kernels for prompts take for granted
         parts, size = [], self.runtime.options.token_budget
         row = PlannedRow(
@@ -384,7 +384,7 @@ class Session:
     def _batch(self, row: PlannedRow, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
         self.runtime.cache.flush_operations()
         return build(StepPlan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
-                     image_rows=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
+                     image_rows=rows.__getitem__ if rows else None, verified=self.runtime.capabilities.verifies)
 
     def _rotary(self, prompt: Prompt | None, start: int, end: int) -> Positions | int:
         """Of these tokens of what is appended: positions, or what makes them of their cache indices."""

@@ -42,7 +42,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     model, quant, count = MODELS[request.param]
     loaded = load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=8, max_context=1024,
                                       speculate="mtp:4", quant=quant, draft_vocab=count, prefix_cache=False))
-    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    assert loaded.capabilities.verifies, "the kernels do not serve this model, or not its head"
     assert loaded.mtp and loaded.mtp.vocabulary and len(loaded.mtp.head) < loaded.config.vocab_size
     yield loaded
     torch.cuda.empty_cache()

@@ -355,7 +355,7 @@ def test_same_answers_with_drafts(cap: int | None) -> None:
     loaded = load(RandomModel(shape=config, head=True, initializer_range=0.05), EngineConfig(
         device="cuda", dtype="bfloat16", memory="1GiB", max_batch=16, max_context=2048, speculate="mtp:4",
         expert_cap=cap, expert_compute="card" if cap else "auto"))
-    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    assert loaded.capabilities.verifies, "the kernels do not serve this model, or not its head"
     requests = [replace(greedy(numbers(seed, 30 + seed, 5003), 40, str(seed)), output=SamplingParams(
         temperature=0.8 * (seed % 2), seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(3)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}

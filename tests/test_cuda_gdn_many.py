@@ -98,7 +98,7 @@ def row_of(index: int, place: Place, tokens: int, deferred: bool) -> PlannedRow:
 def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) -> None:
     """Outputs token by token, and the states in the end."""
     step, layer, pools, count = served(runtime), runtime.decoder.weights.layers[0], runtime.pools, 40
-    assert isinstance(layer.mixer, GdnWeights) and runtime.defers_state_writes and pools.delta_logs
+    assert isinstance(layer.mixer, GdnWeights) and runtime.capabilities.defers_state_writes and pools.delta_logs
     spec, state = layer.mixer.spec, runtime.views.states[0]
     for tensor in pools.delta_logs:
         tensor.fill_(float("nan"))
@@ -146,7 +146,7 @@ def test_answers_with_deferred_updates(model: str | None, speculate: str) -> Non
                            speculate=speculate, prefix_cache=False)
     runtime = load(model and RandomModel(model, 4), options)
     runtime.warm_up()
-    assert runtime.defers_state_writes and runtime.graphs
+    assert runtime.capabilities.defers_state_writes and runtime.graphs
     recorded = runtime.graphs.buckets
     requests = [greedy(numbers(seed, 5 + 3 * seed, runtime.config.vocab_size), 30 + 3 * (seed % 11), str(seed))
                 for seed in range(50)]

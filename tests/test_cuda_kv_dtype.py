@@ -66,7 +66,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 def drafting() -> ModelRunner:
     """With a draft head."""
     loaded = load(None, options(memory="256MiB", max_batch=4, max_context=600, speculate="mtp:3", prefix_cache=False))
-    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    assert loaded.capabilities.verifies, "the kernels do not serve this model, or not its head"
     loaded.warm_up()
     return loaded
 
@@ -278,7 +278,7 @@ def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
              "speculate": "off"}
     size = MODELS[model]
     one, many = (Session(size and replace(size, head=False), **given) for _ in range(2))
-    assert many.runtime.verifies and many.runtime.pools.keys.dtype == FP8
+    assert many.runtime.capabilities.verifies and many.runtime.pools.keys.dtype == FP8
     prompt, tokens = numbers(1, 20, one.vocab_size), numbers(2, 60, one.vocab_size)
     for session in (one, many):
         session.prefill(prompt)

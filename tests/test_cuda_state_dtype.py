@@ -57,7 +57,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRun
     """The same model over bfloat16 states, and over float32."""
     small, plain = (load(MODELS[request.param], options(state_dtype=state)) for state in ("bfloat16", "float32"))
     assert small.pools.recurrent.dtype == BF16 and plain.pools.recurrent.dtype == torch.float32
-    assert small.pools.conv.dtype == BF16 and small.defers_state_writes and plain.defers_state_writes
+    assert small.pools.conv.dtype == BF16
+    assert small.capabilities.defers_state_writes and plain.capabilities.defers_state_writes
     yield small, plain
     torch.cuda.empty_cache()
 
@@ -371,7 +372,7 @@ def test_drafts(drafter: str) -> None:
     """Over rings, whose states are written when these are full; of what float32 states answer most are right."""
     given = {"memory": "512MiB", "max_batch": 4, "max_context": 600, "speculate": "mtp:3", "prefix_cache": False}
     small, plain = (load(None, options(state_dtype=state, **given)) for state in ("bfloat16", "float32"))
-    assert small.verifies and small.pools.recurrent.dtype == BF16
+    assert small.capabilities.verifies and small.pools.recurrent.dtype == BF16
     requests = [greedy(numbers(seed, 30 + seed, 500), 50, str(seed)) for seed in range(3)]
     wanted = tokens_of(serve(plain_of(plain), requests))
     engine = Engine(small, Known(wanted, 1.0) if drafter == "known" else None, FixedDraftLength(3))

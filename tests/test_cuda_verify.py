@@ -41,7 +41,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     model, quant = SIZES[request.param]
     loaded = load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=16, max_context=2048,
                                       speculate="mtp:4", quant=quant))
-    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    assert loaded.capabilities.verifies, "the kernels do not serve this model, or not its head"
     yield loaded
     torch.cuda.empty_cache()
 
@@ -166,7 +166,7 @@ def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
     options = {"dtype": "bfloat16", "device": "cuda", "memory": "1GiB", "max_context": 1024, "speculate": "off"}
     size, options["quant"] = SIZES[model]
     one, many = (Session(size and replace(size, head=False), **options) for _ in range(2))
-    assert many.runtime.verifies
+    assert many.runtime.capabilities.verifies
     prompt, tokens, rng = numbers(1, 20, one.vocab_size), numbers(2, 90, one.vocab_size), random.Random(3)
     for session in (one, many):
         session.prefill(prompt)
@@ -311,7 +311,7 @@ def test_a_model_with_a_head_drafts_by_itself(quant: str) -> None:
     """With the default of `speculate`, whatever the model's own weights are."""
     loaded = load(SMALL, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=4, max_context=512,
                                       quant=quant))
-    assert loaded.verifies and loaded.mtp_runner and loaded.mtp_runner.drafts_on_device
+    assert loaded.capabilities.verifies and loaded.mtp_runner and loaded.mtp_runner.drafts_on_device
     engine = Engine(loaded, MtpProposer(loaded, loaded.mtp_runner, 3), FixedDraftLength(3))
     requests = [greedy(numbers(seed, 40, 500), 40, str(seed)) for seed in range(3)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}

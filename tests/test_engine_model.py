@@ -16,6 +16,7 @@ from deltic.cache.tensors import allocate
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.ops import backends
+from deltic.ops.capabilities import Capabilities
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import PAGE
 from deltic.runner.image_embeds import Encode
@@ -48,8 +49,7 @@ class Successor:
     mtp_runner: MtpRunner | None = None
     draft: Model | None = None
     encode: Encode | None = None
-    verifies: bool = False
-    defers_state_writes: bool = False
+    capabilities: Capabilities = field(default_factory=Capabilities)
     numbers: BucketNumbers = field(default_factory=dict)
     steps: int = 0
 

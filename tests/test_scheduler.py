@@ -26,6 +26,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import StepPlan
 from deltic.ops import backends
+from deltic.ops.capabilities import Capabilities
 from deltic.ops.types import Batch
 from deltic.params import PAGE, EngineRequest, SamplingParams
 
@@ -78,7 +79,7 @@ class Toy:
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
                                        max_stall_ms=None, batch_invariant=False)
         self.mtp_runner, self.encode, self.numbers = None, None, {}
-        self.verifies = self.defers_state_writes = False
+        self.capabilities = Capabilities()
         self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(), experts=None)
         self.generation = SimpleNamespace(eos_token_ids=(), sampling=dict)
         self.sample = ops.sample
@@ -136,6 +137,7 @@ class Checked(Engine):
     def __init__(self, toy: Toy) -> None:
         super().__init__(toy)  # type: ignore[arg-type]
         self.toy, self.chunks = toy, []
+        self.scheduler.times = None  # it must not depend on how busy the machine is
         self.arrivals: dict[Sequence, int] = {}
         self.held: set[Sequence] = set()
         self._plan, self.scheduler.schedule = self.scheduler.schedule, self._checked_plan  # type: ignore[method-assign]

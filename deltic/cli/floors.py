@@ -48,7 +48,7 @@ def step_bytes(runtime: ModelRunner, batch: int, context: int) -> int:
         tied = decoder.weights.embedding is decoder.weights.head
         whole = decoder.weight_bytes() - (0 if tied else decoder.weights.embedding.nbytes)
         weights += int((whole - weights) * (1 - (1 - passed) ** batch - passed) / (1 - passed)) if passed < 1 else 0
-    written = 1 / DEFERRED if runtime.defers_state_writes and batch > FEW_ROWS else 1
+    written = 1 / DEFERRED if runtime.capabilities.defers_state_writes and batch > FEW_ROWS else 1
     state = int((1 + written) * batch * pools.recurrent[:, 0].nbytes) if len(pools.recurrent) else 0
     return weights + state + 2 * batch * context * pools.keys[:, 0, 0].nbytes
 

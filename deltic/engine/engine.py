@@ -29,7 +29,6 @@ from deltic.engine.step_plan import base_after
 from deltic.errors import RequestError
 from deltic.params import Embed, EngineRequest, Event, Finish, SamplingParams, TokenEvent, TokenLogprobs, VectorEvent
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.known_logits import KnownLogits
 from deltic.runner.launch import InFlight, Launcher, SampledTokens, ScheduledSequence
 from deltic.runner.model import Model
@@ -80,14 +79,13 @@ class Engine:
         options = runtime.options
         longest = None if options.max_stall_ms is None else options.max_stall_ms / 1000
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget, StepTimes(longest),
-                                   not runtime.verifies,
-                                   FEW_ROWS + 1 if runtime.defers_state_writes else None)
+                                   not runtime.capabilities.verifies, runtime.capabilities.defer_from)
         self.speculator = SpeculationController(runtime, self.scheduler, drafter, depth)
         self.pictures = ImageEmbeds(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
         self._known = KnownLogits(runtime.config.vocab_size, runtime.memory.max_batch)
         self._failures = Failures(runtime, self.scheduler, self.speculator)
-        self.overlap = runtime.device.type != "cpu" if overlap is None else overlap
+        self.overlap = runtime.capabilities.overlaps if overlap is None else overlap
         if self.overlap:
             runtime.cache.allocate_spare_slots(runtime.memory.max_batch)
         self._flight: InFlight | None = None

@@ -20,6 +20,7 @@ from deltic.errors import ConfigError
 from deltic.export.options import check_compiled
 from deltic.export.program import Program, ProgramInfo
 from deltic.ops import Ops, select
+from deltic.ops.capabilities import Capabilities
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import PAGE
 
@@ -84,7 +85,7 @@ class ProgramModel:
     notes: Any = None
     numbers: Any = field(default_factory=dict)
     vision = mtp_runner = draft = encode = experts = hooks = cast(Any, None)
-    verifies = defers_state_writes = False
+    capabilities = Capabilities()
 
     @property
     def device(self) -> torch.device:

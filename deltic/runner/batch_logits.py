@@ -31,7 +31,7 @@ def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: boo
             rows = _rows(running, prompts, model.options.token_budget)
             cache.flush_operations()
             batch = build(StepPlan(tuple(rows.values())), model.device, all_logits, model.mtp_runner is not None,
-                          verified=model.verifies)
+                          verified=model.capabilities.verifies)
             sizes = [len(row.tokens) if all_logits else 1 for row in rows.values()]
             for (place, row), logits in zip(rows.items(), model.run(batch).clone().split(sizes), strict=True):
                 check(logits)

@@ -53,7 +53,7 @@ def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden
 
     all_logits: compute the logits of every token. hidden: compute all hidden states. drawn: the tokens [N] int64 that
     the step in flight has drawn, for rows that name a draw; or the tokens of rows with pending drafts. memory: that of
-    the steps before; the batch is valid until the next one is built with it. verified: `Model.verifies`.
+    the steps before; the batch is valid until the next one is built with it. verified: `Capabilities.verifies`.
     """
     rows = plan.rows
     if isinstance(drawn, DeviceTokens):

@@ -231,7 +231,8 @@ class Launcher:
         else:
             batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
                           drawn=drawn, memory=self._memory,
-                          image_rows=self._pictures.rows if self._pictures else None, verified=runtime.verifies)
+                          image_rows=self._pictures.rows if self._pictures else None,
+                          verified=runtime.capabilities.verifies)
             flight.batch = batch
             if wanting:
                 found, hidden = runtime.run_hidden(batch)

@@ -23,6 +23,7 @@ from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops
+from deltic.ops.capabilities import Capabilities
 from deltic.ops.cpu import use_torch_threads
 from deltic.ops.types import Batch, CacheViews, Sampled, Sampling
 from deltic.params import Auto, Mtp
@@ -69,7 +70,7 @@ class ModelRunner:
     step: runs a batch in one call, where the ops have that.
     mtp_runner: the draft head over this cache.
     graphs: replays decode steps, on a GPU.
-    verifies, defers_state_writes, numbers: as in `Model`.
+    capabilities, numbers: as in `Model`.
     """
 
     name: str
@@ -95,8 +96,7 @@ class ModelRunner:
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
     graphs: CudaGraphs | None = field(init=False)
-    verifies: bool = field(init=False)
-    defers_state_writes: bool = field(init=False)
+    capabilities: Capabilities = field(init=False)
     numbers: BucketNumbers = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,8 +119,10 @@ class ModelRunner:
         if isinstance(self.options.speculation, Auto) and self.options.device != "cpu" and not fast:
             self.mtp_runner = None  # torch would serve it, one op at a time
         # where kernels of our own serve steps with drafts, and the head if there is one
-        self.verifies = fast and pools.delta_logs is not None and not self.options.batch_invariant
-        self.defers_state_writes = self.verifies and self.config.linear is not None
+        verifies = fast and pools.delta_logs is not None and not self.options.batch_invariant
+        defers = verifies and self.config.linear is not None
+        self.capabilities = Capabilities(pools.device.type != "cpu", FEW_ROWS if verifies else None,
+                                         FEW_ROWS + 1 if defers else None)
 
     @property
     def pools(self) -> CachePools:
@@ -173,16 +175,16 @@ class ModelRunner:
         """On a GPU: record the graphs of all steps that only decode, with drafts and without, and load what draws;
         nothing is left to be compiled for them afterwards. Writes to page 0, slot 0 and replay ring 0, so that nobody
         may have taken those yet."""
-        if self.graphs is None or (self.mtp_runner is not None and not self.verifies):
+        if self.graphs is None or (self.mtp_runner is not None and not self.capabilities.verifies):
             return
         head, memory = self.mtp_runner is not None, InputBatch(self.numbers)
         began, most = time.perf_counter(), FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
         for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
-            deferred = self.defers_state_writes and rows > FEW_ROWS
+            deferred = self.capabilities.defers_state_writes and rows > FEW_ROWS
             row = PlannedRow((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
             logits = self.run(build(StepPlan((row,) * rows), self.device, hidden=head, memory=memory,
-                                    verified=self.verifies))
-        if self.verifies and (self._drafts or self.defers_state_writes):
+                                    verified=self.capabilities.verifies))
+        if self.capabilities.verifies and (self._drafts or self.capabilities.defers_state_writes):
             self._warm_up_rings(memory)
             self.ops.fold_ring(self.views.states, 0, 0, 0, 1, 0)
         nothing = torch.zeros(1, device=self.device)

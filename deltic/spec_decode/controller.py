@@ -14,7 +14,6 @@ from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, StepPlan
 from deltic.params import MAX_DRAFTS, Draft, Mtp, Ngram
-from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.launch import InFlight
 from deltic.runner.logit_masks import slow
 from deltic.runner.model import Model
@@ -70,7 +69,7 @@ class SpeculationController:
         self._usual = Acceptance.hopeful(self.depth.limit)
         self._next: int | None = None
         self.pending: PendingDrafts | None = None
-        self._most_rows = FEW_ROWS if runtime.verifies else 1 << 30
+        self._max_rows = runtime.capabilities.max_verify_rows or 1 << 30
 
     def draft(self) -> list[Sequence]:
         """Give the sequences that are about to answer their drafts for the next step; returns these sequences, none
@@ -131,7 +130,7 @@ class SpeculationController:
 
     def _drafts_for(self, rows: int) -> bool:
         """Whether drafts may be made while so many sequences run."""
-        return self.drafter is not None and rows <= self._most_rows
+        return self.drafter is not None and rows <= self._max_rows
 
     def draft_ahead(self, flight: InFlight) -> None:
         """Have what follows a step drafted that was just launched, where nobody has to see before what it has drawn."""
@@ -202,7 +201,7 @@ class SpeculationController:
         if not count or lease is None or not cache.attach_delta_log(lease):
             return 0
         # and for what is drafted next before this is seen, if there is any
-        more = count if self._runtime.verifies else 0
+        more = count if self._runtime.capabilities.verifies else 0
         return min(max(cache.reserve(lease, count + 1 + more) - 1, 0), count)
 
     def _checked(self, drafts: List[int]) -> tuple[int, ...]:
