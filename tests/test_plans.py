@@ -119,7 +119,7 @@ class Recorder:
                 self.arrived[number] = content
             return number
 
-        monkeypatch.setattr(engine.scheduler, "plan", plan)
+        monkeypatch.setattr(engine.scheduler, "schedule", plan)
         monkeypatch.setattr(cache, "flush_operations", flushed)
         monkeypatch.setattr(CachePools, "hold", held)
 
