@@ -40,10 +40,9 @@ from deltic.engine.arguments import (
 )
 from deltic.engine.engine import Engine
 from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
-from deltic.engine.mailbox import EventMailbox
 from deltic.engine.operator_profile import Profile, profiling
 from deltic.engine.options import engine_config
-from deltic.engine.worker import Worker
+from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
 from deltic.export.backend import ProgramModel
 from deltic.params import EngineRequest, Event, LogitsProcessor, Prompt, SamplingParams

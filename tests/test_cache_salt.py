@@ -84,9 +84,9 @@ def test_nobody_waits_for_what_another_is_reading() -> None:
         engine.add(request)
     engine.step()
     holds = {
-        sequence.request.id: sequence.prefix_wait[1].request.id
+        sequence.request.id: sequence.queue.prefix_wait[1].request.id
         for sequence in engine.scheduler.waiting
-        if sequence.prefix_wait
+        if sequence.queue.prefix_wait
     }
     assert holds == {"2": "0", "3": "1"}
     found = drain(engine)

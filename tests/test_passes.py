@@ -19,8 +19,8 @@ from deltic.errors import ConfigError, RequestError
 from deltic.params import Embed, EngineRequest
 from deltic.runner import launch
 from deltic.runner.input_batch import FEW_ROWS, build, has_bucket
+from deltic.runner.launch import passes
 from deltic.runner.model_runner import ModelRunner
-from deltic.runner.passes import passes
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime}
 PAGES = (3, 4, 5)

@@ -127,7 +127,7 @@ def test_logits_are_what_all_tokens_so_far_make_of_them(seed: int, backend: str)
 
 def test_nothing_wanted_is_nothing_kept() -> None:
     sequence = sequence_of(SamplingParams(repetition_penalty=1.0, min_tokens=4), [1, 2])
-    assert sampling_of([SampleRow(sequence)], CPU, VOCABULARY).adjust is None and sequence.penalties is None
+    assert sampling_of([SampleRow(sequence)], CPU, VOCABULARY).adjust is None and sequence.sampler.penalties is None
     ends = sequence_of(SamplingParams(min_tokens=1), [1, 2], eos=[7])
     assert sampling_of([SampleRow(ends)], CPU, VOCABULARY).adjust is not None
     ends.append(3)

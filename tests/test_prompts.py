@@ -262,7 +262,7 @@ def test_a_draft_head_follows_the_positions() -> None:
 def other_picture() -> Prompt:
     """The ids and positions of `PROMPT`, and another picture."""
     other = joined(OPENING, (b"another one", 4, 5), MIDDLE, (b"two", 2, 7), QUESTION)
-    assert (other.ids, other.positions) == (PROMPT.ids, PROMPT.positions) and other.keys != PROMPT.keys
+    assert (other.ids, other.images.positions) == (PROMPT.ids, PROMPT.positions) and other.keys != PROMPT.keys
     return other
 
 

@@ -20,7 +20,7 @@ from deltic.cli.options import engine_options
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.repeats import LONGEST, Repeats
+from deltic.engine.sequence import LONGEST, Repeats
 from deltic.errors import ConfigError, RequestError
 from deltic.params import EngineRequest
 from deltic.runner.model_runner import ModelRunner

@@ -150,7 +150,10 @@ class Checked(Engine):
         assert before == after, "the order of arrival is lost"
         assert len(plan.rows) == len(sequences) == len(set(map(id, sequences)))
         if before:
-            working = [*sequences, *(sequence for sequence in self.scheduler.running if sequence.logits is not None)]
+            working = [
+                *sequences,
+                *(sequence for sequence in self.scheduler.running if sequence.sampler.logits is not None),
+            ]
             assert working, "work is waiting and nothing runs"
             assert self.scheduler.running[0] in working, "the oldest sequence stands still"
         self.check_rows(plan, sequences)
@@ -162,7 +165,9 @@ class Checked(Engine):
         queue = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in queue:
             self.arrivals.setdefault(sequence, len(self.arrivals))
-        self.held.update(sequence for sequence in queue if sequence.prefix_wait or sequence.choice or sequence.rest)
+        self.held.update(
+            sequence for sequence in queue if sequence.queue.prefix_wait or sequence.choice or sequence.queue.rest
+        )
         queue = [sequence for sequence in queue if sequence not in self.held]
         numbers = [self.arrivals[sequence] for sequence in queue]
         assert numbers == sorted(numbers), "a younger sequence has overtaken an older one"

@@ -20,7 +20,7 @@ from functools import partial
 
 from deltic.embeddings.types import Item, Output, TextModel, Vectors
 from deltic.engine.compute_thread import ComputeThread
-from deltic.engine.shares import to_give_up
+from deltic.engine.policy import to_give_up
 from deltic.errors import BusyError, DelticError, RequestError, UnavailableError, forked_from
 
 log = logging.getLogger("deltic")

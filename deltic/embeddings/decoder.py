@@ -22,8 +22,7 @@ from deltic.embeddings.tokenize import EncoderTokenizer, backend_of
 from deltic.embeddings.types import Item, Output, Vectors
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.mailbox import EventMailbox
-from deltic.engine.worker import Worker
+from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ModelError
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.safetensors import Progress

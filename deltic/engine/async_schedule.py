@@ -74,7 +74,7 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
         append = deferring and defers(cache, each.cache)
         spare = next(spares)
         rows.append(next_row(each.cache, (UNKNOWN,), 1, target=None if append else spare, append=append,
-                             drawn=each.draw, rotary=each.sequence.offset))
+                             drawn=each.draw, rotary=each.sequence.images.offset))
     prompts = scheduler.schedule_prompts(len(rows), leaving)
     if prompts is None:
         return None
@@ -159,4 +159,4 @@ def _leaves_state_for(waiting: Iterable[Sequence], each: ScheduledSequence) -> b
 
 def _prefills_on(sequence: Sequence) -> bool:
     """True if a sequence that draws nothing goes on with prompt tokens that need nothing from the host."""
-    return sequence.reading and sequence.first_unencoded_image is None and not sequence.scoring
+    return sequence.reading and sequence.images.first_unencoded is None and not sequence.scoring

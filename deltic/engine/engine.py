@@ -21,9 +21,8 @@ from deltic.engine.admission import keys_of, salted
 from deltic.engine.async_schedule import schedule_async
 from deltic.engine.failures import Failures
 from deltic.engine.policy import StepTimes
-from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.sequence import ForkPoint, Sequence
+from deltic.engine.sequence import ForkPoint, Repeats, Sequence
 from deltic.engine.stats import RequestProgress, TokenMeter, progress
 from deltic.engine.step_plan import base_after
 from deltic.errors import RequestError
@@ -350,8 +349,8 @@ class Engine:
             token = chosen.tokens[place + right] if forced is None else forced
             accepted = right < len(draft) and token == draft[right]
             judged = right + (right < len(draft))
-            sequence.drafted += right < len(draft)
-            sequence.accepted += accepted
+            sequence.drafts.drafted += right < len(draft)
+            sequence.drafts.accepted += accepted
             finish = self._take(sequence, token, chosen, place + right)
             right += accepted
             if finish or not accepted:
@@ -359,7 +358,7 @@ class Engine:
         if draft:
             # what was drafted after the end was neither right nor wrong
             drafted = judged if finish else len(draft)
-            sequence.drafted += drafted - judged
+            sequence.drafts.drafted += drafted - judged
             self.speculator.learn(sequence, drafted, right)
             self._settle(share, last, chosen.tokens[place:])
         if finish and sequence.generated:
@@ -377,7 +376,7 @@ class Engine:
         origin = ForkPoint(snapshot, count) if snapshot else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
-            sibling.fork_point = origin
+            sibling.queue.fork_point = origin
             self.scheduler.add(sibling)
 
     def _settle(self, share: ScheduledSequence, last: int, drawn: list[int]) -> None:
@@ -439,8 +438,8 @@ class Engine:
             self._keep_emitted()
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
-        if sequence.mask:
-            sequence.mask.cancel()  # nobody wants it any more
+        if sequence.sampler.mask:
+            sequence.sampler.mask.cancel()  # nobody wants it any more
         self.speculator.forget(sequence)
         self.stats.finished += 1
         self.meter.end(sequence, unbegun)

@@ -16,8 +16,17 @@ from functools import partial
 from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.offload.tiers import NOTHING
-from deltic.engine.policy import PrefixWait, StepTimes, hurry, share
-from deltic.engine.quantum import TURN, gives_way, in_turn, settled, turn_to_read
+from deltic.engine.policy import (
+    QUANTUM,
+    PrefixWait,
+    StepTimes,
+    hurry,
+    in_turn,
+    no_preemption,
+    preempted_by,
+    quantum_to_process,
+    share,
+)
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan, image_spans, next_row
 from deltic.params import PAGE, RING, common_length
@@ -81,7 +90,7 @@ class Scheduler:
         self._hurried = False
 
     def add(self, sequence: Sequence) -> None:
-        sequence.turn = self._step
+        sequence.queue.turn = self._step
         self.waiting.append(sequence)
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
@@ -91,12 +100,12 @@ class Scheduler:
         awaited = self._admit()
         if not self.mixes and any(map(_is_prompt, self.running)):
             for sequence in self.running:
-                sequence.draft_tokens = ()
+                sequence.drafts.tokens = ()
         prompts, scheduled = list(filter(_is_prompt, self.running)), list[Scheduled]()
         for sequence in list(self.running):
             if _is_prompt(sequence) or not sequence.pending or sequence.awaits_mask or not sequence.cache:
                 continue
-            if granted := self._grant(sequence, 1 + len(sequence.draft_tokens), scheduled):
+            if granted := self._grant(sequence, 1 + len(sequence.drafts.tokens), scheduled):
                 scheduled.append((sequence, granted))
         for sequence, count in self._share_budget(prompts, awaited, sum(count for _, count in scheduled)):
             if sequence.cache and (count := self._grant(sequence, count, scheduled)):
@@ -135,7 +144,7 @@ class Scheduler:
         lease = sequence.cache
         assert lease is not None
         done, end = lease.done, lease.done + count
-        tokens = (*sequence.tokens[done:end], *sequence.draft_tokens)[:count]
+        tokens = (*sequence.tokens[done:end], *sequence.drafts.tokens)[:count]
         drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
         scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
         drawn = drafts + 1 if ends and not sequence.embeds else 0
@@ -149,9 +158,9 @@ class Scheduler:
             checkpoints=checkpoints_of(self.cache, lease, sequence.wanted, count),
             append=append,
             drafts=drafts,
-            rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
+            rotary=sequence.rotary(done, count) if sequence.images.positions else sequence.images.offset,
             hidden=ends and sequence.embeds,
-            images=image_spans(sequence.pictures, done, end),
+            images=image_spans(sequence.images.pictures, done, end),
         )
 
     def defers_state_writes(self, rows: int) -> bool:
@@ -184,7 +193,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self._yield(sequence)
-        sequence.load = sequence.prefix_wait = None
+        sequence.queue.load = sequence.queue.prefix_wait = None
         self.paused.append(sequence)
 
     def resume(self, sequence: Sequence) -> None:
@@ -192,7 +201,10 @@ class Scheduler:
         if sequence not in self.paused:
             return
         self.paused.remove(sequence)
-        place = next((i for i, other in enumerate(self.waiting) if other.arrived > sequence.arrived), len(self.waiting))
+        place = next(
+            (i for i, other in enumerate(self.waiting) if other.times.arrived > sequence.times.arrived),
+            len(self.waiting),
+        )
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
@@ -231,23 +243,23 @@ class Scheduler:
         if not self.waiting:
             return None
         full = len(running) >= self.max_batch
-        if full and (not self.cache.reuse or settled(running, step)):
+        if full and (not self.cache.reuse or no_preemption(running, step)):
             return None
         ordered = in_turn(self.waiting, running, step)
         first = set(ordered)
         self.waiting = deque([*ordered, *(sequence for sequence in self.waiting if sequence not in first)])
         if not full:
             return None
-        room = len(ordered[0].tokens) + 2 * TURN * len(running)  # they go on while one rests
+        room = len(ordered[0].tokens) + 2 * QUANTUM * len(running)  # they go on while one rests
         rests = self.cache.can_preempt(room)
-        return gives_way(ordered[0], running, step, partial(self._turn, rests=rests))
+        return preempted_by(ordered[0], running, step, partial(self._turn, rests=rests))
 
     def _turn(self, sequence: Sequence, rests: bool) -> int | None:
         """Steps for which it keeps its place, by what it costs to go on later; None: more than a step reads. rests: its
         state stays beside all that runs and rests."""
         if rests:
             return 0
-        return turn_to_read(sequence.done, len(self.running)) if sequence.done <= self.token_budget else None
+        return quantum_to_process(sequence.done, len(self.running)) if sequence.done <= self.token_budget else None
 
     def _admit(self, leaving: int = 0) -> dict[Sequence, int]:
         """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.
@@ -270,43 +282,43 @@ class Scheduler:
                     if sequence.cache is None:
                         self.waiting.appendleft(sequence)
                         break
-                    sequence.turn = self._step
+                    sequence.queue.turn = self._step
                     self._wake(sequence)
                     self.running.append(sequence)
                     looks -= 1
                     continue
             held.append(sequence)
-            fetches += sequence.load is not None and sequence.load.begun
-            if sequence.prefix_wait:
-                position, other = sequence.prefix_wait
+            fetches += sequence.queue.load is not None and sequence.queue.load.begun
+            if sequence.queue.prefix_wait:
+                position, other = sequence.queue.prefix_wait
                 awaited[other] = min(position, awaited.get(other, position))
         self.waiting.extendleft(reversed(held))
-        if held and not self.running and held[0].load:
-            held[0].load.wait(_LOAD_WAIT)
+        if held and not self.running and held[0].queue.load:
+            held[0].queue.load.wait(_LOAD_WAIT)
         return awaited
 
     def _await_fetch(self, sequence: Sequence, begin: bool) -> bool:
         """Whether a tier still has to bring more of this sequence's prompt than the tree knows. begin: it may begin
         to."""
-        if sequence.fork_point or sequence.scoring or not self.cache.tiers:
+        if sequence.queue.fork_point or sequence.scoring or not self.cache.tiers:
             return False
         keys = sequence.key_array
-        sequence.load = sequence.load or self.cache.start_load(keys[:-1] if sequence.embeds else keys)
-        return not sequence.load.poll(begin)
+        sequence.queue.load = sequence.queue.load or self.cache.start_load(keys[:-1] if sequence.embeds else keys)
+        return not sequence.queue.load.poll(begin)
 
     def _known(self, sequence: Sequence) -> int:
         """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""
-        known, changes = sequence.known
+        known, changes = sequence.queue.known
         if changes != self.cache.tree.changes:
             known = self.cache.cached_length(sequence.key_array, not sequence.embeds)
-            sequence.known = known, self.cache.tree.changes
+            sequence.queue.known = known, self.cache.tree.changes
         return known
 
     def _await_prefix(self, sequence: Sequence) -> bool:
         """Have a sequence wait for one that is reading a prefix of it, if that pays; then that one will keep a state at
         the end of it."""
-        sequence.prefix_wait = None
-        if not self.cache.reuse or sequence.fork_point or sequence.scoring:
+        sequence.queue.prefix_wait = None
+        if not self.cache.reuse or sequence.queue.fork_point or sequence.scoring:
             return False
         reading = [other for other in self.running if other.reading]
         others, found, passed = sum(other.pending for other in reading), list[tuple[int, Sequence]](), (0, sequence)
@@ -324,16 +336,16 @@ class Scheduler:
         if found:
             position, other = max(found, key=_position)
             other.wanted = tuple(sorted({*other.wanted, position}))
-            sequence.prefix_wait = position, other
+            sequence.queue.prefix_wait = position, other
         elif passed[0] > self._known(sequence) + PAGE and passed[1].cache:
             # otherwise it enters the tree once its reader has drawn a sound token
             self.cache.commit_if_finite(passed[1].cache)
-        return sequence.prefix_wait is not None
+        return sequence.queue.prefix_wait is not None
 
     def _lease(self, sequence: Sequence) -> SequenceCache | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
         room = len(sequence.tokens) + 1 if self.running else 0
-        origin, lease, keys, known = sequence.fork_point, None, sequence.own_keys(), sequence.key_array
+        origin, lease, keys, known = sequence.queue.fork_point, None, sequence.own_keys(), sequence.key_array
         if origin is not None:
             if self.cache.make_room(-(-room // PAGE) - origin.snapshot.done // PAGE):
                 lease = self.cache.fork(origin.snapshot, keys)
@@ -345,13 +357,13 @@ class Scheduler:
             # from the first token that has no probability yet: at the end of what is looked for nothing is found
             known = known[:len(sequence.scores) + 1] if sequence.scoring else known
             end = not (sequence.embeds or sequence.scoring)
-            lease = self.cache.admit(known, room, sequence.load or NOTHING, end, keys)
+            lease = self.cache.admit(known, room, sequence.queue.load or NOTHING, end, keys)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None
         if lease is not None:
             sequence.start(lease)
-            sequence.logits = origin.snapshot.logits if origin else sequence.logits
+            sequence.sampler.logits = origin.snapshot.logits if origin else sequence.sampler.logits
         return lease
 
     def _grant(self, sequence: Sequence, count: int, scheduled: list[Scheduled]) -> int:
@@ -370,15 +382,15 @@ class Scheduler:
 
     def _drop_origin(self) -> bool:
         """Let the youngest waiting choices process their prompt anew."""
-        origin = next((s.fork_point for s in reversed(self.waiting) if s.fork_point), None)
+        origin = next((s.queue.fork_point for s in reversed(self.waiting) if s.queue.fork_point), None)
         for sequence in list(self.waiting) if origin else ():
-            if sequence.fork_point is origin:
+            if sequence.queue.fork_point is origin:
                 self._forget_origin(sequence)
         return origin is not None
 
     def _preempt(self, sequence: Sequence, sound: bool = True) -> None:
         self._yield(sequence, sound=sound)
-        sequence.turn = self._step
+        sequence.queue.turn = self._step
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
@@ -390,19 +402,19 @@ class Scheduler:
         sound = sound and (sequence.generated > 0 or self.cache.commit_if_finite(lease))
         self.running.remove(sequence)
         if resting:
-            sequence.rest = self.cache.preempt(lease, keep=sound)
+            sequence.queue.rest = self.cache.preempt(lease, keep=sound)
         else:
             self.cache.release(lease, keep=sound)
         # drafts need the replay ring that they were made for
-        sequence.cache, sequence.draft_tokens, sequence.logits = None, (), None
+        sequence.cache, sequence.drafts.tokens, sequence.sampler.logits = None, (), None
 
     def _wake(self, sequence: Sequence) -> None:
-        if sequence.rest:
-            self.cache.resume_preempted(sequence.rest, sequence.cache)
-            sequence.rest = None
+        if sequence.queue.rest:
+            self.cache.resume_preempted(sequence.queue.rest, sequence.cache)
+            sequence.queue.rest = None
 
     def _forget_origin(self, sequence: Sequence) -> None:
-        origin, sequence.fork_point = sequence.fork_point, None
+        origin, sequence.queue.fork_point = sequence.queue.fork_point, None
         if origin:
             origin.waiting -= 1
             if not origin.waiting:

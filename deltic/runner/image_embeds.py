@@ -39,7 +39,7 @@ class ImageEmbeds:
     def work(self, running: list[Sequence]) -> tuple[Sequence, Exception] | None:
         """Encode for some time, if a running sequence comes to a picture; then say how far each can be read. Returns
         whose picture cannot be encoded, and why."""
-        if not any(sequence.pictures for sequence in running):
+        if not any(sequence.images.pictures for sequence in running):
             return None
         self._trim(running)
         began = time.perf_counter()
@@ -62,11 +62,11 @@ class ImageEmbeds:
         ahead = None
         blocked = None
         for sequence in running:
-            if not sequence.pictures:
+            if not sequence.images.pictures:
                 continue
-            missing = next((picture for picture in sequence.pictures
+            missing = next((picture for picture in sequence.images.pictures
                             if picture.end > sequence.done and picture.digest not in self._rows), None)
-            sequence.first_unencoded_image = missing.start if missing else None
+            sequence.images.first_unencoded = missing.start if missing else None
             if missing and not sequence.readable:
                 blocked = blocked or (sequence, missing)
             elif missing:
@@ -93,7 +93,7 @@ class ImageEmbeds:
         """Let go of the oldest rows beyond the room, of those that nobody who runs comes to."""
         if self._kept() <= self._room:
             return
-        needed = {picture.digest for sequence in running for picture in sequence.pictures
+        needed = {picture.digest for sequence in running for picture in sequence.images.pictures
                   if picture.end > sequence.done}
         for digest in [digest for digest in self._rows if digest not in needed]:
             if self._kept() <= self._room:

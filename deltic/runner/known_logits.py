@@ -55,7 +55,7 @@ class KnownLogits:
         if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0 or not healthy:
             return False
         if share.row is None:  # it has drawn from what they made
-            share.end, sequence.processing = sequence.processing.raw, None
+            share.end, sequence.sampler.processing = sequence.sampler.processing.raw, None
             return False
         assert share.end is not None
         self._submit(sequence, share.cache, share.end)
@@ -67,25 +67,25 @@ class KnownLogits:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_ready(self, sequence: Sequence, fail: Fail) -> bool:
-        processing: Processing | None = sequence.processing
+        processing: Processing | None = sequence.sampler.processing
         if processing and processing.cache is sequence.cache:
             return processing.processed.done() and self._take(sequence, processing, fail)
-        if sequence.logits is None:
+        if sequence.sampler.logits is None:
             return False
-        kept: Tensor = sequence.logits
+        kept: Tensor = sequence.sampler.logits
         if kept.shape != (self._vocabulary,) or kept.dtype != torch.float32:
             fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}", None)
             return False
         if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0:
             return True
         assert sequence.cache is not None
-        sequence.logits = None
+        sequence.sampler.logits = None
         self._submit(sequence, sequence.cache, kept)
         return False
 
     def _take(self, sequence: Sequence, processing: Processing, fail: Fail) -> bool:
         try:
-            sequence.logits = processing.processed.result()
+            sequence.sampler.logits = processing.processed.result()
         except Exception as error:
             refused = error if isinstance(error, RequestError) else RequestError(
                 f"a logits processor failed: {error!r}", _FIELD)
@@ -96,7 +96,7 @@ class KnownLogits:
 
     def _submit(self, sequence: Sequence, lease: SequenceCache, logits: Tensor) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "deltic-processors")
-        sequence.processing = Processing(lease, logits, self._pool.submit(_processed, sequence, logits))
+        sequence.sampler.processing = Processing(lease, logits, self._pool.submit(_processed, sequence, logits))
 
 
 def _processed(sequence: Sequence, logits: Tensor) -> Tensor:

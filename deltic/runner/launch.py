@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor
 
 from deltic.cache.handles import SequenceCache
+from deltic.cache.operations import CopySlot
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import DeviceTokens, InputBatch, build
+from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build
 from deltic.runner.logit_masks import Asked, LogitMasks
 from deltic.runner.model import Model
-from deltic.runner.passes import passes
 from deltic.runner.sampling import SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
 from deltic.spec_decode.pending_drafts import PendingDrafts
 
@@ -208,8 +209,8 @@ class Launcher:
             self._run(flight, logits, before)
         for sequence in known:
             # a draw may write into them, and what came from a tier lies on the host
-            logits.append(sequence.logits[None].to(runtime.device, copy=True))
-            sequence.logits = None
+            logits.append(sequence.sampler.logits[None].to(runtime.device, copy=True))
+            sequence.sampler.logits = None
         draws = _draws(drawing, asked)
         if draws:
             self._draw(flight, draws, logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -327,3 +328,53 @@ def _on_host(sampled: Sampled) -> Sampled:
     copies = {tensor: tensor.to("cpu", non_blocking=True) for tensor in {*tensors.values()}}
     found: dict[str, Any] = {name: copies[tensor] for name, tensor in tensors.items()}
     return replace(sampled, **found)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A few rows of one token, either all of known tokens or none. kept: rows whose logits are wanted, and their places
+    among the step's. copies: checkpoints to write after the pass."""
+
+    rows: tuple[PlannedRow, ...]
+    kept: tuple[tuple[int, int], ...]
+    copies: tuple[CopySlot, ...]
+
+
+def passes(rows: List[PlannedRow]) -> Iterator[Pass]:
+    """Yields passes of few single tokens that do the same as a step of these rows, so that no sum depends on what else
+    is in the step (`--batch-invariant`). Rows must have no drafts, images or tokens in delta logs."""
+    firsts, total = list[int](), 0  # where the logits of a row's first token would be
+    for row in rows:
+        assert not row.drafts and not row.append and not row.images
+        firsts.append(total + row.logits - len(row.tokens))
+        total += row.logits
+    for index in range(max((len(row.tokens) for row in rows), default=0)):
+        there = [number for number, row in enumerate(rows) if index < len(row.tokens)]
+        for unknown in (True, False):
+            some = [number for number in there if (rows[number].drawn is not None) == unknown]
+            for start in range(0, len(some), FEW_ROWS):
+                yield _pass(rows, some[start:start + FEW_ROWS], index, firsts)
+
+
+def _pass(rows: List[PlannedRow], numbers: List[int], index: int, firsts: List[int]) -> Pass:
+    kept = tuple((place, firsts[number] + index) for place, number in enumerate(numbers)
+                 if index >= len(rows[number].tokens) - rows[number].logits)
+    copies = tuple(
+        CopySlot(_target(rows[number]), slot)
+        for number in numbers
+        for position, slot in rows[number].checkpoints
+        if position == rows[number].done + index + 1
+    )
+    return Pass(tuple(_single(rows[number], index) for number in numbers), kept, copies)
+
+
+def _single(row: PlannedRow, index: int) -> PlannedRow:
+    """The row of the token `index` alone. It wants its logits, as all rows of a bucket do."""
+    rotary = row.rotary if isinstance(row.rotary, int) else (
+        row.rotary[0][index:index + 1], row.rotary[1][index:index + 1], row.rotary[2][index:index + 1])
+    return replace(row, tokens=row.tokens[index:index + 1], done=row.done + index, logits=1, checkpoints=(), base=None,
+                   scored=0, slot=_target(row) if index else row.slot, rotary=rotary)
+
+
+def _target(row: PlannedRow) -> int:
+    return row.slot if row.target is None else row.target

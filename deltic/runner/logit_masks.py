@@ -35,9 +35,9 @@ class LogitMasks:
         """Have the next mask made of each sequence whose last ones were slow, in a thread of their own, in which
         clients take turns by processor time. They have no drafts."""
         for sequence in running:
-            if slow(sequence) and sequence.mask is None and sequence.answering:
+            if slow(sequence) and sequence.sampler.mask is None and sequence.answering:
                 self._slow_threads = self._slow_threads or FairExecutor(1, "deltic-slow-masks")
-                sequence.mask = self._slow_threads.submit(sequence.client, partial(_masks, sequence, ()))
+                sequence.sampler.mask = self._slow_threads.submit(sequence.client, partial(_masks, sequence, ()))
 
     def ask(self, sequences: List[tuple[Sequence, tuple[int, ...]]]) -> Asked:
         """Have masks made for those of the sequences that are constrained, each with its drafts."""
@@ -49,7 +49,7 @@ class LogitMasks:
     @staticmethod
     def _asked(threads: ThreadPoolExecutor, sequence: Sequence, drafts: tuple[int, ...]) -> Future[list[bytes | None]]:
         """The mask that was begun before the step, if that has no drafts: it may have become slow with drafts made."""
-        begun, sequence.mask = sequence.mask, None
+        begun, sequence.sampler.mask = sequence.sampler.mask, None
         if begun is None:
             return threads.submit(_masks, sequence, drafts)
         return threads.submit(_masks_after, begun, sequence, drafts) if drafts else begun
@@ -57,7 +57,7 @@ class LogitMasks:
 
 def slow(sequence: Sequence) -> bool:
     """Whether the last masks of a sequence were slow."""
-    return sequence.mask_seconds >= SLOW
+    return sequence.sampler.mask_seconds >= SLOW
 
 
 def offsets(mask: bytes, vocabulary: int, device: torch.device) -> Tensor:
@@ -75,7 +75,7 @@ def _masks(sequence: Sequence, drafts: tuple[int, ...]) -> list[bytes | None]:
     assert sequence.constraint
     began = time.thread_time()
     masks = sequence.constraint.allowed(drafts)
-    sequence.mask_seconds = (time.thread_time() - began) / len(masks)
+    sequence.sampler.mask_seconds = (time.thread_time() - began) / len(masks)
     return [mask and _held_back(sequence, mask, sequence.generated + place) for place, mask in enumerate(masks)]
 
 

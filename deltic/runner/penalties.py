@@ -57,7 +57,7 @@ class Penalties:
             self._repetition[torch.frombuffer(array("q", sequence.tokens), dtype=torch.int64).to(device)] = self.factor
         if self._penalizes or params.logit_bias or self._short:
             self._offset = torch.zeros(vocabulary, device=device)
-            changed = {*params.logit_bias, *(sequence.counts if self._penalizes else ()),
+            changed = {*params.logit_bias, *(sequence.sampler.counts if self._penalizes else ()),
                        *(sequence.eos if self._short else ())}
             self._write(sequence, self._offset, changed)
 
@@ -85,7 +85,7 @@ class Penalties:
         for token in {*counts, *(sequence.eos if self._short and not short else ())}:
             met = token in counts or (self._repetition is not None and float(self._repetition[token]) != 1.0)
             yield (token, self.factor if met else 1.0,
-                   _offset(sequence.sampling, token, sequence.counts[token] + counts[token],
+                   _offset(sequence.sampling, token, sequence.sampler.counts[token] + counts[token],
                            short and token in sequence.eos))
 
     def _follow(self, sequence: Sequence) -> None:
@@ -118,7 +118,7 @@ class Penalties:
         places = array("q", tokens)
         if not places:
             return
-        values = array("f", [_offset(sequence.sampling, token, sequence.counts[token] if self._penalizes else 0,
+        values = array("f", [_offset(sequence.sampling, token, sequence.sampler.counts[token] if self._penalizes else 0,
                                      self._short and token in sequence.eos) for token in places])
         offset[torch.frombuffer(places, dtype=torch.int64).to(offset.device)] = torch.frombuffer(
             values, dtype=torch.float32).to(offset.device)

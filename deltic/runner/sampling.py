@@ -167,13 +167,13 @@ def _masked(table: LogitTable, mask: bytes, vocabulary: int, device: torch.devic
 
 def _penalties(sequence: Sequence, device: torch.device, vocabulary: int, prompts: dict[int, Penalties]) -> Penalties:
     """The sequence's own. prompts: those of requests at the end of their prompts, the same for all choices."""
-    known: Penalties | None = sequence.penalties
+    known: Penalties | None = sequence.sampler.penalties
     if known is None:
         shared = None if sequence.generated else prompts.get(id(sequence.request))
         known = shared.fork() if shared else Penalties(sequence, vocabulary, device)
         if not sequence.generated:
             prompts[id(sequence.request)] = known
-        sequence.penalties = known
+        sequence.sampler.penalties = known
     return known
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from deltic.engine.shares import to_give_up
+from deltic.engine.policy import to_give_up
 from deltic.engine.stats import RequestProgress
 from deltic.engine.worker import Worker
 from deltic.errors import BusyError, UnavailableError

@@ -78,7 +78,7 @@ class SpeculationController:
         ready = [sequence for sequence in answering if not slow(sequence)]
         self.pending = None
         for sequence in answering:
-            sequence.draft_tokens = ()
+            sequence.drafts.tokens = ()
         if self.drafter is None:
             return []
         granted = self._grants(ready)
@@ -87,7 +87,7 @@ class SpeculationController:
                 self.pending = self._take_pending(granted)
             if self.pending:
                 for sequence, count in granted:
-                    sequence.draft_tokens = (UNKNOWN,) * min(count, self.pending.drafted.drafts)
+                    sequence.drafts.tokens = (UNKNOWN,) * min(count, self.pending.drafted.drafts)
                 return ready
             found = self.drafter.draft(granted) if granted else []
             checked = [self._checked(tokens[:count]) for (_, count), tokens in zip(granted, found, strict=True)]
@@ -95,7 +95,7 @@ class SpeculationController:
             self._switch_off()
             return []
         for (sequence, _), tokens in zip(granted, checked, strict=True):
-            sequence.draft_tokens = _fitting(sequence, tokens)
+            sequence.drafts.tokens = _fitting(sequence, tokens)
         return ready
 
     def wants_drafts(self, sequences: List[Sequence]) -> bool:
@@ -216,9 +216,9 @@ class SpeculationController:
 
     def _acceptance(self, sequence: Sequence) -> Acceptance:
         """What is known of the sequence's drafts, or, as long as there were none, of all drafts."""
-        if sequence.acceptance is None:
-            sequence.acceptance = Acceptance.like(self._usual)
-        return sequence.acceptance
+        if sequence.drafts.acceptance is None:
+            sequence.drafts.acceptance = Acceptance.like(self._usual)
+        return sequence.drafts.acceptance
 
 
 def _room(sequence: Sequence) -> int:

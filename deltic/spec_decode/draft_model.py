@@ -132,8 +132,19 @@ class DraftModelProposer:
         for index, sequence in active:
             lease = self._leases[sequence]
             token = drafts[index][-1] if drafts[index] else sequence.tokens[-1]
-            rows.append(PlannedRow((token,), lease.done, lease.pages, lease.slot, 1, base=lease.base,
-                            delta_log=lease.delta_log or 0, append=lease.delta_log is not None, rotary=sequence.offset))
+            rows.append(
+                PlannedRow(
+                    (token,),
+                    lease.done,
+                    lease.pages,
+                    lease.slot,
+                    1,
+                    base=lease.base,
+                    delta_log=lease.delta_log or 0,
+                    append=lease.delta_log is not None,
+                    rotary=sequence.images.offset,
+                )
+            )
         logits = self._run(rows)
         draws = [SampleRow(sequence, tuple(drafts[index])) for index, sequence in active]
         sampling = sampling_of(draws, logits.device, logits.shape[1])

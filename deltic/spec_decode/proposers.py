@@ -259,4 +259,4 @@ def _next_row(sequence: Sequence, token: int, depth: int) -> PlannedRow:
     """The row of a token that follows the committed ones after so many drafts."""
     lease = sequence.cache
     assert lease is not None
-    return PlannedRow((token,), lease.done + depth, lease.pages, lease.slot, 1, rotary=sequence.offset)
+    return PlannedRow((token,), lease.done + depth, lease.pages, lease.slot, 1, rotary=sequence.images.offset)
