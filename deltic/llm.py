@@ -55,8 +55,8 @@ log = logging.getLogger("deltic")
 TokenCallback = Callable[[int, int], bool]
 """Called with (row, token id) for each token of a batch; False stops that row alone."""
 
-_GATHERED = 64  # tokens after which a caller who waits for whole answers turns them into text, while the model goes on
-_CLOSING = 60.0  # seconds that `close` waits for the step that is running
+_GATHERED = 64  # tokens that gather before a caller that waits for whole answers turns them into text
+_CLOSING = 60.0  # seconds that `close` waits for the running step
 
 
 class FormatOptions(TypedDict, total=False):

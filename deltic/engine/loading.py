@@ -17,13 +17,11 @@ from deltic.cache.manager import HybridCache
 from deltic.cache.tensors import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.aot import PackedFile
-from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity, machine_facts
-from deltic.engine.memory import plan_memory, share_memory
+from deltic.engine.memory import keep_freed_memory, plan_memory, share_memory
 from deltic.engine.offload_tiers import open_tiers
 from deltic.engine.options import settled
 from deltic.engine.packed_weights import check_packed, dequantized_in_steps, keeps_packed, not_packed, packed_form
-from deltic.engine.start_times import StartTimes
 from deltic.errors import ConfigError, ModelError, show
 from deltic.export.backend import ProgramModel
 from deltic.export.opening import kind_of, open_artifact
@@ -422,3 +420,29 @@ def _check_device(device: str) -> None:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {device}: torch finds no CUDA device here; use `device='cpu'`, or install a CUDA "
                           "build of torch", "device")
+
+
+class StartTimes:
+    """Seconds of the parts of a start, in order.
+
+    files         finding and downloading them, reading all but the weights
+    weights       reading and quantizing them, those of the draft head too
+    layers        what the ops compute with: packed matrices, offloaded experts
+    vision tower  the same for the tower
+    cache         allocating its memory, opening the disk tier
+    """
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, part: str) -> None:
+        """Ends a part, which began with the end of the last one."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        """The total and its parts: `1.29 s (files 0.03 s, weights 1.26 s)`."""
+        parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
+        return f"{self._last - self._began:.2f} s ({parts})"

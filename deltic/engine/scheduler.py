@@ -50,22 +50,22 @@ DEFERRED = 5
 to replay than they save."""
 
 
-def defers(cache: HybridCache, lease: SequenceCache) -> bool:
+def defers(pool: HybridCache, cache: SequenceCache) -> bool:
     """True if the next token's state update stays in the delta log. One in `DEFERRED` tokens writes the state, in
     different steps for different sequences."""
-    if not cache.attach_delta_log(lease) or lease.delta_log is None:
+    if not pool.attach_delta_log(cache) or cache.delta_log is None:
         return False
-    return lease.unflushed + 1 < RING and (lease.done + lease.delta_log) % DEFERRED != 0
+    return cache.unflushed + 1 < RING and (cache.done + cache.delta_log) % DEFERRED != 0
 
 
-def checkpoints_of(cache: HybridCache, lease: SequenceCache, wanted: Iterable[int], count: int
+def checkpoints_of(pool: HybridCache, cache: SequenceCache, wanted: Iterable[int], count: int
                    ) -> tuple[tuple[int, int], ...]:
     """`PlannedRow.checkpoints` of a row with the next `count` tokens: the wanted positions in it for which a slot is
     free."""
     if not wanted:
         return ()
-    return tuple((position, slot) for position in wanted if lease.done < position <= lease.done + count
-                 and (slot := cache.reserve_checkpoint(lease, position)) is not None)
+    return tuple((position, slot) for position in wanted if cache.done < position <= cache.done + count
+                 and (slot := pool.reserve_checkpoint(cache, position)) is not None)
 
 
 Scheduled = tuple[Sequence, int]
@@ -141,21 +141,21 @@ class Scheduler:
 
     def row(self, sequence: Sequence, count: int, deferring: bool = False, target: int | None = None) -> PlannedRow:
         """The row of a sequence's next `count` tokens, drafts among them."""
-        lease = sequence.cache
-        assert lease is not None
-        done, end = lease.done, lease.done + count
+        cache = sequence.cache
+        assert cache is not None
+        done, end = cache.done, cache.done + count
         tokens = (*sequence.tokens[done:end], *sequence.drafts.tokens)[:count]
         drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
         scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
         drawn = drafts + 1 if ends and not sequence.embeds else 0
-        append = defers(self.cache, lease) if deferring else drafts > 0 and lease.delta_log is not None
+        append = defers(self.cache, cache) if deferring else drafts > 0 and cache.delta_log is not None
         return next_row(
-            lease,
+            cache,
             tokens,
             scored + drawn,
             scored=scored,
             target=target,
-            checkpoints=checkpoints_of(self.cache, lease, sequence.wanted, count),
+            checkpoints=checkpoints_of(self.cache, cache, sequence.wanted, count),
             append=append,
             drafts=drafts,
             rotary=sequence.rotary(done, count) if sequence.images.positions else sequence.images.offset,
@@ -183,21 +183,21 @@ class Scheduler:
         return [(sequence, count) for sequence, count in zip(readable, counts, strict=True) if count]
 
     def pause(self, sequence: Sequence) -> None:
-        """Have a sequence neither run nor wait until `resume`. It owns nothing meanwhile; what it has read is kept like
-        any other prefix."""
+        """Stops a sequence until `resume`. It owns nothing meanwhile; what it has processed is cached like any
+        prefix."""
         if sequence in self.paused:
             return
-        self._forget_origin(sequence)
-        self._wake(sequence)
+        self._leave_fork(sequence)
+        self._end_rest(sequence)
         if sequence.cache is None:
             self.waiting.remove(sequence)
         else:
-            self._yield(sequence)
+            self._release(sequence)
         sequence.queue.load = sequence.queue.prefix_wait = None
         self.paused.append(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Have a paused sequence wait again, before those that came after it."""
+        """Queues a paused sequence again, before later ones."""
         if sequence not in self.paused:
             return
         self.paused.remove(sequence)
@@ -208,9 +208,9 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
-        """Take a sequence out, wherever it is, and give back what it owns. keep: its state is good for others."""
-        self._forget_origin(sequence)
-        self._wake(sequence)
+        """Removes a sequence and releases what it owns. keep: its state may be reused."""
+        self._leave_fork(sequence)
+        self._end_rest(sequence)
         if sequence.cache is None:
             (self.paused if sequence in self.paused else self.waiting).remove(sequence)
             return
@@ -219,27 +219,26 @@ class Scheduler:
         sequence.cache = None
 
     def start_over(self, sequence: Sequence) -> None:
-        """Have a running sequence, whose state may be no good, read all again that was not kept before."""
+        """Makes a running sequence, whose state may be wrong, process its tokens again."""
         self._preempt(sequence, sound=False)
 
     def start_all_over(self) -> None:
-        """As `start_over`, of all that run; those that wait read themselves what they would have forked."""
+        """As `start_over` for all running sequences. Waiting choices process their prompts themselves."""
         for sequence in reversed(self.running[:]):
             self.start_over(sequence)
-        while self._drop_origin():
+        while self._drop_fork():
             pass
 
     def _take_turns(self) -> None:
-        """Put those that wait in order; where no place is free, have at most one running sequence give up its own."""
+        """Orders the waiting sequences; if no place is free, preempts at most one running sequence for them."""
         leaving = self._due(self._step, self.running)
         if leaving:
-            self._yield(leaving, resting=True)
+            self._release(leaving, resting=True)
             self.add(leaving)
             self.turns += 1
 
     def _due(self, step: int, running: List[Sequence]) -> Sequence | None:
-        """Put those that wait in order; returns who of those that run gives his place to the first of them, where no
-        other is free."""
+        """Orders the waiting sequences. Returns the running sequence that the first of them preempts, if any."""
         if not self.waiting:
             return None
         full = len(running) >= self.max_batch
@@ -250,31 +249,31 @@ class Scheduler:
         self.waiting = deque([*ordered, *(sequence for sequence in self.waiting if sequence not in first)])
         if not full:
             return None
-        room = len(ordered[0].tokens) + 2 * QUANTUM * len(running)  # they go on while one rests
+        room = len(ordered[0].tokens) + 2 * QUANTUM * len(running)  # the others go on while one rests
         rests = self.cache.can_preempt(room)
         return preempted_by(ordered[0], running, step, partial(self._turn, rests=rests))
 
     def _turn(self, sequence: Sequence, rests: bool) -> int | None:
-        """Steps for which it keeps its place, by what it costs to go on later; None: more than a step reads. rests: its
-        state stays beside all that runs and rests."""
+        """The least quantum of a sequence, by the cost of resuming it; None: that takes more than a step. rests: its
+        state stays in the cache."""
         if rests:
             return 0
         return quantum_to_process(sequence.done, len(self.running)) if sequence.done <= self.token_budget else None
 
     def _admit(self, leaving: int = 0) -> dict[Sequence, int]:
-        """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.
-        leaving: how many of those that run give up their places. Returns which running sequences are waited for, and
-        the nearest position of each that is."""
-        held, awaited, looks, fetches = list[Sequence](), dict[Sequence, int](), 0, 0
+        """Starts waiting sequences in order, except those whose prefix a running sequence processes or a tier loads.
+        leaving: running sequences whose places become free. Returns the running sequences that others wait for, each
+        with the nearest position that is waited for."""
+        held, awaited, examined, loads = list[Sequence](), dict[Sequence, int](), 0, 0
         while (self.waiting and len(self.running) - leaving < self.max_batch
-               and looks < _MAX_NEW_WAITS and len(held) < _MAX_HELD):
+               and examined < _MAX_NEW_WAITS and len(held) < _MAX_HELD):
             sequence = self.waiting.popleft()
             if not sequence.held:
-                looks += 1
+                examined += 1
                 try:
-                    waits = self._await_prefix(sequence) or self._await_fetch(sequence, fetches < _MAX_LOADS)
+                    waits = self._await_prefix(sequence) or self._await_load(sequence, loads < _MAX_LOADS)
                     if not waits:
-                        sequence.cache = self._lease(sequence)
+                        sequence.cache = self._allocate(sequence)
                 except Exception as error:
                     self.failed.append((sequence, error))
                     waits = True
@@ -283,12 +282,12 @@ class Scheduler:
                         self.waiting.appendleft(sequence)
                         break
                     sequence.queue.turn = self._step
-                    self._wake(sequence)
+                    self._end_rest(sequence)
                     self.running.append(sequence)
-                    looks -= 1
+                    examined -= 1
                     continue
             held.append(sequence)
-            fetches += sequence.queue.load is not None and sequence.queue.load.begun
+            loads += sequence.queue.load is not None and sequence.queue.load.begun
             if sequence.queue.prefix_wait:
                 position, other = sequence.queue.prefix_wait
                 awaited[other] = min(position, awaited.get(other, position))
@@ -297,9 +296,8 @@ class Scheduler:
             held[0].queue.load.wait(_LOAD_WAIT)
         return awaited
 
-    def _await_fetch(self, sequence: Sequence, begin: bool) -> bool:
-        """Whether a tier still has to bring more of this sequence's prompt than the tree knows. begin: it may begin
-        to."""
+    def _await_load(self, sequence: Sequence, begin: bool) -> bool:
+        """True if a tier still loads more of this sequence's prompt than the tree has. begin: it may start to."""
         if sequence.queue.fork_point or sequence.scoring or not self.cache.tiers:
             return False
         keys = sequence.key_array
@@ -307,7 +305,7 @@ class Scheduler:
         return not sequence.queue.load.poll(begin)
 
     def _known(self, sequence: Sequence) -> int:
-        """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""
+        """Tokens of the sequence that the tree has; compared again only if the tree has changed."""
         known, changes = sequence.queue.known
         if changes != self.cache.tree.changes:
             known = self.cache.cached_length(sequence.key_array, not sequence.embeds)
@@ -315,8 +313,8 @@ class Scheduler:
         return known
 
     def _await_prefix(self, sequence: Sequence) -> bool:
-        """Have a sequence wait for one that is reading a prefix of it, if that pays; then that one will keep a state at
-        the end of it."""
+        """Makes a sequence wait for one that processes a prefix of it, if that pays. The other one will keep a
+        checkpoint at the end of the prefix."""
         sequence.queue.prefix_wait = None
         if not self.cache.reuse or sequence.queue.fork_point or sequence.scoring:
             return False
@@ -330,48 +328,48 @@ class Scheduler:
             known = max(self._known(sequence), passed[0])
             own = len(sequence.tokens) - known
             nearer = sum(one.pending for one in reading if one is not other and one.pending < own)
-            meeting = PrefixWait(own, position - known, position - other.done, others, len(reading) == 1, nearer)
-            if meeting.away > 0 and meeting.pays(self.token_budget):
+            wait = PrefixWait(own, position - known, position - other.done, others, len(reading) == 1, nearer)
+            if wait.away > 0 and wait.pays(self.token_budget):
                 found.append((position, other))
         if found:
             position, other = max(found, key=_position)
             other.wanted = tuple(sorted({*other.wanted, position}))
             sequence.queue.prefix_wait = position, other
         elif passed[0] > self._known(sequence) + PAGE and passed[1].cache:
-            # otherwise it enters the tree once its reader has drawn a sound token
+            # otherwise it enters the tree with the first token of its sequence
             self.cache.commit_if_finite(passed[1].cache)
         return sequence.queue.prefix_wait is not None
 
-    def _lease(self, sequence: Sequence) -> SequenceCache | None:
-        # beside others it must fit with its next token: else it would only push them out, or be pushed
+    def _allocate(self, sequence: Sequence) -> SequenceCache | None:
+        # beside others it must fit with its next token, or one of them would be preempted at once
         room = len(sequence.tokens) + 1 if self.running else 0
-        origin, lease, keys, known = sequence.queue.fork_point, None, sequence.own_keys(), sequence.key_array
-        if origin is not None:
-            if self.cache.make_room(-(-room // PAGE) - origin.snapshot.done // PAGE):
-                lease = self.cache.fork(origin.snapshot, keys)
-            if lease is None and self.running:
+        fork, cache, keys, known = sequence.queue.fork_point, None, sequence.own_keys(), sequence.key_array
+        if fork is not None:
+            if self.cache.make_room(-(-room // PAGE) - fork.snapshot.done // PAGE):
+                cache = self.cache.fork(fork.snapshot, keys)
+            if cache is None and self.running:
                 return None
-            self._forget_origin(sequence)
-        if lease is None:
+            self._leave_fork(sequence)
+        if cache is None:
             diverged = self.cache.tree.diverged(known) if log.isEnabledFor(logging.DEBUG) else 0
-            # from the first token that has no probability yet: at the end of what is looked for nothing is found
+            # up to the first token without a log probability
             known = known[:len(sequence.scores) + 1] if sequence.scoring else known
             end = not (sequence.embeds or sequence.scoring)
-            lease = self.cache.admit(known, room, sequence.queue.load or NOTHING, end, keys)
-            if lease is not None:
-                log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
-            origin = None
-        if lease is not None:
-            sequence.start(lease)
-            sequence.sampler.logits = origin.snapshot.logits if origin else sequence.sampler.logits
-        return lease
+            cache = self.cache.admit(known, room, sequence.queue.load or NOTHING, end, keys)
+            if cache is not None:
+                log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, cache))
+            fork = None
+        if cache is not None:
+            sequence.start(cache)
+            sequence.sampler.logits = fork.snapshot.logits if fork else sequence.sampler.logits
+        return cache
 
     def _grant(self, sequence: Sequence, count: int, scheduled: list[Scheduled]) -> int:
-        """Pages for up to `count` tokens. Rather than stand still it takes them from the prompt ends that waiting
-        choices would fork, then from the youngest running sequences."""
+        """Returns up to `count` tokens that have pages, at least one if possible: takes them from the prompt ends that
+        waiting choices would fork, then from the youngest running sequences."""
         assert sequence.cache is not None
         while not (granted := self.cache.reserve(sequence.cache, count)):
-            if self._drop_origin():
+            if self._drop_fork():
                 continue
             victim = self.running[-1]
             self._preempt(victim)
@@ -380,45 +378,45 @@ class Scheduler:
                 return 0
         return granted
 
-    def _drop_origin(self) -> bool:
-        """Let the youngest waiting choices process their prompt anew."""
-        origin = next((s.queue.fork_point for s in reversed(self.waiting) if s.queue.fork_point), None)
-        for sequence in list(self.waiting) if origin else ():
-            if sequence.queue.fork_point is origin:
-                self._forget_origin(sequence)
-        return origin is not None
+    def _drop_fork(self) -> bool:
+        """Makes the youngest waiting choices process their prompt themselves."""
+        fork = next((s.queue.fork_point for s in reversed(self.waiting) if s.queue.fork_point), None)
+        for sequence in list(self.waiting) if fork else ():
+            if sequence.queue.fork_point is fork:
+                self._leave_fork(sequence)
+        return fork is not None
 
     def _preempt(self, sequence: Sequence, sound: bool = True) -> None:
-        self._yield(sequence, sound=sound)
+        self._release(sequence, sound=sound)
         sequence.queue.turn = self._step
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _yield(self, sequence: Sequence, resting: bool = False, sound: bool = True) -> None:
-        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again, if it is
-        sound. resting: it will go on soon, so that nobody shall take that."""
-        lease = sequence.cache
-        assert lease is not None
-        sound = sound and (sequence.generated > 0 or self.cache.commit_if_finite(lease))
+    def _release(self, sequence: Sequence, resting: bool = False, sound: bool = True) -> None:
+        """Releases a running sequence's cache. What it has processed goes to the tree if it is finite. resting: it will
+        resume soon, so the state is kept for it."""
+        cache = sequence.cache
+        assert cache is not None
+        sound = sound and (sequence.generated > 0 or self.cache.commit_if_finite(cache))
         self.running.remove(sequence)
         if resting:
-            sequence.queue.rest = self.cache.preempt(lease, keep=sound)
+            sequence.queue.rest = self.cache.preempt(cache, keep=sound)
         else:
-            self.cache.release(lease, keep=sound)
+            self.cache.release(cache, keep=sound)
         # drafts need the replay ring that they were made for
         sequence.cache, sequence.drafts.tokens, sequence.sampler.logits = None, (), None
 
-    def _wake(self, sequence: Sequence) -> None:
+    def _end_rest(self, sequence: Sequence) -> None:
         if sequence.queue.rest:
             self.cache.resume_preempted(sequence.queue.rest, sequence.cache)
             sequence.queue.rest = None
 
-    def _forget_origin(self, sequence: Sequence) -> None:
-        origin, sequence.queue.fork_point = sequence.queue.fork_point, None
-        if origin:
-            origin.waiting -= 1
-            if not origin.waiting:
-                self.cache.release_snapshot(origin.snapshot)
+    def _leave_fork(self, sequence: Sequence) -> None:
+        fork, sequence.queue.fork_point = sequence.queue.fork_point, None
+        if fork:
+            fork.waiting -= 1
+            if not fork.waiting:
+                self.cache.release_snapshot(fork.snapshot)
 
 
 def _is_prompt(sequence: Sequence) -> bool:
@@ -426,7 +424,7 @@ def _is_prompt(sequence: Sequence) -> bool:
 
 
 def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
-    """As many tokens of each as a step may read, where that is any."""
+    """The prompts that a step can process, with their largest token counts."""
     found, left = dict[Sequence, int](), _MAX_SCORED
     for sequence in prompts:
         count = min(sequence.readable, left) if sequence.scoring else sequence.readable
@@ -436,25 +434,25 @@ def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
     return found
 
 
-def _reuse(tokens: int, diverged: int, lease: SequenceCache) -> str:
-    """Why so much of a prompt was reused, and no more."""
-    source = f" of the {lease.source} tier" if lease.source else ""
-    resumed = f"resumed at checkpoint {lease.done:,}{source}" if lease.done else "no checkpoint before that: read anew"
-    if lease.done == tokens:
+def _reuse(tokens: int, diverged: int, cache: SequenceCache) -> str:
+    """Explains how much of a prompt was reused."""
+    source = f" of the {cache.source} tier" if cache.source else ""
+    resumed = f"resumed at checkpoint {cache.done:,}{source}" if cache.done else "no checkpoint before that: read anew"
+    if cache.done == tokens:
         return f"all of {tokens:,} tokens known{source}"
-    if diverged <= lease.done:
-        return f"{resumed} of {tokens:,} tokens" if lease.done else f"{tokens:,} tokens, none known"
+    if diverged <= cache.done:
+        return f"{resumed} of {tokens:,} tokens" if cache.done else f"{tokens:,} tokens, none known"
     return f"diverged at token {diverged:,} of {tokens:,}; {resumed}"
 
 
 def _common(sequence: Sequence, other: Sequence) -> int:
-    """The last position of another sequence's prompt whose state this one could begin with."""
+    """The last position of another sequence's prompt whose state this one could resume from."""
     common, vector = common_length(sequence.prompt_keys, other.prompt_keys), sequence.embeds or other.embeds
     return common if common == len(other.request.prompt) and not vector else min(common, len(sequence.tokens) - 1)
 
 
 def _passed(sequence: Sequence, common: int) -> int:
-    """The last position up to there whose state a sequence has left while it reads."""
+    """The last position up to `common` at which a running prompt has left a state."""
     assert sequence.cache is not None
     return max((position for position in sequence.cache.checkpoint_slots if position <= common), default=0)
 

@@ -1,4 +1,4 @@
-"""A step from its plan to the tokens that it draws. Launching waits for nothing that a device computes."""
+"""Launches a step: from its plan to its sampled tokens. Launching never waits for the device."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from deltic.spec_decode.pending_drafts import PendingDrafts
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """One sequence's share of a step, on the lease that it had then.
+    """A sequence in a step, with the cache that it had at launch.
 
-    row: None if it only draws from logits that were known.
-    start: the row's first token in the batch.
-    draw: the first of its draws; None: it draws nothing.
-    end [V]: the logits of its prompt's end, where they will be kept.
-    error: what its constraint raised.
-    vector: which of the step's is its own.
-    scores: of tokens of its prompt.
+    row: None if it only samples from known logits.
+    start: index of the row's first token in the batch.
+    draw: index of its first draw; None: it samples nothing.
+    end [V]: the logits of its prompt's end, if they are to be kept.
+    error: raised by its constraint.
+    vector: index of its vector.
+    scores: log probabilities of its prompt's tokens.
     drafted_next: the tokens after its drafts are drafted already, behind the drafts that the model has drawn itself;
     the slot has the hidden state of the last of these.
-    base: tokens that the state in the slot stands for behind the step, where it was brought forward since.
-    hidden [T, H]: the hidden states of the step's tokens, where another step follows that nobody waits to launch.
+    base: tokens in the slot's state after the step, if the delta log was flushed since.
+    hidden [T, H]: the hidden states of the step's tokens, if the next step was launched before they were used.
     """
 
     sequence: Sequence
@@ -57,17 +57,17 @@ class ScheduledSequence:
 
     @property
     def live(self) -> bool:
-        """Whether the sequence still runs; else what the step did for it is of no use, and leaves no trace."""
+        """True if the sequence still runs on this cache. Otherwise the step leaves no trace for it."""
         return self.sequence.cache is self.cache
 
     @property
     def tokens(self) -> int:
-        """How many it has in the step."""
+        """The number of its tokens in the step."""
         return len(self.row.tokens) if self.row else 0
 
     @property
     def base_after(self) -> int | None:
-        """Tokens that the state in the slot stands for behind the step, as `HybridCache.commit` wants it."""
+        """The argument `base` of `HybridCache.commit` after the step."""
         return base_after(self.row) if self.base is None and self.row else self.base
 
     @property
@@ -75,8 +75,8 @@ class ScheduledSequence:
         return self.row.draft_tokens if self.row and self.row.drafts else ()
 
     def draws(self, masks: List[bytes | None] | None) -> list[SampleRow]:
-        """The sequence's next token, and those after each draft; after a token that is not known yet, where it takes
-        one from the step before. masks: of each, where the sequence is constrained."""
+        """The draws of its next token and of the token after each draft; or of the token after one that only the device
+        has. masks: of each draw, if the sequence has a constraint."""
         if self.row and self.row.drawn is not None:
             return [SampleRow(self.sequence, self.row.tokens)]
         masks = masks or [None] * (len(self.draft_tokens) + 1)
@@ -85,18 +85,18 @@ class ScheduledSequence:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A step that was launched, whose tokens the host has not seen.
+    """A launched step, whose tokens the host does not have yet.
 
-    drafting: the sequences that drafts were asked for.
-    drawn [L] int64: the tokens, on the device; of a CPU until the next step has been launched.
-    tokens: what was drawn; None where it has not been waited for.
-    sampled: the same, on the host but for what has landed there (`Sampled.landed`).
-    vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as `arrived`.
-    raw [L, V]: the model's logits, where the probability of another token than the drawn one may be reported.
+    drafting: the sequences for which drafts were requested.
+    drawn [L] int64: the tokens on the device; on a CPU valid until the next step is launched.
+    tokens: the tokens, if they did not have to be waited for.
+    sampled: the results of sampling on the host (but see `Sampled.landed`), once `arrived`.
+    vectors [N, H] float32: the requested hidden states on the host, once `arrived`.
+    raw [L, V]: the model's logits, if the log probability of a forced token may be reported.
     pending: has the rows' drafts, which are UNKNOWN.
-    batch: its rows, on the device.
-    sampling: how it has drawn.
-    error: what launching raised.
+    batch: its rows on the device.
+    sampling: its sampling parameters.
+    error: raised by launching.
     """
 
     plan: StepPlan
@@ -115,34 +115,34 @@ class InFlight:
 
     @property
     def live(self) -> bool:
-        """Whether any of its sequences still runs."""
-        return any(share.live for share in self.scheduled)
+        """True if one of its sequences still runs."""
+        return any(each.live for each in self.scheduled)
 
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens in it, but for single ones."""
-        return sum(share.tokens for share in self.scheduled if share.tokens > 1 and not share.draft_tokens)
+        return sum(each.tokens for each in self.scheduled if each.tokens > 1 and not each.draft_tokens)
 
     def resolve_positions(self) -> None:
-        """The step before was collected, so that it is known where the rows begin."""
-        for share in self.scheduled:
-            if share.live and share.row and share.row.accepts:
-                share.row = replace(share.row, done=share.cache.done, accepts=0)
+        """Sets the rows' cursors, once the step before is collected."""
+        for each in self.scheduled:
+            if each.live and each.row and each.row.accepts:
+                each.row = replace(each.row, done=each.cache.done, accepts=0)
 
     def resolve_drafts(self) -> None:
-        """Give the rows their drafts, for which this waits."""
+        """Waits for the rows' drafts and sets them."""
         pending = self.pending
         if pending is None:
             return
-        for share in self.scheduled:
-            if share.live and share.row and share.row.drafts:
-                drafts = pending.drafts(share.sequence, share.row.drafts)
-                share.row = replace(share.row, tokens=(share.sequence.tokens[-1], *drafts))
+        for each in self.scheduled:
+            if each.live and each.row and each.row.drafts:
+                drafts = pending.drafts(each.sequence, each.row.drafts)
+                each.row = replace(each.row, tokens=(each.sequence.tokens[-1], *drafts))
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step has drawn; the lists are those of `sampled`. raw: as in `InFlight`."""
+    """The sampled tokens of a step; the lists are those of `sampled`. raw: as in `InFlight`."""
 
     sampled: Sampled
     tokens: list[int]
@@ -151,7 +151,7 @@ class SampledTokens:
     raw: Tensor | None = None
 
     def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
-        """The report of one row that gave this token, drawn or forced."""
+        """The log probabilities of one row, with this token sampled or forced."""
         found = logprobs_of(self.sampled, row, wanted)
         if found is None or self.raw is None or token == self.tokens[row]:
             return found
@@ -159,7 +159,7 @@ class SampledTokens:
 
 
 class Launcher:
-    """Launches steps of one runtime. seconds: spent in the model's forward so far, or waiting for it."""
+    """Launches the steps of one model. seconds: total time in the forward pass, or waiting for it."""
 
     def __init__(self, runtime: Model, pictures: ImageEmbeds | None = None) -> None:
         self._runtime, self._pictures, self.seconds = runtime, pictures, 0.0
@@ -167,8 +167,8 @@ class Launcher:
 
     def launch(self, plan: StepPlan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None, pending: PendingDrafts | None = None) -> InFlight:
-        """Carry the plan out; draw for its rows, and for the sequences whose logits are known. before: the step whose
-        tokens those rows take that say so. pending: has the rows' drafts. Never raises."""
+        """Carries out the plan and samples for its rows, and for the sequences whose logits are known. before: the step
+        whose tokens rows with `drawn` take. pending: has the rows' drafts. Never raises: see `InFlight.error`."""
         flight = InFlight(plan, [], pending=pending)
         try:
             self._launch(flight, sequences, known, before)
@@ -177,7 +177,7 @@ class Launcher:
         return flight
 
     def wait(self, flight: InFlight) -> SampledTokens | None:
-        """What the step has drawn, if anything; then all that it gives is there."""
+        """Waits for the step. Returns its sampled tokens, if any."""
         if flight.arrived:
             began = time.perf_counter()
             flight.arrived.synchronize()
@@ -188,7 +188,7 @@ class Launcher:
             numbers = flight.sampling.landing.tolist()
             sound = numbers[len(numbers) // 2:]
             return SampledTokens(flight.sampled, numbers[:len(sound)], sound, sound, flight.raw)
-        return flight.tokens or _chosen(flight.sampled, flight.raw)
+        return flight.tokens or _sampled_tokens(flight.sampled, flight.raw)
 
     @torch.inference_mode()
     def _launch(self, flight: InFlight, sequences: List[Sequence], known: List[Sequence],
@@ -203,12 +203,12 @@ class Launcher:
             flight.scheduled.append(ScheduledSequence(sequence, sequence.cache))
         if flight.plan.operations:
             runtime.cache.apply_operations(flight.plan.operations)
-        drawing = [share for share in flight.scheduled if share.row is None or share.row.logits > share.row.scored]
-        asked = self.masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
+        drawing = [each for each in flight.scheduled if each.row is None or each.row.logits > each.row.scored]
+        asked = self.masks.ask([(each.sequence, each.draft_tokens) for each in drawing])
         if flight.plan.rows:
             self._run(flight, logits, before)
         for sequence in known:
-            # a draw may write into them, and what came from a tier lies on the host
+            # sampling may write to them, and those from a tier are on the host
             logits.append(sequence.sampler.logits[None].to(runtime.device, copy=True))
             sequence.sampler.logits = None
         draws = _draws(drawing, asked)
@@ -219,12 +219,12 @@ class Launcher:
             flight.arrived.record(torch.cuda.current_stream(runtime.device))
 
     def _run(self, flight: InFlight, logits: list[Tensor], before: InFlight | None) -> None:
-        """Run the plan's rows."""
-        runtime, wanting = self._runtime, [share for share in flight.scheduled if share.row and share.row.hidden]
+        """Runs the plan's rows."""
+        runtime, wanting = self._runtime, [each for each in flight.scheduled if each.row and each.row.hidden]
         rows = flight.plan.rows
         drawn: Tensor | DeviceTokens | None = before.drawn if before else None
         if flight.pending and any(row.drafts for row in rows):
-            drawn = flight.pending.on_device(rows, [share.sequence for share in flight.scheduled if share.row])
+            drawn = flight.pending.on_device(rows, [each.sequence for each in flight.scheduled if each.row])
         began = time.perf_counter()
         if runtime.options.batch_invariant:
             assert not isinstance(drawn, DeviceTokens)
@@ -238,9 +238,9 @@ class Launcher:
             if wanting:
                 found, hidden = runtime.run_hidden(batch)
                 assert hidden is not None
-                for index, share in enumerate(wanting):
-                    share.vector = index
-                last = [share.start + len(share.row.tokens) - 1 for share in wanting if share.row]
+                for index, each in enumerate(wanting):
+                    each.vector = index
+                last = [each.start + len(each.row.tokens) - 1 for each in wanting if each.row]
                 flight.vectors = hidden[last].to("cpu", non_blocking=True)
             else:
                 found = runtime.run(batch)
@@ -248,7 +248,7 @@ class Launcher:
         self.seconds += time.perf_counter() - began
 
     def _run_alone(self, rows: List[PlannedRow], drawn: Tensor | None) -> Tensor:
-        """The logits [L, V] of these rows, whose tokens are computed one by one."""
+        """Returns the logits [L, V] of these rows, computed token by token."""
         runtime, kept = self._runtime, dict[int, Tensor]()
         for part in passes(rows):
             taken = drawn if part.rows[0].drawn is not None else None
@@ -259,71 +259,71 @@ class Launcher:
         return torch.stack([kept[wanted] for wanted in sorted(kept)]) if kept else found[:0]
 
     def _draw(self, flight: InFlight, draws: list[SampleRow], logits: Tensor) -> None:
-        """logits [L, V]: those of all draws; a draw may write into them."""
-        for share in flight.scheduled:
-            if share.draw is not None and not share.draft_tokens and _keeps_end(share):
-                share.end = logits[share.draw].clone()
+        """logits [L, V]: those of all draws; sampling may write to them."""
+        for each in flight.scheduled:
+            if each.draw is not None and not each.draft_tokens and _keeps_logits(each):
+                each.end = logits[each.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
             flight.raw = logits.clone()
-        flight.sampling = self._params.of(draws, logits.device, logits.shape[1], _begins(flight))
+        flight.sampling = self._params.of(draws, logits.device, logits.shape[1], _device_cursors(flight))
         sampled = self._runtime.sample(logits, flight.sampling)
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if not sampled.tokens.is_cuda:
-            flight.tokens = _chosen(sampled, flight.raw)
+            flight.tokens = _sampled_tokens(sampled, flight.raw)
         elif not sampled.landed:
             flight.sampled = _on_host(sampled)
 
 
-def _draws(shares: List[ScheduledSequence], asked: Asked) -> list[SampleRow]:
-    """All draws of a step, in the order of its logits."""
+def _draws(scheduled: List[ScheduledSequence], asked: Asked) -> list[SampleRow]:
+    """The draws of a step, in the order of its logits."""
     draws = list[SampleRow]()
-    for share in shares:
-        masks, share.draw = None, len(draws)
+    for each in scheduled:
+        masks, each.draw = None, len(draws)
         try:
-            masks = asked[share.sequence].result() if share.sequence in asked else None
+            masks = asked[each.sequence].result() if each.sequence in asked else None
         except Exception as error:
-            share.error = error  # the others of the step have nothing to do with it
-        draws += share.draws(masks)
+            each.error = error  # it ends this sequence alone
+        draws += each.draws(masks)
     return draws
 
 
-def _begins(flight: InFlight) -> Tensor | None:
-    """The cursors of a step's rows, where only the device knows them."""
+def _device_cursors(flight: InFlight) -> Tensor | None:
+    """The cursors of a step's rows, if only the device has them."""
     unknown = any(row.accepts for row in flight.plan.rows)
     return flight.batch.done if unknown and flight.batch else None
 
 
 def _scored(flight: InFlight, logits: Tensor) -> Tensor:
-    """Have the shares score what they are to score; returns the logits that are drawn from."""
+    """Computes the log probabilities of prompt tokens. Returns the logits to sample from."""
     drawn, at = list[Tensor](), 0
-    for share in flight.scheduled:
-        if share.row is None:
+    for each in flight.scheduled:
+        if each.row is None:
             continue
-        end, row, sequence = at + share.row.scored, share.row, share.sequence
+        end, row, sequence = at + each.row.scored, each.row, each.sequence
         if row.scored:
             first = row.done + len(row.tokens) - row.logits + 1
-            share.scores = scores_of(logits[at:end], sequence.tokens[first:first + row.scored],
+            each.scores = scores_of(logits[at:end], sequence.tokens[first:first + row.scored],
                                      sequence.sampling.prompt_logprobs or 0)
         drawn.append(logits[end:at + row.logits])
         at += row.logits
     return torch.cat(drawn)
 
 
-def _chosen(sampled: Sampled, raw: Tensor | None) -> SampledTokens:
+def _sampled_tokens(sampled: Sampled, raw: Tensor | None) -> SampledTokens:
     return SampledTokens(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
 
 
-def _keeps_end(share: ScheduledSequence) -> bool:
-    done = share.row.done + len(share.row.tokens) if share.row else share.cache.done
+def _keeps_logits(each: ScheduledSequence) -> bool:
+    done = each.row.done + len(each.row.tokens) if each.row else each.cache.done
     return (
-        done in share.cache.checkpoint_slots
-        or share.sequence.needs_fork
-        or bool(share.sequence.request.logits_processors)
+        done in each.cache.checkpoint_slots
+        or each.sequence.needs_fork
+        or bool(each.sequence.request.logits_processors)
     )
 
 
 def _on_host(sampled: Sampled) -> Sampled:
-    """Copies in pinned memory, which are there when the device has come so far."""
+    """Copies in pinned memory, complete when the device gets there."""
     tensors = {name: value for name in Sampled.__slots__ if isinstance(value := getattr(sampled, name), Tensor)}
     copies = {tensor: tensor.to("cpu", non_blocking=True) for tensor in {*tensors.values()}}
     found: dict[str, Any] = {name: copies[tensor] for name, tensor in tensors.items()}

@@ -54,7 +54,7 @@ def sender(host: Tensor, numbers: Tensor, tokens: int) -> Callable[[Tensor | Non
 
 
 def mover(numbers: Tensor, rows: int, pages: int, tokens: int) -> Callable[[Tensor], None] | None:
-    """What moves the cursors of a bucket's step, whose `numbers` lie as `engine.batch` writes them, to where the device
+    """What moves the cursors of a bucket's step, whose `numbers` lie of `ops/input_columns.VERIFY`, to where the device
     has them: it is given numbers [M] int64 on the device, in which each token has its position after it. None where
     that cannot be."""
     module = _module(numbers.device) if numbers.is_cuda and tokens <= _MOST_TOKENS else None
