@@ -59,8 +59,8 @@ class Padded:
     """The integers of a step that only decodes, filled up to the shape of a bucket: steps of one bucket differ in
     nothing but these numbers.
 
-    numbers: int64, on the device, laid out as `ops/input_columns` says; what is beyond the real rows repeats the last one,
-        which does no harm, as it writes the same.
+    numbers: int64, on the device, laid out as `ops/input_columns` says; what is beyond the real rows repeats the last
+    one, which does no harm, as it writes the same.
     rows, pages: of the bucket.
     tokens: of all rows together, which may have several, with drafts among them, and tokens in replay rings; rows
         beyond the real ones have none. None: one of each row, and nothing in rings.
