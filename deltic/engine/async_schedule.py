@@ -15,7 +15,7 @@ from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, PlannedRow, StepPlan, base_after, next_row
 from deltic.params import RING, common_length
 from deltic.runner.launch import InFlight, ScheduledSequence
-from deltic.runner.penalties import wanted
+from deltic.runner.penalties import changes_logits
 from deltic.spec_decode.controller import SpeculationController
 from deltic.spec_decode.pending_drafts import PendingDrafts
 
@@ -143,7 +143,7 @@ def _needs_no_host(each: ScheduledSequence) -> bool:
     """True if sampling needs no host-side input (no grammar, penalty, processor or fork) and nothing but the token
     follows from it."""
     sequence = each.sequence
-    return not (sequence.needs_fork or each.scores or sequence.guide or sequence.constraint or wanted(sequence)
+    return not (sequence.needs_fork or each.scores or sequence.guide or sequence.constraint or changes_logits(sequence)
                 or sequence.request.logits_processors)
 
 

@@ -1,4 +1,4 @@
-"""The logits of many prompts at once, each from its own start."""
+"""The logits of many independent prompts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from deltic.runner.model import Model
 
 def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: bool, check: Callable[[Tensor], None]
                  ) -> list[Tensor]:
-    """Of each prompt the float32 logits of its last token [V], or of all [n, V]. As many prompts are read together as
-    there is room for; what other leases have stays as it is. check: is given the logits of each step's rows."""
+    """Returns the float32 logits of each prompt's last token [V], or of all [n, V]. Batches as many prompts as there is
+    room for. check: called with the logits of each row."""
     cache, parts = model.cache, [list[Tensor]() for _ in prompts]
     waiting, running = deque(range(len(prompts))), dict[int, SequenceCache]()
     try:
@@ -57,7 +57,7 @@ def _admit(model: Model, prompt: Sequence[int]) -> SequenceCache | None:
 
 
 def _rows(running: dict[int, SequenceCache], prompts: Sequence[Sequence[int]], budget: int) -> dict[int, PlannedRow]:
-    """The next tokens of those that are read, as many as a step takes; those of single tokens first, by slot."""
+    """The rows of the next step; those of single tokens first, by slot."""
     rows = dict[int, PlannedRow]()
     for place, lease in running.items():
         tokens = tuple(prompts[place][lease.done:lease.done + budget])

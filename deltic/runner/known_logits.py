@@ -1,5 +1,5 @@
-"""Sequences that draw from logits of an earlier step: those that the cache has kept, and those that a request's own
-logits processors have changed, which run in threads of their own while others go on."""
+"""Sampling from logits of an earlier step: those in the cache, and those that a request's logits processors have
+changed. Processors run in threads, so that other sequences continue."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger("deltic")
 
 _FIELD = "logits_processors"
 _FORBIDDEN = -1e30
-"""Stands for -inf, which in a model's own logits would mean that something is broken."""
+"""Replaces -inf, which in a model's own logits would mean that something is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processing:
-    """What becomes of the logits [V] of a sequence's last token. cache: on which it had them; another one means that
-    it was preempted, and has them again."""
+    """The logits [V] of a sequence's last token in the hands of its processors. cache: that of the sequence at the
+    time; if it has another one, it was preempted, and the logits are computed again."""
 
     cache: SequenceCache
     raw: Tensor
@@ -38,23 +38,22 @@ Fail = Callable[[Sequence, str, "RequestError | None"], None]
 
 
 class KnownLogits:
-    """Those of one engine."""
+    """The sequences of an engine that sample from known logits."""
 
     def __init__(self, vocabulary: int, threads: int) -> None:
         self._vocabulary, self._threads = vocabulary, threads
         self._pool: ThreadPoolExecutor | None = None
 
     def ready(self, running: List[Sequence], fail: Fail) -> list[Sequence]:
-        """The sequences that can draw their next token without a step. fail: ends one with an error."""
+        """Returns the sequences that can sample without a forward pass. fail: ends one with an error."""
         return [sequence for sequence in running[:] if self._is_ready(sequence, fail)]
 
     def postpone(self, share: ScheduledSequence, healthy: bool) -> bool:
-        """Whether what the step has drawn for a sequence counts for nothing, as its request has processors; they are
-        started."""
+        """True if a sampled token does not count because the request has processors. Starts them."""
         sequence = share.sequence
         if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0 or not healthy:
             return False
-        if share.row is None:  # it has drawn from what they made
+        if share.row is None:  # it was sampled from their result
             share.end, sequence.sampler.processing = sequence.sampler.processing.raw, None
             return False
         assert share.end is not None
@@ -62,7 +61,7 @@ class KnownLogits:
         return True
 
     def close(self) -> None:
-        """Start no more processors."""
+        """Starts no more processors."""
         if self._pool:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -100,7 +99,7 @@ class KnownLogits:
 
 
 def _processed(sequence: Sequence, logits: Tensor) -> Tensor:
-    """What the processors make of the logits. The sequence gets no token meanwhile."""
+    """Applies the processors to the logits. The sequence gets no token meanwhile."""
     found, shape = logits.to("cpu", copy=True), logits.shape
     for processor in sequence.request.logits_processors:
         found = processor(list(sequence.tokens), found)

@@ -17,7 +17,7 @@ from deltic.params import MAX_DRAFTS, Draft, Mtp, Ngram
 from deltic.runner.launch import InFlight
 from deltic.runner.logit_masks import slow
 from deltic.runner.model import Model
-from deltic.runner.penalties import wanted
+from deltic.runner.penalties import changes_logits
 from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, DraftLength, Growth
 from deltic.spec_decode.draft_model import DraftModelProposer
 from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
@@ -144,7 +144,7 @@ class SpeculationController:
     def _take_pending(self, wants: Wants) -> PendingDrafts | None:
         """The drafts that the device makes on its own; None if the host must see them before they are verified."""
         if not isinstance(self.drafter, AsyncProposer) or any(
-                sequence.guide or sequence.constraint or wanted(sequence) for sequence, _ in wants):
+                sequence.guide or sequence.constraint or changes_logits(sequence) for sequence, _ in wants):
             return None
         return self.drafter.take_pending(wants)
 
