@@ -116,11 +116,11 @@ def test_who_rests_needs_no_room_in_a_draft_model() -> None:
         engine.add(request)
     while engine.has_work:
         take(answers, engine.step())
-        assert len(drafter._leases) <= 4, "those that run, and those that did in the step before"
+        assert len(drafter._caches) <= 4, "those that run, and those that did in the step before"
     alone = serve(runtime_of(odd_runtime(), pages=600, slots=80), requests)
     assert {key: answer.tokens for key, answer in answers.items()} == {
         key: answer.tokens for key, answer in alone.items()}
-    assert engine.scheduler.turns > 3 and not drafter._leases and drafter._runtime.cache.idle
+    assert engine.scheduler.turns > 3 and not drafter._caches and drafter._runtime.cache.idle
 
 
 def test_choices_of_one_request_have_one_share() -> None:

@@ -29,16 +29,16 @@ from deltic.params import (
 from deltic.spec_decode.draft_length import Acceptance
 
 LONGEST = 128
-"""Tokens of the longest group whose repetition is noticed."""
+"""Tokens of the longest group whose repetition is detected."""
 _SHORT = 8  # a run of dashes or spaces and a column of zeros are no circle: shorter groups must fill as many tokens
 
 
 class Repeats:
-    """Whether the end of an answer is the same group of 1 to LONGEST tokens again and again.
+    """Detects an answer that ends with the same group of 1 to LONGEST tokens again and again.
 
-    times: how often a group stands there in a row when it is enough, at least 2. Groups of fewer than 8 tokens must
-    fill as many tokens as a group of 8 would: a single token is enough 8 * times times. What a token takes grows with
-    how often it stands among the last LONGEST, however long the answer is.
+    times: repetitions in a row that are enough, at least 2. Groups of fewer than 8 tokens must fill as many tokens as a
+    group of 8 would: a single token must come 8 * times times. The cost of a token depends on how often it occurs among
+    the last LONGEST, not on the answer's length.
     """
 
     def __init__(self, times: int) -> None:
@@ -52,7 +52,7 @@ class Repeats:
         self._count = 0
 
     def push(self, token: int, /) -> bool:
-        """Take the next token; True if the answer goes round in circles with it."""
+        """Adds a token. True if the answer repeats itself with it."""
         before, enough, places, count = self._equal, self._enough, self._places[token], self._count
         equal = self._equal = {count - place: before.get(count - place, 0) + 1 for place in places}
         places.append(count)
@@ -215,12 +215,12 @@ class Sequence:
         self.client = self.request.client or self.group
 
     def __repr__(self) -> str:
-        """Without what was asked: what an error says may reach others."""
+        """Shows no content, because error messages may reach other clients."""
         return f"Sequence({self.request.id!r}, {self.choice})"
 
     @property
     def key_array(self) -> array[int]:
-        """The keys as an array that nobody changes: the same one until there is an answer."""
+        """The keys as an array; the same one until there is an answer. Must not be changed."""
         return self.prompt_keys if len(self.prompt_keys) == len(self.keys) else array("q", self.keys)
 
     @property
@@ -229,12 +229,12 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens still to be processed before the next can be chosen."""
+        """Tokens to process before the next one can be sampled."""
         return len(self.tokens) - self.done
 
     @property
     def readable(self) -> int:
-        """Those of them that can be processed now."""
+        """Pending tokens before the first image without embeddings."""
         return self.pending if self.images.first_unencoded is None else max(self.images.first_unencoded - self.done, 0)
 
     @property
@@ -243,7 +243,7 @@ class Sequence:
 
     @property
     def forced_tokens(self) -> int | None:
-        """The token that comes next whatever the model says, if there is one."""
+        """The token that the guide forces next, if any."""
         return self.guide.forced() if self.guide else None
 
     @property
@@ -254,12 +254,12 @@ class Sequence:
 
     @property
     def reading(self) -> bool:
-        """Whether the prompt is still being processed for the first time."""
+        """True while the prompt is processed for the first time."""
         return self.cache is not None and not self.generated and self.pending > 0
 
     @property
     def held(self) -> bool:
-        """Whether what it waits for is still being read."""
+        """True while the prefix that it waits for is not processed."""
         if self.queue.prefix_wait is None:
             return False
         position, other = self.queue.prefix_wait
@@ -267,33 +267,33 @@ class Sequence:
 
     @property
     def scoring(self) -> bool:
-        """Whether probabilities of the prompt's tokens are wanted that are not known yet."""
+        """True while log probabilities of prompt tokens are missing."""
         return (self.sampling.prompt_logprobs is not None and not self.choice
                 and len(self.scores) < len(self.request.prompt) - 1)
 
     @property
     def report(self) -> tuple[TokenLogprobs, ...] | None:
-        """Those that go out with the first event, if they are wanted."""
+        """The log probabilities of prompt tokens, for the first event."""
         wanted = self.sampling.prompt_logprobs is not None and not self.choice
         return tuple(self.scores) if wanted and not self.scoring and self.generated < 2 else None
 
     @property
     def answering(self) -> bool:
-        """Whether the next step would do nothing but choose the next token, so that drafts of more are welcome."""
+        """True if the next step only decodes, so that it may have drafts."""
         return self.cache is not None and self.generated > 0 and self.pending == 1 and self.sampler.logits is None
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether it sits out steps until its mask is there."""
+        """True if it cannot run until its mask is computed."""
         return self.sampler.mask is not None and not self.sampler.mask.done()
 
     @property
     def needs_fork(self) -> bool:
-        """Whether the request's other choices go on from here: its prompt has just been processed."""
+        """True if the request's other choices fork here: its prompt has just been processed."""
         return self.sampling.n > 1 and not self.choice and not self.generated
 
     def own_keys(self) -> list[int]:
-        """The keys, in a list that from now on is the sequence's own, as the tokens are."""
+        """The keys as a list of the sequence's own. Copies tokens and keys at the first call."""
         if not isinstance(self.tokens, list):
             same, self.tokens = self.keys is self.tokens, list(self.tokens)
             self.keys = self.tokens if same else list(self.keys)
@@ -301,7 +301,7 @@ class Sequence:
         return self.keys
 
     def rotary(self, start: int, count: int) -> Positions | int:
-        """The rotary positions of `count` tokens from there on, or the offset, which makes them of their places."""
+        """The rotary positions of `count` tokens from `start` on, or their offset from the cache indices."""
         if self.images.positions is None or start >= len(self.request.prompt):
             return self.images.offset
         end, after = start + count, max(len(self.request.prompt), start)
@@ -309,24 +309,24 @@ class Sequence:
                                 for axis in self.images.positions)
         return first, second, third
 
-    def start(self, lease: SequenceCache) -> None:
-        """Run on this lease, which may hold the beginning of the tokens already."""
-        self.cache, self.queue.load, self.queue.prefix_wait = lease, None, None
+    def start(self, cache: SequenceCache) -> None:
+        """Starts on this cache, which may hold the first tokens already."""
+        self.cache, self.queue.load, self.queue.prefix_wait = cache, None, None
         self.images.first_unencoded = next(
-            (picture.start for picture in self.images.pictures if picture.end > lease.done), None
+            (picture.start for picture in self.images.pictures if picture.end > cache.done), None
         )
-        if self.times.admitted is None:  # later it may find what it has read itself
+        if self.times.admitted is None:  # later it may find its own tokens
             self.times.admitted = time.perf_counter()
-            self.cached = lease.done
-        self.sampler.logits = lease.logits if lease.done == len(self.tokens) else None
-        lease.likely_resume.update(self.stable_prefixes)
-        if lease.shared > lease.done + 2 * PAGE:
-            # another prompt went on differently here: the third one shall not read this again
-            self.wanted = tuple(sorted({*self.wanted, lease.shared}))
-            lease.likely_resume.add(lease.shared)
+            self.cached = cache.done
+        self.sampler.logits = cache.logits if cache.done == len(self.tokens) else None
+        cache.likely_resume.update(self.stable_prefixes)
+        if cache.shared > cache.done + 2 * PAGE:
+            # another prompt diverged here: keep a checkpoint for the third one
+            self.wanted = tuple(sorted({*self.wanted, cache.shared}))
+            cache.likely_resume.add(cache.shared)
 
     def append(self, token: int) -> Finish | None:
-        """Take the token that was chosen; returns why the answer ends with it, if it does."""
+        """Appends a token. Returns the finish reason if the answer ends with it."""
         assert isinstance(self.tokens, list), "a token for a sequence that never ran"
         self.tokens.append(token)
         if self.keys is not self.tokens:
@@ -334,13 +334,13 @@ class Sequence:
             self.keys.append(token)
         self.sampler.counts[token] += 1
         matched = self.matcher.push(token) if self.matcher else False
-        circling = self.repeats.push(token) if self.repeats else False
+        repeating = self.repeats.push(token) if self.repeats else False
         if self.guide:
             self.guide.push(token)
         if self.constraint:
             self.constraint.push(token)
         if token in self.eos or matched:
             self.finish = "stop"
-        elif circling or len(self.tokens) >= self.limit:
+        elif repeating or len(self.tokens) >= self.limit:
             self.finish = "length"
         return self.finish
