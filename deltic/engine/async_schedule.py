@@ -67,8 +67,8 @@ def _behind_tokens(scheduler: Scheduler, flight: InFlight, speculator: Speculati
         return None
     if speculator.wants_drafts([each.sequence for each in live]):
         return None
-    for lease in full:
-        cache.reserve(lease, 1)
+    for sequence_cache in full:
+        cache.reserve(sequence_cache, 1)
     rows = list[PlannedRow]()
     for each in going:
         append = deferring and defers(cache, each.cache)
@@ -93,7 +93,7 @@ def _behind_drafts(scheduler: Scheduler, flight: InFlight, speculator: Speculati
         return None
     # room for the drafts behind this step, too
     room = [(each.cache, each.tokens + 2 * count + 1) for each in scheduled]
-    if any(cache.reserve(lease, tokens) < tokens for lease, tokens in room):
+    if any(cache.reserve(sequence_cache, tokens) < tokens for sequence_cache, tokens in room):
         return None
     drafts = speculator.pending_behind(flight, count)
     if drafts is None:
@@ -104,15 +104,15 @@ def _behind_drafts(scheduler: Scheduler, flight: InFlight, speculator: Speculati
 
 
 def _drafts_row(scheduler: Scheduler, each: ScheduledSequence, count: int) -> PlannedRow:
-    row, lease = each.row, each.cache
-    assert row is not None and row.done == lease.done
+    row, sequence_cache = each.row, each.cache
+    assert row is not None and row.done == sequence_cache.done
     base = base_after(row)
     assert base is not None
     if row.done + each.tokens + count + 1 - base > RING:
-        scheduler.cache.queue_delta_flush(lease, base, row.done)
+        scheduler.cache.queue_delta_flush(sequence_cache, base, row.done)
         each.base = base = row.done
     return next_row(
-        lease,
+        sequence_cache,
         (UNKNOWN,) * (count + 1),
         count + 1,
         ahead=1,

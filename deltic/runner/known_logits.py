@@ -93,9 +93,11 @@ class KnownLogits:
             return False
         return True
 
-    def _submit(self, sequence: Sequence, lease: SequenceCache, logits: Tensor) -> None:
+    def _submit(self, sequence: Sequence, sequence_cache: SequenceCache, logits: Tensor) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "deltic-processors")
-        sequence.sampler.processing = Processing(lease, logits, self._pool.submit(_processed, sequence, logits))
+        sequence.sampler.processing = Processing(
+            sequence_cache, logits, self._pool.submit(_processed, sequence, logits)
+        )
 
 
 def _processed(sequence: Sequence, logits: Tensor) -> Tensor:

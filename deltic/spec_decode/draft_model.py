@@ -55,10 +55,10 @@ class DraftModelProposer:
         """True if there is room for the sequence and all its drafts."""
         if sequence in self._refused or self._awaits(sequence):
             return False
-        cache, lease = self._runtime.cache, self._cache_of(sequence)
-        if lease is not None:
-            missing = len(sequence.tokens) - 1 - lease.done + self.limit
-            if cache.attach_delta_log(lease) and cache.reserve(lease, missing) >= missing:
+        cache, sequence_cache = self._runtime.cache, self._cache_of(sequence)
+        if sequence_cache is not None:
+            missing = len(sequence.tokens) - 1 - sequence_cache.done + self.limit
+            if cache.attach_delta_log(sequence_cache) and cache.reserve(sequence_cache, missing) >= missing:
                 return True
         # otherwise it would process its tokens again in each step
         self._release(sequence)
@@ -70,57 +70,67 @@ class DraftModelProposer:
         if sequence in self._caches:
             return False
         keys = sequence.keys[:-1]
-        known, reading = self._runtime.cache.cached_length(keys), [
-            (other, lease.done) for other, lease in self._caches.items() if lease.done < len(other.request.prompt)]
+        known, reading = (
+            self._runtime.cache.cached_length(keys),
+            [
+                (other, sequence_cache.done)
+                for other, sequence_cache in self._caches.items()
+                if sequence_cache.done < len(other.request.prompt)
+            ],
+        )
         return any(max(known, done) < position <= common for other, done in reading
                    if (common := common_length(keys, other.keys)) for position in other.wanted)
 
     def _cache_of(self, sequence: Sequence) -> SequenceCache | None:
         """The sequence's cache without rejected drafts, or a new one."""
-        cache, lease = self._runtime.cache, self._caches.get(sequence)
-        if lease is not None and not cache.rollback(lease, _verified_tokens(lease, sequence)):
+        cache, sequence_cache = self._runtime.cache, self._caches.get(sequence)
+        if sequence_cache is not None and not cache.rollback(
+            sequence_cache, _verified_tokens(sequence_cache, sequence)
+        ):
             self._release(sequence)
-            lease = None
-        if lease is None and (lease := cache.admit(sequence.keys[:-1])):
-            self._caches[sequence] = lease
-        return lease
+            sequence_cache = None
+        if sequence_cache is None and (sequence_cache := cache.admit(sequence.keys[:-1])):
+            self._caches[sequence] = sequence_cache
+        return sequence_cache
 
     def _prefill(self, sequences: List[Sequence]) -> None:
         """Processes new tokens except for the last ones, with checkpoints where the larger model has them. The token
         budget limits it, so that a long prompt does not stall other answers."""
         cache, left, rows = self._runtime.cache, self._runtime.options.token_budget, list[tuple[Sequence, PlannedRow]]()
         for sequence in sequences:
-            lease = self._caches[sequence]
-            done, chunk = lease.done, tuple(sequence.tokens[lease.done:-1][:left])
+            sequence_cache = self._caches[sequence]
+            done, chunk = sequence_cache.done, tuple(sequence.tokens[sequence_cache.done:-1][:left])
             left -= len(chunk)
             if chunk:
-                row = next_row(lease, chunk, 0, rotary=sequence.rotary(done, len(chunk)),
-                               checkpoints=checkpoints_of(cache, lease, sequence.wanted, len(chunk)))
+                row = next_row(sequence_cache, chunk, 0, rotary=sequence.rotary(done, len(chunk)),
+                               checkpoints=checkpoints_of(cache, sequence_cache, sequence.wanted, len(chunk)))
                 rows.append((sequence, row))
         if not rows:
             return
         rows.sort(key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
         self._run([row for _, row in rows])
         for sequence, row in rows:
-            lease = self._caches[sequence]
-            _commit(cache, lease, row, sequence.keys[row.done:row.done + len(row.tokens)])
-            cache.commit_checkpoints(lease)
+            sequence_cache = self._caches[sequence]
+            _commit(cache, sequence_cache, row, sequence.keys[row.done:row.done + len(row.tokens)])
+            cache.commit_checkpoints(sequence_cache)
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """True if drafts can follow: all tokens are processed, and the delta log has room."""
-        lease = self._caches[sequence]
-        if lease.done < len(sequence.tokens) - 1:
+        sequence_cache = self._caches[sequence]
+        if sequence_cache.done < len(sequence.tokens) - 1:
             return False
-        if lease.unflushed + self.limit > RING:
+        if sequence_cache.unflushed + self.limit > RING:
             # otherwise the log would be flushed amid them, and they could not be rolled back
-            self._runtime.cache.flush_delta_log(lease)
+            self._runtime.cache.flush_delta_log(sequence_cache)
         return True
 
     def _release(self, sequence: Sequence) -> None:
         """Releases the cache. Its verified tokens may serve the conversation's next turn."""
-        cache, lease = self._runtime.cache, self._caches.pop(sequence, None)
-        if lease:
-            cache.release(lease, keep=cache.rollback(lease, _verified_tokens(lease, sequence)))
+        cache, sequence_cache = self._runtime.cache, self._caches.pop(sequence, None)
+        if sequence_cache:
+            cache.release(
+                sequence_cache, keep=cache.rollback(sequence_cache, _verified_tokens(sequence_cache, sequence))
+            )
 
     def _run(self, rows: List[PlannedRow]) -> Tensor:
         self._runtime.cache.flush_operations()
@@ -130,9 +140,9 @@ class DraftModelProposer:
         """Adds one draft to each of these sequences."""
         rows = []
         for index, sequence in active:
-            lease = self._caches[sequence]
+            sequence_cache = self._caches[sequence]
             token = drafts[index][-1] if drafts[index] else sequence.tokens[-1]
-            rows.append(next_row(lease, (token,), 1, append=lease.delta_log is not None,
+            rows.append(next_row(sequence_cache, (token,), 1, append=sequence_cache.delta_log is not None,
                                  rotary=sequence.images.offset))
         logits = self._run(rows)
         draws = [SampleRow(sequence, tuple(drafts[index])) for index, sequence in active]
@@ -143,12 +153,12 @@ class DraftModelProposer:
             drafts[index].append(token)
 
 
-def _commit(cache: HybridCache, lease: SequenceCache, row: PlannedRow, keys: List[int]) -> None:
+def _commit(cache: HybridCache, sequence_cache: SequenceCache, row: PlannedRow, keys: List[int]) -> None:
     """Commits a row. The keys include drafts."""
-    lease.keys[lease.done:] = keys
-    cache.commit(lease, len(row.tokens), base_after(row))
+    sequence_cache.keys[sequence_cache.done:] = keys
+    cache.commit(sequence_cache, len(row.tokens), base_after(row))
 
 
-def _verified_tokens(lease: SequenceCache, sequence: Sequence) -> int:
+def _verified_tokens(sequence_cache: SequenceCache, sequence: Sequence) -> int:
     """How many of the tokens that were read came true; the sequence's last one is read with the next draft."""
-    return min(common_length(lease.keys, sequence.keys), lease.done, len(sequence.tokens) - 1)
+    return min(common_length(sequence_cache.keys, sequence.keys), sequence_cache.done, len(sequence.tokens) - 1)
