@@ -119,7 +119,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 @pytest.mark.parametrize("names", [
-    "params", "errors", "config", "engine/scheduler", "engine/policy", "engine/quantum",
+    "params", "errors", "config", "engine/scheduler", "engine/policy",
     *(f"cache/{name}" for name in ("block_accounts", "block_pool", "handles", "manager", "memory_plan", "offload/tiers",
                                    "operations", "radix_tree")),
 ])
