@@ -21,8 +21,8 @@ from deltic.config import Limits
 from deltic.embeddings.open import is_encoder
 from deltic.errors import ConfigError, ModelError
 from deltic.export.opening import kind_of
-from deltic.server.embeddings.app import create_encoder_app
-from deltic.server.embeddings.service import EmbeddingService
+from deltic.server.app import create_encoder_app
+from deltic.server.embeddings import EmbeddingService
 
 pytest.importorskip("tvm", reason="needs deltic[tvm]")
 pytestmark = pytest.mark.filterwarnings("ignore")

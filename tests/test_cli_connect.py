@@ -21,7 +21,7 @@ from deltic.cli import main
 from deltic.cli.clients import CLIENTS
 from deltic.cli.parser import UsageError
 from deltic.cli.settings import replace_file
-from deltic.server.model_registry import ModelSet, ModelSource
+from deltic.server.models import ModelSet, ModelSource
 
 CONTEXT = 2048
 

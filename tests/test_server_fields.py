@@ -16,8 +16,8 @@ from deltic import __version__
 from deltic.chat.markers import closes_thinking
 from deltic.chat.processor import ChatProcessor
 from deltic.params import SamplingParams
-from deltic.server.body import unknown_field
-from deltic.server.fields import IGNORED_HEADER
+from deltic.server.errors import IGNORED_HEADER
+from deltic.server.fields import unknown_field
 from deltic.server.openapi import BODIES
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"

@@ -22,9 +22,9 @@ from deltic.config import Limits
 from deltic.engine.engine import Engine
 from deltic.engine.stats import WINDOW, Distribution, Histogram, Pace, TierUsage, TokenMeter, snapshot
 from deltic.ops.stored import ExpertStatistics
+from deltic.server.app import create_encoder_app
 from deltic.server.body import BodyReader
-from deltic.server.embeddings.app import create_encoder_app
-from deltic.server.embeddings.service import EmbeddingService, Services
+from deltic.server.embeddings import EmbeddingService, Services
 from deltic.server.metrics import ended_early, exposition
 from deltic.server.request_log import RequestLog
 

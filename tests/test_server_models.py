@@ -22,8 +22,7 @@ from deltic.cli.model_set import stored_bytes
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.convert import convert
 from deltic.loader.hub import open_model
-from deltic.server import model_registry
-from deltic.server.model_registry import ModelSet, ModelSource
+from deltic.server.models import ModelSet, ModelSource
 
 
 @dataclass
@@ -156,7 +155,7 @@ def test_a_model_that_cannot_be_loaded_harms_no_other(shelf: Shelf, monkeypatch:
             assert failed.status_code == 503 and "its files are damaged" in failed.json()["error"]["message"]
         assert said(served, "one") == "one" and served.health()[0] == 200
         assert shelf.loads == ["two", "one"], "it is not tried again at once"
-        shelf.broken, _ = set(), monkeypatch.setattr(model_registry, "_FORGIVEN", 0.0)
+        shelf.broken, _ = set(), monkeypatch.setattr("deltic.server.models._FAILED_SECONDS", 0.0)
         assert said(served, "two") == "two"
 
 

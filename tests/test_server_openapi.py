@@ -18,7 +18,7 @@ from starlette.routing import Route
 from test_server_harness import USER, Scripted, Served, limited, serving, tiny
 
 from deltic import Encoder
-from deltic.server.embeddings.service import EmbeddingService
+from deltic.server.embeddings import EmbeddingService
 from deltic.server.openapi import BODIES
 
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("server.md", "embeddings.md")]

@@ -16,7 +16,7 @@ from deltic.errors import ConfigError
 
 if TYPE_CHECKING:
     from deltic.llm import LLM
-    from deltic.server.model_registry import ModelSet, ModelSource
+    from deltic.server.models import ModelSet, ModelSource
 
 _SHARE = 0.9  # of the memory that is free, for all models
 _CACHES = 0.5  # of that, for their caches
@@ -47,8 +47,8 @@ def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> Model
     from deltic.engine.memory import card_share, free_memory
     from deltic.engine.options import settled
     from deltic.loader.hub import only_gguf, resolve
-    from deltic.server.model_registry import ModelSet
-    from deltic.server.served_model import short_name
+    from deltic.server.generation import short_name
+    from deltic.server.models import ModelSet
 
     given = engine_options(args)
     config = settled(EngineConfig(**given))
@@ -85,7 +85,7 @@ def _own(args: argparse.Namespace, model: str | None) -> argparse.Namespace:
 def _source(args: argparse.Namespace, name: str, path: Path, cache: int,
             prepare: Callable[[LLM], None]) -> ModelSource:
     """args: those of this model. path: where it lies."""
-    from deltic.server.model_registry import ModelSource
+    from deltic.server.models import ModelSource
 
     return ModelSource(name, partial(_load, args, cache, prepare), stored_bytes(path) + cache)
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from deltic.llm import LLM
-    from deltic.server.embeddings.service import EmbeddingService
-    from deltic.server.model_registry import ModelSet
+    from deltic.server.embeddings import EmbeddingService
+    from deltic.server.models import ModelSet
     from deltic.server.request_log import RequestLog
 
 HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
@@ -194,7 +194,7 @@ def _encoders(args: argparse.Namespace, chats: bool) -> Iterator[list[EmbeddingS
 @contextmanager
 def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[EmbeddingService]:
     from deltic.embeddings.encoder import Encoder
-    from deltic.server.embeddings.service import EmbeddingService
+    from deltic.server.embeddings import EmbeddingService
 
     bar, path = loading_bar(), Path(model)
     try:
@@ -207,7 +207,7 @@ def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[Embeddin
 
 def _serve_encoders(args: argparse.Namespace, services: list[EmbeddingService], door: dict[str, Any]) -> int:
     from deltic.config import Limits
-    from deltic.server.embeddings.app import serve_encoders
+    from deltic.server.app import serve_encoders
 
     limits = options.engine_options(args).get("limits", Limits())
     serve_encoders(services, limits, args.host or _HOST, on_ready=lambda line: print(line, flush=True), **door)
@@ -243,7 +243,7 @@ def _keys(args: argparse.Namespace) -> dict[str, str | None]:
         given = given or [key for key in [os.environ.get(_KEY_VARIABLE)] if key]
     owners = dict[str, str | None].fromkeys(given)
     if args.api_key_file is not None:
-        from deltic.server.api_keys import read_keys
+        from deltic.server.middleware import read_keys
 
         owners |= read_keys(_content(args.api_key_file), args.api_key_file.name)
     return owners

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from deltic.server.model_registry import ModelEntry
+from deltic.server.models import ModelEntry
 
 INSTRUCTIONS: Final = """\
 You are a coding agent in the Codex CLI, on the user's computer. You work in the user's repository until the task is

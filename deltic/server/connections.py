@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from deltic.config import Limits
-from deltic.server.http import Problem
+from deltic.server.errors import Problem
 from deltic.server.http_protocol import HttpProtocol, told
 from deltic.server.sending import DROP
 

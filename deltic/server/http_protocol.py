@@ -17,9 +17,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from deltic.config import Limits
-from deltic.server.anthropic import formatting as anthropic
-from deltic.server.http import Problem, dump
-from deltic.server.openai import formatting as openai
+from deltic.server.errors import Problem, fields_for
+from deltic.server.http import dump
 
 LEAST_HEADER = 64  # bytes that a header counts for at least: short ones cost as much to handle
 LEAST_CHUNK = 64  # bytes of a body for which one more chunk is allowed
@@ -259,8 +258,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 def told(problem: Problem, path: str, *headers: str) -> bytes:
     """A whole response, for where no request is, in the form of the clients that use this path."""
-    fields = anthropic.error_fields(problem) if path.startswith(anthropic.PATH) else openai.error_fields(problem)
-    body = dump(fields).decode()
+    body = dump(fields_for(path, problem)).decode()
     lines = (f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "connection: close",
              "content-type: application/json", f"content-length: {len(body)}", *headers, "", body)
     return "\r\n".join(lines).encode()

@@ -1,4 +1,4 @@
-"""/openapi.json: what is served, from the routes and from the schemas that bodies are checked with."""
+"""/openapi.json, made from the routes and the schemas of their bodies."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from deltic import __version__
-from deltic.server.anthropic.schema import CountRequest, MessagesRequest
-from deltic.server.body import Fields
-from deltic.server.embeddings.schema import EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest
-from deltic.server.http import Check, answering, dump
-from deltic.server.models import DetokenizeRequest, TokenizeRequest
-from deltic.server.ollama.schema import (
+from deltic.server.anthropic import CountRequest, MessagesRequest
+from deltic.server.embeddings import EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest
+from deltic.server.errors import Check, answering
+from deltic.server.fields import Fields
+from deltic.server.http import dump
+from deltic.server.model_routes import DetokenizeRequest, TokenizeRequest
+from deltic.server.ollama_schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaModelRequest,
 )
-from deltic.server.openai.formatting import error_response
-from deltic.server.openai.schema import ChatRequest, CompletionRequest
-from deltic.server.responses.schema import ResponsesRequest
+from deltic.server.openai_schema import ChatRequest, CompletionRequest
+from deltic.server.responses_schema import ResponsesRequest
 
 Json = dict[str, Any]
 
@@ -38,9 +38,9 @@ BODIES: Final[Mapping[str, type[Fields]]] = {
     **dict.fromkeys(("/v1/score", "/score"), ScoreRequest), "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest, "/api/embed": OllamaEmbedRequest,
     "/api/embeddings": OllamaEmbeddingsRequest, "/api/show": OllamaModelRequest, "/api/pull": OllamaModelRequest}
-"""What a POST to a path has as its body."""
+"""The body of a POST to a path."""
 _OPEN: Final = frozenset(("/", "/health", "/ready"))
-"""Paths for which no key is asked."""
+"""Paths that need no key."""
 _QUERIES: Final[Mapping[str, Mapping[str, Json]]] = {
     "/tokenizer_info": {"model": {"type": "string"}},
     "/v1/responses/{id}/input_items": {"limit": {"type": "integer", "minimum": 1, "maximum": 100},
@@ -54,7 +54,7 @@ _MESSAGES: Final[Json] = {"type": "array", "items": {
 _TURNS: Final[Json] = {"type": "array", "minItems": 1, "items": {
     "type": "object", "required": ["role", "content"],
     "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT}}}
-_SHAPES: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
+_FIELDS: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
     ChatRequest: {"messages": _MESSAGES | {"minItems": 1}}, OllamaChatRequest: {"messages": _MESSAGES},
     OllamaEmbedRequest: {"input": {"type": ["string", "array"], "items": {"type": "string"}}},
     TokenizeRequest: {"messages": _MESSAGES},
@@ -66,24 +66,24 @@ _SHAPES: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
         "documents", "texts")},
     ScoreRequest: {name: {"type": ["string", "array"], "items": {"type": "string"}} for name in ("text_1", "text_2")},
     ResponsesRequest: {"input": {"type": ["string", "array"], "items": {"type": "object"}}}}
-"""What fields look like that endpoints read themselves."""
+"""Schemas of fields that endpoints check themselves."""
 _ERROR: Final[Json] = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}}}}}
 
 
 def route(routes: Sequence[BaseRoute], check: Check) -> Route:
-    """The page for these routes and itself."""
+    """Returns the route of the document for these routes and itself."""
     async def answer(_: Request) -> Response:
         return Response(page, media_type="application/json")
 
-    own = Route("/openapi.json", answering(answer, check, error_response))
+    own = Route("/openapi.json", answering(answer, check))
     page = dump(document([*routes, own]))
     return own
 
 
 def document(routes: Sequence[BaseRoute]) -> Json:
-    """The routes as OpenAPI 3.1, but for the files of the page."""
+    """Returns the routes as OpenAPI 3.1, without the files of the chat page."""
     schemas: Json = {"Error": _ERROR}
     paths: Json = {}
     for found in routes:
@@ -96,30 +96,30 @@ def document(routes: Sequence[BaseRoute]) -> Json:
 
 
 def _operation(path: str, method: str, schemas: Json) -> Json:
-    said: Json = {"operationId": f"{method.lower()}{re.sub(r'[^a-z]+', '_', path)}", "responses": {
-        "200": {"description": "what was asked for; a stream of events where the body has `stream: true`"},
-        "default": {"description": "an error, in the form of the clients that use the path",
+    found: Json = {"operationId": f"{method.lower()}{re.sub(r'[^a-z]+', '_', path)}", "responses": {
+        "200": {"description": "the answer; a stream of events if the body has `stream: true`"},
+        "default": {"description": "an error, in the form of the path's clients",
                     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}}}
     if path not in _OPEN:
-        said["security"] = [{"key": []}, {}]
+        found["security"] = [{"key": []}, {}]
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
                   for name in re.findall(r"{(\w+)}", path)]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERIES.get(path, {}).items()]
     if parameters:
-        said["parameters"] = parameters
+        found["parameters"] = parameters
     if method == "POST" and path in BODIES:
         body = BODIES[path]
         schemas |= _schemas(body)
-        said["requestBody"] = {"required": True, "content": {"application/json": {
+        found["requestBody"] = {"required": True, "content": {"application/json": {
             "schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}}
-    return said
+    return found
 
 
 def _schemas(body: type[Fields]) -> Json:
-    """A body's schema and those that it needs. Fields of other servers are taken, too, so that nothing is excluded."""
+    """Returns the schema of a body and those that it refers to. Other servers' fields are accepted, too."""
     whole: Json = body.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = whole.pop("$defs", {}) | {body.__name__: whole}
-    whole["properties"] |= _SHAPES.get(body, {})
+    whole["properties"] |= _FIELDS.get(body, {})
     for schema in found.values():
         schema.pop("additionalProperties", None)
     return found

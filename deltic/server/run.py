@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 from deltic.config import Limits
 from deltic.errors import ConfigError, UnavailableError
 from deltic.server.connections import Connection, ConnectionAcceptor, ConnectionLimiter
-from deltic.server.host_check import LOCAL_NAMES
+from deltic.server.middleware import LOCAL_NAMES
 
 _BACKLOG = 2048
 _SWITCH = 0.0001  # seconds that a busy thread keeps the interpreter: a step asks for it dozens of times

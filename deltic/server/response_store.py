@@ -13,7 +13,7 @@ from typing import Any
 from deltic.chat.history_store import AnswerStore
 from deltic.chat.owned_entries import OwnedEntries
 from deltic.config import Limits
-from deltic.server.responses.schema import response_of
+from deltic.server.responses_schema import response_of
 
 _MOST_WAITING = 64 << 20  # bytes for a slow disk; beyond that they are not written
 
