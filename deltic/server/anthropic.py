@@ -324,8 +324,8 @@ def _function(tool: Any, path: str) -> Json:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         raise RequestError(f'{path} must be of the form {{"name": ..., "input_schema": {{...}}}}', path)
     if tool.get("type") not in (None, "custom"):
-        raise RequestError(f"{path} has the type {show(tool['type'])}: tools that a server runs are not supported, "
-                           "only the client's own", f"{path}.type")
+        raise RequestError(f"{path} has the type {show(tool['type'])}: tools that a server runs are not there, only "
+                           "the client's own", f"{path}.type")
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise RequestError(f"{path}.input_schema must be a JSON schema, not {show(schema)}", f"{path}.input_schema")

@@ -173,7 +173,9 @@ def read_json(raw: bytes, most_values: int) -> Any:
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        text = str(error)
+        remedy = " (a lone surrogate?): send well-formed UTF-8" if "hex escape" in text or "unicode" in text else ""
+        raise RequestError(f"the body is not valid JSON: {text}{remedy}") from None
 
 
 def _check_values(raw: bytes, most: int) -> None:

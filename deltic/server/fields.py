@@ -27,11 +27,13 @@ _COUNTED: Final[Mapping[str, str]] = {
 """The limit for the number of entries of a field. A longer field is not validated."""
 _SCHEMAS: Final = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
                    "guided_choice", "guided_grammar", "text", "output_config")
-_MISSPELT: Final = 0.91
+_MISSPELT: Final = 0.9
 _MISSPELT_WITHIN: Final = 0.88
 _MISSPELT_TYPE: Final = 0.85
 _RELATED: Final = 0.6
 """Ratios of difflib from which a name counts as a misspelling of a known one, or as related to it."""
+_NO_MISSPELLINGS: Final = ("models",)
+"""Fields of other servers whose names look like misspellings of ours."""
 _LONGEST_NAME: Final = 60
 _MOST_UNKNOWN: Final = 100
 _MOST_WITHIN: Final = 1000
@@ -112,7 +114,7 @@ def _own_fields(data: Mapping[str, Any], schema: type[Fields], notes: Notes, pat
     """Returns the fields that the schema has, with those of other servers translated. path: of an inner object."""
     own = {name: data[name] for name in schema.model_fields if name in data}
     others = [name for name in data if name not in schema.model_fields]
-    if len(others) > _MOST_UNKNOWN:
+    if len(others) > _MOST_UNKNOWN and not notes.lenient:
         raise RequestError(f"the body has more than {_MOST_UNKNOWN} unknown fields")
     for name in others:
         value = data[name]
@@ -147,6 +149,8 @@ def _refuse(name: str, value: Any, schema: type[Fields], path: str) -> None:
     if name in _REFUSED and not path:
         neutral = _REFUSED[name]
         raise RequestError(f"{name} is not supported" + (f" with the value {show(value)}" if neutral else ""), name)
+    if name in _NO_MISSPELLINGS:
+        return
     if name in schema.elsewhere or _misspelt(name, schema.model_fields, _MISSPELT):
         raise unknown_field(path, name, schema.model_fields, schema.elsewhere)
 
