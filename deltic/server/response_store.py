@@ -1,4 +1,4 @@
-"""Responses that are kept: in memory, and beside the disk tier where there is one."""
+"""Stored responses: in memory, and on disk if there is a disk tier."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from deltic.chat.owned_entries import OwnedEntries
 from deltic.config import Limits
 from deltic.server.responses_schema import response_of
 
-_MOST_WAITING = 64 << 20  # bytes for a slow disk; beyond that they are not written
+_MOST_WAITING = 64 << 20
+"""Bytes that wait for a slow disk. Further responses are not written."""
 
 Record = dict[str, Any]
-"""A `response`, the items of its `input`, and the `owner` of the key that it was asked for with."""
+"""A `response`, the items of its `input`, and the `owner` of the API key."""
 
 
 class ResponseStore:
-    """The responses used last, within the limits of their count and bytes, each for its owner alone; without keys
-    everybody is None. Beyond the limits the owner that holds most loses its oldest. Its methods may read and write
-    files: for threads, which may share it.
+    """The responses used last, each for its owner alone; without API keys the owner is None. Beyond the limits, the
+    owner with the most loses its oldest. Methods may read files: call them in threads.
 
-    notes: keeps them beyond the process, within its own budget.
+    notes: keeps them after a restart, within its own budget.
     """
 
     def __init__(self, limits: Limits, notes: AnswerStore | None) -> None:
         self._notes = notes
         self._kept: OwnedEntries[bytes] = OwnedEntries(limits.max_stored_mib << 20, limits.max_stored_responses)
-        self._unwritten: dict[str, bytes] = {}  # what comes to disk later; b"" of what goes from there
+        self._unwritten: dict[str, bytes] = {}  # to be written; b"": to be deleted
         self._waiting = self._deleted = 0
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "responses")
 
     def put(self, id: str, data: bytes, owner: str | None = None) -> None:
-        """Keep a record of an owner, as JSON."""
+        """Stores a record, as JSON."""
         self._keep(id, data, owner)
         self._write_later(id, data)
 
     def get(self, id: str, owner: str | None = None) -> Record | None:
-        """A record; None if it is gone, is damaged, or is somebody else's."""
+        """Returns a record; None if it is gone, damaged, or of another owner."""
         with self._lock:
             data, deleted = self._kept.get(owner, id), self._deleted
             data = self._unwritten.get(id) if data is None else data
@@ -55,7 +55,7 @@ class ResponseStore:
         return record
 
     def delete(self, id: str, owner: str | None = None) -> bool:
-        """Forget a record; False if there is none."""
+        """Deletes a record; returns False if there is none."""
         if self.get(id, owner) is None:
             return False
         with self._lock:
@@ -67,8 +67,8 @@ class ResponseStore:
         return True
 
     def items(self, id: str | None, most: int, owner: str | None = None) -> list[Any] | None:
-        """What was said up to a response and by it, at most so many items and more by one response; None if a part of
-        that is gone."""
+        """Returns the items of a conversation up to a response and its output; None if a part is gone. most: items
+        after which reading ends."""
         chain: list[Record] = []
         count = 0
         while id is not None and count <= most:
@@ -81,8 +81,7 @@ class ResponseStore:
         return [item for record in reversed(chain) for item in (*record["input"], *record["response"]["output"])]
 
     def finder(self, owner: str | None = None) -> Callable[[str], Any]:
-        """Gives the item of an id, of the input or the output of a response that is kept; None if it is not there.
-        Reads each response once, however many of its items are asked for."""
+        """Returns a function that finds stored items by their ids. It reads each response once."""
         known: dict[str, dict[str, Any]] = {}
 
         def find(item: str) -> Any:
@@ -97,11 +96,11 @@ class ResponseStore:
         return find
 
     def close(self) -> None:
-        """Wait until what was put is written."""
+        """Waits until all records are written."""
         self._writer.shutdown()
 
     def _keep(self, id: str, data: bytes, owner: str | None, deleted: int | None = None) -> None:
-        """deleted: nothing is kept if others than so many have been deleted: it may be among them."""
+        """deleted: number of deletions before the record was read. If there were more, it may be deleted."""
         with self._lock:
             if deleted in (None, self._deleted):
                 self._kept.put(owner, id, data, len(data))
