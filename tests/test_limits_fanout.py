@@ -95,4 +95,4 @@ def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
         return sizes, turns
 
     sizes, turns = asyncio.run(read())
-    assert sum(sizes) == 1000 and max(sizes) <= handles._TURN and turns >= len(sizes) - 1
+    assert sum(sizes) == 1000 and max(sizes) <= handles.TURN and turns >= len(sizes) - 1

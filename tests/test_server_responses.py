@@ -485,18 +485,19 @@ def test_what_is_deleted_does_not_come_back_from_a_slow_disk() -> None:
             assert written.wait(10)
             super().put(key, data)
 
-    first = ResponseStore(Limits(max_stored_responses=1), Slow())
+    notes = Slow()
+    first = ResponseStore(Limits(max_stored_responses=1), notes)
     first.put("a", record("a"))
     first.put("b", record("b"))
-    wait_until(lambda: not first._unwritten)
+    wait_until(lambda: not first.unwritten)
     written.clear()
     first.put("c", record("c"))
     assert first.delete("a") and first.delete("b")
     assert [bool(first.get(id)) for id in ("a", "b", "c")] == [False, False, True]
     written.set()
     first.close()
-    again = ResponseStore(Limits(), first._notes)
-    assert [bool(again.get(id)) for id in ("a", "b", "c")] == [False, False, True] and not first._unwritten
+    again = ResponseStore(Limits(), notes)
+    assert [bool(again.get(id)) for id in ("a", "b", "c")] == [False, False, True] and not first.unwritten
 
 
 def test_responses_survive_a_restart(tmp_path: Path) -> None:

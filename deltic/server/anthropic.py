@@ -400,7 +400,9 @@ class _Translation:
         self._add(path, {"role": "tool", "tool_call_id": id}, "error" if wrong and not content else content)
 
     def _assistant(self, blocks: Placed, path: str) -> None:
-        parts, calls, thoughts = Placed(), Placed(), list[str]()
+        parts = Placed()
+        calls = Placed()
+        thoughts = list[str]()
         for block, place in blocks:
             if block["type"] == "thinking":
                 thought = block.get("thinking")

@@ -76,7 +76,9 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     """
     given = _with_defaults(options)
     models = llm if isinstance(llm, ModelSet) else only(llm, given["served_name"] or public_name(llm), names_of(llm))
-    check, log, limits = _check_of(given), given["request_log"], models.limits
+    check = _check_of(given)
+    log = given["request_log"]
+    limits = models.limits
     if limits.max_running_per_key is not None and not given["api_keys"]:
         raise ConfigError("max_running_per_key needs API keys: without them all clients are one", "max_running_per_key")
     records, reader = _records(limits, log), BodyReader(limits, given["lenient"])
@@ -104,7 +106,9 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
             await asyncio.to_thread(_close, records, store, log)
 
     app = _application(routes, records, given, check, lifespan)
-    app.state.models, app.state.reader, app.state.engine = registry, reader, engine
+    app.state.models = registry
+    app.state.reader = reader
+    app.state.engine = engine
     app.state.work = _Work((registry, services))
     return app
 

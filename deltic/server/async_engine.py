@@ -27,7 +27,7 @@ log = logging.getLogger("deltic")
 
 STUCK_AFTER: Final = 60.0
 """Seconds without a finished step after which the engine counts as stuck. The first large step may be slow."""
-_TURN: Final = 32
+TURN: Final = 32
 """Events that a reader gets at once, so that it does not hold up the event loop."""
 _PACES: Final = 32
 """Waits by which the wait of a new request is estimated."""
@@ -88,7 +88,10 @@ class RequestHandle:
         """True while the requests pause."""
         self._left = {request.id: request.choices for request in requests}
         self._begun: set[tuple[str, int]] = set()
-        self._limits, self._abort, self._pause, self._on_unread = limits, abort, pause, on_unread
+        self._limits = limits
+        self._abort = abort
+        self._pause = pause
+        self._on_unread = on_unread
         self._timer: asyncio.TimerHandle | None = None
         self._away = self._cut = False
         self._events: deque[Event] = deque()
@@ -134,7 +137,7 @@ class RequestHandle:
             raise self._error
         if not self._events and not self._left:
             raise StopAsyncIteration
-        events = [self._events.popleft() for _ in range(min(_TURN, len(self._events)))]
+        events = [self._events.popleft() for _ in range(min(TURN, len(self._events)))]
         if len(self._events) <= self._limits.unread // 2:
             self._hold(False)
         self._away = True
@@ -265,10 +268,14 @@ class AsyncEngine:
 
     def __init__(self, worker: Worker, limits: QueueLimits, stuck_after: float = STUCK_AFTER) -> None:
         self.displaced = self.unread = 0
-        self._worker, self._limits, self._stuck_after = worker, limits, stuck_after
+        self._worker = worker
+        self._limits = limits
+        self._stuck_after = stuck_after
         self._handles: dict[str, RequestHandle] = {}
         self._closed: str | None = "the engine has not been started"
-        self._draining, self._empty, self._wakeups = False, asyncio.Event(), _Wakeups()
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._wakeups = _Wakeups()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._paces: deque[float] = deque(maxlen=_PACES)
 

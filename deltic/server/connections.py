@@ -183,6 +183,10 @@ class RequestTurns:
             asyncio.get_running_loop().call_soon(self._turn)
         self._waiting.setdefault(client, deque()).append(begin)
 
+    def __len__(self) -> int:
+        """The number of queued requests."""
+        return sum(map(len, self._waiting.values()))
+
     def _turn(self) -> None:
         for client, requests in [*self._waiting.items()]:
             requests.popleft()()
@@ -247,7 +251,9 @@ class ConnectionAcceptor:
     def __init__(self, listener: socket.socket, make: Callable[[asyncio.Task[Any] | None], Connection],
                  tls: SSLContext | None = None) -> None:
         """make: gets the task of the TLS handshake."""
-        self._listener, self._make, self._tls = listener, make, tls
+        self._listener = listener
+        self._make = make
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None

@@ -55,7 +55,9 @@ class ContentReader:
 
     def __init__(self, sees: bool, fetches: bool, text_of: TextOf) -> None:
         self.ignored: list[str] = []
-        self._sees, self._fetches, self._text_of_document = sees, fetches, text_of
+        self._sees = sees
+        self._fetches = fetches
+        self._text_of_document = text_of
         self._meant: dict[str, str | None] = {}
 
     def messages(self, messages: Sequence[Any]) -> list[Any]:

@@ -40,8 +40,12 @@ class GenerationStream:
     def __init__(self, engine: AsyncEngine, handle: RequestHandle, prepared: Sequence[PreparedRequest],
                  memory: FairExecutor, whole: bool, names: Mapping[str, str]) -> None:
         """memory: the thread that remembers answers. whole: the answers are not streamed."""
-        self.usage, self.size, self.names = Usage(0, 0, 0), 0, names
-        self._engine, self._handle, self._memory = engine, handle, memory
+        self.usage = Usage(0, 0, 0)
+        self.size = 0
+        self.names = names
+        self._engine = engine
+        self._handle = handle
+        self._memory = memory
         self._answers = AnswerAssembler(prepared, whole)
         self._generated = 0
         self._finishes: list[str] = []

@@ -101,7 +101,9 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.close = close
-        self._events, self._on_error, self._ping = events, on_error, ping
+        self._events = events
+        self._on_error = on_error
+        self._ping = ping
         self._last = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -44,7 +44,9 @@ class Transport:
     """Counts the bytes that are written to a transport. close: called instead of the transport's."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self._transport, self.close, self.close_now = transport, close, transport.close
+        self._transport = transport
+        self.close = close
+        self.close_now = transport.close
         self.written = 0
 
     def write(self, data: bytes) -> None:

@@ -126,7 +126,9 @@ class ModelRegistry:
         """stuck_after: seconds without progress after which an engine counts as stuck."""
         self.models, self.limits = models, models.limits
         self.pictures = PictureDecoder(models.limits)
-        self._reader, self._records, self._stuck_after = reader, records, stuck_after
+        self._reader = reader
+        self._records = records
+        self._stuck_after = stuck_after
         self._entries = {source.name: _RegisteredModel(source) for source in models.sources}
         self._thread = ThreadPoolExecutor(1, "deltic-models")
         # its threads wait for child processes

@@ -144,10 +144,14 @@ class ChatFormatter:
     which finds the tokens of the thinking.
     """
 
-    whole_kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl-"
 
     def __init__(self, token_bytes: Spell, scored: bool, hidden: Callable[[], AnswerText] | None = None) -> None:
-        self._token_bytes, self._scored, self._hidden = token_bytes, scored, hidden
+        self._token_bytes = token_bytes
+        self._scored = scored
+        self._hidden = hidden
         self._begun: set[int] = set()
         self._texts: dict[int, AnswerText] = {}
         self._scores: dict[int, list[TokenScore]] = {}
@@ -236,10 +240,14 @@ def _reason(finish: Finish, called: bool) -> str:
 class CompletionFormatter:
     """Formats the choices of one completion. scored: logprobs are wanted."""
 
-    whole_kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+    prefix = "cmpl-"
 
     def __init__(self, token_bytes: Spell, scored: bool, echo: PromptEcho) -> None:
-        self._token_bytes, self._scored, self._echo = token_bytes, scored, echo
+        self._token_bytes = token_bytes
+        self._scored = scored
+        self._echo = echo
         self._begun: set[int] = set()
 
     def whole(self, delta: ChoiceDelta) -> Json:

@@ -42,7 +42,9 @@ class PictureDecoder:
         # threads that wait use no processor time, so that turns go by wall time
         self._decoding = FairExecutor(DECODERS, "deltic-pictures", processor=time.monotonic)
         self._fetching = FairExecutor(_FETCHERS, "deltic-fetch", processor=time.monotonic)
-        self._idle, self._all, self._closed = list[DecoderProcess](), list[DecoderProcess](), False
+        self._idle = list[DecoderProcess]()
+        self.processes = list[DecoderProcess]()
+        self._closed = False
 
     async def read(self, client: str, reading: Reading) -> Shown:
         """Returns the images of a conversation. RequestError for an unreadable one, BusyError if all requests have too
@@ -65,11 +67,11 @@ class PictureDecoder:
     def close(self) -> None:
         """Ends all work, and waits until it has ended."""
         self._closed = True
-        for process in self._all:
+        for process in self.processes:
             process.stop()
         self._decoding.shutdown()
         self._fetching.shutdown()
-        for process in self._all:
+        for process in self.processes:
             process.close()
 
     def borrow(self) -> DecoderProcess:
@@ -78,8 +80,8 @@ class PictureDecoder:
             raise UnavailableError("the server is shutting down")
         if self._idle:
             return self._idle.pop()
-        self._all.append(DecoderProcess(DECODER_MIB))
-        return self._all[-1]
+        self.processes.append(DecoderProcess(DECODER_MIB))
+        return self.processes[-1]
 
     def give_back(self, process: DecoderProcess) -> None:
         self._idle.append(process)
@@ -89,7 +91,9 @@ class _ConversationReading:
     """Reads the images of one conversation, a file at each step. seconds: processor time for all of them."""
 
     def __init__(self, steps: Steps, share: PictureShare, seconds: float) -> None:
-        self._steps, self._share, self._seconds = steps, share, seconds
+        self._steps = steps
+        self._share = share
+        self._seconds = seconds
         self._lock, self._cancelled = threading.Lock(), False
         self._process: DecoderProcess | None = None
         self._frame: Frame | None = None
@@ -138,7 +142,9 @@ class HeldBytes:
     for another client."""
 
     def __init__(self, most: int) -> None:
-        self.most, self._by_client, self._lock = most, Counter[str](), threading.Lock()
+        self.most = most
+        self._by_client = Counter[str]()
+        self._lock = threading.Lock()
         self._freed = deque[tuple[str, int]]()  # a finalizer may run within `take`
 
     def take(self, client: str, size: int) -> bool:
@@ -170,7 +176,9 @@ class PictureShare:
     """The bytes of one request while its images are read."""
 
     def __init__(self, held: HeldBytes, client: str) -> None:
-        self._held, self._client, self._size = held, client, 0
+        self._held = held
+        self._client = client
+        self._size = 0
 
     def __enter__(self) -> PictureShare:
         return self

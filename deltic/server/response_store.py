@@ -32,7 +32,7 @@ class ResponseStore:
     def __init__(self, limits: Limits, notes: AnswerStore | None) -> None:
         self._notes = notes
         self._kept: OwnedEntries[bytes] = OwnedEntries(limits.max_stored_mib << 20, limits.max_stored_responses)
-        self._unwritten: dict[str, bytes] = {}  # to be written; b"": to be deleted
+        self.unwritten: dict[str, bytes] = {}  # to be written; b"": to be deleted
         self._waiting = self._deleted = 0
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "responses")
@@ -46,7 +46,7 @@ class ResponseStore:
         """Returns a record; None if it is gone, damaged, or of another owner."""
         with self._lock:
             data, deleted = self._kept.get(owner, id), self._deleted
-            data = self._unwritten.get(id) if data is None else data
+            data = self.unwritten.get(id) if data is None else data
         if data is None and self._notes is not None:
             data = self._notes.get(_key(id))
         record = _read(id, owner, data) if data else None
@@ -62,7 +62,7 @@ class ResponseStore:
             self._kept.pop(owner, id)
             self._deleted += 1
             if self._notes is not None:
-                self._unwritten[id] = b""
+                self.unwritten[id] = b""
         self._write_later(id, b"")
         return True
 
@@ -112,7 +112,7 @@ class ResponseStore:
             if self._waiting + len(data) > _MOST_WAITING:
                 return
             self._waiting += len(data)
-            self._unwritten[id] = data
+            self.unwritten[id] = data
         with suppress(RuntimeError):  # Python is about to end
             self._writer.submit(self._write, id, data)
 
@@ -123,8 +123,8 @@ class ResponseStore:
         finally:
             with self._lock:
                 self._waiting -= len(data)
-                if self._unwritten.get(id) is data:
-                    del self._unwritten[id]
+                if self.unwritten.get(id) is data:
+                    del self.unwritten[id]
 
 
 def _key(id: str) -> str:

@@ -165,7 +165,9 @@ class _Endpoints:
 
     def _prepare(self, asked: RequestRecord, served: ServedModel, body: ResponsesRequest
                  ) -> tuple[PreparedRequest, Names, _NewResponse]:
-        id, owner, limits = new_response(), asked.owner, served.limits
+        id = new_response()
+        owner = asked.owner
+        limits = served.limits
         items = body.items(id, self.store.finder(owner))
         before = self.store.items(body.previous_response_id, limits.max_messages, owner)
         if before is None:
@@ -266,7 +268,9 @@ class ResponseOutput:
 
     def __init__(self, response: str, tools: Mapping[str, ClientTool], seals: bool) -> None:
         self.items: list[Json] = []
-        self._response, self._tools, self._seals = response, tools, seals
+        self._response = response
+        self._tools = tools
+        self._seals = seals
         self._open: tuple[str, int | None] | None = None
         self._texts: list[str] = []
 

@@ -183,7 +183,9 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(
             app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
             http="httptools", timeout_graceful_shutdown=_FLUSH_SECONDS, ws="none"))
-        self._app, self._models, self._drain_seconds = app, models, drain_seconds
+        self._app = app
+        self._models = models
+        self._drain_seconds = drain_seconds
         self._on_ready, self._tls = on_ready, tls
         self.door = ConnectionLimiter(limits, app.state.records.refuse)
         self._acceptors: list[ConnectionAcceptor] = []
