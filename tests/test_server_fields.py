@@ -16,9 +16,12 @@ from deltic import __version__
 from deltic.chat.markers import closes_thinking
 from deltic.chat.processor import ChatProcessor
 from deltic.params import SamplingParams
-from deltic.server.errors import IGNORED_HEADER
+from deltic.server.anthropic import MessagesRequest
+from deltic.server.embeddings import EmbeddingsRequest
 from deltic.server.fields import unknown_field
-from deltic.server.openapi import BODIES
+from deltic.server.openai_schema import ChatRequest
+from deltic.server.responses_schema import ResponsesRequest
+from deltic.server.routing import IGNORED_HEADER
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -272,7 +275,8 @@ def test_unknown_fields_are_named_and_misspelt_ones_refused_unless_the_server_is
     ("/v1/embeddings", "dimension", "dimensions"),
 ])
 def test_only_near_misses_get_a_suggestion(path: str, field: str, meant: str | None) -> None:
-    said = str(unknown_field("", field, BODIES[path].model_fields))
+    schemas = {CHAT: ChatRequest, RESPONSES: ResponsesRequest, MESSAGES: MessagesRequest}
+    said = str(unknown_field("", field, schemas.get(path, EmbeddingsRequest).model_fields))
     assert said == f"unknown field '{field}'" + (f": do you mean '{meant}'?" if meant else "")
 
 

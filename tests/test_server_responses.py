@@ -14,9 +14,9 @@ from test_server_harness import CALL, THOUGHT, Scripted, Served, scripted, servi
 
 from deltic import LLM
 from deltic.config import Limits
-from deltic.server.errors import IGNORED_HEADER
 from deltic.server.request_log import RequestLog
 from deltic.server.response_store import ResponseStore
+from deltic.server.routing import IGNORED_HEADER
 
 TOOLS: list[Any] = [{"type": "function", "name": "weather", "strict": True, "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}]

@@ -210,7 +210,7 @@ def test_a_stream_that_cannot_be_served_ends_what_is_generated(monkeypatch: pyte
         raise LookupError("mine")
 
     with scripted(None) as (served, engine):
-        monkeypatch.setattr("deltic.server.errors.quote", fail)
+        monkeypatch.setattr("deltic.server.routing.quote", fail)
         assert served.post("/v1/chat/completions", messages=USER, stream=True, cache_prompt=True).status_code == 500
         wait_until(lambda: not engine.running)
 

@@ -18,12 +18,13 @@ from deltic.chat.deltas import Delta
 from deltic.chat.processor import PreparedRequest
 from deltic.errors import RequestError, show
 from deltic.params import Usage
-from deltic.server.errors import NO_THREADS, Check, ProblemError, answering, anthropic_error, anthropic_event
+from deltic.server.errors import NO_THREADS, ProblemError, anthropic_error, anthropic_event
 from deltic.server.fields import Known, SaltedFields, check_within, renamed, sent_name, usable_tools
 from deltic.server.generation import GenerationStream, ServedModel
 from deltic.server.http import EventStream, event, json_response, written
 from deltic.server.models import ModelRegistry
-from deltic.server.openai_schema import ChatRequest, SamplingFields, prepare_chat
+from deltic.server.openai_schema import TEXT_SCHEMA, ChatRequest, SamplingFields, prepare_chat
+from deltic.server.routing import ApiRoute, Check
 
 _PING: Final = event({"type": "ping"}, "ping")
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
@@ -70,8 +71,8 @@ def routes(models: ModelRegistry, check: Check) -> list[Route]:
         _, _, (prepared, _) = await models.read(request, CountRequest, _prepare, answers=False)
         return json_response({"input_tokens": len(prepared.request.ids)})
 
-    return [Route("/v1/messages", answering(create, check, anthropic_error), methods=["POST"]),
-            Route("/v1/messages/count_tokens", answering(count, check, anthropic_error), methods=["POST"])]
+    return [ApiRoute("/v1/messages", create, check, body=MessagesRequest, refuse=anthropic_error),
+            ApiRoute("/v1/messages/count_tokens", count, check, body=CountRequest, refuse=anthropic_error)]
 
 
 def _prepare(served: ServedModel, body: CountRequest) -> tuple[PreparedRequest, Names]:
@@ -210,6 +211,10 @@ def _input(deltas: Sequence[Delta]) -> Any:
 
 class CountRequest(SaltedFields):
     """The body of /v1/messages/count_tokens."""
+
+    schemas: ClassVar[Mapping[str, Any]] = {"messages": {"type": "array", "minItems": 1, "items": {
+        "type": "object", "required": ["role", "content"],
+        "properties": {"role": {"enum": ["user", "assistant"]}, "content": TEXT_SCHEMA}}}}
 
     model: str | None = None
     messages: list[Any]

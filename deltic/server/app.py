@@ -27,13 +27,14 @@ from deltic.server import anthropic, embeddings, model_routes, ollama, openai, o
 from deltic.server.async_engine import STUCK_AFTER
 from deltic.server.body import BodyReader
 from deltic.server.embeddings import EmbeddingService, Services
-from deltic.server.errors import IGNORED_HEADER, Check, Problem, problem_of, refusal
+from deltic.server.errors import Problem, problem_of, refusal
 from deltic.server.generation import names_of, public_name
 from deltic.server.middleware import ApiKeyAuth, HostCheck
 from deltic.server.models import ModelRegistry, ModelSet, ModelSource, only
 from deltic.server.records import ID_HEADERS, ActiveRequests, RequestRecorder
 from deltic.server.request_log import RequestLog
 from deltic.server.response_store import ResponseStore
+from deltic.server.routing import IGNORED_HEADER, Check
 from deltic.server.run import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of
 
 __all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", "create_encoder_app", "listen",

@@ -27,11 +27,12 @@ from deltic.embeddings.encoder import Encoder, check_dimensions, shortened, soun
 from deltic.embeddings.types import Item, Vectors
 from deltic.errors import BusyError, LongPromptError, RequestError, UnavailableError, show
 from deltic.server.body import BodyReader
-from deltic.server.errors import Check, ProblemError, answering
+from deltic.server.errors import ProblemError
 from deltic.server.fields import SaltedFields, renamed
 from deltic.server.http import while_connected, written
 from deltic.server.metrics import Metric, page
 from deltic.server.records import record_of, salt_of
+from deltic.server.routing import ApiRoute, Check
 
 ENDING: Final = "the server is shutting down"
 _POLL: Final = 0.02
@@ -151,6 +152,7 @@ class EmbeddingsRequest(SaltedFields):
     truncate_prompt_tokens: cut them to so many tokens, -1: to what the model reads."""
 
     counted: ClassVar[Mapping[str, str]] = {"input": "max_texts"}
+    schemas: ClassVar[Mapping[str, Any]] = {"input": {"type": ["string", "array"]}}
     elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(("messages", "inputs", "texts", "prompt"), "input")
 
     model: str | None = None
@@ -211,6 +213,7 @@ class EmbedRequest(SaltedFields):
     """The body of /embed. prompt_name: the kind of text, by the name of its prompt in the model's files."""
 
     counted: ClassVar[Mapping[str, str]] = {"inputs": "max_texts"}
+    schemas: ClassVar[Mapping[str, Any]] = {"inputs": {"type": ["string", "array"]}}
 
     model: str | None = None
     inputs: Any
@@ -226,6 +229,8 @@ class RerankRequest(SaltedFields):
     length counts, not max_tokens_per_doc."""
 
     counted: ClassVar[Mapping[str, str]] = {"documents": "max_texts", "texts": "max_texts"}
+    schemas: ClassVar[Mapping[str, Any]] = {
+        name: {"type": "array", "items": {"type": ["string", "object"]}} for name in ("documents", "texts")}
 
     model: str | None = None
     query: str
@@ -258,6 +263,8 @@ class ScoreRequest(SaltedFields):
     """The body of /v1/score: one text against many, or pairs of texts."""
 
     counted: ClassVar[Mapping[str, str]] = {"text_1": "max_texts", "text_2": "max_texts"}
+    schemas: ClassVar[Mapping[str, Any]] = {
+        name: {"type": ["string", "array"], "items": {"type": "string"}} for name in ("text_1", "text_2")}
 
     model: str | None = None
     text_1: Any
@@ -309,10 +316,11 @@ def routes(services: Services, check: Check) -> list[Route]:
     if not services.services:
         return []
     endpoints = _Endpoints(services)
-    paths = {"/v1/embeddings": endpoints.embeddings, "/embed": endpoints.embed,
-             "/v1/rerank": endpoints.rerank, "/v2/rerank": endpoints.rerank,
-             "/rerank": endpoints.rerank, "/v1/score": endpoints.score, "/score": endpoints.score}
-    return [Route(path, answering(endpoint, check), methods=["POST"]) for path, endpoint in paths.items()]
+    return [ApiRoute("/v1/embeddings", endpoints.embeddings, check, body=EmbeddingsRequest),
+            ApiRoute("/embed", endpoints.embed, check, body=EmbedRequest),
+            *(ApiRoute(path, endpoints.rerank, check, body=RerankRequest)
+              for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+            *(ApiRoute(path, endpoints.score, check, body=ScoreRequest) for path in ("/v1/score", "/score"))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
-from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -22,15 +21,12 @@ from deltic.errors import (
     RequestError,
     UnavailableError,
 )
-from deltic.server.http import EventStream, event, json_response
-from deltic.server.records import record_of
+from deltic.server.http import event, json_response
 
 log = logging.getLogger("deltic")
 
 ANTHROPIC_PATH: Final = "/v1/messages"
 OLLAMA_PATH: Final = "/api/"
-IGNORED_HEADER: Final = "x-deltic-ignored"
-"""Names the fields of a request that had no effect."""
 NO_THREADS: Final = "thread_unsupported_request"
 """Error code that makes Anthropic's clients continue without a thread."""
 
@@ -51,9 +47,6 @@ _ANTHROPIC_TYPES: Final = {
 _OVERLOADED: Final = 529
 
 Json = dict[str, Any]
-Endpoint = Callable[[Request], Awaitable[Response]]
-Check = Callable[[Request], None]
-"""Raises an exception if the request may not be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,33 +147,6 @@ def refusal(scope: Scope, problem: Problem, headers: Mapping[str, str] | None = 
         refuse = anthropic_error
     response = refuse(replace(problem, request_id=record.id))
     response.headers.update(headers or {})
-    return response
-
-
-def answering(endpoint: Endpoint, check: Check, refuse: Refuse = openai_error) -> Endpoint:
-    """Wraps an endpoint: checks the key, turns exceptions into responses, and names ignored fields in a header."""
-    async def answer(request: Request) -> Response:
-        record = record_of(request)
-        record.served = True
-        try:
-            check(request)
-            response = await endpoint(request)
-        except Exception as error:
-            problem = problem_of(error)
-            record.problem = {"param": problem.param, "code": problem.code}
-            return refuse(replace(problem, request_id=record.id))
-        return _with_ignored(response, record.ignored)
-    return answer
-
-
-def _with_ignored(response: Response, ignored: tuple[str, ...]) -> Response:
-    try:
-        if ignored:
-            response.headers[IGNORED_HEADER] = ", ".join(quote(name, errors="replace") for name in ignored)
-    except BaseException:
-        if isinstance(response, EventStream):
-            response.close()  # otherwise its generation would run without a reader
-        raise
     return response
 
 

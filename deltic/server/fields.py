@@ -63,6 +63,8 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     counted: ClassVar[Mapping[str, str]] = {}
     """Limits for the number of entries of this schema's own fields."""
+    schemas: ClassVar[Mapping[str, Json]] = {}
+    """JSON schemas of the fields that endpoints check themselves, for /openapi.json."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Fields of other APIs, and what they are called here."""
     _notes: Notes = PrivateAttr(default_factory=Notes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,18 +14,21 @@ from starlette.routing import Route
 from deltic.errors import RequestError
 from deltic.server.codex import catalogue
 from deltic.server.embeddings import Services
-from deltic.server.errors import Check, Endpoint, answering, anthropic_error, openai_error
+from deltic.server.errors import anthropic_error, openai_error
 from deltic.server.fields import Fields
 from deltic.server.generation import ServedModel
 from deltic.server.http import json_response, written
 from deltic.server.models import ModelEntry, ModelRegistry
-from deltic.server.openai_schema import ChatRequest, prepare_chat
+from deltic.server.openai_schema import MESSAGES_SCHEMA, ChatRequest, prepare_chat
+from deltic.server.routing import ApiRoute, Check, Endpoint, answering
 
 Json = dict[str, Any]
 
 
 class TokenizeRequest(ChatRequest):
     """The body of /tokenize: a prompt, or messages with the fields of a chat request."""
+
+    schemas: ClassVar[Mapping[str, Any]] = {"messages": MESSAGES_SCHEMA}
 
     messages: list[Any] = []  # noqa: RUF012
     prompt: str | None = None
@@ -43,9 +47,9 @@ def routes(models: ModelRegistry, services: Services, check: Check) -> list[Rout
     endpoints = _Endpoints(models, services)
     return [Route("/v1/models", _by_client(endpoints.models, check)),
             Route("/v1/models/{model:path}", _by_client(endpoints.model, check)),
-            Route("/tokenize", answering(endpoints.tokenize, check), methods=["POST"]),
-            Route("/detokenize", answering(endpoints.detokenize, check), methods=["POST"]),
-            Route("/tokenizer_info", answering(endpoints.tokenizer_info, check))]
+            ApiRoute("/tokenize", endpoints.tokenize, check, body=TokenizeRequest),
+            ApiRoute("/detokenize", endpoints.detokenize, check, body=DetokenizeRequest),
+            ApiRoute("/tokenizer_info", endpoints.tokenizer_info, check, query={"model": {"type": "string"}})]
 
 
 def encoder_routes(services: Services, check: Check) -> list[Route]:
@@ -56,8 +60,7 @@ def encoder_routes(services: Services, check: Check) -> list[Route]:
     async def model(request: Request) -> Response:
         return json_response(services.find(request.path_params["model"]).fields())
 
-    return [Route("/v1/models", answering(models, check)),
-            Route("/v1/models/{model:path}", answering(model, check))]
+    return [ApiRoute("/v1/models", models, check), ApiRoute("/v1/models/{model:path}", model, check)]
 
 
 def _is_anthropic(request: Request) -> bool:

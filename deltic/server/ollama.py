@@ -26,8 +26,8 @@ from deltic.errors import RequestError, show
 from deltic.llm import LLM
 from deltic.server.body import BodyReader
 from deltic.server.embeddings import EmbeddingService, EmbeddingsRequest, Services, rows_of, to_embed
-from deltic.server.errors import Check, ProblemError, answering, ollama_error, problem_of
-from deltic.server.fields import renamed
+from deltic.server.errors import ProblemError, ollama_error, problem_of
+from deltic.server.fields import Fields, renamed
 from deltic.server.generation import GenerationStream, ServedModel
 from deltic.server.http import JsonLines, dump, dumped, json_response, written
 from deltic.server.models import ModelEntry, ModelRegistry
@@ -43,6 +43,7 @@ from deltic.server.ollama_schema import (
 from deltic.server.openai import scored_token
 from deltic.server.openai_schema import ChatRequest, prepare_chat, prepare_completions
 from deltic.server.records import RequestRecord, record_of
+from deltic.server.routing import ApiRoute, Check, Endpoint
 
 API_VERSION: Final = "0.13.0"
 """The version of Ollama whose API this is; clients check it."""
@@ -71,14 +72,16 @@ class Prepared(NamedTuple):
 def routes(models: ModelRegistry | None, services: Services, reader: BodyReader, check: Check) -> list[Route]:
     """models: those for chat, if there are any."""
     endpoints = _Endpoints(models, services, reader)
-    posts = {"/api/embed": endpoints.embed, "/api/embeddings": endpoints.embeddings, "/api/show": endpoints.show,
-             "/api/pull": endpoints.pull}
+    found: list[tuple[str, Endpoint, type[Fields] | None]] = [
+        ("/api/embed", endpoints.embed, OllamaEmbedRequest),
+        ("/api/embeddings", endpoints.embeddings, OllamaEmbeddingsRequest),
+        ("/api/show", endpoints.show, OllamaModelRequest), ("/api/pull", endpoints.pull, OllamaModelRequest),
+        ("/api/tags", endpoints.tags, None), ("/api/ps", endpoints.running, None),
+        ("/api/version", endpoints.version, None)]
     if models is not None:
-        posts |= {"/api/chat": endpoints.chat, "/api/generate": endpoints.generate}
-    gets = {"/api/tags": endpoints.tags, "/api/ps": endpoints.running, "/api/version": endpoints.version}
-    return [*(Route(path, answering(endpoint, check, ollama_error), methods=["POST"])
-              for path, endpoint in posts.items()),
-            *(Route(path, answering(endpoint, check, ollama_error)) for path, endpoint in gets.items())]
+        found += [("/api/chat", endpoints.chat, OllamaChatRequest),
+                  ("/api/generate", endpoints.generate, OllamaGenerateRequest)]
+    return [ApiRoute(path, endpoint, check, body=body, refuse=ollama_error) for path, endpoint, body in found]
 
 
 @dataclass(frozen=True, slots=True)

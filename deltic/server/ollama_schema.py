@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.server.fields import Body, Fields, SaltedFields, read_fields, renamed, unknown_field
-from deltic.server.openai_schema import ChatRequest, CompletionRequest, SamplingFields
+from deltic.server.openai_schema import MESSAGES_SCHEMA, ChatRequest, CompletionRequest, SamplingFields
 
 _OPTIONS: Final = frozenset((*SamplingFields.model_fields, "temperature", "top_p", "stop"))
 """Options that have the same name in a chat request. Others, such as `num_predict`, are translated for all APIs."""
@@ -57,6 +57,8 @@ class OllamaRequest(SaltedFields):
 
 class OllamaChatRequest(OllamaRequest):
     """The body of /api/chat."""
+
+    schemas: ClassVar[Mapping[str, Any]] = {"messages": MESSAGES_SCHEMA}
 
     messages: list[Any] = []  # noqa: RUF012
     tools: list[Any] | None = None
@@ -129,6 +131,7 @@ class OllamaEmbedRequest(SaltedFields):
     """The body of /api/embed."""
 
     counted: ClassVar[Mapping[str, str]] = {"input": "max_texts"}
+    schemas: ClassVar[Mapping[str, Any]] = {"input": {"type": ["string", "array"], "items": {"type": "string"}}}
 
     model: str | None = None
     input: Any = None

@@ -19,7 +19,7 @@ from deltic.chat.choices import Choice, ChoiceDelta, TokenScore
 from deltic.chat.deltas import Delta, ToolDelta
 from deltic.chat.output_router import AnswerText
 from deltic.params import Finish, TokenLogprobs, Usage
-from deltic.server.errors import Check, answering, openai_event
+from deltic.server.errors import openai_event
 from deltic.server.generation import GenerationStream, ServedModel
 from deltic.server.http import EventStream, dump, event, written
 from deltic.server.models import ModelRegistry
@@ -31,6 +31,7 @@ from deltic.server.openai_schema import (
     prepare_completions,
 )
 from deltic.server.records import record_of
+from deltic.server.routing import ApiRoute, Check
 
 LEAST: Final = -9999.0
 """The logprob of an impossible token in OpenAI's answers: JSON has no infinity."""
@@ -57,8 +58,8 @@ def routes(models: ModelRegistry, check: Check) -> list[Route]:
         formatter = CompletionFormatter(served.token_bytes, body.logprobs is not None, echo)
         return await _answer(request, served, run, formatter, body)
 
-    return [Route("/v1/chat/completions", answering(chat, check), methods=["POST"]),
-            Route("/v1/completions", answering(complete, check), methods=["POST"])]
+    return [ApiRoute("/v1/chat/completions", chat, check, body=ChatRequest),
+            ApiRoute("/v1/completions", complete, check, body=CompletionRequest)]
 
 
 async def _answer(request: Request, served: ServedModel, run: GenerationStream, formatter: Formatter,

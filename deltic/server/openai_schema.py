@@ -45,6 +45,12 @@ _KNOWN: Final = {"messages": Known.of(
     content=_PART, tool_calls=_CALL, function_call=_FUNCTION)}
 
 
+TEXT_SCHEMA: Final = {"type": ["string", "array"], "items": {
+    "type": "object", "required": ["type"], "properties": {"type": {"type": "string"}, "text": {"type": "string"}}}}
+MESSAGES_SCHEMA: Final = {"type": "array", "items": {"type": "object", "required": ["role"], "properties": {
+    "content": TEXT_SCHEMA, "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]}}}}
+
+
 class StreamOptions(Fields):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -153,6 +159,7 @@ class _CommonFields(SamplingFields):
 class ChatRequest(_CommonFields):
     """The body of /v1/chat/completions."""
 
+    schemas: ClassVar[Mapping[str, Any]] = {"messages": MESSAGES_SCHEMA | {"minItems": 1}}
     elsewhere: ClassVar[Mapping[str, str]] = {
         "input": "messages", "prompt": "messages", "text": "response_format", "max_output_tokens": "max_tokens",
         "system": "messages", "instructions": "messages"}
@@ -232,6 +239,8 @@ class ChatRequest(_CommonFields):
 class CompletionRequest(_CommonFields):
     """The body of /v1/completions."""
 
+    schemas: ClassVar[Mapping[str, Any]] = {
+        "prompt": {"type": ["string", "array"], "items": {"type": ["string", "integer"]}}}
     elsewhere: ClassVar[Mapping[str, str]] = {"messages": "prompt", "input": "prompt"}
 
     prompt: Any

@@ -14,12 +14,13 @@ from deltic import __version__
 from deltic.engine.stats import snapshot
 from deltic.errors import show
 from deltic.server.embeddings import ENDING, Services
-from deltic.server.errors import Check, ProblemError, answering
+from deltic.server.errors import ProblemError
 from deltic.server.http import json_response
 from deltic.server.metrics import CONTENT_TYPE, ended_early, exposition
 from deltic.server.models import ModelRegistry
 from deltic.server.records import ActiveRequests, RequestRecord, record_of
 from deltic.server.request_log import RequestLog
+from deltic.server.routing import ApiRoute, Check
 
 Json = dict[str, Any]
 
@@ -32,10 +33,9 @@ def routes(models: ModelRegistry | None, services: Services, records: ActiveRequ
     """models: None for a server that has encoders only."""
     endpoints = _Endpoints(models, services, records, log)
     return [Route("/health", endpoints.health), Route("/ready", endpoints.ready),
-            Route("/metrics", answering(endpoints.metrics, check)),
-            Route("/version", answering(endpoints.version, check)),
-            Route("/v1/requests", answering(endpoints.requests, check)),
-            Route("/v1/requests/{id:path}", answering(endpoints.cancel, check), methods=["DELETE"])]
+            ApiRoute("/metrics", endpoints.metrics, check), ApiRoute("/version", endpoints.version, check),
+            ApiRoute("/v1/requests", endpoints.requests, check),
+            ApiRoute("/v1/requests/{id:path}", endpoints.cancel, check, method="DELETE")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from deltic.chat.deltas import Delta
 from deltic.chat.processor import PreparedRequest
 from deltic.errors import GenerationError, RequestError, show
 from deltic.params import Usage
-from deltic.server.errors import Check, ProblemError, answering, openai_fields, problem_of
+from deltic.server.errors import ProblemError, openai_fields, problem_of
 from deltic.server.fields import renamed, sent_name
 from deltic.server.generation import GenerationStream, ServedModel
 from deltic.server.http import EventStream, dump, dumped, event, json_response, spliced
@@ -29,6 +29,7 @@ from deltic.server.openai_schema import prepare_chat
 from deltic.server.records import RequestRecord, record_of
 from deltic.server.response_store import Record, ResponseStore
 from deltic.server.responses_schema import ClientTool, Names, ResponsesRequest, new_id, new_response, seal
+from deltic.server.routing import ApiRoute, Check
 
 _MOST_LISTED: Final = 100
 _LISTED: Final = 20
@@ -42,10 +43,14 @@ Json = dict[str, Any]
 
 def routes(models: ModelRegistry, store: ResponseStore, check: Check) -> list[Route]:
     endpoints, path = _Endpoints(models, store), "/v1/responses"
-    found = (("", endpoints.create, "POST"), ("/input_tokens", endpoints.count, "POST"),
-             ("/{id}", endpoints.get, "GET"), ("/{id}", endpoints.delete, "DELETE"),
-             ("/{id}/cancel", endpoints.cancel, "POST"), ("/{id}/input_items", endpoints.input_items, "GET"))
-    return [Route(path + rest, answering(endpoint, check), methods=[method]) for rest, endpoint, method in found]
+    query = {"limit": {"type": "integer", "minimum": 1, "maximum": _MOST_LISTED}, "order": {"enum": ["asc", "desc"]},
+             "after": {"type": "string"}}
+    return [ApiRoute(path, endpoints.create, check, body=ResponsesRequest),
+            ApiRoute(f"{path}/input_tokens", endpoints.count, check, body=ResponsesRequest),
+            ApiRoute(f"{path}/{{id}}", endpoints.get, check),
+            ApiRoute(f"{path}/{{id}}", endpoints.delete, check, method="DELETE"),
+            ApiRoute(f"{path}/{{id}}/cancel", endpoints.cancel, check, method="POST"),
+            ApiRoute(f"{path}/{{id}}/input_items", endpoints.input_items, check, query=query)]
 
 
 @dataclass(slots=True)

@@ -90,6 +90,7 @@ class ClientTool:
 class ResponsesRequest(SamplingFields):
     """The body of /v1/responses."""
 
+    schemas: ClassVar[Mapping[str, Any]] = {"input": {"type": ["string", "array"], "items": {"type": "object"}}}
     elsewhere: ClassVar[Mapping[str, str]] = {
         "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
