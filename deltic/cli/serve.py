@@ -85,8 +85,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cors-origin", action="append", type=text, default=[], metavar="URL",
                         help="a web page's origin that may use the server, * for all; may be repeated")
     parser.add_argument("--lenient", action="store_true",
-                        help="ignore fields of requests that nobody knows, and those of other servers that would "
-                             "change the answer, rather than refusing them")
+                        help="ignore fields of requests that would change the answer or look misspelt, instead of "
+                             "refusing them")
     parser.add_argument("--pin-prompt", action="append", type=_opening, default=[], metavar="FILE",
                         help="a system prompt to read at start and to keep: text, or JSON with messages and tools as "
                              "clients send them; may be repeated")

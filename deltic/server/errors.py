@@ -113,7 +113,7 @@ def anthropic_fields(problem: Problem, status: int | None = None) -> Json:
 
 
 def anthropic_error(problem: Problem) -> Response:
-    """An error in Anthropic's form. Status 529 tells its clients to try again later."""
+    """Returns an error in Anthropic's form. Its clients try again later after status 529."""
     status = _OVERLOADED if problem.status == 503 and problem.retry_after is not None else problem.status
     return _response(problem, status, anthropic_fields(problem, status) | {"request_id": problem.request_id})
 
