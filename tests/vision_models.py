@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support import transformers_vision_model
-from test_text_support import QWEN_LIKE
+from test_chat_support import QWEN_LIKE
 
 import deltic
 from deltic.config.vision import ImageConfig, VisionConfig

@@ -98,7 +98,7 @@ def test_there_is_all_that_templates_can_do() -> None:
     "{{ [" + "n|sort(case_sensitive=true)|tojson|length, " * 300 + "] }}",
 ])
 def test_long_chains_end_in_time(source: str) -> None:
-    assert spent(source, 300_000)[0] < 4 * MOST, "a single step may take longer"
+    assert spent(source, 99_999)[0] < 4 * MOST, "a single step may take longer"
 
 
 @pytest.mark.parametrize("filters", [
@@ -107,7 +107,7 @@ def test_long_chains_end_in_time(source: str) -> None:
     "selectattr('real')|list|length",
 ])
 def test_one_filter_over_a_long_list_ends_in_time(filters: str) -> None:
-    seconds, works = spent(f"{{{{ r|{filters} }}}}", 900_000)
+    seconds, works = spent(f"{{{{ r|{filters} }}}}", 99_999)
     assert works and seconds < 1.0, "the clock is asked within a filter, too"
 
 
@@ -125,7 +125,7 @@ def test_a_template_that_is_nested_too_deeply_is_refused(source: str) -> None:
 
 
 def test_the_limit_is_named_for_a_conversation() -> None:
-    template = "{% for m in range(900000) %}{% endfor %}{{ messages[0].content }}"
+    template = "{% for m in range(99999) %}{% endfor %}{{ messages[0].content }}"
     with pytest.raises(RequestError, match=r"more than 0.01 seconds \(template_seconds\)") as caught:
         ChatTemplate(template, seconds=0.01).render(MESSAGES)
     assert caught.value.field == "messages"

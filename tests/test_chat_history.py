@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text_support import MARKERS, QWEN_LIKE, build_prompt
+from test_chat_support import MARKERS, QWEN_LIKE, build_prompt
 from tokenizers import normalizers
 
 from deltic.chat.choices import AnswerAssembler

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
-from test_text_support import read_calls
+from test_chat_support import read_calls
 
 from deltic.chat.schema_coercion import coerce, dumps, loads
 from deltic.chat.tools import tool_schemas

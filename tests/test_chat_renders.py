@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_text_boundaries import LONG
-from test_text_history import SYSTEM, THOUGHT, TINY_TEMPLATE, TOKENIZER, TOOLS, Talk
-from test_text_support import QWEN_LIKE
+from test_chat_boundaries import LONG
+from test_chat_history import SYSTEM, THOUGHT, TINY_TEMPLATE, TOKENIZER, TOOLS, Talk
+from test_chat_support import QWEN_LIKE
 
 from deltic.chat import template as module
 from deltic.chat.processor import ChatProcessor

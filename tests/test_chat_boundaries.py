@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text_support import MARKERS, QWEN_LIKE, build_prompt, stable_boundaries
+from test_chat_support import MARKERS, QWEN_LIKE, build_prompt, stable_boundaries
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 

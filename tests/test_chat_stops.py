@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
-from test_text_support import EOS, Vocabulary, splits
+from test_chat_support import EOS, Vocabulary, splits
 
 from deltic.chat.deltas import Region, join
 from deltic.chat.output_router import AnswerText, AnswerTexts, chat_router, text_router

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from support import examples
-from test_text_support import QWEN_LIKE
+from test_chat_support import QWEN_LIKE
 
 from deltic.chat.messages import normalise_messages
 from deltic.chat.template import ChatTemplate

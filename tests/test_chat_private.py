@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text_history import (
+from test_chat_history import (
     CALL,
     MODES,
     TEMPLATES,
@@ -20,7 +20,7 @@ from test_text_history import (
     cut_small,
     finished,
 )
-from test_text_support import QWEN_LIKE, build_prompt
+from test_chat_support import QWEN_LIKE, build_prompt
 
 from deltic.cache.offload.disk import DiskRecords
 from deltic.chat.processor import ChatProcessor, PreparedRequest

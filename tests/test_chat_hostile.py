@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from test_text_support import MARKERS, read_calls
+from test_chat_support import MARKERS, read_calls
 
 from deltic.chat.markers import Markers
 from deltic.chat.messages import normalise_messages

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
-from test_text_support import EOS, MARKERS, Vocabulary, splits
+from test_chat_support import EOS, MARKERS, Vocabulary, splits
 
 from deltic.chat.deltas import Answer, Delta, Region, join
 from deltic.chat.markers import Markers, start_mode

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text_chat import CONVERSATIONS, TOOLS
-from test_text_history import EOS, Talk
-from test_text_support import QWEN_LIKE
+from test_chat_chat import CONVERSATIONS, TOOLS
+from test_chat_history import EOS, Talk
+from test_chat_support import QWEN_LIKE
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -193,7 +193,7 @@ def test_answers_that_spell_control_tokens_are_reused(mode: str) -> None:
     for id in answer:
         pushed.push(id)
     assert first.remember is not None
-    from test_text_history import finished
+    from test_chat_history import finished
     said = finished(client.ask(), answer)
     client.messages += [client.returned(said), {"role": "tool", "tool_call_id": "1", "content": spelled}]
     after = client.ask()
