@@ -374,7 +374,7 @@ class LLM:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
         long as anything is kept; returns its tokens. RequestError if they share none."""
         check_tools(tools)
-        prompt = self.chat_processor.opening(as_messages(messages, 0), tools=tools,
+        prompt = self.chat_processor.system_prefix(as_messages(messages, 0), tools=tools,
                                              variables=as_variables(variables, None))
         if not prompt:
             raise RequestError("there is nothing to pin: conversations share no beginning without a system message or "

@@ -24,7 +24,7 @@ from deltic import LLM, RandomModel, SamplingParams
 from deltic.cache.offload.deferred_open import DeferredRecords
 from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.item_folder import WEIGHTS, FolderLabel, folders, read_label, root_of
-from deltic.chat.history_store import AnswerLog, AnswerRecord, digest_of
+from deltic.chat.history_store import AnswerLog, AnswerRecord, ids_digest
 from deltic.cli import main
 from deltic.engine import identity
 from deltic.errors import ModelError
@@ -404,7 +404,7 @@ def test_notes_of_others_are_not_overlooked_while_they_are_unknown(tmp_path: Pat
     """What memory alone knows might have rivals on disk."""
     opening: Future[tuple[DiskStore, DiskRecords]] = Future()
     book = AnswerLog(DeferredRecords(opening), 100)
-    note = AnswerRecord("Paris.", "", (), array("i", [1, 2]), digest_of(array("i", [1, 2])))
+    note = AnswerRecord("Paris.", "", (), array("i", [1, 2]), ids_digest(array("i", [1, 2])))
     book.put("ab", note)
     assert book.find("ab") == []
     opening.set_result((DiskStore(tmp_path, "model", 1 << 20), DiskRecords(tmp_path, "model")))

@@ -41,7 +41,7 @@ def ends(
     prompt = build_prompt(template, TOKENIZER, messages, tools, variables)
     return [
         (at - len(prompt.ids), TOKENIZER.decode(prompt.ids[:at], skip_special=False)[-18:])
-        for at in prompt.boundaries
+        for at in prompt.stable_prefixes
     ]
 
 
@@ -67,14 +67,14 @@ def byte_tokenizer() -> Tokenizer:
 def test_numbers(tools: Any, variables: dict[str, Any], numbers: tuple[int, ...], length: int) -> None:
     """System 1 + 7 + 9 + 1 + 1 and user 1 + 5; 8 + 1 + 1 of user and 1 + 10 to answer; tools 127 more."""
     prompt = build_prompt(QWEN, byte_tokenizer(), [SYSTEM, USER], tools, variables)
-    assert (prompt.boundaries, len(prompt.ids)) == (numbers, length)
+    assert (prompt.stable_prefixes, len(prompt.ids)) == (numbers, length)
 
 
 def test_numbers_are_lengths_of_shared_text() -> None:
     prompt = build_prompt(TINY, TOKENIZER, [SYSTEM, USER])
     system = TOKENIZER.encode("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
     turn = TOKENIZER.encode("Hi there<|im_end|>\n<|im_start|>assistant\n")
-    assert prompt.boundaries == (len(system), len(system) + len(turn))
+    assert prompt.stable_prefixes == (len(system), len(system) + len(turn))
 
 
 @pytest.mark.parametrize("template", [TINY, QWEN], ids=["tiny", "qwen"])
@@ -101,7 +101,7 @@ def test_in_a_tool_loop_the_turns_first_answer_is_the_boundary() -> None:
     loop = build_prompt(
         TINY, TOKENIZER, [SYSTEM, USER, CALL, RESULT, CALL, RESULT], TOOLS, {"enable_thinking": True}
     )
-    assert loop.boundaries == (*first.boundaries[:2], len(loop.ids) - 1, len(loop.ids))
+    assert loop.stable_prefixes == (*first.stable_prefixes[:2], len(loop.ids) - 1, len(loop.ids))
 
 
 @pytest.mark.parametrize("template", [TINY, QWEN], ids=["tiny", "qwen"])
@@ -127,19 +127,19 @@ def test_the_next_prompt_repeats_a_boundary(
     shared = next(
         (i for i, (a, b) in enumerate(zip(before.ids, after.ids, strict=False)) if a != b), len(before.ids)
     )
-    assert shared in before.boundaries
+    assert shared in before.stable_prefixes
 
 
 def test_another_conversation_shares_the_opening() -> None:
     one = build_prompt(TINY, TOKENIZER, [SYSTEM, {"role": "user", "content": "Hello, 0"}])
     other = build_prompt(TINY, TOKENIZER, [SYSTEM, {"role": "user", "content": "0, Hello"}])
     opening = TOKENIZER.encode("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
-    assert one.boundaries[0] == other.boundaries[0] == len(opening)
+    assert one.stable_prefixes[0] == other.stable_prefixes[0] == len(opening)
     assert list(one.ids[: len(opening)]) == list(other.ids[: len(opening)]) == opening
 
 
 def test_no_opening_without_system_and_tools() -> None:
-    assert len(build_prompt(TINY, TOKENIZER, [USER]).boundaries) == 1
+    assert len(build_prompt(TINY, TOKENIZER, [USER]).stable_prefixes) == 1
 
 
 def test_long_conversations_count_alike() -> None:
@@ -157,7 +157,7 @@ def test_long_conversations_count_alike() -> None:
     shared = next(i for i, (a, b) in enumerate(zip(prompt.ids, theirs, strict=False)) if a != b)
     edited = build_prompt(TINY, TOKENIZER, [*messages, {"role": "user", "content": "0"}], TOOLS)
     start = common_length(prompt.ids, edited.ids)
-    assert start < shared and prompt.boundaries[1:] == (start, shared, len(prompt.ids))
+    assert start < shared and prompt.stable_prefixes[1:] == (start, shared, len(prompt.ids))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_long_conversations_count_alike() -> None:
 )
 def test_a_template_that_refuses_continuations_fails_no_request(source: str) -> None:
     prompt = build_prompt(ChatTemplate(source), TOKENIZER, [USER], TOOLS)
-    assert prompt.ids and all(0 < at <= len(prompt.ids) for at in prompt.boundaries)
+    assert prompt.ids and all(0 < at <= len(prompt.ids) for at in prompt.stable_prefixes)
 
 
 @given(st.text("abcdef .\n", max_size=30), st.booleans())
@@ -193,7 +193,7 @@ def test_an_edit_of_the_last_message_shares_a_boundary(template: ChatTemplate, t
         before, after = (build_prompt(template, TOKENIZER, [*messages, {"role": "user", "content": text}], None,
                                       {"enable_thinking": thinking}) for text in (question, "Why?"))
         shared = common_length(before.ids, after.ids)
-        assert shared in before.boundaries and shared > 50
+        assert shared in before.stable_prefixes and shared > 50
 
 
 class Counted(ChatTemplate):
@@ -233,7 +233,7 @@ def test_long_conversations_are_rendered_once(
             template = Counted(source)
             found.append(build_prompt(template, TOKENIZER, messages, TOOLS, variables))
             counts.append(template.messages)
-        assert found[0] == found[1] and len(found[0].boundaries) >= 2
+        assert found[0] == found[1] and len(found[0].stable_prefixes) >= 2
         assert counts[0] <= 2 * len(messages) and counts[1] > 3 * len(messages)
 
 
@@ -257,7 +257,7 @@ def test_the_prompt_itself_may_be_refused() -> None:
 
 
 def test_a_template_that_ignores_everything() -> None:
-    assert build_prompt(ChatTemplate(""), TOKENIZER, [USER]).boundaries == ()
+    assert build_prompt(ChatTemplate(""), TOKENIZER, [USER]).stable_prefixes == ()
     assert stable_boundaries(ChatTemplate("fixed"), TOKENIZER, normalise_messages([USER])) == (
         len(TOKENIZER.encode("fixed")),
     )

@@ -18,7 +18,7 @@ from test_chat_support import MARKERS, QWEN_LIKE, build_prompt
 from tokenizers import normalizers
 
 from deltic.chat.choices import AnswerAssembler
-from deltic.chat.conversation import spell
+from deltic.chat.conversation import encode_prompt
 from deltic.chat.deltas import Answer
 from deltic.chat.history_store import unpack
 from deltic.chat.processor import ChatProcessor, PreparedRequest
@@ -499,11 +499,11 @@ def test_threads_may_share_it() -> None:
 def test_known_ids_are_taken_up_to_a_special_token() -> None:
     known = [*TOKENIZER.encode("<|im_start|>"), *cut_small("system"), EOS, *TOKENIZER.encode("<|im_start|>"),
              *cut_small("user")]
-    whole = spell(TOKENIZER, "<|im_start|>system<|im_end|><|im_start|>user<|im_end|>", known)
+    whole = encode_prompt(TOKENIZER, "<|im_start|>system<|im_end|><|im_start|>user<|im_end|>", known)
     assert whole.kept == len(known) and whole.ids == (*known, EOS)
-    parted = spell(TOKENIZER, "<|im_start|>system<|im_end|><|im_start|>usual", known)
+    parted = encode_prompt(TOKENIZER, "<|im_start|>system<|im_end|><|im_start|>usual", known)
     assert parted.kept == 8 and TOKENIZER.decode(parted.ids, skip_special=False) == parted.text
-    longer = spell(TOKENIZER, "<|im_start|>systematic", known)
+    longer = encode_prompt(TOKENIZER, "<|im_start|>systematic", known)
     assert longer.kept == 0 and longer.ids == tuple(TOKENIZER.encode(longer.text))
     assert [longer.text[start:end] for _, start, end in longer.anchors] == ["<|im_start|>"]
     assert [whole.text[start:end] for _, start, end in whole.anchors] == [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltic.chat import tokenizer as module
-from deltic.chat.conversation import Conversation, load_template, spell
+from deltic.chat.conversation import Conversation, encode_prompt, load_template
 from deltic.chat.processor import ChatProcessor
 from deltic.chat.tokenizer import Tokenizer
 from deltic.config import Limits
@@ -112,7 +112,7 @@ def test_special_tokens_leave_nothing_for_full_collections() -> None:
     text = talk.render(talk.messages)
     gc.collect()
     before = len(gc.get_objects())
-    spelled = spell(tokenizer, text)
+    spelled = encode_prompt(tokenizer, text)
     gc.collect()
     assert len(spelled.anchors) > 20_000 and len(gc.get_objects()) - before < 500
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from hashlib import blake2b
 from threading import Event
 
-from deltic.chat.history_store import RIVALS, AnswerLog, AnswerRecord, digest_of, pack, unpack
+from deltic.chat.history_store import MAX_ALTERNATIVES, AnswerLog, AnswerRecord, ids_digest, pack, unpack
 from deltic.chat.owned_entries import OwnedEntries
 
 IDS = array("i", [1, 2, 3000])
-NOTE = AnswerRecord("é", "", (("f", '{"a": "\\ud800"}'),), IDS, digest_of(IDS), "ab", 2, 1, ("", "12"), True)
+NOTE = AnswerRecord("é", "", (("f", '{"a": "\\ud800"}'),), IDS, ids_digest(IDS), "ab", 2, 1, ("", "12"), True)
 
 
 def test_notes_survive_being_written() -> None:
@@ -40,7 +40,7 @@ def test_sound_bytes_of_another_kind_are_absent() -> None:
 
 def note(*numbers: int) -> AnswerRecord:
     ids = array("i", numbers)
-    return AnswerRecord("a", "", (), ids, digest_of(ids))
+    return AnswerRecord("a", "", (), ids, ids_digest(ids))
 
 
 def test_memory_is_bounded_and_the_least_used_goes_first() -> None:
@@ -94,7 +94,7 @@ def test_rivals_leave_memory_together_and_are_not_forgotten() -> None:
     assert len(book.find("b")) == 3
     for number in range(5, 20):
         book.put("b", note(number))
-        assert 1 < len(book.find("b")) <= RIVALS
+        assert 1 < len(book.find("b")) <= MAX_ALTERNATIVES
 
 
 class Store:

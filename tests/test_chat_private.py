@@ -191,7 +191,7 @@ def test_owners_over_one_directory(again: bool, tmp_path: Path) -> None:
 
 def test_notes_of_an_earlier_form_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no owner, and who asks has none either: what they are of cannot be known."""
-    monkeypatch.setattr("deltic.chat.history._FORM", 3)
+    monkeypatch.setattr("deltic.chat.history._KEY_VERSION", 3)
     processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskRecords(tmp_path, "model"))
     client = Talk(processor, "preserve", True, False, size=5)
     exchange((client, "alpha"))

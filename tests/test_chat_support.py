@@ -8,7 +8,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
-from deltic.chat.conversation import Conversation, Messages, boundaries, spell
+from deltic.chat.conversation import Conversation, Messages, encode_prompt, stable_prefixes
 from deltic.chat.template import ChatTemplate
 from deltic.chat.tokenizer import Tokenizer
 from deltic.chat.tool_parsers import CallReader
@@ -200,23 +200,23 @@ QWEN_LIKE = """\
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation, and its stable boundaries."""
+    """A rendered conversation, and its stable stable_prefixes."""
 
     text: str
     ids: tuple[int, ...]
-    boundaries: tuple[int, ...]
+    stable_prefixes: tuple[int, ...]
 
 
 def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
                  variables: Mapping[str, Any] | None = None, *, see: Any = None) -> Prompt:
     """From a request's messages, tools and template variables to its prompt; nothing needs to be normalised before."""
     conversation = Conversation.read(template, tokenizer, messages, tools, variables, see=see)
-    spelled = spell(tokenizer, conversation.render(conversation.messages))
-    return Prompt(spelled.text, spelled.ids, boundaries(conversation, spelled))
+    spelled = encode_prompt(tokenizer, conversation.render(conversation.messages))
+    return Prompt(spelled.text, spelled.ids, stable_prefixes(conversation, spelled))
 
 
 def stable_boundaries(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages,
                       tools: Messages | None = None, **variables: Any) -> tuple[int, ...]:
-    """The boundaries of the plain prompt for normalised messages and tools."""
+    """The stable_prefixes of the plain prompt for normalised messages and tools."""
     conversation = Conversation(template, tokenizer, messages, tools, variables)
-    return boundaries(conversation, spell(tokenizer, conversation.render(messages)))
+    return stable_prefixes(conversation, encode_prompt(tokenizer, conversation.render(messages)))

@@ -170,7 +170,7 @@ def test_what_is_pinned_is_what_prompts_begin_with_where_the_server_says_whether
     template = "{{ enable_thinking }} {% for message in messages %}{{ message.content }}\n{% endfor %}"
     processor = ChatProcessor(tiny().chat_processor.tokenizer, template, thinking=False)
     system = [{"role": "system", "content": "Be kind."}]
-    pinned = processor.opening(system)
+    pinned = processor.system_prefix(system)
     assert pinned and processor.chat([*system, *USER]).request.ids[:len(pinned)] == pinned
 
 

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any, Literal
 
 from deltic.chat.billing import without_billing_headers
-from deltic.chat.conversation import Conversation, load_template, opening, spell, unfinished
+from deltic.chat.conversation import Conversation, encode_prompt, encode_unfinished, load_template, system_prefix_len
 from deltic.chat.deltas import Answer
 from deltic.chat.history import MODES, History, HistoryTurn
 from deltic.chat.history_store import AnswerStore
@@ -94,7 +94,7 @@ class ChatConfig:
     header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
     `ChatProcessor.chat`. thinking: whether the model is to think where a request says nothing about it; None: the
     template decides. tool_call_parser: how calls are written, one of `deltic.chat.tools.PARSERS`. parse_special:
-    messages and tools may spell control tokens, which are ordinary text otherwise.
+    messages and tools may encode_prompt control tokens, which are ordinary text otherwise.
     """
 
     history: str = "preserve"
@@ -246,15 +246,15 @@ class ChatProcessor:
         named = rf"(?:\.|\[\s*['\"]|get\(\s*['\"]){re.escape(field)}\b"
         return re.search(named, self._template(tools).source) is not None
 
-    def opening(self, messages: Any, *, tools: Any = None,
+    def system_prefix(self, messages: Any, *, tools: Any = None,
                 variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """The ids that all conversations under these system messages and tools begin with; none if they share none."""
         template = self._template(tools)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
                                          self._with_thinking(variables), parse_special=self._config.parse_special)
-        prompt = spell(self.tokenizer, conversation.render(conversation.messages))
-        return prompt.ids[:opening(conversation, prompt)]
+        prompt = encode_prompt(self.tokenizer, conversation.render(conversation.messages))
+        return prompt.ids[:system_prefix_len(conversation, prompt)]
 
     def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
         """A raw prompt with pictures, each in the place of a marker: MEDIA, or the model's own token for one. images:
@@ -331,8 +331,8 @@ class ChatProcessor:
     def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> HistoryTurn:
         if opens == "turn":
             return self._history.turn(conversation, mode, self._owner)
-        prompt = unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
-        start = opening(conversation, prompt)
+        prompt = encode_unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
+        start = system_prefix_len(conversation, prompt)
         return HistoryTurn(prompt.ids, (start,) if start else ())
 
     def _without_billing(self, messages: Any) -> Any:
@@ -372,7 +372,7 @@ def _job(
     ids: tuple[int, ...],
     sampling: SamplingParams,
     router: OutputRouter,
-    boundaries: tuple[int, ...] = (),
+    stable_prefixes: tuple[int, ...] = (),
     remember: Remember | None = None,
     guide: Callable[[AnswerText], ForcedTokens] | None = None,
 ) -> PreparedRequest:
@@ -380,7 +380,7 @@ def _job(
     matcher = texts.followers() if router.can_stop or guide else None
     guides = partial(next, map(guide, map(texts.of, count()))) if guide else None
     return PreparedRequest(
-        EngineRequest(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember
+        EngineRequest(uuid.uuid4().hex, ids, sampling, stable_prefixes, matcher, guide=guides), texts, remember
     )
 
 

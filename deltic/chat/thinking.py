@@ -73,7 +73,7 @@ class ThinkingBudget:
 
 def _closing_text(conversation: Conversation) -> str:
     """What the template writes between thinking and answer of a turn."""
-    text = conversation.aside([{"role": "user", "content": "Question"}, {
+    text = conversation.render_alone([{"role": "user", "content": "Question"}, {
         "role": "assistant", "reasoning_content": _THOUGHT, "content": _ANSWER}], False)
     closing = text.rpartition(_THOUGHT)[2].partition(_ANSWER)[0]
     return closing if closing.strip() == THINK_END else _USUAL
