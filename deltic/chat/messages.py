@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from deltic.chat.schema_coercion import LONGEST_JSON, loads
+from deltic.chat.schema_coercion import MAX_JSON_CHARS, loads
 from deltic.chat.tools import CALLABLE, LONGEST_NAME
 from deltic.errors import RequestError, show, valid_text
 
@@ -168,7 +168,7 @@ def _begun(text: str) -> Any:
     from pydantic_core import from_json  # loaded when it is first needed, for the command line's sake
 
     try:
-        return from_json(text, allow_partial="trailing-strings") if len(text) <= LONGEST_JSON else text
+        return from_json(text, allow_partial="trailing-strings") if len(text) <= MAX_JSON_CHARS else text
     except ValueError:
         return text
 

@@ -10,13 +10,19 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from deltic.chat import json_schema
-from deltic.chat.python_literals import read_literal
 
+# A string without line breaks, a word of Python's, a bracket of a tuple, a comma before a closing bracket.
+_PYTHON_TOKEN = re.compile(r"""('(?:[^'\\\r\n]|\\.)*+'|"(?:[^"\\\r\n]|\\.)*+")|\b(True|False|None)\b|([()])"""
+                           r"""|(?<=[^\s\[({,]),(?=\s*[\])}])""", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPED = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
+            "v": "\v"}
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_WORDS = {"True": True, "true": True, "False": False, "false": False}
 _NULLS = ("null", "None")
 _MAX_DEPTH = 100
-# Reading JSON lets no other thread run: 40 ms for a million characters of empty lists. Literals take longer.
-LONGEST_JSON, _MOST_LITERAL = 1 << 20, 1 << 16
+MAX_JSON_CHARS = 1 << 20  # json.loads holds the GIL, for 40 ms at most
+_MAX_LITERAL = 1 << 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -76,20 +82,43 @@ def _types(schema: Any, root: Any) -> set[str]:
 
 
 def loads(text: str) -> Any:
-    """Read JSON, or a Python literal of JSON's types; ValueError if it is neither, or too long or deep to be read
-    beside others."""
+    """Reads JSON, or JSON values in Python's spelling; ValueError for other text, and for too long or deep values."""
     try:
         return read_json(text)
     except ValueError:
-        if len(text) > _MOST_LITERAL:
+        if len(text) > _MAX_LITERAL:
             raise
-    return read_literal(text)
+    return read_json(_python_to_json(text))
+
+
+def _python_to_json(text: str) -> str:
+    """Translates a Python literal into JSON. Text that is neither stays neither. Takes linear time."""
+    return _PYTHON_TOKEN.sub(_json_token, text)
+
+
+def _json_token(found: re.Match[str]) -> str:
+    string, word, bracket = found.groups()
+    if string:
+        return json.dumps(_ESCAPE.sub(_unescape, string[1:-1]))
+    if word:
+        return _JSON_WORDS[word]
+    return {"(": "[", ")": "]"}.get(bracket, "")
+
+
+def _unescape(found: re.Match[str]) -> str:
+    octal, *codes, other = found.groups()
+    code = next((int(code, 16) for code in codes if code), int(octal, 8) if octal else None)
+    if code is not None:
+        return chr(code)
+    if other in "NxuU\r":  # character names, and codes that are cut short
+        raise ValueError(f"unknown escape {found[0]}")
+    return _ESCAPED.get(other, found[0])
 
 
 def read_json(text: str) -> Any:
-    """Read JSON alone; ValueError as `loads`."""
-    if len(text) > LONGEST_JSON:
-        raise ValueError(f"longer than {LONGEST_JSON} characters")
+    """Reads JSON; ValueError as `loads`."""
+    if len(text) > MAX_JSON_CHARS:
+        raise ValueError(f"longer than {MAX_JSON_CHARS} characters")
     return _shallow(_read_json(text))
 
 
@@ -145,7 +174,7 @@ def _read_integer(text: str) -> tuple[bool, Any]:
 
 def _read_number(text: str) -> tuple[bool, Any]:
     try:
-        value = _read_json(text) if len(text) <= _MOST_LITERAL else None
+        value = _read_json(text) if len(text) <= _MAX_LITERAL else None
     except ValueError:
         return False, None
     return isinstance(value, int | float) and not isinstance(value, bool), value
