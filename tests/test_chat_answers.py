@@ -98,4 +98,4 @@ def test_what_is_streamed_is_not_kept_but_for_what_is_remembered() -> None:
         tokens = tiny().chat_processor.tokenizer.encode("Yes")
         pieces = answers.take([TokenEvent(job.request.id, 0, token) for token in tokens])
         assert "".join(delta.text for delta in pieces[0].deltas) == "Yes"
-        assert bool(answers._growing[0].said) == kept
+        assert bool(answers._open[0].said) == kept

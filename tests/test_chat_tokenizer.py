@@ -126,7 +126,7 @@ def test_tokens_that_the_other_file_lacks_are_named(tmp_path: Path, caplog: pyte
 
 
 def test_files_without_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_files, "_LONGEST", 1 << 20)
+    monkeypatch.setattr(tokenizer_files, "_MAX_BYTES", 1 << 20)
     shutil.copy(TINY / "tokenizer.json", tmp_path)
     for name in ("tokenizer_config.json", "chat_template.jinja", "tokenizer.json"):
         before = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else b"{}"

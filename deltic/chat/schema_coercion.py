@@ -1,4 +1,4 @@
-"""Gives the text of a tool argument the type that the tool's JSON schema asks for."""
+"""Converts tool arguments to the types of the tool's JSON schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Schema(dict[str, Any]):
-    """A tool's parameters as a JSON schema; remembers the types of its parts, so that each is looked at once."""
+    """A JSON schema of a tool's parameters that caches the types of its parts."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
@@ -35,15 +35,15 @@ class Schema(dict[str, Any]):
 
     @cached_property
     def properties(self) -> Mapping[str, Any]:
-        """The parameters that it names, with the schema of each."""
+        """The schemas of the named parameters."""
         return json_schema.properties_of(self, self)
 
 
 def coerce(value: Any, schema: Any, root: Any = None) -> Any:
-    """The value as the schema's types want it; a value that fits none of them stays as it is.
+    """Converts a value to a type of the schema; a value that fits none of them is returned as it is.
 
-    Text becomes null, boolean, number, object or array where the schema allows that, in JSON's or Python's
-    spelling. Other values become their JSON text where only strings are allowed. `root` resolves references.
+    Text in JSON's or Python's spelling becomes null, boolean, number, object or array if the schema allows it. Other
+    values become JSON text if only strings are allowed. `root` resolves references.
     """
     types = _types(schema, root if root is not None else schema)
     if not isinstance(value, str):
@@ -57,23 +57,23 @@ def coerce(value: Any, schema: Any, root: Any = None) -> Any:
 
 
 def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as the schema of the tool's parameters wants them."""
+    """Converts the arguments of a call to the types of the tool's schema."""
     return {key: coerce(value, argument_schema(key, schema), schema) for key, value in arguments.items()}
 
 
 def argument_schema(key: str, schema: Mapping[str, Any]) -> Any:
-    """The part of the schema of a tool's parameters that is about one of them; None if there is none."""
+    """Returns the schema of one parameter; None if there is none."""
     properties = schema.properties if isinstance(schema, Schema) else json_schema.properties_of(schema, schema)
     return properties.get(key, schema.get("additionalProperties"))
 
 
 def types_of(key: str, schema: Mapping[str, Any]) -> set[str]:
-    """The types that a parameter may have; none if they are not known."""
+    """Returns the types that a parameter may have; empty if unknown."""
     return _types(argument_schema(key, schema), schema)
 
 
 def stays_text(key: str, schema: Mapping[str, Any]) -> bool:
-    """Whether text is left as it is by `coerce`, whatever it says."""
+    """True if `coerce` never changes text for this parameter."""
     return types_of(key, schema).isdisjoint(name for name, _ in _READERS)
 
 
@@ -119,12 +119,11 @@ def read_json(text: str) -> Any:
     """Reads JSON; ValueError as `loads`."""
     if len(text) > MAX_JSON_CHARS:
         raise ValueError(f"longer than {MAX_JSON_CHARS} characters")
-    return _shallow(_read_json(text))
+    return _checked_depth(_read_json(text))
 
 
 def dumps(value: Any) -> str:
-    """JSON text that can be sent as UTF-8 and taken back, whatever escapes the value was read from: half a character
-    becomes the replacement character. What a text becomes is what its parts become."""
+    """Writes JSON that is valid UTF-8: lone surrogates become the replacement character."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
@@ -147,8 +146,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _shallow(value: Any) -> Any:
-    """The value, if it is not nested deeper than what writes and copies it can follow."""
+def _checked_depth(value: Any) -> Any:
+    """Returns the value; ValueError if it is nested too deeply to be written and copied."""
     level, depth = [value], 0
     while level := [item for value in level if isinstance(value, dict | list)
                     for item in (value.values() if isinstance(value, dict) else value)]:
