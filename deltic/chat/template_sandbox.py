@@ -25,10 +25,11 @@ MAX_CHARS = 1 << 24
 """Characters of one container, with everything in it, or of one captured block."""
 MAX_TOTAL_CHARS = 1 << 27
 """Characters of all values that one rendering makes."""
-MAX_WIDTH = 100_000
-_MAX_BITS = 1 << 16
-_MAX_DIGITS = 4300
-_ENTRY_CHARS = 8  # what an entry of a container counts besides its characters
+_ENTRY_CHARS = 8  # weight of an entry of a container besides its characters
+# Weights of numbers, whose arithmetic takes more than linear time
+_CHARS_PER_BIT = 1 << 8
+_CHARS_PER_DIGIT = 1 << 12
+_CHARS_PER_DECIMAL = 1 << 17
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _CONTAINERS = (dict, list, tuple, MappingView)
 
@@ -146,7 +147,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             return None
 
         def limited_format(*args: Any, **kwargs: Any) -> str:
-            _check_format(value.__self__, "{", (args, kwargs))
+            check_chars(_formatted_size(value.__self__, "{", (args, kwargs)))
             return format(*args, **kwargs)
         return limited_format
 
@@ -157,20 +158,20 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if operator == "**":
             raise SecurityError("powers are not available in chat templates")
         if operator == "*":
-            _check_product(sizes, left, right)
+            check_chars(_product_size(sizes, left, right))
         elif operator == "%" and isinstance(left, str):
-            _check_format(left, "%", right)
+            check_chars(_formatted_size(left, "%", right))
         return sizes.add(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         sizes: SizeLimits = context.sizes  # type: ignore[attr-defined]
         for name in ("_loop_vars", "_block_vars"):  # jinja's compiler adds these
             kwargs.pop(name, None)
-        check = _METHOD_CHECKS.get(obj.__name__) if type(obj) is BuiltinMethodType else None
-        if check and isinstance(obj.__self__, str):
+        size = _METHOD_SIZES.get(obj.__name__) if type(obj) is BuiltinMethodType else None
+        if size and isinstance(obj.__self__, str):
             args = tuple(item if hasattr(item, "__len__") or isinstance(item, int) else sizes.add(list(item))
                          for item in args)
-            check(obj.__self__, *args, **kwargs)
+            check_chars(size(obj.__self__, *args, **kwargs))
         for arg in (*args, *kwargs.values()):
             if type(arg) is not str:
                 sizes.weigh(arg)
@@ -224,98 +225,72 @@ def _concat(pieces: Iterable[str]) -> str:
 
 
 def limited(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the filter with a check of its arguments, if it has one, and of its result."""
-    check = _FILTER_CHECKS.get(name)
+    """Returns the filter with a limit of its result, before it is made if `_FILTER_SIZES` has it."""
+    size = _FILTER_SIZES.get(name)
     passed = getattr(filter, "jinja_pass_arg", None)
     first = str(passed.name) if passed else ""
 
     @pass_context
     def limited_filter(context: TemplateContext, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if check:
+        if size:
             if name in ("batch", "join") and not hasattr(value, "__len__"):
                 value = context.sizes.add(list(value))
-            check(value, *args, **kwargs)
+            check_chars(size(value, *args, **kwargs))
         given = {"": (), "context": (context,), "eval_context": (context.eval_ctx,),
                  "environment": (context.environment,)}[first]
         return context.sizes.add(filter(*given, value, *args, **kwargs))
     return limited_filter
 
 
-# Checks before operations whose result may be far larger than their operands
+# Upper bounds of results that may be far larger than their operands
 
 
-def _check_width(value: Any, width: int = 0, *_: Any) -> None:
-    if isinstance(width, int) and abs(width) > MAX_WIDTH:
-        raise OverflowError(f"a width of more than {MAX_WIDTH}")
+def _replaced_size(text: Any, old: Any, new: Any, count: int | None = None) -> int:
+    return len(text) + str(text).count(str(old)) * len(str(new))
 
 
-def _check_replace(text: Any, old: Any, new: Any, count: int | None = None) -> None:
-    check_chars(len(text) + str(text).count(str(old)) * len(str(new)))
+def _joined_size(items: Any, d: Any = "", attribute: Any = None) -> int:
+    return len(items) * len(str(d))
 
 
-def _check_join(items: Any, d: Any = "", attribute: Any = None) -> None:
-    check_chars(len(items) * len(str(d)))
-
-
-def _check_split(text: str, sep: str | None = None, maxsplit: int = -1) -> None:
+def _split_size(text: str, sep: str | None = None, maxsplit: int = -1) -> int:
     pieces = text.count(sep) if sep else len(text) // 2
-    check_chars(_ENTRY_CHARS * (pieces if maxsplit < 0 else min(pieces, maxsplit)))
+    return _ENTRY_CHARS * (pieces if maxsplit < 0 else min(pieces, maxsplit))
 
 
-def _check_splitlines(text: str, keepends: bool = False) -> None:
-    check_chars(_ENTRY_CHARS * sum(map(text.count, _LINE_ENDS)))
+def _line_ends(text: Any) -> int:
+    return sum(map(str(text).count, _LINE_ENDS))
 
 
-def _check_indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> None:
-    lines = 1 + sum(map(str(text).count, _LINE_ENDS))
-    check_chars(lines * (len(width) if isinstance(width, str) else width))
+def _indented_size(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> int:
+    return (1 + _line_ends(text)) * (len(width) if isinstance(width, str) else width)
 
 
-def _check_round(value: Any, precision: int = 0, method: str = "common") -> None:
-    _check_width(value, precision * 1000)
+def _percent_size(text: Any, *args: Any, **kwargs: Any) -> int:
+    return _formatted_size(str(text), "%", (args, kwargs))
 
 
-def _check_int(value: Any, default: int = 0, base: int = 10) -> None:
-    if isinstance(value, str) and len(value) > _MAX_DIGITS:
-        raise OverflowError(f"a number of more than {_MAX_DIGITS} digits")
-
-
-def _check_sum(items: Any, attribute: Any = None, start: Any = 0) -> None:
-    if not isinstance(start, int | float):
-        raise TypeError("sum adds numbers only")
-
-
-def _check_escape(value: Any) -> None:
-    check_chars(6 * len(value) if isinstance(value, str) else 0)
-
-
-def _check_urlencode(value: Any) -> None:
-    check_chars(9 * len(value) if isinstance(value, str) else 0)
-
-
-def _check_list(value: Any) -> None:
-    check_chars(_ENTRY_CHARS * len(value) if hasattr(value, "__len__") else 0)
-
-
-def _check_format(text: str, mark: str, values: Any) -> None:
-    """Checks a format string; mark: the character that begins a conversion."""
+def _formatted_size(text: str, mark: str, values: Any) -> int:
+    """Returns the size of a formatted string; mark: the character that begins a conversion."""
     if re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*\{", text):
         raise OverflowError("a width that is given apart")
-    widths = [int(digits.lstrip("0")[:9] or 0) for digits in re.findall(r"\d+(?=[.,_\d]*[a-zA-Z%}])", text)]
-    _check_width(text, max(widths, default=0))
-    check_chars(len(text) + sum(widths) + text.count(mark) * SizeLimits().weigh(values))
+    widths = re.findall(r"\d+(?=[.,_\d]*[a-zA-Z%}])", text)
+    total = sum(int(digits.lstrip("0")[:9] or 0) for digits in widths)
+    return len(text) + total + text.count(mark) * SizeLimits().weigh(values)
 
 
-def _check_percent(text: Any, *args: Any, **kwargs: Any) -> None:
-    _check_format(str(text), "%", (args, kwargs))
+def _product_size(sizes: SizeLimits, left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        return (left.bit_length() + right.bit_length()) * _CHARS_PER_BIT
+    if isinstance(left, int):
+        left, right = right, left
+    return sizes.weigh(left) * right if isinstance(left, str | list | tuple) and isinstance(right, int) else 0
 
 
-def _check_product(sizes: SizeLimits, left: Any, right: Any) -> None:
-    for value, count in ((left, right), (right, left)):
-        if isinstance(value, str | list | tuple) and isinstance(count, int):
-            check_chars(sizes.weigh(value) * count)
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MAX_BITS:
-        raise OverflowError(f"a number of more than {_MAX_BITS} bits")
+def _summed_size(items: Any, attribute: Any = None, start: Any = 0) -> int:
+    if not isinstance(start, int | float):
+        raise TypeError("sum adds numbers only")
+    return 0
 
 
 def _check_name(name: object) -> None:
@@ -323,14 +298,25 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
-_METHOD_CHECKS: dict[str, Callable[..., None]] = {
-    "center": _check_width, "ljust": _check_width, "rjust": _check_width, "zfill": _check_width,
-    "replace": _check_replace, "split": _check_split, "rsplit": _check_split, "splitlines": _check_splitlines,
-    "join": lambda text, items: _check_join(items, text),
+def _per_char(factor: int) -> Callable[..., int]:
+    return lambda value, *args, **kwargs: factor * len(value) if hasattr(value, "__len__") else 0
+
+
+def _width(text: Any, width: int = 80, *_: Any) -> int:
+    return width
+
+
+_METHOD_SIZES: dict[str, Callable[..., int]] = {
+    "center": _width, "ljust": _width, "rjust": _width, "zfill": _width,
+    "replace": _replaced_size, "split": _split_size, "rsplit": _split_size,
+    "splitlines": lambda text, keepends=False: _ENTRY_CHARS * _line_ends(text),
+    "join": lambda text, items: _joined_size(items, text),
 }
-_FILTER_CHECKS: dict[str, Callable[..., None]] = {
-    "batch": _check_width, "center": _check_width, "escape": _check_escape, "e": _check_escape,
-    "forceescape": _check_escape, "format": _check_percent, "indent": _check_indent, "int": _check_int,
-    "join": _check_join, "list": _check_list, "replace": _check_replace, "round": _check_round, "sum": _check_sum,
-    "urlencode": _check_urlencode,
+_FILTER_SIZES: dict[str, Callable[..., int]] = {
+    "batch": lambda items, linecount, fill_with=None: _ENTRY_CHARS * linecount,
+    "center": _width, "format": _percent_size, "indent": _indented_size, "join": _joined_size,
+    "replace": _replaced_size, "sum": _summed_size, "list": _per_char(_ENTRY_CHARS),
+    "escape": _per_char(6), "e": _per_char(6), "forceescape": _per_char(6), "urlencode": _per_char(9),
+    "int": lambda value, default=0, base=10: _CHARS_PER_DIGIT * len(value) if isinstance(value, str) else 0,
+    "round": lambda value, precision=0, method="common": _CHARS_PER_DECIMAL * abs(precision),
 }
