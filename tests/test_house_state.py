@@ -46,7 +46,7 @@ CACHES = {
     "deltic/ops/torch/basic.py frequencies": "a constant that is never written to",
     "deltic/ops/workspace.py guard": "torch has one memory of a device for the process",
     "deltic/server/page/__init__.py _files": "files of the package, as they are",
-    "deltic/chat/conversation.py _render_alone": "renders of a few messages: a pure function of texts, few of them kept",
+    "deltic/chat/conversation.py _render_alone": "a pure function of texts, few of them kept",
     "deltic/chat/output_router.py _pattern": "a compiled expression",
     "deltic/chat/template.py _compile": "a compiled template",
     "deltic/loader/hub.py opened": "lives as long as one checkpoint is being read",
