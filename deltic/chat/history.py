@@ -98,7 +98,9 @@ class History:
     """
 
     def __init__(self, tokenizer: Tokenizer, store: AnswerStore | None = None, bound: TokenLimit = UNBOUNDED) -> None:
-        self._tokenizer, self._bound, self._prefixes = tokenizer, bound, RenderedPrefixes()
+        self._tokenizer = tokenizer
+        self._bound = bound
+        self._prefixes = RenderedPrefixes()
         self._preserved_bound = replace(bound, tokens=bound.tokens - bound.tokens // _ANSWER_SHARE)
         self._records = AnswerLog(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]

@@ -211,7 +211,9 @@ def _stop(reader: CallReader) -> str | None:
 
 
 def _begin_scan(reader: CallReader, what: str, ends: str, at: int) -> int:
-    reader.json, reader.pieces, reader.state = JsonScan(what, ends), [], scan
+    reader.json = JsonScan(what, ends)
+    reader.pieces = []
+    reader.state = scan
     return at
 
 

@@ -151,7 +151,9 @@ class OutputRouter:
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         twin._utf8.setstate(self._utf8.getstate())
-        twin.stops, twin._reader, twin._out = self.stops.copy(), self._reader and self._reader.copy(), []
+        twin.stops = self.stops.copy()
+        twin._reader = self._reader and self._reader.copy()
+        twin._out = []
         return twin
 
     def _take(self) -> list[Delta]:
@@ -266,14 +268,18 @@ class OutputRouter:
 
     def _open_calls(self, opening: str, calls: CallOptions) -> None:
         self._put(self.stops.flush())
-        self._origin, self._gap, self._spaces = self._region, self._spaces, ""
+        self._origin = self._region
+        self._gap = self._spaces
+        self._spaces = ""
         self._enter("tool", "", 0)
         self._reader = CallReader(calls.form, calls.schemas, opening, self._retries, calls.exact)
         if self._reader.bare:
             self._read_call(self._reader, opening)
 
     def _enter(self, region: Region, skip: str, skips: int) -> None:
-        self._region, self._skip, self._skips = region, skip, skips
+        self._region = region
+        self._skip = skip
+        self._skips = skips
 
     def _read_call(self, reader: CallReader, text: str) -> None:
         rest = reader.feed(text)
@@ -335,7 +341,9 @@ class AnswerText:
     """
 
     def __init__(self, router: OutputRouter, hidden: frozenset[int] = frozenset()) -> None:
-        self._router, self._stops, self._hidden = router, router.stops, hidden
+        self._router = router
+        self._stops = router.stops
+        self._hidden = hidden
         self._pushed: deque[RoutedToken] = deque()
 
     @property

@@ -45,7 +45,9 @@ class OwnedEntries(Generic[Value]):
         self.pop(owner, key)
         own = self._owners.setdefault(owner, _Own())
         own.entries[key] = value, weight
-        own.weight, self._weight, self._count = own.weight + weight, self._weight + weight, self._count + 1
+        own.weight += weight
+        self._weight += weight
+        self._count += 1
         gone = []
         while self._weight > self._most:
             gone.append(self._drop(lambda own: own.weight))
@@ -59,7 +61,9 @@ class OwnedEntries(Generic[Value]):
         if own is None or key not in own.entries:
             return None
         value, weight = own.entries.pop(key)
-        own.weight, self._weight, self._count = own.weight - weight, self._weight - weight, self._count - 1
+        own.weight -= weight
+        self._weight -= weight
+        self._count -= 1
         if not own.entries:
             del self._owners[owner]
         return value

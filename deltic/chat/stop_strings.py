@@ -29,7 +29,9 @@ class StopAutomaton:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self._parents, self._depths, self._chars = array("i", [-1]), array("i", [0]), ["\0"]
+        self._parents = array("i", [-1])
+        self._depths = array("i", [0])
+        self._chars = ["\0"]
         self._branches: dict[tuple[int, str], int] = {}
         ends = [self._insert(stop) for stop in self.stops]
         size = len(self._parents)
@@ -110,7 +112,9 @@ class StopScanner:
 
     def push(self, text: str) -> str:
         """Takes more text; returns the part that is certainly before any stop string."""
-        automaton, node, before = self.automaton, self.node, len(self.held)
+        automaton = self.automaton
+        node = self.node
+        before = len(self.held)
         if not automaton.stops:
             return text
         for place, char in enumerate(text, before + 1):
@@ -126,7 +130,9 @@ class StopScanner:
 
     def flush(self) -> str:
         """Returns the held text: the content ends here."""
-        held, self.held, self.node = self.held, "", 0
+        held = self.held
+        self.held = ""
+        self.node = 0
         return held
 
     def copy(self) -> StopScanner:

@@ -342,9 +342,13 @@ class GrammarConstraint:
     """
 
     def __init__(self, grammar: Grammar, text: AnswerText, gap: Sequence[int] = (), opens: bool = False) -> None:
-        self._matcher, self._vocabulary, self._text = grammar.matcher(), grammar.vocabulary, text
+        self._matcher = grammar.matcher()
+        self._vocabulary = grammar.vocabulary
+        self._text = text
         self._field = grammar.field
-        self._thinking, self._gap, self._rest = text.region == "reasoning", tuple(gap), tuple[int, ...]()
+        self._thinking = text.region == "reasoning"
+        self._gap = tuple(gap)
+        self._rest = tuple[int, ...]()
         self._opens = self._vocabulary.think if opens and not self._thinking else None
         self._taken: list[int] = []  # tokens that the matcher has not consumed yet
         self._owed = 0.0  # processor seconds beyond the limit of its tokens

@@ -46,7 +46,10 @@ class ThinkingBudget:
     """
 
     def __init__(self, text: AnswerText, tokenizer: Tokenizer, closing: ThinkEnd, tokens: int) -> None:
-        self._text, self._tokenizer, self._closing, self._left = text, tokenizer, closing, tokens
+        self._text = text
+        self._tokenizer = tokenizer
+        self._closing = closing
+        self._left = tokens
         self._open = text.region == "reasoning"
         self._forced = self._due()
 

@@ -30,7 +30,10 @@ class ToolArguments:
         self.out: list[CallDelta] = []
         self.outside: list[str] = []
         self.typed = False
-        self._schemas, self._streams, self._decodes, self._drops_empty = schemas, streams, decodes, drops_empty
+        self._schemas = schemas
+        self._streams = streams
+        self._decodes = decodes
+        self._drops_empty = drops_empty
         self._schema = Schema({})
         self._keys: set[str] | None = None  # of the open call
         # the open value
@@ -122,7 +125,9 @@ class ToolArguments:
     def copy(self) -> ToolArguments:
         """Returns an independent copy."""
         twin = copy.copy(self)
-        twin.out, twin.outside, twin._text = self.out.copy(), self.outside.copy(), self._text.copy()
+        twin.out = self.out.copy()
+        twin.outside = self.outside.copy()
+        twin._text = self._text.copy()
         twin._keys = None if self._keys is None else self._keys.copy()
         return twin
 

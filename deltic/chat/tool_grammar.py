@@ -125,7 +125,9 @@ class _Rules:
     """The rules of a grammar in Lark's notation."""
 
     def __init__(self, form: CallForm, tags: Mapping[str, str], schemas: Schemas) -> None:
-        self._form, self._marks, self._schemas = form, tags, schemas
+        self._form = form
+        self._marks = tags
+        self._schemas = schemas
         self._lines: list[str] = []
 
     @property

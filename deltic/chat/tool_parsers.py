@@ -53,7 +53,10 @@ class CallReader:
 
     def __init__(self, form: CallForm, schemas: Mapping[str, Schema], opening: str, retries: int,
                  exact: bool = False) -> None:
-        self.form, self.tags, self.retries, self.exact = form, form.tags, retries, exact
+        self.form = form
+        self.tags = form.tags
+        self.retries = retries
+        self.exact = exact
         self.bare = opening != form.block[0]
         self.arguments = ToolArguments(schemas, streams=form.streams, decodes=form.decodes,
                                    drops_empty=form.drops_empty and not exact)
@@ -87,7 +90,9 @@ class CallReader:
             state, start = self.state, at
             at = state(self, text, at)
             if self._reread is not None:
-                text, at, self._reread = self._reread, 0, None
+                text = self._reread
+                at = 0
+                self._reread = None
             elif at == len(text) or (at == start and self.state is state):
                 break
         self._held = text[at:]
@@ -185,7 +190,11 @@ class CallReader:
         """Marks a possible end of the value before this text."""
         if self._possible_end is None and not self.exact:
             before = self.copy()
-            before._held, before.depth, before.quoted, before.next_tag_ends, before.arguments.out = "", 0, 0, True, []
+            before._held = ""
+            before.depth = 0
+            before.quoted = 0
+            before.next_tag_ends = True
+            before.arguments.out = []
             before._all_text = ["".join(self._all_text).removesuffix(since)]
             self._possible_end = _PossibleEnd(before, [since], len(self.arguments.out), by_parameter)
 

@@ -75,7 +75,11 @@ def next_part(reader: CallReader, text: str, tag: re.Match[str]) -> int:
     if kind == "parameter":
         reader.confirm()
         reader.arguments.key(clean_name(tag["key"]))
-        reader.begun, reader.line_begins, reader.newline, reader.depth, reader.quoted = False, True, "", 0, 0
+        reader.begun = False
+        reader.line_begins = True
+        reader.newline = ""
+        reader.depth = 0
+        reader.quoted = 0
         reader.state = in_exact_value if reader.exact else in_value
     elif kind == "function":
         reader.begin(tag["name"])
@@ -123,7 +127,9 @@ def in_value(reader: CallReader, text: str, at: int) -> int:
         reader.end_value()
         return next_part(reader, text, tag)
     if kind == "parameter_end" or (kind == "function_end" and not reader.depth):
-        reader.ending, reader.pieces, reader.state = kind, [tag[0]], after_value
+        reader.ending = kind
+        reader.pieces = [tag[0]]
+        reader.state = after_value
         return tag.end()
     if around or (parameter and reader.may_follow(tag)):
         reader.mark_possible_end(text[start:], parameter)
