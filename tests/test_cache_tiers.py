@@ -297,7 +297,7 @@ def test_a_file_that_cannot_be_read_now_stays(code: int, tmp_path: Path, monkeyp
         raise OSError(code, "not now", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltic.cache.offload.item_folder.open_regular", refuse)
+        patch.setattr("deltic.cache.offload.disk.open_regular", refuse)
         fetch = LoadRequest(prompt, 0, (tier,))
         assert fetch.poll() and fetch.loaded is None
     assert sorted(tmp_path.rglob("*")) == files
@@ -514,7 +514,7 @@ def check_answer(engine: Engine, cached: int | None = None) -> int:
 
 
 def files_of(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.suffix in (".kv", ".state", ".final"))
+    return sorted(directory.rglob("*.safetensors"), key=lambda path: (path.suffixes[0], path.name))
 
 
 def test_a_restarted_engine_reads_nothing_again(tmp_path: Path) -> None:
@@ -534,7 +534,7 @@ def test_l6_damaged_files_are_read_anew_and_replaced(damage: str, pick: int, tmp
     caplog.set_level(logging.WARNING, "deltic")
     check_answer(disk_engine(tmp_path))
     files = files_of(tmp_path)
-    assert [path.suffix for path in files] == [".final", ".kv", ".kv", ".state"]
+    assert [path.suffixes[0] for path in files] == [".final", ".kv", ".kv", ".state"]
     data = files[pick].read_bytes()
     match damage:
         case "truncate":
@@ -625,7 +625,7 @@ def test_the_budget_holds_across_restarts_and_models(tmp_path: Path) -> None:
             serve(engine, greedy(numbers(10 * round + seed, 70, 500), 3))
             engine.check()
         engine.close()
-        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 401_000
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) < 401_000
     assert engine.runtime.cache.tiers[0].evictions
 
 

@@ -22,7 +22,7 @@ from encoder_models import save_encoder
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from deltic.cache.offload.item_folder import folder_name, make_folder, root_of
+from deltic.cache.offload.directory import make_private, root_of
 from deltic.cli import doctor, main
 from deltic.cli.doctor import installation, machine, models, places
 from deltic.llm import LLM
@@ -312,15 +312,14 @@ def test_no_hub_client(monkeypatch):
 @pytest.fixture
 def kept(tmp_path):
     """A directory that is in use."""
-    folder = root_of(tmp_path) / folder_name("ab")
-    make_folder(folder)
-    (folder / "16-0-ab-root.kv").write_bytes(bytes(1 << 20))
+    make_private(root_of(tmp_path))
+    (root_of(tmp_path) / "ab-ab-0.kv.safetensors").write_bytes(bytes(1 << 20))
     return tmp_path
 
 
 def test_a_cache_directory_in_use(kept):
     finding = look(places.check_cache_dir, cache_dir=str(kept))
-    assert finding.state == "ok" and finding.fact == "1.0 MiB in 1 files of 1 models kept, 50.0 GiB free"
+    assert finding.state == "ok" and finding.fact == "1.0 MiB in 1 files kept, 50.0 GiB free"
     assert places.check_cache_dir(arguments()) is None
 
 
@@ -354,7 +353,7 @@ def test_a_full_disk_is_found_by_writing(monkeypatch, tmp_path):
 def test_a_cache_directory_that_can_only_be_read(monkeypatch, kept):
     monkeypatch.setattr(places, "_refusal", lambda path: "Read-only file system")
     finding = look(places.check_cache_dir, cache_dir=str(kept))
-    assert finding.state == "warning" and "1 files of 1 models kept" in finding.fact and "is used" in finding.advice
+    assert finding.state == "warning" and "1 files kept" in finding.fact and "is used" in finding.advice
 
 
 def test_a_cache_directory_that_is_none(tmp_path):
@@ -371,7 +370,7 @@ def test_a_cache_directory_that_others_can_read(kept):
 
 
 def test_a_cache_directory_with_files_of_others(monkeypatch, kept):
-    monkeypatch.setattr(places, "_owner", lambda path: os.geteuid() + path.name.endswith(".kv"))
+    monkeypatch.setattr(places, "_owner", lambda path: os.geteuid() + path.name.endswith(".safetensors"))
     finding = look(places.check_cache_dir, cache_dir=str(kept))
     assert finding.state == "problem" and finding.advice.startswith("1 files or folders")
 

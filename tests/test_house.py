@@ -30,7 +30,7 @@ ALLOWED = {
     "ops": {"errors", "params"},
     "loader": {"ops", "threads", *_BASE},
     "model": {"ops", *_BASE},
-    "cache": {"ops", *_BASE},
+    "cache": {"ops", "threads", *_BASE},
     "vision": _BASE,
     "chat": {"vision", *_BASE},
     "export": {"cache", "loader", "model", "ops", *_BASE},

@@ -30,17 +30,17 @@ from support import drain, embedded_runtime, fresh_pools, greedy, numbers, odd_r
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
+from deltic.cache.offload.directory import CacheDirectory
 from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.host import HostStore
+from deltic.cache.offload.identity import Identity
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.item_folder import FolderLabel, folders, read_label, root_of
 from deltic.cache.offload.types import StoredItem
 from deltic.cache.operations import CopySlot, FlushDeltaLog
 from deltic.cache.tensors import page_bytes, ring_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
-from deltic.engine.identity import Identity
 from deltic.engine.loading import load
 from deltic.engine.memory import plan_memory
 from deltic.engine.offload_tiers import open_tiers
@@ -226,8 +226,8 @@ def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, BF16)
         assert len(tiers) == 1 and notes is not None
         tiers[0].store.write(StoredItem("state", "0" * 32, "", 0, 1), {"recurrent": torch.ones(1)})
-    labels = [read_label(folder) for folder in folders(root_of(tmp_path))]
-    about = sorted(label.about for label in labels if isinstance(label, FolderLabel))
+    labels = CacheDirectory(tmp_path).models()
+    about = sorted(label.about for label in labels)
     assert len(about) == 2 and "states of bfloat16" in about[1] and "states" not in about[0]
 
 

@@ -1,4 +1,4 @@
-"""`deltic cache`: what a cache directory keeps, and how to be rid of it."""
+"""`deltic cache`: shows and clears what a cache directory keeps."""
 
 from __future__ import annotations
 
@@ -8,21 +8,9 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from deltic.cache.offload.item_folder import (
-    FolderLabel,
-    StoredFile,
-    files,
-    folders,
-    prune,
-    prune_root,
-    read_label,
-    remove,
-    root_of,
-    split_folder,
-)
+from deltic.cache.offload.directory import VERSION, CacheDirectory, ModelLabel, StoredRow, root_of
 from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import date, grid, table
 from deltic.cli.terminal import confirmed
@@ -36,17 +24,19 @@ _SHORT, _DAY = 12, 86400
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model's folder: what it keeps was computed in one way."""
+    """A model and what is kept for it."""
 
-    folder: Path
-    label: FolderLabel
-    files: list[StoredFile]
+    label: ModelLabel
+    rows: list[StoredRow]
 
     @property
     def facts(self) -> dict[str, Any]:
-        version, fingerprint = split_folder(self.folder.name)
-        return {"model": self.label.model or None, "about": self.label.about or None, "fingerprint": fingerprint,
-                "version": version}
+        return {"model": self.label.label or None, "about": self.label.about or None, "fingerprint": self.label.model,
+                "version": VERSION}
+
+    @property
+    def items(self) -> list[StoredRow]:
+        return [row for row in self.rows if row.kind != "record"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -69,42 +59,42 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"there is no directory {args.directory!r}")
     if root.is_symlink():
         raise UsageError(f"{root} is a link, which deltic never makes: name the directory that it leads into")
-    models = [_Model(folder, read_label(folder), list(files(folder))) for folder in folders(root)]
+    directory = CacheDirectory(args.directory) if root.is_dir() else None
+    rows = directory.rows() if directory else []
+    labels = directory.models() if directory else []
+    models = [_Model(label, [row for row in rows if row.model == label.model]) for label in labels]
     if args.action == "clear":
-        return _clear(root, models, args)
-    facts = {"ls": _listing, "stats": _stats}[args.action](root, models)
+        return _clear(directory, rows, args)
+    listing = args.action == "ls"
+    facts = {"directory": str(root.parent), **(_listing(models) if listing else _stats(models))}
     if args.json:
+        facts |= {} if listing else {"disk_free": shutil.disk_usage(root.parent).free}
         print(json.dumps(facts, ensure_ascii=False))
-    elif not facts["prefixes" if args.action == "ls" else "bytes"]:
+    elif not rows:
         print(f"nothing kept in {args.directory}")
     else:
-        print({"ls": _listing_text, "stats": _stats_text}[args.action](facts))
+        print(_listing_text(facts) if listing else _stats_text(facts, shutil.disk_usage(root.parent).free))
     return 0
 
 
 # ls
 
 
-def _listing(root: Path, models: Iterable[_Model]) -> dict[str, Any]:
-    prefixes = [_prefix(model, found) for model in models for found in _by_key(model).values()]
-    prefixes.sort(key=lambda prefix: -prefix["used"])
-    return {"directory": str(root.parent), "prefixes": prefixes}
+def _listing(models: Iterable[_Model]) -> dict[str, Any]:
+    prefixes = list[dict[str, Any]]()
+    for model in models:
+        by_key: dict[str, list[StoredRow]] = {}
+        for row in model.items:
+            by_key.setdefault(row.key, []).append(row)
+        prefixes += [_prefix(model, found) for found in by_key.values()]
+    return {"prefixes": sorted(prefixes, key=lambda prefix: -prefix["used"])}
 
 
-def _by_key(model: _Model) -> dict[str, list[StoredFile]]:
-    found: dict[str, list[StoredFile]] = {}
-    for file in model.files:
-        if file.item:
-            found.setdefault(file.item.key, []).append(file)
-    return found
-
-
-def _prefix(model: _Model, found: Sequence[StoredFile]) -> dict[str, Any]:
-    """All items of one key."""
-    items = [file.item for file in found if file.item]
+def _prefix(model: _Model, items: Sequence[StoredRow]) -> dict[str, Any]:
+    """Describes the items of one key."""
     return {"key": items[0].key, "tokens": max(item.done for item in items),
-            "kinds": sorted({item.kind for item in items}), "bytes": sum(file.size for file in found),
-            "used": max(file.used for file in found), **model.facts}
+            "kinds": sorted({item.kind for item in items}), "bytes": sum(item.size for item in items),
+            "used": max(item.used for item in items), **model.facts}
 
 
 def _listing_text(facts: dict[str, Any]) -> str:
@@ -117,27 +107,23 @@ def _listing_text(facts: dict[str, Any]) -> str:
 # stats
 
 
-def _stats(root: Path, models: Iterable[_Model]) -> dict[str, Any]:
-    models = list(models)
-    return {"directory": str(root.parent), "bytes": sum(file.size for model in models for file in model.files),
-            "disk_free": shutil.disk_usage(root.parent).free, "models": [_totals(model) for model in models]}
+def _stats(models: Sequence[_Model]) -> dict[str, Any]:
+    return {"bytes": sum(row.size for model in models for row in model.rows),
+            "models": [_totals(model) for model in models]}
 
 
 def _totals(model: _Model) -> dict[str, Any]:
-    """prefixes: those that can be resumed; tokens: whose K/V is kept, counted once; others: notes and leftovers."""
-    items = [file.item for file in model.files if file.item]
-    used = [file.used for file in model.files]
+    """prefixes: those that can be resumed; tokens: whose K/V is kept, counted once; notes: records of answers."""
+    items = model.items
+    used = [row.used for row in model.rows]
     return {**model.facts, "items": len(items), "prefixes": len({item.key for item in items if item.kind != "kv"}),
             "tokens": sum(item.done - item.start for item in items if item.kind == "kv"),
-            "notes": sum(file.note for file in model.files),
-            "other_files": sum(file.item is None and not file.note for file in model.files),
-            "bytes": sum(file.size for file in model.files),
+            "notes": len(model.rows) - len(items), "bytes": sum(row.size for row in model.rows),
             "oldest": min(used, default=None), "newest": max(used, default=None)}
 
 
-def _stats_text(facts: dict[str, Any]) -> str:
-    shown: dict[str, Any] = {"directory": facts["directory"], "size": _size(facts["bytes"]),
-                             "disk_free": _size(facts["disk_free"])}
+def _stats_text(facts: dict[str, Any], free: int) -> str:
+    shown: dict[str, Any] = {"directory": facts["directory"], "size": _size(facts["bytes"]), "disk_free": _size(free)}
     for model in facts["models"]:
         totals = {**model, "size": _size(model["bytes"]), "oldest": date(model["oldest"]),
                   "newest": date(model["newest"])}
@@ -151,28 +137,24 @@ def _stats_text(facts: dict[str, Any]) -> str:
 # clear
 
 
-def _clear(root: Path, models: Sequence[_Model], args: argparse.Namespace) -> int:
-    now, least = time.time(), args.older_than
-    doomed = [(model.folder, file) for model in models for file in model.files
-              if least is None or now - file.used > least * _DAY]
-    what = (f"{len(doomed):,} file{'s' * (len(doomed) != 1)} ({_size(sum(file.size for _, file in doomed))}) "
-            f"below {root}")
+def _clear(directory: CacheDirectory | None, rows: Sequence[StoredRow], args: argparse.Namespace) -> int:
+    days = args.older_than
+    before = float("inf") if days is None else time.time() - days * _DAY
+    doomed = [row for row in rows if row.used < before]
+    noun = "entry" if len(doomed) == 1 else "entries"
+    what = f"{len(doomed):,} {noun} ({_size(sum(row.size for row in doomed))}) below {root_of(args.directory)}"
     if not doomed:
-        print(f"nothing kept in {args.directory}" + (f" is older than {least} days" if least is not None else ""))
+        print(f"nothing kept in {args.directory}" + (f" is older than {days} days" if days is not None else ""))
     elif not args.yes and not confirmed(f"Delete {what}? [y/N] "):
         print("nothing was deleted")
         return 1
-    for folder, file in doomed:
-        remove(folder, file.path)
-    for model in models:
-        prune(model.folder)
-    prune_root(root)
+    if directory and days is None:
+        directory.remove_version_1()
+    if directory:
+        directory.remove_unused(before)
     if doomed:
         print(f"deleted {what}")
     return 0
-
-
-# words
 
 
 def _size(count: int) -> str:

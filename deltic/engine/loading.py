@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
+from deltic.cache.offload.identity import FileMark, Identity, machine_facts
 from deltic.cache.tensors import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.aot import PackedFile
 from deltic.engine.heap import keep_freed_memory
-from deltic.engine.identity import Identity, machine_facts
 from deltic.engine.memory import plan_memory, share_memory
 from deltic.engine.offload_tiers import open_tiers
 from deltic.engine.options import settled
@@ -28,7 +28,6 @@ from deltic.errors import ConfigError, ModelError, show
 from deltic.export.backend import ProgramModel
 from deltic.export.opening import kind_of, open_artifact
 from deltic.loader.dummy import random_head, random_tensors
-from deltic.loader.fingerprint import FileMark
 from deltic.loader.fp8 import Float8
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.hub import ModelFiles, open_model

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
-from deltic.cache.offload.deferred_open import DeferredRecords
 from deltic.cache.offload.disk import DiskRecords
 from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
@@ -83,7 +82,7 @@ class ModelRunner:
     cache: HybridCache
     threads: int
     tokenizer: TokenizerTexts | None = None
-    notes: DiskRecords | DeferredRecords | None = None
+    notes: DiskRecords | None = None
     mtp: MtpHead | None = None
     encode: Encode | None = None
     vision: Vision | None = None

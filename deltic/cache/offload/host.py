@@ -13,7 +13,7 @@ class HostStore:
     """A `TierStore` of plain tensors."""
 
     name = "host"
-    writable, trusted = True, True
+    ready, writable, trusted = True, True, True
 
     def __init__(self, budget: int) -> None:
         self.budget, self._items = budget, dict[tuple[str, str], dict[str, Tensor]]()
@@ -47,3 +47,6 @@ class HostStore:
 
     def abandon(self) -> None:
         """Nothing: it is always there."""
+
+    def close(self) -> None:
+        """Nothing is left to do."""

@@ -85,10 +85,9 @@ class TierIndex:
     hits: prefixes that came from here, hit_tokens: how many tokens they spared.
     """
 
-    def __init__(self, store: TierStore, threads: bool, late: bool = False, outgoing: HostCopier | None = None) -> None:
-        """late: the store may not be there yet. Nothing is found in it before it is; what is offered waits. outgoing:
-        takes what is offered to the host, where it does not lie there."""
-        self.store, self.name, self.budget, self._outgoing = store, store.name, store.budget, outgoing
+    def __init__(self, store: TierStore, threads: bool, copier: HostCopier | None = None) -> None:
+        """copier: copies what is offered to the host."""
+        self.store, self.name, self.budget, self._copier = store, store.name, store.budget, copier
         self.bytes = self.evictions = self.hits = self.hit_tokens = self.prefixes = self._given_up = 0
         self._entries: dict[str, PrefixEntry] = {}
         self._root = PrefixEntry("", 0, None)
@@ -98,17 +97,17 @@ class TierIndex:
         self._pending: deque[PendingWrite] = deque()
         self._backlog, self._paused_until, self._complained, self._closed = 0, 0.0, False, False
         self._scan: tuple[float, Future[tuple[list[StoredItem], list[StoredItem]]]] | None = None
-        self._looked, self._there = time.monotonic(), not late
+        self._looked, self._there = time.monotonic(), store.ready
         self._deleted: set[tuple[str, str]] = set()  # since that scan began
-        if late:
-            self._begin_scan()
-        else:
+        if self._there:
             self._merge(*_scan(store), 0.0)
+        else:
+            self._begin_scan()
 
     def prepare(self) -> None:
         """Do before what would hold up others later; waits for it."""
-        if self._outgoing:
-            _begin(self._writer, self._outgoing.prepare).result()
+        if self._copier:
+            _begin(self._writer, self._copier.prepare).result()
 
     def find(self, tokens: Sequence[int], above: int = 0) -> PrefixEntry | None:
         """The deepest entry with a state that `tokens` begin with, if deeper than `above`; at their very end only one
@@ -170,6 +169,7 @@ class TierIndex:
         self._writer.shutdown()
         self._reader.shutdown()
         self._settle()
+        self.store.close()
 
     def check(self) -> None:
         """Assert that the index is sound and within the budget."""
@@ -242,7 +242,7 @@ class TierIndex:
 
     def _submit(self, entry: PrefixEntry, item: StoredItem, tensors: Tensors, tries: int = 0) -> None:
         future: Future[int] = _begin(self._writer, self._write_out, item,
-                                     self._outgoing(tensors) if self._outgoing else lambda: tensors)
+                                     self._copier(tensors) if self._copier else lambda: tensors)
         entry.writing.append(future)
         self._pending.append(PendingWrite(entry, item, tensors, future, self._given_up, tries))
         self._backlog += item.size

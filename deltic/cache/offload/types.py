@@ -56,6 +56,10 @@ class TierStore(Protocol):
     writable: bool
     trusted: bool
 
+    @property
+    def ready(self) -> bool:
+        """False while the other methods would wait."""
+
     def scan(self) -> Iterable[StoredItem]:
         """All items that are there, with size and last use."""
 
@@ -77,6 +81,9 @@ class TierStore(Protocol):
 
     def abandon(self) -> None:
         """Nothing more is wanted; who still waits for the store need not."""
+
+    def close(self) -> None:
+        """Finish what `touch` and `delete` have left to do."""
 
 
 class FullError(OSError):

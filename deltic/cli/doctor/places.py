@@ -38,7 +38,7 @@ def check_cache_dir(args: argparse.Namespace) -> Finding | None:
     """Whether conversations can be kept in --cache-dir, and by whom they can be read."""
     if args.cache_dir is None:
         return None
-    from deltic.cache.offload.item_folder import root_of
+    from deltic.cache.offload.directory import root_of
 
     root = root_of(args.cache_dir).absolute()
     existing = _existing(root)
@@ -57,11 +57,8 @@ def check_cache_dir(args: argparse.Namespace) -> Finding | None:
 
 def _kept(root: Path, refusal: str) -> Finding:
     """What is in a cache directory that is in use. refusal: why nothing can be written to it, if so."""
-    from deltic.cache.offload.item_folder import files, folders
-
-    models = folders(root)
-    sizes = [(folder / found.path, found.size) for folder in models for found in files(folder)]
-    foreign = sum(_owner(path) != os.geteuid() for path in (root, *models, *dict(sizes)))
+    found = [entry for entry in os.scandir(root) if entry.is_file(follow_symlinks=False)]
+    foreign = sum(_owner(path) != os.geteuid() for path in (root, *map(Path, found)))
     faults = _disk_faults(root)
     if refusal:
         faults.append(("warning", f"it is not writable ({refusal}): what is kept is used, and nothing is added; make "
@@ -70,8 +67,8 @@ def _kept(root: Path, refusal: str) -> Finding:
         faults.append(("problem", f"{foreign} files or folders belong to other users: name a directory of your own"))
     if stat.S_IMODE(root.stat().st_mode) & 0o077:
         faults.append(("warning", f"others may read the conversations: chmod 700 {root}"))
-    total = sum(size for _, size in sizes)
-    return Finding.of("cache_dir", f"{total / _MIB:,.1f} MiB in {len(sizes)} files of {len(models)} models kept, "
+    total = sum(_size(entry) for entry in found)
+    return Finding.of("cache_dir", f"{total / _MIB:,.1f} MiB in {len(found)} files kept, "
                                    f"{gib(shutil.disk_usage(root).free)} free", faults)
 
 
@@ -91,13 +88,20 @@ def _refusal(path: Path) -> str:
 
 
 def _disk_faults(path: Path) -> list[Fault]:
-    from deltic.cache.offload.item_folder import check_room
+    from deltic.cache.offload.directory import check_room
 
     try:
         check_room(path, 0)
     except OSError:
         return [("warning", "the disk is nearly full, so that nothing more is kept: make room")]
     return []
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:  # another process may just have deleted it
+        return 0
 
 
 def _owner(path: Path) -> int:
