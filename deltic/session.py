@@ -210,7 +210,7 @@ class Session:
         if len(tokens) > MAX_DRAFTS + 1:
             raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
                                "tokens")
-        if not cache.attach_delta_log(lease):
+        if not cache.states.attach_delta_log(lease):
             raise RequestError("there is no room for a replay ring: raise memory", "memory")
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
@@ -272,7 +272,7 @@ class Session:
         """Give a snapshot's memory back."""
         self._check_snapshot(snapshot)
         del self._shifts[snapshot.slot]
-        self.runtime.cache.release_snapshot(snapshot)
+        self.runtime.cache.release(snapshot)
 
     def reset(self) -> None:
         """Forget all tokens; snapshots stay."""
@@ -322,8 +322,8 @@ class Session:
         runtime, lease = self._layered(), self._cache
         if lease.unflushed:
             self._verified = None
-            runtime.cache.flush_delta_log(lease)
-        runtime.cache.flush_operations()
+            runtime.cache.states.flush(lease)
+        runtime.cache.operations.flush()
         runtime.pools.wait()
         states = runtime.pools.recurrent[:, lease.slot].float() if lease.done else torch.zeros_like(
             runtime.pools.recurrent[:, lease.slot], dtype=torch.float32)
@@ -361,7 +361,7 @@ class Session:
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         if (len(tokens) > 1 or self.runtime.hooks) and lease.unflushed and self.runtime.verifies:
-            cache.flush_delta_log(lease)  # which kernels for prompts take for granted
+            cache.states.flush(lease)  # which kernels for prompts take for granted
         parts, size = [], self.runtime.options.token_budget
         row = PlannedRow(
             (), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, delta_log=lease.delta_log or 0
@@ -373,7 +373,7 @@ class Session:
             parts.append(self.runtime.run(self._batch(row, all_logits, rows)).clone())
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
-        cache.swap_slots(lease, scratch)
+        cache.states.swap(lease, scratch)
         lease.keys += (prompt and prompt.keys) or tokens
         if self.runtime.mtp_runner:
             self.runtime.mtp_runner.see(tokens)
@@ -382,7 +382,7 @@ class Session:
         return torch.cat(parts) if all_logits else parts[-1]
 
     def _batch(self, row: PlannedRow, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
-        self.runtime.cache.flush_operations()
+        self.runtime.cache.operations.flush()
         return build(StepPlan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
                      rows_of=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
 
@@ -421,7 +421,7 @@ class Session:
     def _check_snapshot(self, snapshot: CacheSnapshot) -> None:
         if not isinstance(snapshot, CacheSnapshot):
             raise RequestError(f"{show(snapshot)} is no snapshot: give what snapshot() returned", "snapshot")
-        if not self.runtime.cache.owns(snapshot):
+        if not self.runtime.cache.accounts.owns(snapshot):
             raise RequestError("this snapshot was dropped, or belongs to another session", "snapshot")
 
     def _checked(self, tokens: Sequence[int], position: int | None = None) -> list[int]:

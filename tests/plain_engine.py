@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.prefix_items import ANYTHING, AcceptAllItems
+from deltic.cache.offload.types import ANYTHING, AcceptAllItems
 from deltic.cache.operations import (
     CopyPage,
     CopySlot,
@@ -164,7 +164,7 @@ class PlainEngine:
         """Some drafts are right, some are not."""
         lease, count = sequence.cache, min(self.random.randint(0, 3), sequence.limit - len(sequence.tokens) - 1)
         sequence.draft_tokens = ()
-        if lease and count > 0 and self.cache.attach_delta_log(lease):
+        if lease and count > 0 and self.cache.states.attach_delta_log(lease):
             count = self.cache.reserve(lease, count + 1) - 1
             tokens = list(sequence.tokens)
             for _ in range(count):
@@ -257,7 +257,7 @@ def serve(seed: int, requests: int) -> PlainEngine:
         while len(expected) < len(tokens):
             expected.append(drawn(expected, choice))
         assert tuple(expected) == tokens
-    engine.cache.flush_operations()
+    engine.cache.operations.flush()
     engine.cache.clear()
     engine.cache.check()
     assert engine.cache.pages.free == engine.cache.pages.size and not engine.pools.held

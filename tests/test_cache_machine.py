@@ -69,7 +69,7 @@ def hashes(tokens: list[int]) -> list[int]:
 
 def read_state(cache: HybridCache, slot: int) -> int:
     """The hash in a slot, which every layer and part of it must agree on."""
-    cache.flush_operations()
+    cache.operations.flush()
     values = torch.cat([cache.pools.recurrent[:, slot].flatten(), cache.pools.conv[:, slot].flatten()]).unique()
     assert len(values) == 1, f"slot {slot} is mixed from several states: {values.tolist()}"
     return int(values[0])
@@ -77,7 +77,7 @@ def read_state(cache: HybridCache, slot: int) -> int:
 
 def read_kv(cache: HybridCache, pages: tuple[int, ...] | list[int], count: int) -> list[int]:
     """The first `count` K/V values of these pages, on which all layers must agree."""
-    cache.flush_operations()
+    cache.operations.flush()
     index = [pages[i // PAGE] * PAGE + i % PAGE for i in range(count)]
     pools = [pool.flatten(3).flatten(1, 2)[:, index] for pool in cache.pools.page_tensors]
     values = torch.cat([pool.transpose(1, 2).flatten(0, 1) for pool in pools])
@@ -86,7 +86,7 @@ def read_kv(cache: HybridCache, pages: tuple[int, ...] | list[int], count: int) 
 
 
 def write_kv(cache: HybridCache, pages: list[int], start: int, values: list[float]) -> None:
-    cache.flush_operations()
+    cache.operations.flush()
     index = [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, start + len(values))]
     for pool in cache.pools.page_tensors:
         flat = pool.flatten(1, 2)
@@ -94,7 +94,7 @@ def write_kv(cache: HybridCache, pages: list[int], start: int, values: list[floa
 
 
 def write_state(cache: HybridCache, slot: int, value: float) -> None:
-    cache.flush_operations()
+    cache.operations.flush()
     for pool in cache.pools.slot_tensors:
         pool[:, slot] = value
 
@@ -277,7 +277,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9))
     def drop(self, pick: int) -> None:
         kept, _ = self.snapshot(pick)
-        self.cache.release_snapshot(kept)
+        self.cache.release(kept)
         del self.kept[kept]
 
     # What must hold after each of them
@@ -380,15 +380,18 @@ class PromisesMore(HybridCache):
 
 
 class LeaksPages(HybridCache):
-    def release_snapshot(self, snapshot: CacheSnapshot) -> None:
-        del self.accounts.snapshots[snapshot.slot]
-        self.slots.release([snapshot.slot])
+    def release(self, owner: Any, keep: bool = False, lasting: bool = True) -> Any:
+        if isinstance(owner, SequenceCache):
+            return super().release(owner, keep, lasting)
+        del self.accounts.snapshots[owner.slot]
+        self.slots.release([owner.slot])
 
 
 class CutsState(HybridCache):
     def restore(self, lease: SequenceCache, snapshot: CacheSnapshot | None) -> bool:
         done = super().restore(lease, snapshot)
-        self.accounts.queue[:] = [operation for operation in self.accounts.queue if not isinstance(operation, CopySlot)]
+        queued = self.operations.queued
+        queued[:] = [operation for operation in queued if not isinstance(operation, CopySlot)]
         return done
 
 
@@ -509,7 +512,7 @@ def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
         assert cache.restore(lease, kept) and lease.done == 20
         assert read_state(cache, lease.slot) == hashes(list(range(20)))[-1]
     assert cache.restore(lease, None) and (lease.done, lease.pages) == (0, [])
-    cache.release_snapshot(kept)
+    cache.release(kept)
     cache.check()
     assert cache.pages.free == 6
 
@@ -531,10 +534,10 @@ def test_l8_a_holder_that_is_gone_cannot_be_used_again() -> None:
     lease = leased(cache, list(range(5)))
     kept = cache.snapshot(lease)
     assert kept is not None
-    cache.release_snapshot(kept)
+    cache.release(kept)
     again = cache.snapshot(lease)
     assert again is not None and again.slot == kept.slot
-    for use in (lambda: cache.release_snapshot(kept), lambda: cache.restore(lease, kept), lambda: cache.fork(kept)):
+    for use in (lambda: cache.release(kept), lambda: cache.restore(lease, kept), lambda: cache.fork(kept)):
         with pytest.raises((AssertionError, KeyError, DelticError)):
             use()
         cache.check()
@@ -583,7 +586,7 @@ def test_units_that_nobody_took_cost_nothing() -> None:
     ledger.release([7, 3])
     assert ledger.take(4) == [3, 7, 200, 201] and not ledger.owned(202)
     ledger.check(range(202))
-    with pytest.raises(AssertionError, match="page 202 is released but nobody owns it"):
+    with pytest.raises(AssertionError, match="page 202 is released but has no owner"):
         ledger.release([202])
     with pytest.raises(AssertionError, match="never taken"):
         ledger.check(range(203))

@@ -29,9 +29,8 @@ from deltic.cache.offload import index as tier_index
 from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.prefix_items import LoadedPrefix, LostError, PrefixSource
 from deltic.cache.offload.tiers import LoadRequest
-from deltic.cache.offload.types import PrefixHash, StoredItem, TierStoreError
+from deltic.cache.offload.types import LoadedPrefix, LostError, PrefixHash, PrefixSource, StoredItem, TierStoreError
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
 from deltic.params import PAGE
@@ -416,7 +415,7 @@ class TierMachine(ReuseMachine):
 
     @rule(prompt=PROMPTS, room=st.integers(0, 80))
     def admit(self, prompt: Prefix, room: int) -> None:  # type: ignore[override]
-        known = self.cache.cached_length(prompt)
+        known = self.cache.tree.cached_length(prompt)
         fetch = self.cache.start_load(prompt)
         assert fetch.poll()
         loaded = fetch.loaded.done if fetch.loaded else 0
@@ -465,22 +464,22 @@ def test_l2_a_cache_over_a_tier_equals_the_naive_model_in_thousands_of_programs(
 
 
 class RestoresNoState(HybridCache):
-    def _arrive(self, fetch: LoadRequest, room: int, known: int) -> Any:
+    def _admit_loaded(self, fetch: LoadRequest, room: int, known: int) -> Any:
         if fetch.loaded:
             wrong = {name: tensor * 0 for name, tensor in fetch.loaded.state.items()}
             fetch.loaded = replace(fetch.loaded, state=wrong)
-        return super()._arrive(fetch, room, known)
+        return super()._admit_loaded(fetch, room, known)
 
 
 class RestoresWrongRun(HybridCache):
     """The K/V of a run is that of the run before."""
 
-    def _arrive(self, fetch: LoadRequest, room: int, known: int) -> Any:
+    def _admit_loaded(self, fetch: LoadRequest, room: int, known: int) -> Any:
         if fetch.loaded and len(fetch.loaded.runs) > 1:
             runs = [(start, {name: tensor.roll(1, 1) for name, tensor in run.items()})
                     for start, run in fetch.loaded.runs]
             fetch.loaded = replace(fetch.loaded, runs=tuple(runs))
-        return super()._arrive(fetch, room, known)
+        return super()._admit_loaded(fetch, room, known)
 
 
 @pytest.mark.parametrize("kind", [RestoresNoState, RestoresWrongRun])

@@ -123,7 +123,7 @@ def test_an_end_whose_logits_are_known_is_no_vector() -> None:
         assert cached(event) == len(INSTRUCTION)
     engine.runtime.cache.clear()
     run(engine, ask("a", prompt))
-    assert engine.runtime.cache.cached_length((*prompt, 1)) == len(INSTRUCTION)
+    assert engine.runtime.cache.tree.cached_length((*prompt, 1)) == len(INSTRUCTION)
     again = serve(engine, EngineRequest("answer", prompt, GREEDY, (40,)))["answer", 0]
     same_tokens(reference(odd_runtime(), prompt, 12), again.tokens)
 
@@ -174,7 +174,7 @@ def test_l8_a_vector_that_is_no_number_fails_its_request_alone() -> None:
     sick = found["sick"]
     assert isinstance(sick, TokenEvent) and sick.finish == "error" and "NaN" in (sick.error or "")
     right("odd", found["sound"], TEXTS[1])
-    assert engine.stats.failed == 1 and engine.runtime.cache.cached_length((*INSTRUCTION, 1)) == 0
+    assert engine.stats.failed == 1 and engine.runtime.cache.tree.cached_length((*INSTRUCTION, 1)) == 0
 
 
 def test_it_may_be_aborted_and_refused() -> None:

@@ -121,7 +121,7 @@ def test_no_module_imports_itself_through_others() -> None:
 @pytest.mark.parametrize("names", [
     "params", "errors", "config", "engine/scheduler", "engine/policy", "engine/quantum",
     *(f"cache/{name}" for name in ("block_accounts", "block_pool", "handles", "manager", "memory_plan", "offload/tiers",
-                                   "operations", "radix_tree")),
+                                   "operations", "radix_tree", "state_slots")),
 ])
 def test_policy_knows_no_torch(names: str) -> None:
     """Pure rooms can be tested by brute force, and a command line built without torch."""

@@ -24,8 +24,8 @@ CACHES = {
     **{f"deltic/export/tvm/gpu_kernels.py {name}": "source of code, which nobody changes" for name in (
         "delta_rule", "linear")},
     "deltic/export/tvm/library.py runtime": "a library that can be loaded once",
-    "deltic/cache/offload/device_copies.py _beside": "a stream of a device, which orders what is put into it",
-    "deltic/cache/offload/device_copies.py _staging": "pinned memory through which a thread copies",
+    "deltic/cache/offload/host.py _copy_stream": "a stream of a device, which orders what is put into it",
+    "deltic/cache/offload/host.py _staging": "pinned memory through which a thread copies",
     "deltic/ops/cuda/quantized_gemm.py _bytes_of_rows": "a constant that is never written to",
     "deltic/ops/cuda/staging.py _pieces": "pinned memory that small tensors go through",
     "deltic/cache/tensors.py _beside": "a stream of a device, which orders what is put into it",

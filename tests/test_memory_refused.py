@@ -162,7 +162,7 @@ def test_what_was_not_copied_is_not_found_afterwards(where: str, monkeypatch: py
     assert len(errors) == (where == "a step"), "memory ran out for one of them, or for nobody's step"
     assert all(answers[name, 0].tokens == list(tokens) for name, tokens in wanted.items() if name not in errors)
     engine.check()
-    assert not runtime.cache.poisoned and not runtime.cache.pools.held  # type: ignore[attr-defined]
+    assert not runtime.cache.operations.poisoned and not runtime.cache.pools.held  # type: ignore[attr-defined]
 
 
 def test_a_look_at_a_prefix_without_memory_costs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

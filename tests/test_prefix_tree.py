@@ -374,13 +374,13 @@ class ReuseMachine(RuleBasedStateMachine):
     def admit(self, prompt: Prefix, room: int) -> None:
         """L2: what is resumed is a prefix of the prompt, at the deepest kept position."""
         match = self.cache.tree.match(prompt)
-        known = self.cache.cached_length(prompt)
+        known = self.cache.tree.cached_length(prompt)
         lease = self.cache.admit(prompt, room)
         if lease is None:
             assert room or self.loose_slots() <= 1 or self.leases or self.kept, "an empty cache refuses"
             return
         self.leases[lease] = Wanted(list(prompt[:lease.done]))
-        given_up = self.cache.cached_length(prompt) < known
+        given_up = self.cache.tree.cached_length(prompt) < known
         assert known == (match.checkpoint.done if match.checkpoint else 0)
         assert lease.done == known or (given_up and lease.done < known), "a kept position is there and not used"
         assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= known and lease.shared <= match.shared
@@ -425,7 +425,8 @@ class ReuseMachine(RuleBasedStateMachine):
         del self.leases[lease]
         assert len(self.cache.tree) - checkpoints <= bool(keep and naive.tokens)
         if keep and naive.tokens:
-            assert self.cache.cached_length([*naive.tokens, 9]) == len(naive.tokens), "what was just kept is not known"
+            known = self.cache.tree.cached_length([*naive.tokens, 9])
+            assert known == len(naive.tokens), "what was just kept is not known"
 
     @precondition(lambda self: self.leases or self.kept)
     @rule(pick=st.integers(0, 9))
@@ -467,7 +468,7 @@ class ReuseMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9))
     def drop(self, pick: int) -> None:
         kept = list(self.kept)[pick % len(self.kept)]
-        self.cache.release_snapshot(kept)
+        self.cache.release(kept)
         del self.kept[kept]
 
     @invariant()
@@ -506,7 +507,7 @@ class ReuseMachine(RuleBasedStateMachine):
         for lease in [*self.leases]:
             self.cache.release(lease)
         for kept in [*self.kept]:
-            self.cache.release_snapshot(kept)
+            self.cache.release(kept)
         while self.cache.tree.evict():
             pass
         self.cache.check()
@@ -599,8 +600,8 @@ def test_a_refused_admission_leaves_the_tree_alone() -> None:
     cache = toy_cache(8, 4)
     cache.release(lease_of(cache, list(range(100, 130))), keep=True)
     held = lease_of(cache, list(range(60)))
-    assert cache.admit(range(500, 505), room=128) is None
-    assert cache.cached_length(range(100, 131)) == 30, "the tree was emptied for nothing"
+    assert cache.admit(range(500, 505), min_tokens=128) is None
+    assert cache.tree.cached_length(range(100, 131)) == 30, "the tree was emptied for nothing"
     cache.release(held)
 
 
@@ -610,8 +611,8 @@ def test_an_admission_that_is_refused_for_its_own_prefix_leaves_the_others() -> 
     cache.release(lease_of(cache, list(range(100, 116))), keep=True)
     cache.release(lease_of(cache, list(range(64))), keep=True)
     held = lease_of(cache, list(range(200, 232)))
-    assert cache.admit(range(70), room=128) is None
-    assert cache.cached_length(range(100, 117)) == 16, "the tree was emptied for nothing"
+    assert cache.admit(range(70), min_tokens=128) is None
+    assert cache.tree.cached_length(range(100, 117)) == 16, "the tree was emptied for nothing"
     cache.release(held)
 
 
@@ -653,4 +654,4 @@ def test_without_reuse_nothing_is_kept_or_found() -> None:
     lease = lease_of(cache, list(range(20)))
     assert cache.reserve_checkpoint(lease, 25) is None
     cache.release(lease, keep=True)
-    assert len(cache.tree) == 0 and cache.cached_length(range(30)) == 0 and cache.pages.free == 8
+    assert len(cache.tree) == 0 and cache.tree.cached_length(range(30)) == 0 and cache.pages.free == 8

@@ -225,7 +225,7 @@ def test_a_draft_model_reads_the_same_positions() -> None:
         right("odd", found[name, 0].tokens)
         usage = usage_of(found, name)
         assert usage.drafted_tokens == usage.accepted_tokens > 10
-    known = [draft.cache.cached_length(prompt.keys or ()) for prompt in (PROMPT, other_picture())]
+    known = [draft.cache.tree.cached_length(prompt.keys or ()) for prompt in (PROMPT, other_picture())]
     assert known[0] >= len(OPENING) + 20 and known[1] == len(OPENING)
 
 

@@ -145,6 +145,19 @@ class PrefixTree:
         self._matched = (tokens, end, self.changes, found) if isinstance(tokens, array) else None
         return found
 
+    def cached_length(self, tokens: Sequence[int], end: bool = True) -> int:
+        """Returns the position of the checkpoint that `match` finds."""
+        checkpoint = self.match(tokens, end).checkpoint
+        return checkpoint.done if checkpoint else 0
+
+    def pin(self, tokens: Sequence[int]) -> bool:
+        """Keeps the checkpoint at the end of `tokens` for as long as anything can be kept; False if there is none."""
+        checkpoint = self.at(tokens)
+        if checkpoint is None:
+            return False
+        checkpoint.pinned = True
+        return True
+
     def shared(self, tokens: Sequence[int]) -> list[int]:
         """The full pages here that hold the beginning of `tokens`."""
         return _joined(node.pages[:len(node.pages) + depth - node.depth] for node, depth, _ in self._walk(tokens))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from deltic.cache.offload.item_validator import PoolItemValidator
-from deltic.cache.offload.prefix_items import LoadedPrefix, PrefixSource, Tensors
 from deltic.cache.offload.tiers import StoreRequest
+from deltic.cache.offload.types import LoadedPrefix, PrefixSource, Tensors
 from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, Operation, PoolSizes, RestoreItem, StoreItem
 from deltic.config import ModelConfig
 from deltic.ops import Ops

@@ -101,7 +101,8 @@ def _load(args: argparse.Namespace, cache: int, prepare: Callable[[LLM], None]) 
     try:
         prepare(llm)
         with llm.worker.hold():
-            llm.runtime.cache.prepare()
+            for tier in llm.runtime.cache.tiers:
+                tier.prepare()
             llm.runtime.warm_up()
     except BaseException:
         llm.close()

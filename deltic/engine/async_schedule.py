@@ -89,7 +89,7 @@ def _drafts_row(scheduler: Scheduler, share: ScheduledSequence, drafts: int) -> 
     base = base_after(row)
     assert base is not None
     if row.done + share.tokens + drafts + 1 - base > RING:
-        scheduler.cache.queue_delta_flush(lease, base, row.done)
+        scheduler.cache.states.queue_flush(lease, base, row.done)
         share.base = base = row.done
     return PlannedRow(
         (UNKNOWN,) * (drafts + 1),

@@ -90,7 +90,7 @@ class Engine:
         self._failures = Failures(runtime, self.scheduler, self.speculator)
         self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
-            runtime.cache.allocate_spare_slots(runtime.memory.max_batch)
+            runtime.cache.states.allocate_spares(runtime.memory.max_batch)
         self._flight: InFlight | None = None
         self._sound: dict[Sequence, ScheduledSequence] = {}
         """Those that have drawn a sound token since what they have emitted was kept."""
@@ -133,7 +133,7 @@ class Engine:
         cache does not hold it."""
         keys = array("q", prompt)
         self._public += [] if keys in self._public else [keys]
-        return self.runtime.cache.pin(prompt)
+        return self.runtime.cache.tree.pin(prompt)
 
     def abort(self, request: str) -> None:
         """End a request now, in whatever state it is; its choices finish with reason "abort"."""
@@ -280,7 +280,7 @@ class Engine:
             if not row.drafts:
                 cache.commit(share.cache, len(row.tokens), base_after(row))
             if row.target is not None:
-                cache.swap_spare_slot(share.cache, row.target)
+                cache.states.swap_spare(share.cache, row.target)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
 
     def _collect(self, flight: InFlight) -> None:

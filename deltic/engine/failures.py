@@ -57,20 +57,20 @@ class Failures:
     def flush(self) -> None:
         """Have all done now that is to be done to the pools."""
         try:
-            self._runtime.cache.flush_operations()
+            self._runtime.cache.operations.flush()
         except Exception:
             log.exception("an operation on the cache failed")
         self.recover()
 
     def gives_up(self, plan: StepPlan) -> bool:
         """Whether the plan is of no use, as the cache was lost while it was made."""
-        if self._runtime.cache.poisoned:
+        if self._runtime.cache.operations.poisoned:
             self._runtime.cache.pools.forget(plan.operations)
-        return self._runtime.cache.poisoned
+        return self._runtime.cache.operations.poisoned
 
     def recover(self) -> None:
         """Of a cache that is lost nothing is used again: all that run read anew what they have."""
-        if not self._runtime.cache.poisoned:
+        if not self._runtime.cache.operations.poisoned:
             return
         log.error("what the cache kept is given up, as an operation on it failed; all that run read their prompts anew")
         for sequence in self._scheduler.running:

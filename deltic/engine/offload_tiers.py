@@ -6,13 +6,11 @@ import logging
 
 import torch
 
-from deltic.cache.offload.device_copies import DeviceToHostCopy
 from deltic.cache.offload.directory import CacheDirectory
 from deltic.cache.offload.disk import DiskRecords, DiskStore
-from deltic.cache.offload.host import HostStore
+from deltic.cache.offload.host import DeviceToHostCopy, HostStore, PinnedMemory
 from deltic.cache.offload.identity import FileDigests, Identity, backend_summary, machine_facts
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.pinned_memory import PinnedMemory
 from deltic.config import EngineConfig, available_memory
 from deltic.errors import DelticError
 from deltic.ops import Ops

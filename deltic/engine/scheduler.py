@@ -45,7 +45,7 @@ to be replayed for what is saved."""
 def defers(cache: HybridCache, lease: SequenceCache) -> bool:
     """Whether what the next token does to the state is left in the lease's replay ring. Of a few tokens in a row one is
     not, so that the state is written; of different sequences not in the same step."""
-    if not cache.attach_delta_log(lease) or lease.delta_log is None:
+    if not cache.states.attach_delta_log(lease) or lease.delta_log is None:
         return False
     return lease.unflushed + 1 < RING and (lease.done + lease.delta_log) % DEFERRED != 0
 
@@ -107,7 +107,7 @@ class Scheduler:
             count == 1 and sequence.generated for sequence, count in shares
         )
         rows = tuple(self._row(sequence, count, deferring) for sequence, count in shares)
-        return StepPlan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
+        return StepPlan(rows, self.cache.operations.take()), [sequence for sequence, _ in shares]
 
     def defers_state_writes(self, rows: int) -> bool:
         """Whether updates of states may be deferred in a step of so many rows that only decode."""
@@ -131,12 +131,12 @@ class Scheduler:
                 shares.append((sequence, count))
         shares.sort(key=_order)
         others = tuple(replace(self._row(sequence, count, False), target=next(spares)) for sequence, count in shares)
-        return StepPlan((*rows, *others), self.cache.take_operations()), [*known, *(sequence for sequence, _ in shares)]
+        return StepPlan((*rows, *others), self.cache.operations.take()), [*known, *(sequence for sequence, _ in shares)]
 
     def plan_drafts(self, rows: List[PlannedRow]) -> StepPlan:
         """The step of these rows with drafts, behind one in flight that has the same sequences, all that run."""
         self._step += 1
-        return StepPlan(tuple(rows), self.cache.take_operations())
+        return StepPlan(tuple(rows), self.cache.operations.take())
 
     def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
               ) -> list[tuple[Sequence, int]]:
@@ -279,7 +279,7 @@ class Scheduler:
         """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""
         known, changes = sequence.known
         if changes != self.cache.tree.changes:
-            known = self.cache.cached_length(sequence.key_array, not sequence.embeds)
+            known = self.cache.tree.cached_length(sequence.key_array, not sequence.embeds)
             sequence.known = known, self.cache.tree.changes
         return known
 
@@ -316,7 +316,7 @@ class Scheduler:
         room = len(sequence.tokens) + 1 if self.running else 0
         origin, lease, keys, known = sequence.fork_point, None, sequence.own_keys(), sequence.key_array
         if origin is not None:
-            if self.cache.make_room(-(-room // PAGE) - origin.snapshot.done // PAGE):
+            if self.cache.accounts.make_room(-(-room // PAGE) - origin.snapshot.done // PAGE):
                 lease = self.cache.fork(origin.snapshot, keys)
             if lease is None and self.running:
                 return None
@@ -413,7 +413,7 @@ class Scheduler:
         if origin:
             origin.waiting -= 1
             if not origin.waiting:
-                self.cache.release_snapshot(origin.snapshot)
+                self.cache.release(origin.snapshot)
 
 
 def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, split_memory
-from deltic.cache.offload.prefix_items import ItemValidator
+from deltic.cache.offload.types import ItemValidator
 from deltic.cache.operations import CopyPage, CopySlot, Operation, PoolSizes
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.errors import ConfigError
@@ -118,7 +118,7 @@ class ProgramModel:
 
     def _forget(self) -> None:
         """Drop the sequences of slots that nobody owns any more: their K/V would keep others from having it."""
-        if not self.cache.accounts.queue:  # what is queued may still read them
+        if not self.cache.operations.queued:  # what is queued may still read them
             for slot in [slot for slot in self.program.slots if not self.cache.slots.owned(slot)]:
                 self.program.drop(slot)
 

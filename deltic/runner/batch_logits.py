@@ -29,7 +29,7 @@ def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: boo
                 raise RequestError(f"no room for a prompt of {len(prompts[waiting[0]])} tokens: drop snapshots, or "
                                    "raise memory", "rows")
             rows = _rows(running, prompts, model.options.token_budget)
-            cache.flush_operations()
+            cache.operations.flush()
             batch = build(StepPlan(tuple(rows.values())), model.device, all_logits, model.mtp_runner is not None,
                           verified=model.verifies)
             sizes = [len(row.tokens) if all_logits else 1 for row in rows.values()]

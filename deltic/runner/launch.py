@@ -201,7 +201,7 @@ class Launcher:
             assert sequence.cache is not None
             flight.scheduled.append(ScheduledSequence(sequence, sequence.cache))
         if flight.plan.operations:
-            runtime.cache.apply_operations(flight.plan.operations)
+            runtime.cache.operations.apply(flight.plan.operations)
         drawing = [share for share in flight.scheduled if share.row is None or share.row.logits > share.row.scored]
         asked = self.masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
         if flight.plan.rows:
@@ -253,7 +253,7 @@ class Launcher:
             found = runtime.run(build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory))
             kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
             if part.copies:
-                runtime.cache.apply_operations(part.copies)
+                runtime.cache.operations.apply(part.copies)
         return torch.stack([kept[wanted] for wanted in sorted(kept)]) if kept else found[:0]
 
     def _draw(self, flight: InFlight, draws: list[SampleRow], logits: Tensor) -> None:

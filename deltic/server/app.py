@@ -179,7 +179,8 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
         ready = _ready_line(llm, listener, tls is not None, options.get("served_name"))
         if not isinstance(llm, ModelSet):
             with llm.worker.hold():
-                llm.runtime.cache.prepare()
+                for tier in llm.runtime.cache.tiers:
+                    tier.prepare()
                 llm.runtime.warm_up()
         gc.collect()  # what is garbage now would stay for as long as the server runs
         Server(app, app.state.work, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)

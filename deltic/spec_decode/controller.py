@@ -199,7 +199,7 @@ class SpeculationController:
     def _grant(self, sequence: Sequence, count: int) -> int:
         """Room in the cache for so many drafts after the next token; for how many there is."""
         cache, lease = self._runtime.cache, sequence.cache
-        if not count or lease is None or not cache.attach_delta_log(lease):
+        if not count or lease is None or not cache.states.attach_delta_log(lease):
             return 0
         # and for what is drafted next before this is seen, if there is any
         more = count if self._runtime.verifies else 0

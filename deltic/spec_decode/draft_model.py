@@ -58,7 +58,7 @@ class DraftModelProposer:
         cache, lease = self._runtime.cache, self._lease(sequence)
         if lease is not None:
             missing = len(sequence.tokens) - 1 - lease.done + self.limit
-            if cache.attach_delta_log(lease) and cache.reserve(lease, missing) >= missing:
+            if cache.states.attach_delta_log(lease) and cache.reserve(lease, missing) >= missing:
                 return True
         # to try again at every step would be to read again at every step
         self._release(sequence)
@@ -70,7 +70,7 @@ class DraftModelProposer:
         if sequence in self._leases:
             return False
         keys = sequence.keys[:-1]
-        known, reading = self._runtime.cache.cached_length(keys), [
+        known, reading = self._runtime.cache.tree.cached_length(keys), [
             (other, lease.done) for other, lease in self._leases.items() if lease.done < len(other.request.prompt)]
         return any(max(known, done) < position <= common for other, done in reading
                    if (common := common_length(keys, other.keys)) for position in other.wanted)
@@ -113,7 +113,7 @@ class DraftModelProposer:
             return False
         if lease.unflushed + self.limit > RING:
             # else the ring would be folded amid them; they could not be taken back
-            self._runtime.cache.flush_delta_log(lease)
+            self._runtime.cache.states.flush(lease)
         return True
 
     def _release(self, sequence: Sequence) -> None:
@@ -123,7 +123,7 @@ class DraftModelProposer:
             cache.release(lease, keep=cache.rollback(lease, _sound(lease, sequence)))
 
     def _run(self, rows: List[PlannedRow]) -> Tensor:
-        self._runtime.cache.flush_operations()
+        self._runtime.cache.operations.flush()
         return self._runtime.run(build(StepPlan(tuple(rows)), self._runtime.device))
 
     def _step(self, active: list[tuple[int, Sequence]], drafts: list[list[int]]) -> None:

@@ -204,7 +204,7 @@ class MtpProposer:
         if ahead and ahead.covers(sequences) and all(map(ahead.follows, sequences)):
             return [[*ahead.drafts(sequence, count)] for sequence, count in wants]
         self._see(sequences)
-        self._runtime.cache.flush_operations()  # the head writes to pages right away
+        self._runtime.cache.operations.flush()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)
         plan = StepPlan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
         batch = (verifying if self._head.ahead else build)(plan, device, memory=self._memory)

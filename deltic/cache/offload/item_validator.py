@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deltic.cache.offload.prefix_items import Tensors
-from deltic.cache.offload.types import StoredItem
+from deltic.cache.offload.types import StoredItem, Tensors
 from deltic.errors import show
 from deltic.ops.kv import is_finite
 
