@@ -28,7 +28,7 @@ CACHES = {
     "deltic/cache/offload/host.py _staging": "pinned memory through which a thread copies",
     "deltic/ops/cuda/quantized_gemm.py _bytes_of_rows": "a constant that is never written to",
     "deltic/ops/cuda/staging.py _pieces": "pinned memory that small tensors go through",
-    "deltic/cache/tensors.py _beside": "a stream of a device, which orders what is put into it",
+    "deltic/cache/tensors.py _side_stream": "a stream of a device, which orders what is put into it",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py _launcher": "the same library",
