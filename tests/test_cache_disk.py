@@ -436,7 +436,7 @@ def test_others(disk, tmp_path, caplog):
     disk.write(ITEM, {})
     for item in (ITEM, replace(ITEM, kind="kv")):
         other.write(item, {"x": torch.zeros(100)})
-    foreign = {put(root(tmp_path) / "mine.txt"), put(root(tmp_path) / "deep" / "er"), put(tmp_path / "user.txt")}
+    foreign = {put(root(tmp_path) / name) for name in ("mine.txt", "weights.safetensors", "deep/er", "../user.txt")}
     change(tmp_path, "UPDATE items SET used = ? WHERE model = ?", OLD, OTHER)
     found = disk.others()
     assert {item.path for item in found} == {file_of(tmp_path, ITEM, OTHER).name,

@@ -420,14 +420,14 @@ class TierMachine(ReuseMachine):
         assert fetch.poll()
         loaded = fetch.loaded.done if fetch.loaded else 0
         assert not loaded or loaded > known
-        lease = self.cache.admit(prompt, room, fetch)
-        if lease is None:
-            assert room or self.loose_slots() <= 1 or self.leases or self.kept, "an empty cache refuses"
+        sequence = self.cache.admit(prompt, room, fetch)
+        if sequence is None:
+            assert room or self.loose_slots() <= 1 or self.sequences or self.kept, "an empty cache refuses"
             return
-        self.leases[lease] = Wanted(list(prompt[:lease.done]))
-        self.leases[lease].emitting |= set(lease.checkpoint_slots)
-        assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= max(known, loaded)
-        assert lease.source == ("host" if lease.done > known else "")
+        self.sequences[sequence] = Wanted(list(prompt[:sequence.done]))
+        self.sequences[sequence].emitting |= set(sequence.checkpoint_slots)
+        assert tuple(sequence.tokens) == prompt[:sequence.done] and sequence.done <= max(known, loaded)
+        assert sequence.source == ("host" if sequence.done > known else "")
 
     @rule()
     def forget_the_pools(self) -> None:
@@ -441,15 +441,15 @@ class TierMachine(ReuseMachine):
             tokens += part
             fetch = self.cache.start_load(tokens)
             assert fetch.poll()
-            lease = self.cache.admit(tokens, len(tokens), fetch)
-            if lease is None:
+            sequence = self.cache.admit(tokens, len(tokens), fetch)
+            if sequence is None:
                 return
-            rest = tokens[lease.done:]
-            if self.cache.reserve(lease, len(rest)) == len(rest):
-                step(self.cache, lease, rest)
-            assert read_kv(self.cache, lease.pages, lease.done) == hashes(tokens)[:lease.done]
-            assert not lease.done or read_state(self.cache, lease.slot) == hashes(tokens)[lease.done - 1]
-            self.cache.release(lease, keep=True)
+            rest = tokens[sequence.done:]
+            if self.cache.reserve(sequence, len(rest)) == len(rest):
+                step(self.cache, sequence, rest)
+            assert read_kv(self.cache, sequence.pages, sequence.done) == hashes(tokens)[:sequence.done]
+            assert not sequence.done or read_state(self.cache, sequence.slot) == hashes(tokens)[sequence.done - 1]
+            self.cache.release(sequence, keep=True)
             self.cache.clear()
 
 
@@ -664,9 +664,9 @@ def test_tensors_of_other_shapes_are_not_used() -> None:
         tier.offer(PrefixSource(tokens, lambda _, run=run: dict(run), lambda: dict(state)))
         fetch = cache.start_load((*tokens, 1))
         assert fetch.poll()
-        lease = cache.admit((*tokens, 1), 0, fetch)
-        assert lease is not None and lease.done == 0, name
-        cache.release(lease)
+        sequence = cache.admit((*tokens, 1), 0, fetch)
+        assert sequence is not None and sequence.done == 0, name
+        cache.release(sequence)
 
 
 def test_an_item_of_other_tokens_is_not_used() -> None:
@@ -677,7 +677,7 @@ def test_an_item_of_other_tokens_is_not_used() -> None:
     store._items["kv", key]["tokens"] = torch.tensor([1, 2, 4])
     entry = tier.find((1, 2, 3, 4))
     assert entry is not None
-    with pytest.raises(LostError, match="others than it says"):
+    with pytest.raises(LostError, match="not those of its key"):
         tier.fetch(entry).result()
 
 

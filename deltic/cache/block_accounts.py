@@ -68,7 +68,7 @@ class BlockAccounts:
         assert self.owns(owner), "a sequence or snapshot was released before, or belongs to another cache"
 
     def attainable(self, pages: int, spared: Iterable[int] = ()) -> int:
-        """Returns how many pages eviction could free, the `spared` ones not counted; exact only below `pages`."""
+        """Returns how many pages would be free if the tree kept only the `spared` ones; exact only below `pages`."""
         if self.pages.free >= pages:
             return self.pages.free
         return self.pages.size - len({*spared, *(page for owner in self.owners for page in owner.pages)})

@@ -43,6 +43,7 @@ RESERVE_SHARE = 0.01
 
 _TAG, _TEMPORARY = "CACHEDIR.TAG", ".tmp-"
 _TAG_TEXT = b"Signature: 8a477f597d28d172789f06886806bc55\n# A prefix cache of deltic; it may be deleted.\n"
+_ITEM = re.compile(rf"[0-9a-z]{{1,64}}-[0-9a-f]{{1,64}}-[0-9]{{1,19}}\.[a-z]{{1,9}}{re.escape(ITEM_SUFFIX)}")
 _VERSION_1 = re.compile(r"v1-[0-9a-z]{1,64}|weights\.json")
 _START_SECONDS = 2.0
 """Time between the creation of a temporary file and the lock on it."""
@@ -230,7 +231,7 @@ class CacheDirectory:
         present = {entry.name for entry in os.scandir(self.root) if entry.is_file(follow_symlinks=False)}
         for name in present - known:
             unfinished = name.startswith(_TEMPORARY) and _is_abandoned(self.root / name)
-            if unfinished or name.endswith(ITEM_SUFFIX):
+            if unfinished or _ITEM.fullmatch(name):
                 with suppress(OSError):
                     (self.root / name).unlink()
         index.executemany("DELETE FROM items WHERE file = ?", [(file,) for file in known - present])
@@ -245,10 +246,6 @@ class CacheDirectory:
                 Path(entry).unlink(missing_ok=True)
         if old:
             log.warning("%s: the prefixes of an earlier version of deltic were deleted", self.root)
-
-    def check_room(self, size: int) -> None:
-        """Raises FullError if a file of this size would use up the disk's reserve."""
-        check_room(self.root, size)
 
 
 def root_of(directory: str | Path) -> Path:
@@ -308,13 +305,11 @@ def make_private(path: Path) -> None:
 
     Raises OSError if the path is a link or a file, or belongs to another user.
     """
-    permissions = 0o700
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
+    with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    except FileExistsError:
-        permissions = stat.S_IMODE(path.lstat().st_mode) & 0o700 or 0o700
     found = path.lstat()
+    permissions = found.st_mode & 0o700 or 0o700
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path))
     if stat.S_IMODE(found.st_mode) == permissions:

@@ -20,8 +20,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from deltic.cache.offload.directory import ITEM_SUFFIX, CacheDirectory, open_regular, temporary_file
-from deltic.cache.offload.types import FullError, StoredItem, TierStoreError
+from deltic.cache.offload.directory import ITEM_SUFFIX, CacheDirectory, check_room, open_regular, temporary_file
+from deltic.cache.offload.types import FullError, StoredItem, TierStore, TierStoreError
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
                   "F8_E4M3": torch.float8_e4m3fn}
@@ -87,20 +87,20 @@ def known(model: str | Future[str]) -> Future[str]:
     return found
 
 
-class DiskStore:
-    """A TierStore in a cache directory, for one model; several processes may use the directory at the same time.
+class DiskStore(TierStore):
+    """Items of one model in a cache directory; several processes may use the directory at the same time.
 
     Methods that the index calls on its own threads wait for the model's digest. `touch` and `delete` never wait: they
     take effect on files at once, and on the index with the next scan or write.
     """
 
-    name, trusted = "disk", False
+    name = "disk"
 
     def __init__(self, directory: str | Path | CacheDirectory, model: str | Future[str], budget: int, label: str = "",
                  about: str = "", abandon: Callable[[], None] = lambda: None) -> None:
         """model: its digest, perhaps one that is still being computed. label, about: its name and how it is computed,
         for people. abandon: ends the computation of the digest. Raises ConfigError if the directory cannot be used."""
-        self.budget, self.abandon = budget, abandon
+        self.budget, self._abandon = budget, abandon
         self._directory, self._model = opened(directory), known(model)
         self.writable = self._directory.writable
         self._label, self._about = _printable(label), _printable(about)
@@ -115,11 +115,9 @@ class DiskStore:
 
     @property
     def ready(self) -> bool:
-        """True if the model's digest is known."""
         return self._model.done()
 
     def scan(self) -> Iterator[StoredItem]:
-        """Returns the items of this model."""
         if self.writable:
             with self._transaction() as index:
                 self._directory.remove_leftovers(index)
@@ -127,7 +125,7 @@ class DiskStore:
         return (item for item in rows if item.path not in self._deleted)
 
     def others(self) -> list[StoredItem]:
-        """Returns the items of other models, which count towards the budget. Warns of them once."""
+        """Also warns of the items, once."""
         if not self.writable:
             return []
         found = [item for item in self._rows("model != ?") if item.path not in self._deleted]
@@ -140,10 +138,7 @@ class DiskStore:
         return found
 
     def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
-        """Stores an item and returns the size of its file. Tensors are float32, bfloat16, float16, float8 or int64.
-
-        Raises OSError, with nothing left behind, if the disk refuses; FullError if it is full, or nearly.
-        """
+        """Tensors are float32, bfloat16, float16, float8 or int64. Raises FullError if the disk is full, or nearly."""
         pieces = encode(tensors)
         with _full_disk(sum(map(len, pieces))):
             try:
@@ -152,10 +147,6 @@ class DiskStore:
                 return self._write(item, pieces)
 
     def read(self, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
-        """Returns new tensors on the CPU, of at most `most` bytes in all.
-
-        Raises TierStoreError if the item is missing or damaged; OSError if it cannot be read at present.
-        """
         path = self._directory.root / self._file(item)
         with self._directory.read() as index:
             row = index.execute("SELECT size, crc32 FROM items WHERE file = ? AND parent = ? AND done = ?",
@@ -173,7 +164,6 @@ class DiskStore:
             raise TierStoreError(f"{path} {error}") from error
 
     def delete(self, item: StoredItem) -> None:
-        """Deletes an item's file; never fails."""
         if not self.ready or self._model.exception():
             return  # nothing was written or found yet
         file = item.path or self._file(item)
@@ -184,8 +174,10 @@ class DiskStore:
     def touch(self, item: StoredItem) -> None:
         self._used[self._file(item)] = time.time()
 
+    def abandon(self) -> None:
+        self._abandon()
+
     def close(self) -> None:
-        """Writes what `touch` and `delete` have left to do."""
         if self.writable and (self._used or self._deleted):
             with suppress(OSError), self._transaction():
                 pass
@@ -205,7 +197,7 @@ class DiskStore:
             checksum = crc32(piece, checksum)
         with self._directory.read():
             pass  # makes the directory if it is gone
-        self._directory.check_room(size)
+        check_room(self._directory.root, size)
         with temporary_file(self._directory.root, pieces) as temporary, self._transaction() as index:
             index.execute("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                           (file, self._model.result(), item.kind, item.key, item.parent, item.start, item.done, size,
@@ -332,7 +324,7 @@ class DiskRecords:
         """Returns True if a row was inserted."""
         row = (self._model.result(), key, data, _record_checksum(key, data or b""), cost)
         with self._directory.transaction() as index:
-            self._directory.check_room(cost)
+            check_room(self._directory.root, cost)
             found = index.execute(f"INSERT OR {conflict} INTO records VALUES (?, ?, ?, ?, ?, ?)", (*row, time.time()))
             self._unchecked += cost
             if self._unchecked > self._slack:

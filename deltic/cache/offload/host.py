@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from threading import get_ident
 
 import torch
 from torch import Tensor
 
-from deltic.cache.offload.types import StoredItem, TierStoreError
+from deltic.cache.offload.types import StoredItem, TierStore, TierStoreError
 from deltic.ops.memory import is_shortage, reserve
 
 _STAGING_BYTES = 8 << 20
@@ -30,25 +30,16 @@ _PREPARE_SECONDS = 3.0
 Pin = Callable[[Tensor], Callable[[], object] | None]
 
 
-class HostStore:
-    """A TierStore of plain tensors."""
+class HostStore(TierStore):
+    """Keeps the tensors themselves."""
 
-    name = "host"
-    ready, writable, trusted = True, True, True
+    name, trusted = "host", True
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._items = dict[tuple[str, str], dict[str, Tensor]]()
 
-    def scan(self) -> Iterable[StoredItem]:
-        """Memory begins empty."""
-        return ()
-
-    def others(self) -> Iterable[StoredItem]:
-        return ()
-
     def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
-        """Keeps the tensors themselves, which must not change any more."""
         self._items[item.kind, item.key] = dict(tensors)
         return item.size
 
@@ -60,15 +51,6 @@ class HostStore:
 
     def delete(self, item: StoredItem) -> None:
         self._items.pop((item.kind, item.key), None)
-
-    def touch(self, item: StoredItem) -> None:
-        """The index has the order of use."""
-
-    def abandon(self) -> None:
-        """No method waits."""
-
-    def close(self) -> None:
-        """Nothing is left to do."""
 
 
 class DeviceToHostCopy:

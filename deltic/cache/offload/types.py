@@ -9,6 +9,7 @@ Items never change: equal names have equal content, whichever process wrote them
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -105,7 +106,7 @@ class PrefixSource:
     final: bool = False
 
 
-class TierStore(Protocol):
+class TierStore(ABC):
     """Stores items. The index also calls `scan`, `others`, `read` and `write` on threads of its own.
 
     TierStoreError concerns one item; OSError means that the store cannot take or return anything at present, FullError
@@ -113,37 +114,44 @@ class TierStore(Protocol):
     this process, so that their numbers need not be checked.
     """
 
-    name: str
-    budget: int
-    writable: bool
-    trusted: bool
+    name = ""
+    budget = 0
+    writable = True
+    trusted = False
 
     @property
     def ready(self) -> bool:
         """False while the other methods would wait."""
+        return True
 
     def scan(self) -> Iterable[StoredItem]:
-        """Returns all items."""
+        """Returns all items that were there before this process."""
+        return ()
 
     def others(self) -> Iterable[StoredItem]:
         """Returns items of other models, which count towards the budget; they can only be deleted."""
+        return ()
 
+    @abstractmethod
     def write(self, item: StoredItem, tensors: Tensors) -> int:
-        """Stores an item, whole or not at all; returns its size in bytes. The tensors are on the host."""
+        """Stores an item, whole or not at all; returns its size in bytes. The tensors are on the host and must not
+        change any more."""
 
+    @abstractmethod
     def read(self, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
         """Returns an item's tensors. Raises TierStoreError if the item is missing, damaged or larger than `most`."""
 
+    @abstractmethod
     def delete(self, item: StoredItem) -> None:
-        """Deletes an item if it is there."""
+        """Deletes an item if it is there; never fails."""
 
-    def touch(self, item: StoredItem) -> None:
+    def touch(self, item: StoredItem) -> None:  # noqa: B027
         """Notes that an item was used now; never fails."""
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Ends the wait of all methods: nothing more is wanted."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Finishes what `touch` and `delete` have left to do."""
 
 

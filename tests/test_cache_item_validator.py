@@ -149,13 +149,13 @@ def test_a_file_larger_than_its_item_can_be_takes_no_memory(tmp_path: Path) -> N
     (path,) = tmp_path.rglob("*.safetensors")
     with path.open("r+b") as file:
         file.truncate(1 << 40)
-    door = PoolItemValidator(odd_runtime().pools)
+    validator = PoolItemValidator(odd_runtime().pools)
     with pytest.raises(TierStoreError, match="wrong length"):
-        disk.read(item, door.most(item))
+        disk.read(item, validator.most(item))
     with CacheDirectory(tmp_path).transaction() as index:
         index.execute("UPDATE items SET size = ?", (1 << 40,))
     with pytest.raises(TierStoreError, match=r"at most .* can be right"):
-        disk.read(item, door.most(item))
+        disk.read(item, validator.most(item))
 
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4)
@@ -177,11 +177,11 @@ NAMES = st.sampled_from(("keys", "values", "tokens", "recurrent", "conv", "logit
 def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObject) -> None:
     """Sound items with tensors replaced, removed and added: refused, with a reason, or just like what was kept."""
     pools = odd_runtime().pools
-    door, kind = PoolItemValidator(pools), data.draw(st.sampled_from(("kv", "state", "final")))
+    validator, kind = PoolItemValidator(pools), data.draw(st.sampled_from(("kv", "state", "final")))
     item = StoredItem(kind, "ab" * 16, "", 0, 5)
     sound = sound_item(item)
-    assert door.refuse(item, sound) == ""
-    assert sum(tensor.numel() * tensor.itemsize for tensor in sound.values()) <= door.most(item)
+    assert validator.refuse(item, sound) == ""
+    assert sum(tensor.numel() * tensor.itemsize for tensor in sound.values()) <= validator.most(item)
     changed = dict(sound)
     for name, tensor in data.draw(st.lists(st.tuples(NAMES, tensors() | st.none()), min_size=1, max_size=3)):
         if tensor is None:
@@ -189,9 +189,9 @@ def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObjec
         else:
             changed[name] = tensor
     if changed.keys() != sound.keys() or any(changed[name].shape != sound[name].shape for name in sound):
-        assert door.refuse(item, changed)
+        assert validator.refuse(item, changed)
     else:
-        door.refuse(item, changed)
+        validator.refuse(item, changed)
 
 
 def sound_item(item: StoredItem) -> Tensors:
@@ -210,7 +210,7 @@ def sound_item(item: StoredItem) -> Tensors:
 def test_an_engine_over_damaged_files_answers_as_without(tmp_path_factory: pytest.TempPathFactory,
                                                          data: st.DataObject) -> None:
     """Bits, lengths and headers of any file: never a crash, a wait without end, or another token."""
-    directory = tmp_path_factory.getbasetemp() / "door"
+    directory = tmp_path_factory.getbasetemp() / "validator"
     request, expected = greedy(PROMPT[:40], 3), reference(odd_runtime(), PROMPT[:40], 3)
     engine = disk_engine(directory)
     serve(engine, request)
@@ -235,5 +235,5 @@ def test_a_state_of_few_tokens_may_have_places_that_were_never_written() -> None
     item = StoredItem("state", "ab" * 16, "", 0, 2)
     tensors = sound_item(item)
     tensors["conv"][:, 2:] = NAN
-    door = PoolItemValidator(odd_runtime().pools)
-    assert door.refuse(item, tensors) == "" and "conv" in door.refuse(replace(item, done=PAGE), tensors)
+    validator = PoolItemValidator(odd_runtime().pools)
+    assert validator.refuse(item, tensors) == "" and "conv" in validator.refuse(replace(item, done=PAGE), tensors)
