@@ -23,8 +23,9 @@ from support import numbers, odd_shape
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.cache.offload import identity
 from deltic.cache.offload.directory import CacheDirectory, ModelLabel
-from deltic.cache.offload.disk import DiskRecords
+from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.identity import FileMark, hash_file
+from deltic.cache.offload.types import StoredItem
 from deltic.chat.history_store import AnswerLog, AnswerRecord, digest_of
 from deltic.cli import main
 from deltic.errors import ModelError
@@ -403,6 +404,19 @@ def test_notes_wait_too(tmp_path: Path) -> None:
         written.result(10)
     assert notes.ready and notes.get("ab") == b"text" and notes.get("ef") is None and not notes.claim("ab")
     assert DiskRecords(tmp_path, "model").get("ab") == b"text"
+
+
+def test_nothing_waits_for_the_digest_but_reading_and_writing(tmp_path: Path) -> None:
+    """Such as a prefix that is offered twice meanwhile."""
+    model: Future[str] = Future()
+    disk, item = DiskStore(tmp_path, model, 1 << 20), StoredItem("kv", "ab" * 16, "", 0, 3)
+    for known in (False, True):
+        disk.touch(item)
+        disk.delete(item)
+        disk.close()
+        assert disk.ready == known
+        if not known:
+            model.set_exception(ModelError("no"))
 
 
 def test_notes_that_never_come(tmp_path: Path) -> None:

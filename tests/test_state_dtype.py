@@ -37,7 +37,7 @@ from deltic.cache.offload.identity import Identity
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.types import StoredItem
 from deltic.cache.operations import CopySlot, FlushDeltaLog
-from deltic.cache.tensors import page_bytes, ring_bytes, slot_bytes
+from deltic.cache.tensors import delta_log_bytes, page_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
@@ -105,7 +105,8 @@ def test_replay_rings_stay_as_they_are() -> None:
     assert plans == [64, 64]
     pools = over_bfloat16().pools
     assert pools.delta_logs and all(tensor.dtype == torch.float32 for tensor in pools.delta_logs)
-    assert sum(tensor[:, :1].nbytes for tensor in pools.delta_logs) == ring_bytes(odd_runtime().config, torch.float32)
+    size = delta_log_bytes(odd_runtime().config, torch.float32)
+    assert sum(tensor[:, :1].nbytes for tensor in pools.delta_logs) == size
 
 
 def test_inspect_says_what_a_state_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count, pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -52,31 +53,61 @@ class PoolOptions:
 PLAIN = PoolOptions()
 
 
+@dataclass(frozen=True, slots=True)
+class _UnitTensor:
+    """The part of a page, slot or delta log that lies in one tensor: `shape` in each of `layers`."""
+
+    layers: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers * prod(self.shape) * self.dtype.itemsize
+
+    def reserve(self, units: int, device: str) -> Tensor:
+        return reserve((self.layers, units, *self.shape), self.dtype, device)
+
+
+def _page(config: ModelConfig, dtype: torch.dtype, head: bool) -> dict[str, _UnitTensor]:
+    layers = len(config.attention_layers) + head
+    form = _UnitTensor(layers, (PAGE, config.num_key_value_heads, config.head_dim), dtype)
+    return {"keys": form, "values": form}
+
+
+def _slot(config: ModelConfig, dtype: torch.dtype, head: bool, state: torch.dtype) -> dict[str, _UnitTensor]:
+    layers, linear = len(config.linear_layers), config.linear
+    heads = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim) if linear else (1, 1, 1)
+    conv = (linear.conv_kernel, config.conv_dim) if linear else (1, 1)
+    hidden = {"hidden": _UnitTensor(1, (config.hidden_size,), torch.float32)} if head else {}
+    return {"recurrent": _UnitTensor(layers, heads, state), "conv": _UnitTensor(layers, conv, dtype), **hidden}
+
+
+def _delta_log(config: ModelConfig, dtype: torch.dtype) -> tuple[_UnitTensor, ...]:
+    """Convolution inputs, keys, updates and decays; empty without recurrent layers."""
+    layers, linear = len(config.linear_layers), config.linear
+    if linear is None:
+        return ()
+    entries = (linear.num_key_heads, linear.key_head_dim), (linear.num_value_heads, linear.value_head_dim), (
+        linear.num_value_heads,)
+    return (_UnitTensor(layers, (RING, config.conv_dim), dtype),
+            *(_UnitTensor(layers, (RING, *entry), torch.float32) for entry in entries))
+
+
 def page_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> int:
     """Returns the bytes of a page: K and V of PAGE tokens in every attention layer, and in the draft head's."""
-    layers = len(config.attention_layers) + head
-    return 2 * layers * PAGE * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return sum(part.nbytes for part in _page(config, dtype, head).values())
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False, kind: torch.dtype = torch.float32) -> int:
     """Returns the bytes of a slot: recurrent state (of dtype `kind`) and convolution inputs in every recurrent layer;
-    for a draft head the last hidden state (float32)."""
-    linear = config.linear
-    hidden = 4 * config.hidden_size * head
-    if linear is None:
-        return hidden
-    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * kind.itemsize
-    return hidden + len(config.linear_layers) * (state + linear.conv_kernel * config.conv_dim * dtype.itemsize)
+    for a draft head the last hidden state."""
+    return sum(part.nbytes for part in _slot(config, dtype, head, kind).values())
 
 
-def ring_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of a state delta log: convolution inputs; keys, updates and decays (float32)."""
-    linear = config.linear
-    if linear is None:
-        return 0
-    keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
-    entry = config.conv_dim * dtype.itemsize + 4 * (keys + values + linear.num_value_heads)
-    return len(config.linear_layers) * RING * entry
+def delta_log_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of a state delta log."""
+    return sum(part.nbytes for part in _delta_log(config, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +138,7 @@ class CachePools:
     conv: Tensor
     ops: Ops
     hidden: Tensor | None = None
-    delta_logs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    delta_logs: tuple[Tensor, ...] | None = None
     tiled: bool = False
     vocabulary: int | None = None
     arriving: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -156,10 +187,11 @@ class CachePools:
                      for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)))
 
     def state_views(self) -> tuple[StateView, ...]:
-        rings: list[DeltaLogView | None] = [None] * len(self.recurrent)
+        logs: list[DeltaLogView | None] = [None] * len(self.recurrent)
         if self.delta_logs:
-            rings = [DeltaLogView(*layer, self.tiled) for layer in zip(*self.delta_logs, strict=True)]
-        return tuple(map(StateView, self.recurrent, self.conv, rings))
+            logs = [DeltaLogView(inputs, keys, updates, decays, self.tiled)
+                    for inputs, keys, updates, decays in zip(*self.delta_logs, strict=True)]
+        return tuple(map(StateView, self.recurrent, self.conv, logs))
 
     def hold(self, content: object) -> int:
         """Holds an object for an operation, which names it by the returned number."""
@@ -194,8 +226,8 @@ class CachePools:
                         self.arriving[layer].append(_DeferredPageCopy(tensors, source, target))
                 case CopyPage(source, target):
                     self._copy(self.ops.copy_pages, self.page_tensors, source, target)
-                case FlushDeltaLog(slot, ring, base, done):
-                    self.ops.fold_ring(self.state_views(), slot, ring, base, done, slot)
+                case FlushDeltaLog(slot, delta_log, base, done):
+                    self.ops.fold_ring(self.state_views(), slot, delta_log, base, done, slot)
                 case StoreItem(item, pages, slot):
                     request = self.held.pop(item)
                     assert isinstance(request, StoreRequest)
@@ -234,45 +266,19 @@ class CachePools:
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
              extras: PoolOptions = PLAIN) -> CachePools:
     """Reserves address space for the pools. Raises ConfigError if that is refused."""
-    size = (
-        pages * page_bytes(config, extras.kv or dtype, extras.head)
-        + slots * slot_bytes(config, dtype, extras.head, extras.state)
-        + extras.delta_logs * ring_bytes(config, dtype)
-    )
+    page = _page(config, extras.kv or dtype, extras.head)
+    slot = _slot(config, dtype, extras.head, extras.state)
+    log_parts = _delta_log(config, dtype) if extras.delta_logs else ()
+    size = pages * sum(part.nbytes for part in page.values())
+    size += slots * sum(part.nbytes for part in slot.values())
+    size += extras.delta_logs * sum(part.nbytes for part in log_parts)
     with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
                     "choose a smaller `memory`, which `max_context` and `max_batch` must then fit", "memory"):
-        return _allocate(config, pages, slots, dtype, ops, device, extras)
-
-
-def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str,
-              extras: PoolOptions) -> CachePools:
-    attention, recurrent = len(config.attention_layers) + extras.head, len(config.linear_layers)
-    kv = (attention, pages, PAGE, config.num_key_value_heads, config.head_dim)
-    linear = config.linear
-    heads = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim) if linear else (1, 1, 1)
-    conv = (linear.conv_kernel, config.conv_dim) if linear else (1, 1)
-    return CachePools(
-        keys=reserve(kv, extras.kv or dtype, device),
-        values=reserve(kv, extras.kv or dtype, device),
-        recurrent=reserve((recurrent, slots, *heads), extras.state, device),
-        conv=reserve((recurrent, slots, *conv), dtype, device),
-        ops=ops,
-        hidden=reserve((1, slots, config.hidden_size), torch.float32, device) if extras.head else None,
-        delta_logs=_delta_logs(config, extras.delta_logs, dtype, device), tiled=extras.tiled,
-        vocabulary=config.vocab_size,
-    )
-
-
-def _delta_logs(config: ModelConfig, units: int, dtype: torch.dtype,
-           device: str) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    linear = config.linear
-    if linear is None or not units:
-        return None
-    lead = (len(config.linear_layers), units, RING)
-    return (reserve((*lead, config.conv_dim), dtype, device),
-            reserve((*lead, linear.num_key_heads, linear.key_head_dim), torch.float32, device),
-            reserve((*lead, linear.num_value_heads, linear.value_head_dim), torch.float32, device),
-            reserve((*lead, linear.num_value_heads), torch.float32, device))
+        of_pages = {name: part.reserve(pages, device) for name, part in page.items()}
+        of_slots = {name: part.reserve(slots, device) for name, part in slot.items()}
+        delta_logs = tuple(part.reserve(extras.delta_logs, device) for part in log_parts)
+        return CachePools(of_pages["keys"], of_pages["values"], of_slots["recurrent"], of_slots["conv"], ops,
+                          of_slots.get("hidden"), delta_logs or None, extras.tiled, config.vocab_size)
 
 
 def _source(pools: CachePools, request: StoreRequest, pages: Sequence[int], slot: int) -> PrefixSource:

@@ -199,13 +199,13 @@ def _weight_facts(config: ModelConfig, dtype: DType) -> dict[str, Any]:
 def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, extras: PoolOptions) -> dict[str, Any]:
     import torch
 
-    from deltic.cache.tensors import page_bytes, ring_bytes, slot_bytes
+    from deltic.cache.tensors import delta_log_bytes, page_bytes, slot_bytes
 
     kind: torch.dtype = getattr(torch, _dtype(config, engine))
     kv = extras.kv or kind
     units = {"page": (plan.pages, page_bytes(config, kv, extras.head)),
              "slot": (plan.slots, slot_bytes(config, kind, extras.head, extras.state)),
-             "ring": (extras.delta_logs, ring_bytes(config, kind))}
+             "ring": (extras.delta_logs, delta_log_bytes(config, kind))}
     facts: dict[str, Any] = {"kv_dtype": str(kv).removeprefix("torch."),
                              "state_dtype": str(extras.state).removeprefix("torch.")}
     for unit, (count, size) in units.items():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, enough, split_memory
-from deltic.cache.tensors import PoolOptions, page_bytes, ring_bytes, slot_bytes
+from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.config.engine import option_defaults
 from deltic.errors import ConfigError
@@ -35,7 +35,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
                         ahead=options.device != "cpu")
-    budget, ring = options.memory_bytes, ring_bytes(config, dtype)
+    budget, ring = options.memory_bytes, delta_log_bytes(config, dtype)
     if budget is None:
         assert options.token_budget
         budget = _chosen(config, options, unpacks)

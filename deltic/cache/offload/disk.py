@@ -164,15 +164,15 @@ class DiskStore(TierStore):
             raise TierStoreError(f"{path} {error}") from error
 
     def delete(self, item: StoredItem) -> None:
-        if not self.ready or self._model.exception():
-            return  # nothing was written or found yet
-        file = item.path or self._file(item)
-        self._deleted.add(file)
-        with suppress(OSError):
-            (self._directory.root / file).unlink(missing_ok=True)
+        if self._has_items():
+            file = item.path or self._file(item)
+            self._deleted.add(file)
+            with suppress(OSError):
+                (self._directory.root / file).unlink(missing_ok=True)
 
     def touch(self, item: StoredItem) -> None:
-        self._used[self._file(item)] = time.time()
+        if self._has_items():
+            self._used[self._file(item)] = time.time()
 
     def abandon(self) -> None:
         self._abandon()
@@ -181,6 +181,10 @@ class DiskStore(TierStore):
         if self.writable and (self._used or self._deleted):
             with suppress(OSError), self._transaction():
                 pass
+
+    def _has_items(self) -> bool:
+        """False while nothing can have been written or found, as the model's digest is not known."""
+        return self._model.done() and not self._model.exception()
 
     def _file(self, item: StoredItem) -> str:
         return f"{self._model.result()}-{item.key}-{item.start}.{item.kind}{ITEM_SUFFIX}"
