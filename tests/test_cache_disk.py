@@ -458,7 +458,9 @@ def test_files_and_rows_without_each_other_go_at_the_next_look(disk, tmp_path):
         disk.write(replace(ITEM, start=start), {})
     file_of(tmp_path, replace(ITEM, start=0)).unlink()
     change(tmp_path, "DELETE FROM items WHERE start = 1")
-    assert [item.start for item in disk.scan()] == [2]
+    DiskStore(tmp_path, OTHER, 1).write(ITEM, {})
+    change(tmp_path, "DELETE FROM items WHERE model = ?", OTHER)
+    assert [item.start for item in disk.scan()] == [2] and labels(tmp_path) == [ModelLabel(MODEL, "a model")]
     assert names(root(tmp_path)) == {*EMPTY, file_of(tmp_path, replace(ITEM, start=2)).name}
 
 

@@ -212,8 +212,6 @@ class CacheDirectory:
                 (self.root / file).unlink(missing_ok=True)
             index.execute("DELETE FROM items WHERE used < ?", (since,))
             index.execute("DELETE FROM records WHERE used < ?", (since,))
-            index.execute("""DELETE FROM models WHERE model NOT IN
-                (SELECT model FROM items UNION SELECT model FROM records)""")
             self.remove_leftovers(index)
             if index.execute("SELECT count(*) FROM models").fetchone()[0]:
                 return
@@ -226,7 +224,8 @@ class CacheDirectory:
             self.root.rmdir()
 
     def remove_leftovers(self, index: sqlite3.Connection) -> None:
-        """In a transaction: deletes files without a row, rows without a file, and what killed writers left."""
+        """In a transaction: deletes files without a row, rows without a file, models without rows, and what killed
+        writers left."""
         known = {file for (file,) in index.execute("SELECT file FROM items")}
         present = {entry.name for entry in os.scandir(self.root) if entry.is_file(follow_symlinks=False)}
         for name in present - known:
@@ -235,6 +234,8 @@ class CacheDirectory:
                 with suppress(OSError):
                     (self.root / name).unlink()
         index.executemany("DELETE FROM items WHERE file = ?", [(file,) for file in known - present])
+        index.execute("""DELETE FROM models WHERE model NOT IN
+            (SELECT model FROM items UNION SELECT model FROM records)""")
 
     def remove_version_1(self) -> None:
         """Deletes the folders and digests of earlier versions of deltic, which had one folder per model."""
