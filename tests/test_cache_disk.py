@@ -540,6 +540,16 @@ def test_time_of_the_future(disk, tmp_path):
     assert item.used == 1 << 33 and disk.read(ITEM) == {}
 
 
+def test_paths_never_lead_out(disk, tmp_path):
+    disk.write(ITEM, {})
+    change(tmp_path, "UPDATE items SET file = '../user.txt', model = ?", OTHER)
+    put(tmp_path / "user.txt")
+    for item in disk.others():
+        disk.delete(item)
+    CacheDirectory(tmp_path).remove_unused(float("inf"))
+    assert (tmp_path / "user.txt").exists()
+
+
 # Full disks
 
 
@@ -616,7 +626,7 @@ for life in range(40):
             item = StoredItem("kv", f"{step % 7:032x}", "", 0, step % 7)
             disk.write(item, {"x": torch.full((1_000_000,), step % 7.0)})
             notes.put(f"{step % 7:x}", bytes([step % 7]) * 9000)
-    time.sleep(chance.uniform(0.001, 0.04))
+    time.sleep(chance.uniform(0.005, 0.2))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 """

@@ -144,7 +144,7 @@ class CacheDirectory:
                 raise
 
     def _connect(self) -> sqlite3.Connection:
-        """A connection to the file that is there now, which another process may have removed since the last call."""
+        """Returns a connection to the present file, which another process may have replaced since the last call."""
         if self._connection is None or self._opened != self._file_identity():
             if self.writable:
                 make_private(self.root)
@@ -189,7 +189,8 @@ class CacheDirectory:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) and self.writable:
                 log.warning("%s is damaged (%s): the cache on disk begins anew", self.index, error)
-                self.index.unlink(missing_ok=True)
+                for name in (f"{INDEX}-journal", INDEX):
+                    (self.root / name).unlink(missing_ok=True)
             raise OSError(_ERRNO.get(code, errno.EIO), str(error), str(self.index)) from error
 
     # contents
@@ -209,7 +210,7 @@ class CacheDirectory:
         """Deletes what was last used before a time, and the directory itself if nothing of ours remains."""
         with self.transaction() as index:
             for (file,) in index.execute("SELECT file FROM items WHERE used < ?", (since,)).fetchall():
-                (self.root / file).unlink(missing_ok=True)
+                self.unlink_item(file)
             index.execute("DELETE FROM items WHERE used < ?", (since,))
             index.execute("DELETE FROM records WHERE used < ?", (since,))
             self.remove_leftovers(index)
@@ -230,12 +231,19 @@ class CacheDirectory:
         present = {entry.name for entry in os.scandir(self.root) if entry.is_file(follow_symlinks=False)}
         for name in present - known:
             unfinished = name.startswith(_TEMPORARY) and _is_abandoned(self.root / name)
-            if unfinished or _ITEM.fullmatch(name):
+            if unfinished:
                 with suppress(OSError):
                     (self.root / name).unlink()
+            self.unlink_item(name)
         index.executemany("DELETE FROM items WHERE file = ?", [(file,) for file in known - present])
         index.execute("""DELETE FROM models WHERE model NOT IN
             (SELECT model FROM items UNION SELECT model FROM records)""")
+
+    def unlink_item(self, file: str) -> None:
+        """Deletes a file if its name is that of an item, also of a damaged index; never fails."""
+        if _ITEM.fullmatch(file):
+            with suppress(OSError):
+                (self.root / file).unlink()
 
     def remove_version_1(self) -> None:
         """Deletes the folders and digests of earlier versions of deltic, which had one folder per model."""

@@ -167,8 +167,7 @@ class DiskStore(TierStore):
         if self._has_items():
             file = item.path or self._file(item)
             self._deleted.add(file)
-            with suppress(OSError):
-                (self._directory.root / file).unlink(missing_ok=True)
+            self._directory.unlink_item(file)
 
     def touch(self, item: StoredItem) -> None:
         if self._has_items():
@@ -216,8 +215,7 @@ class DiskStore(TierStore):
         used, deleted = list(self._used.items()), list(self._deleted)
         with self._directory.transaction() as index:
             for file in deleted:
-                with suppress(OSError):
-                    (self._directory.root / file).unlink(missing_ok=True)
+                self._directory.unlink_item(file)
             index.executemany("DELETE FROM items WHERE file = ?", [(file,) for file in deleted])
             index.executemany("UPDATE items SET used = ? WHERE file = ?", [(at, file) for file, at in used])
             if self._label:
