@@ -60,9 +60,8 @@ CHANGED = {
 """Places that change what belongs to a module or a class."""
 MADE = {
     "deltic/export/tvm/parameters.py Lock": "TVM has one cache of parameters for the process",
-    "deltic/cache/offload/prefix_items.py AcceptAllItems": "it has no fields",
+    "deltic/cache/offload/types.py AcceptAllItems": "it has no fields",
     "deltic/chat/template.py Watchdog": "deadlines of what threads render, and a thread that waits for them",
-    "deltic/cache/offload/tiers.py LoadRequest": "a look that is over: nothing changes it",
 }
 """Objects of classes that are not frozen, made where a module is defined."""
 SETTINGS = {

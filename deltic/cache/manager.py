@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cache.block_accounts import BlockAccounts
 from deltic.cache.handles import CacheSnapshot, PreemptedState, SequenceCache
-from deltic.cache.offload.tiers import NOTHING, LoadRequest, StoreRequest
+from deltic.cache.offload.tiers import LoadRequest, StoreRequest
 from deltic.cache.operations import CopySlot, OperationQueue, Pools, RestoreItem, StoreItem
 from deltic.cache.radix_tree import Checkpoint, PrefixMatch
 from deltic.cache.state_slots import StateSlots
@@ -76,11 +76,10 @@ class HybridCache:
     def start_load(self, prompt: Sequence[int]) -> LoadRequest:
         """Returns a request that looks in the tiers for a deeper position than the tree has: to be polled, then given
         to `admit`."""
-        if not self.tiers:
-            return NOTHING
-        return LoadRequest(prompt, self.tree.cached_length(prompt), self.tiers, self.pools.item_validator)
+        known = self.tree.cached_length(prompt) if self.tiers else 0
+        return LoadRequest(prompt, known, self.tiers, self.pools.item_validator)
 
-    def admit(self, prompt: Sequence[int] = (), min_tokens: int = 0, load: LoadRequest = NOTHING,
+    def admit(self, prompt: Sequence[int] = (), min_tokens: int = 0, load: LoadRequest | None = None,
               allow_end: bool = True, keys: list[int] | None = None) -> SequenceCache | None:
         """Returns a sequence cache at the deepest position that is kept for `prompt`, or at its start.
 
@@ -93,7 +92,7 @@ class HybridCache:
         match = self.tree.match(prompt, allow_end) if self.reuse else PrefixMatch(None, 0)
         checkpoint = match.checkpoint
         pages = -(-min_tokens // PAGE)
-        cache = self._admit_loaded(load, pages, checkpoint.done if checkpoint else 0)
+        cache = self._admit_loaded(load, pages, checkpoint.done if checkpoint else 0) if load else None
         if cache is None and checkpoint:
             cache = self._admit_at(checkpoint, pages)
         if cache is None and not (checkpoint and min_tokens):

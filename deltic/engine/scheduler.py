@@ -16,7 +16,6 @@ from functools import partial
 
 from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.tiers import NOTHING
 from deltic.engine.policy import PrefixWait, StepTimes, hurry, share
 from deltic.engine.quantum import TURN, gives_way, in_turn, settled, turn_to_read
 from deltic.engine.sequence import Sequence
@@ -326,7 +325,7 @@ class Scheduler:
             # from the first token that has no probability yet: at the end of what is looked for nothing is found
             known = known[:len(sequence.scores) + 1] if sequence.scoring else known
             end = not (sequence.embeds or sequence.scoring)
-            lease = self.cache.admit(known, room, sequence.load or NOTHING, end, keys)
+            lease = self.cache.admit(known, room, sequence.load, end, keys)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None

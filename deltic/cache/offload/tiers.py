@@ -113,9 +113,6 @@ class LoadRequest:
         self._finished = True
 
 
-NOTHING = LoadRequest((), 0, ())
-
-
 def read_prefix(read: Callable[[StoredItem], dict[str, Tensor]], items: Sequence[StoredItem], state: StoredItem,
                 writing: Sequence[Future[int]]) -> LoadedPrefix:
     """Reads a prefix once its items are written. Raises LostError with the item that cannot be used. read: as
