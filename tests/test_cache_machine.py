@@ -645,7 +645,7 @@ def test_ledger_check_names_the_unit() -> None:
     block_pool.take(2)
     with pytest.raises(AssertionError, match="1: 0 found, 1 known"):
         block_pool.check([0])
-    with pytest.raises(AssertionError, match="0: 2 found, 1 booked"):
+    with pytest.raises(AssertionError, match="0: 2 found, 1 known"):
         block_pool.check([0, 0, 1])
 
 

@@ -23,8 +23,6 @@ from deltic.cache.offload.types import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from deltic.cache.offload.index import TierIndex
 
 log = logging.getLogger("deltic")
@@ -113,7 +111,7 @@ class LoadRequest:
         self._finished = True
 
 
-def read_prefix(read: Callable[[StoredItem], dict[str, Tensor]], items: Sequence[StoredItem], state: StoredItem,
+def read_prefix(read: Callable[[StoredItem], dict[str, Any]], items: Sequence[StoredItem], state: StoredItem,
                 writing: Sequence[Future[int]]) -> LoadedPrefix:
     """Reads a prefix once its items are written. Raises LostError with the item that cannot be used. read: as
     `read_item`."""
@@ -138,7 +136,7 @@ def read_prefix(read: Callable[[StoredItem], dict[str, Tensor]], items: Sequence
     return LoadedPrefix(tokens, tuple(runs), tensors, None if logits is None else logits.clone())
 
 
-def read_item(store: TierStore, validator: ItemValidator, item: StoredItem) -> dict[str, Tensor]:
+def read_item(store: TierStore, validator: ItemValidator, item: StoredItem) -> dict[str, Any]:
     """Reads and checks an item. Raises LostError if it cannot be used; OSError and MemoryError say nothing of it."""
     try:
         tensors = dict(store.read(item, validator.most(item)))
