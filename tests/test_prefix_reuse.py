@@ -230,7 +230,7 @@ def test_a_pinned_prompt_gives_way_rather_than_stop_everything(caplog: pytest.Lo
     assert engine.runtime.cache.tree.pin(prompt)
     found = serve(engine, greedy(numbers(4, 100, 400), 20))
     assert found[("a", 0)].last.finish == "length"
-    assert "the pinned prompt of 60 tokens gives way" in caplog.text
+    assert "the pinned prompt of 60 tokens is evicted" in caplog.text
 
 
 # What is not kept, and what is given up
