@@ -274,7 +274,7 @@ def test_messages_name_options_as_python_has_them() -> None:
             continue
         docs = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
         helps = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-                 and node.func.id in ("_option", "_limit")]
+                 and node.func.id in ("_option", "_limit", "_device", "_memory", "_scheduling", "_weights", "_experts")]
         silent = {id(part) for node in (*docs, *helps) for part in ast.walk(node)}
         found += [f"{shown(path)}:{node.lineno}" for node in ast.walk(tree) if id(node) not in silent
                   and isinstance(node, ast.Constant) and isinstance(node.value, str) and typed.search(node.value)]

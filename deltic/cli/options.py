@@ -93,8 +93,11 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """An option per field of EngineConfig."""
-    _add_fields(parser.add_argument_group("engine"), EngineConfig, COMMON)
+    """An option per field of EngineConfig, grouped by section."""
+    sections = {field.name: field.metadata.get("section") for field in fields(EngineConfig)}
+    for section in dict.fromkeys(filter(None, sections.values())):
+        names = [name for name, own in sections.items() if own == section]
+        _add_fields(parser.add_argument_group(section), EngineConfig, COMMON, names)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -118,11 +121,12 @@ def without(args: argparse.Namespace, name: str) -> argparse.Namespace:
     return argparse.Namespace(**{given: value for given, value in vars(args).items() if given != _dest(name)})
 
 
-def _add_fields(group: argparse._ArgumentGroup, record: type, common: Collection[str]) -> None:
-    """common: the fields that the short help shows."""
+def _add_fields(group: argparse._ArgumentGroup, record: type, common: Collection[str],
+                names: Collection[str] | None = None) -> None:
+    """common: the fields that the short help shows. names: the fields to add, by default all."""
     kinds = get_type_hints(record)
     for field in fields(record):
-        if kinds[field.name] is not Limits:
+        if names is None or field.name in names:
             action = group.add_argument(flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS,
                                         help=_help(field), **_form(kinds[field.name], field))
             action.advanced = field.name not in common  # type: ignore[attr-defined]

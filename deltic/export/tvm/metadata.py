@@ -80,7 +80,7 @@ class Metadata:
     def of(cls, mapping: Mapping[str, Any], parameters: bool, config: Metadata | None = None) -> Metadata:
         """Read what `to_json` (with parameters) or `plain` has written, or mlc's own; ModelError naming the key.
         config: what the config says, for what a library of mlc's leaves to it: the vocabulary."""
-        from deltic.config.model import architecture
+        from deltic.config.families import architecture
 
         if not isinstance(mapping.get("model_type"), str):
             raise ModelError("model_type is absent")
