@@ -30,9 +30,8 @@ from deltic.errors import BusyError, DelticError, RequestError
 from deltic.server.pictures import DECODER_MIB, HeldBytes, PictureDecoder, PictureShare
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.images import DecodeJob, PixelBudget, decode
-from deltic.vision.patches import Pixels
-from deltic.vision.reader import Reading
-from deltic.vision.sizes import target_size
+from deltic.vision.preprocess import Pixels, target_size
+from deltic.vision.prompt import Reading
 
 __all__ = ["directory"]
 

@@ -31,7 +31,7 @@ from deltic.server.executors import LARGE
 from deltic.server.fields import Refused, asks_nothing, known
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.server.records import record_of
-from deltic.vision.reader import UnreadImages
+from deltic.vision.prompt import UnreadImages
 
 log = logging.getLogger("deltic")
 

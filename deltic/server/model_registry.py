@@ -34,7 +34,7 @@ from deltic.server.pictures import PictureDecoder
 from deltic.server.records import ActiveRequests, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
 from deltic.vision.documents import reader_process
-from deltic.vision.reader import Shown, UnreadImages
+from deltic.vision.prompt import Shown, UnreadImages
 
 log = logging.getLogger("deltic")
 

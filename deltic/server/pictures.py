@@ -23,8 +23,8 @@ from deltic.errors import BusyError, RequestError, UnavailableError
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.fetch import fetch_all
 from deltic.vision.images import DecodeJob, decode
-from deltic.vision.patches import Video
-from deltic.vision.reader import Frame, Reading, Shown, Steps
+from deltic.vision.preprocess import Frame, Video
+from deltic.vision.prompt import Reading, Shown, Steps
 
 DECODERS: Final = 2
 """Pictures that are decoded at a time: one client decodes one, and another client's finds a place."""

@@ -25,7 +25,7 @@ from deltic.server.collect import GenerationStream
 from deltic.server.documents import DocumentTexts, TextOf
 from deltic.server.http import while_connected
 from deltic.server.records import ActiveRequests, RequestRecord, record_of, salt_of
-from deltic.vision.reader import Shown
+from deltic.vision.prompt import Shown
 
 
 @dataclass(frozen=True, slots=True)
