@@ -108,7 +108,7 @@ def _models(folder: Path, preset: str, layers: int | None) -> tuple[Path, Path, 
     from deltic.export.program import hf_config
     from deltic.export.tvm.compiler import compile_model
     from deltic.loader.dummy import random_weights
-    from deltic.loader.hub import open_model
+    from deltic.loader.model_files import open_model
 
     model, compiled = folder / "model", folder / "compiled"
     if compiled.is_dir():

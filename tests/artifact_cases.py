@@ -15,7 +15,7 @@ from deltic.config import ModelConfig, RopeConfig
 from deltic.export.opening import kind_of
 from deltic.export.program import hf_config
 from deltic.loader.dummy import random_weights
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 
 SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), max_position_embeddings=256)
 ATTENTION = odd_shape(architecture="qwen3", num_hidden_layers=2, layer_types=("full_attention",) * 2, linear=None,

@@ -165,7 +165,7 @@ def test_params_that_cannot_be_are_named(tmp_path: Path, mapping: dict[str, Any]
 def test_options_of_foreign_programs_are_for_these_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="tokenizer is for a program"):
         EngineConfig(tokenizer="tokenizer.json")
-    with pytest.raises(ConfigError, match="tokenizer_config goes with"):
+    with pytest.raises(ConfigError, match="tokenizer_config belongs to"):
         EngineConfig(params="params.json", tokenizer_config="tokenizer_config.json")
     with pytest.raises(ConfigError, match="params is for a program"):
         LLM(params="params.json")

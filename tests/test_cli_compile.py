@@ -14,9 +14,9 @@ import pytest
 from deltic.cli import main
 from deltic.errors import ConfigError, DelticError
 from deltic.export.tvm import compiler, targets
-from deltic.loader import hub
+from deltic.loader import model_files
 from deltic.loader.gguf import convert, mmproj
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_no_model_without_its_tower_and_no_tower_alone(there: bool, tmp_path: Pa
         return path.write_text("tower")
 
     model, tower = tmp_path / "m.gguf", tmp_path / "mmproj-m.gguf"
-    seeing = replace(hub.open_model("tiny"), vision=SimpleNamespace())  # type: ignore[arg-type]
-    monkeypatch.setattr(hub, "open_model", lambda source, revision: seeing)
+    seeing = replace(model_files.open_model("tiny"), vision=SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(model_files, "open_model", lambda source, revision: seeing)
     monkeypatch.setattr(mmproj, "write_mmproj", full)
     assert main(["convert", "tiny", str(model)]) == 2 and "mmproj-m.gguf cannot" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

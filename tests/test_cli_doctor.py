@@ -27,7 +27,8 @@ from deltic.cli import doctor, main
 from deltic.cli.doctor import installation, machine, models, places
 from deltic.llm import LLM
 from deltic.loader.dummy import random_head
-from deltic.loader.hub import open_model, resolve
+from deltic.loader.hub import resolve
+from deltic.loader.model_files import open_model
 from deltic.ops.cpu import library
 
 ZEN4 = "flags\t\t: fpu avx2 bmi1 bmi2 f16c fma movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16\n"

@@ -22,7 +22,7 @@ from deltic.engine.loading import RandomModel, load
 from deltic.errors import ConfigError
 from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.convert import convert
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
 from deltic.ops.cuda.arguments import EnterArgs
 from deltic.ops.cuda.decode import DecodeStep

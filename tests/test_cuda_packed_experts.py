@@ -29,7 +29,7 @@ from deltic.loader.gguf.blocks import BY_NAME, decode
 from deltic.loader.gguf.convert import convert
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import load_packed, unserved_experts
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8_TYPE, quantize_tensors
 from deltic.model.decoder import build as build_decoder
 from deltic.ops import reference, select

@@ -21,7 +21,7 @@ from deltic.cli import main
 from deltic.cli.model_set import stored_bytes
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.convert import convert
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 from deltic.server import model_registry
 from deltic.server.model_registry import ModelSet, ModelSource
 

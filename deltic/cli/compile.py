@@ -75,7 +75,8 @@ def _opened(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]]:
     from deltic.embeddings.compile import compile_encoder, encoder_bytes
     from deltic.embeddings.open import open_stored
     from deltic.export.tvm.compiler import compile_model, parameter_bytes
-    from deltic.loader.hub import open_model, resolve
+    from deltic.loader.hub import resolve
+    from deltic.loader.model_files import open_model
 
     common = {"dtype": args.dtype, "target": args.target}
     stored = open_stored(resolve(args.source, args.revision))

@@ -15,7 +15,7 @@ from deltic.cli.table import table
 if TYPE_CHECKING:
     from deltic.loader.gguf.convert import Written
     from deltic.loader.gguf.tokenizer import TokenizerTexts
-    from deltic.loader.hub import ModelFiles
+    from deltic.loader.model_files import ModelFiles
 
 HELP = "Write a model as a GGUF file, which llama.cpp reads too."
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0")
@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     from deltic.embeddings.open import open_stored
     from deltic.loader.gguf.convert import convert
     from deltic.loader.gguf.metadata import ARCHITECTURES
-    from deltic.loader.hub import only_gguf, open_model, resolve
+    from deltic.loader.hub import resolve
+    from deltic.loader.model_files import only_gguf, open_model
 
     started, bar = time.perf_counter(), _bar()
     tower = dict[str, Any]()

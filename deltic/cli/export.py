@@ -14,7 +14,7 @@ from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import table
 
 if TYPE_CHECKING:
-    from deltic.loader.hub import ModelFiles
+    from deltic.loader.model_files import ModelFiles
 
 HELP = "Export a model as a program for phones, and for programs without Python."
 _FORMATS = ("pte",)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     need("executorch")
     from deltic.export.executorch.export import CHUNK, ExportForm, export_files
-    from deltic.loader.hub import open_model
+    from deltic.loader.model_files import open_model
 
     files, steps = open_model(args.source, args.revision), Steps()
     context = min(args.max_context, files.config.max_position_embeddings)

@@ -100,7 +100,7 @@ def _speculation_fact(llm: LLM) -> str | None:
 
 def _head_fact(path: Path) -> str | None:
     """What there is of a multi-token-prediction head, or why it cannot be used."""
-    from deltic.loader.hub import open_model
+    from deltic.loader.model_files import open_model
 
     try:
         kinds = open_model(path).head_kinds()

@@ -46,7 +46,8 @@ def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> Model
     """The models that the arguments name; all of them are there, but none is loaded. prepare: for one that is."""
     from deltic.engine.memory import card_share, free_memory
     from deltic.engine.options import settled
-    from deltic.loader.hub import only_gguf, resolve
+    from deltic.loader.hub import resolve
+    from deltic.loader.model_files import only_gguf
     from deltic.server.model_registry import ModelSet
     from deltic.server.served_model import short_name
 

@@ -19,7 +19,8 @@ from deltic.engine.options import settled
 from deltic.errors import ConfigError, ModelError, RequestError, show
 from deltic.loader.files import read_json
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.hub import ACCEPTED, only_gguf, resolve
+from deltic.loader.hub import ACCEPTED, resolve
+from deltic.loader.model_files import only_gguf
 from deltic.loader.safetensors import Progress
 
 Task = Literal["auto", "embed", "rerank"]

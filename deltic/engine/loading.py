@@ -31,7 +31,7 @@ from deltic.loader.dummy import random_head, random_tensors
 from deltic.loader.fingerprint import FileMark
 from deltic.loader.fp8 import Float8
 from deltic.loader.gguf.tokenizer import TokenizerTexts
-from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.quantize import FP8, quantize_tensors, quantize_tower
 from deltic.model.decoder import Decoder, build
 from deltic.model.draft_vocabulary import Tokens, draftable
@@ -59,7 +59,7 @@ from deltic.runner.expert_offload import (
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.model_runner import ModelRunner
-from deltic.vision.patches import Pixels, patches_of
+from deltic.vision.preprocess import Pixels, patches_of
 
 log = logging.getLogger("deltic")
 

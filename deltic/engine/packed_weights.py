@@ -9,7 +9,7 @@ import torch
 from deltic.config import DType, EngineConfig, ModelConfig
 from deltic.errors import ConfigError
 from deltic.loader.gguf.load import is_quantized, unserved_experts, wants_packing
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.ops.cpu import missing
 from deltic.ops.cuda import quantized_gemm
 from deltic.ops.cuda.kernel_config import knows_sizes

@@ -13,7 +13,7 @@ from deltic.errors import ModelError
 from deltic.export.program import generation_config, hf_config
 
 if TYPE_CHECKING:
-    from deltic.loader.hub import ModelFiles
+    from deltic.loader.model_files import ModelFiles
 
 _FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.json", "chat_template.jinja")
 _TEMPLATES: Final = "additional_chat_templates"

@@ -1,6 +1,6 @@
-"""Which weights they are, to the last bit: what was computed with some must never be used with others.
+"""Identity of weight files, so that states computed with one model are never used with another.
 
-A file is hashed whole, in pieces by several threads, and gently: it is done while the model answers already.
+Files are hashed completely, by several threads of low priority, because the model is already in use.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _THREADS = 2
 _DIGEST_BYTES = 32
 _BLOCK, _BLOCKS = 4096, 64
 _SETTLED = 2_000_000_000
-"""Nanoseconds since its last change after which another one shows in a file's times."""
+"""Nanoseconds after a change from which the next one changes the file's times."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """By what a file is known again without being read.
+    """Recognises a file without reading it.
 
-    path: without links.
+    path: real path, without links.
     modified, changed: its times in nanoseconds.
     """
 
@@ -43,7 +43,7 @@ class FileMark:
 
     @classmethod
     def of(cls, path: str | Path) -> FileMark:
-        """The mark of a file as it is now. ModelError if it cannot be looked at."""
+        """Returns the current mark of a file. Raises ModelError."""
         real = os.path.realpath(path)
         try:
             found = os.stat(real)
@@ -53,17 +53,17 @@ class FileMark:
 
     @property
     def settled(self) -> bool:
-        """Whether every later change of the file gives another mark."""
+        """True if every later change of the file will change its mark."""
         return time.time_ns() - max(self.modified, self.changed) > _SETTLED
 
     def check(self) -> None:
-        """Raise ModelError if the file has changed."""
+        """Raises ModelError if the file has changed."""
         if FileMark.of(self.path) != self:
             raise ModelError(f"{self.path} was changed after it had been loaded")
 
 
 def sample_file(mark: FileMark) -> str:
-    """A digest of a few blocks of a file. It tells apart what images of disks give the same times and inodes."""
+    """Hashes a few blocks of a file, to distinguish files of disk images with equal times and inodes."""
     digest = blake2b(digest_size=_DIGEST_BYTES)
     with _opened(mark) as descriptor:
         for place in range(_BLOCKS + 1):
@@ -72,9 +72,10 @@ def sample_file(mark: FileMark) -> str:
 
 
 def hash_file(mark: FileMark, stopped: Callable[[], bool]) -> str:
-    """A digest of all bytes of a file. ModelError if it cannot be read, or has changed since it was marked;
-    CancelledError once `stopped` says so."""
-    whole, waiting = blake2b(mark.size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES), deque[Future[bytes]]()
+    """Hashes a file. Raises ModelError if it cannot be read, or has changed since it was marked; CancelledError once
+    `stopped` returns true."""
+    whole = blake2b(mark.size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
+    waiting = deque[Future[bytes]]()
     with _opened(mark) as descriptor, ThreadPoolExecutor(_THREADS, "deltic-hash", lower_priority, (19,)) as pool:
         try:
             for start in range(0, mark.size, _PIECE):
@@ -100,7 +101,7 @@ def _hash_piece(descriptor: int, start: int, size: int) -> bytes:
 
 @contextmanager
 def _opened(mark: FileMark) -> Iterator[int]:
-    """The descriptor of a marked file."""
+    """Opens a marked file."""
     try:
         descriptor = os.open(mark.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

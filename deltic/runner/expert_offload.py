@@ -16,7 +16,7 @@ from deltic.config import DType, EngineConfig, ExpertsConfig, ModelConfig, avail
 from deltic.config.machine import parse_bytes
 from deltic.errors import ConfigError, show
 from deltic.loader.files import open_plain
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.ops import Ops
 from deltic.ops.cpu import missing, pool_of
 from deltic.ops.cpu.experts import ExpertStore, expert_bytes

@@ -19,7 +19,7 @@ from deltic.errors import DelticError, ModelError
 
 if TYPE_CHECKING:
     from deltic.llm import LLM, Choice
-    from deltic.loader.hub import ModelFiles
+    from deltic.loader.model_files import ModelFiles
 
 TURNS: Final = (("What is the capital of France?", "Paris"), ("And of Italy?", "Rome"), ("And of Spain?", "Madrid"))
 """Questions of one conversation, and a word of each answer; only who knows the first one can answer the others."""
@@ -55,7 +55,7 @@ def examine_all(place: str, progress: Callable[[str], None]) -> Iterator[Examine
 def models_in(place: str) -> list[str]:
     """The model of this name, or the models in the directory: directories with a config.json, and GGUF files, of split
     ones the first part, but neither vision towers nor importance matrices."""
-    from deltic.loader.hub import only_gguf
+    from deltic.loader.model_files import only_gguf
     from deltic.loader.repository import is_model
 
     directory = Path(place).expanduser()
@@ -78,7 +78,7 @@ def report(examined: list[Examined], findings: list[Finding]) -> str:
 
 
 def _examined(place: str) -> Examined:
-    from deltic.loader.hub import open_model
+    from deltic.loader.model_files import open_model
 
     name = Path(place).name if Path(place).expanduser().exists() else place
     facts: dict[str, Any] = {}

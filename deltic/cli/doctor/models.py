@@ -17,7 +17,7 @@ from deltic.loader.repository import select
 
 if TYPE_CHECKING:
     from deltic.embeddings.directory import StoredEncoder
-    from deltic.loader.hub import ModelFiles
+    from deltic.loader.model_files import ModelFiles
 
 _SHORT_CONTEXT = 4096
 _NO_ROOM = "there is no room for it: use a smaller model or more memory"
@@ -29,7 +29,8 @@ def check_model(args: argparse.Namespace) -> Finding | None:
         return None
     from deltic.embeddings.open import open_stored
     from deltic.loader.files import find_tensors
-    from deltic.loader.hub import open_model, resolve
+    from deltic.loader.hub import resolve
+    from deltic.loader.model_files import open_model
 
     try:
         place = _local(args.model)

@@ -20,7 +20,7 @@ from deltic.export.executorch.names import sidecar_of
 from deltic.export.executorch.network import Build, ExportedNetwork
 from deltic.export.executorch.parts import Embedding, ExpertBank, QuantizedExpertBank
 from deltic.export.sidecar import sidecar_files, write_sidecar
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.loader.writing import check_room, replacing, replacing_files
 from deltic.model.decoder import build
 from deltic.ops import reference

@@ -21,7 +21,7 @@ from deltic.export.tvm import parameters
 from deltic.export.tvm.metadata import Generation, Metadata, write_config
 from deltic.export.tvm.panels import panels
 from deltic.export.tvm.targets import Goal, find_goal, link
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 
 Stored = Literal["float32", "float16"]
 

@@ -1,7 +1,7 @@
-"""GGUF files that hold a vision tower and a draft head beside the text model, as Ollama's converter wrote them.
+"""GGUF files of Ollama's converter, which contain vision tower, draft head and text model.
 
-Names and keys are those of its converter (convert/convert_qwen3next.go, before llama-server took over). The tower is
-given llama.cpp's names and keys; the head's names are in `names`.
+Names and keys are those of convert/convert_qwen3next.go (before llama-server took over). The tower is translated to
+llama.cpp's names and keys; the head's names are in `names`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RENAMED: Final[tuple[tuple[str, str], ...]] = (
     ("v.pos_embed.", "v.position_embd."), ("v.patch_embed.bias", "v.patch_embd.bias"), ("v.merger.norm.", "v.post_ln."),
     ("v.merger.linear_fc1.", "mm.0."), ("v.merger.linear_fc2.", "mm.2."), (".mlp.linear_fc1.", ".ffn_up."),
     (".mlp.linear_fc2.", ".ffn_down."), (".norm1.", ".ln1."), (".norm2.", ".ln2."))
-"""Parts of names: Ollama's and llama.cpp's."""
+"""Parts of names: Ollama's, llama.cpp's."""
 _QUERIES: Final = re.compile(r"(v\.blk\.\d+\.attn_)q(\.weight|\.bias)")
 _KEYS: Final[Mapping[str, str]] = {
     "vision.block_count": "block_count", "vision.embedding_length": "embedding_length",
@@ -30,26 +30,26 @@ _KEYS: Final[Mapping[str, str]] = {
     "vision.longest_edge": "image_max_pixels", "vision.image_mean": "image_mean", "vision.image_std": "image_std",
     "vision.attention.layer_norm_epsilon": "attention.layer_norm_epsilon", "embedding_length": "projection_dim",
     "vision.feed_forward_length": "feed_forward_length"}
-"""Keys behind the architecture, and those behind clip.vision."""
+"""Keys after the architecture -> keys after clip.vision."""
 
 
 def bundled_tower(file: GgufFile) -> GgufFile | None:
-    """The vision tower inside a text model's file as a file of its own (mmproj); None if there is none."""
+    """Returns the vision tower of a text model's file like a separate mmproj file; None if there is none."""
     stored = {name: tensor for name, tensor in file.tensors.items() if name.startswith(_TOWER)}
     if not stored:
         return None
-    tensors = {_renamed(name): tensor for name, tensor in _joined(stored)}
+    tensors = {_renamed(name): tensor for name, tensor in _with_fused_qkv(stored)}
     return GgufFile(file.paths, _clip_keys(file.metadata, tensors), tensors)
 
 
 def _renamed(name: str) -> str:
-    for theirs, ours in _RENAMED:
-        name = name.replace(theirs, ours)
+    for old, new in _RENAMED:
+        name = name.replace(old, new)
     return name
 
 
-def _joined(stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
-    """Queries, keys and values of a block as one tensor."""
+def _with_fused_qkv(stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+    """Concatenates queries, keys and values of a block."""
     used = set[str]()
     for name, tensor in stored.items():
         found = _QUERIES.fullmatch(name)
@@ -57,16 +57,16 @@ def _joined(stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]
             names = [f"{found[1]}{part}{found[2]}" for part in "qkv"]
             parts = [stored[each] for each in names if each in stored]
             if len(parts) < len(names):
-                raise ModelError(f"{tensor.path}: {name!r} has no keys or values beside it; download the file again")
+                raise ModelError(f"{tensor.path}: {name!r} has no keys or values; download the file again")
             used.update(names)
             yield f"{found[1]}qkv{found[2]}", concatenated(f"{found[1]}qkv{found[2]}", parts)
     yield from ((name, tensor) for name, tensor in stored.items() if name not in used)
 
 
 def _clip_keys(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """What llama.cpp's converter would say about the tower. Ollama leaves out what it takes for granted."""
+    """Returns the metadata that llama.cpp's converter would write. Ollama omits default values."""
     prefix = f"{metadata.get('general.architecture')}."
-    found = {ours: metadata[prefix + theirs] for theirs, ours in _KEYS.items() if prefix + theirs in metadata}
+    found = {new: metadata[prefix + old] for old, new in _KEYS.items() if prefix + old in metadata}
     inner = tensors.get("v.blk.0.ffn_up.weight")
     plain = {"attention.layer_norm_epsilon": 1e-6, **({"feed_forward_length": inner.shape[0]} if inner else {})}
     deep = np.size(metadata.get(prefix + "vision.deepstack_visual_indexes", ())) > 0
@@ -76,7 +76,7 @@ def _clip_keys(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -
 
 
 def bundled_heads(names: Iterable[str]) -> int:
-    """How many layers of a multi-token-prediction head are inside a text model's file, under names of their own."""
+    """Counts the layers of a multi-token-prediction head in a text model's file."""
     heads = [name for name in names if name.startswith("mtp.")]
     layers = [int(found[1]) + 1 for name in heads if (found := re.match(r"mtp\.layers\.(\d{1,4})\.", name))]
     return max(layers, default=1 if heads else 0)

@@ -23,7 +23,7 @@ from deltic.loader import fp8
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.fp8 import Float8
 from deltic.loader.gguf.convert import convert
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, quantize_tensors
@@ -89,7 +89,7 @@ def test_a_model_in_float8() -> None:
 
 
 def test_a_cpu_refuses_it() -> None:
-    with pytest.raises(ConfigError, match="quant=fp8 is for NVIDIA GPUs: take q8_0"):
+    with pytest.raises(ConfigError, match="quant=fp8 is for NVIDIA GPUs: use q8_0"):
         EngineConfig(quant="fp8", device="cpu")
 
 

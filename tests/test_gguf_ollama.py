@@ -23,7 +23,7 @@ from deltic.cli import main
 from deltic.errors import ModelError
 from deltic.loader.dummy import random_head
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.names import is_norm
 from deltic.loader.vision import expected_tower
 
@@ -193,7 +193,7 @@ def test_experts(change: Callable[[Arrays], Arrays], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("left_out", "said"), [
-    ("v.blk.1.attn_k.weight", "'v.blk.1.attn_q.weight' has no keys or values beside it"),
+    ("v.blk.1.attn_k.weight", "'v.blk.1.attn_q.weight' has no keys or values"),
     ("v.blk.1.norm1.bias", "tensor 'v.blk.1.ln1.bias' is absent"), ("v.pos_embed.weight", "is absent")])
 def test_a_tower_that_is_not_whole_is_named(left_out: str, said: str, model: Path, tmp_path: Path,
                                             caplog: pytest.LogCaptureFixture) -> None:
