@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from deltic.cli import COMMANDS, command_parser, docs, main, run
-from deltic.cli.log import logging_to_stderr
+from deltic.cli.output import logging_to_stderr
 from deltic.cli.parser import as_typed, text
 from deltic.config import EngineConfig, Limits
 from deltic.errors import ConfigError
@@ -225,7 +225,7 @@ def test_empty_stdin(monkeypatch, capsys):
     (["--", "tiny", "--"], ("tiny", "--"))])
 def test_where_the_prompt_may_stand(argv, words):
     args = command_parser("run").parse_mixed(argv)
-    assert run.words(args.model, args.prompt) == words
+    assert run.model_and_prompt(args.model, args.prompt) == words
 
 
 def test_paths_may_begin_with_a_dash(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from deltic.cli import chat, main
-from deltic.cli.answer import Screen
+from deltic.cli.output import Screen
 from deltic.engine.worker import Worker
 from deltic.llm import LLM
 from deltic.runner.model_runner import ModelRunner

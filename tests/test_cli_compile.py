@@ -31,7 +31,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
             raise errors[0]
         return compiler.Compiled(1, 2)
 
-    monkeypatch.setattr("deltic.cli.compile.need", lambda extra: None)
+    monkeypatch.setattr("deltic.cli.export.need", lambda extra: None)
     monkeypatch.setattr(compiler, "compile_model", compile_model)
     monkeypatch.setattr(targets, "find_goal", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
     return errors

@@ -19,8 +19,8 @@ from test_server_harness import serving, tiny
 from deltic import LLM
 from deltic.cli import main
 from deltic.cli.clients import CLIENTS
+from deltic.cli.connect import replace_file
 from deltic.cli.parser import UsageError
-from deltic.cli.settings import replace_file
 from deltic.server.model_registry import ModelSet, ModelSource
 
 CONTEXT = 2048
@@ -120,7 +120,7 @@ def test_settings_are_added_to_and_kept_beside(connect, home):
     backup = path.with_name("opencode.json.backup")
     assert backup.read_text() == before and str(backup) in said.err
     assert {other.stat().st_mode & 0o777 for other in (path, backup)} == {0o640}
-    assert "already says so" in connect("opencode", "--write").err
+    assert "has these settings already" in connect("opencode", "--write").err
     connect("opencode", "--write", "--api-key", "secret")
     assert {other.name for other in path.parent.iterdir()} == {path.name, backup.name, f"{backup.name}1"}
     assert backup.read_text() == before and "secret" in path.read_text()
@@ -142,7 +142,7 @@ def test_lists_of_models_are_added_to_by_name(connect, home):
     path = home / ".continue/config.yaml"
     path.parent.mkdir()
     path.write_text("name: Mine  # a comment\nmodels:\n- name: other\n  model: x\n- name: deltic\n  model: old\n")
-    assert "comments only there" in connect("continue", "--write").err
+    assert "comments are only there" in connect("continue", "--write").err
     after = read(path)
     assert after["name"] == "Mine" and after["schema"] == "v1"
     assert [(model["name"], model["model"]) for model in after["models"]] == [("other", "x"), ("deltic", "tiny")]

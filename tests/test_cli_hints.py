@@ -13,7 +13,7 @@ from test_cli import fails
 from test_server_harness import serving, tiny
 
 from deltic.cli import COMMANDS, command_parser, foreign, main
-from deltic.cli.config_file import words
+from deltic.cli.config_file import options_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,7 +67,7 @@ def test_what_others_call_it_gets_a_hint(argv, hint, capsys):
 
 def test_every_hint_names_an_option_that_there_is():
     known = {name for command in COMMANDS for name in command_parser(command)._option_string_actions}
-    for table in foreign.FOREIGN.values():
+    for table in foreign.options().values():
         for theirs, ours in table.items():
             assert not ours.startswith("-") or ours in known, (theirs, ours)
             assert all(option in known for option in re.findall(r"--[a-z][a-z-]+", ours)), ours
@@ -77,13 +77,13 @@ def test_every_hint_names_an_option_that_there_is():
 def test_no_option_of_ours_is_taken_for_another():
     """A hint would never be shown for one that exists."""
     known = {name for name in command_parser("serve")._option_string_actions if name.startswith("--")}
-    assert not known & {name for table in foreign.FOREIGN.values() for name in table}
+    assert not known & {name for table in foreign.options().values() for name in table}
 
 
 def test_the_page_for_those_who_come_is_up_to_date():
     found = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
     assert found == foreign.page(), "docs/migrate.md is stale: run `python -m deltic.cli.docs`"
-    assert {"vLLM", "llama.cpp", "Ollama", "vllm-mlx", "RLX", "ExecuTorch", "ailoy"} <= set(foreign.FOREIGN)
+    assert {"vLLM", "llama.cpp", "Ollama", "vllm-mlx", "RLX", "ExecuTorch", "ailoy"} <= set(foreign.options())
 
 
 # Commands as in Ollama
@@ -143,7 +143,7 @@ models = {small = "qwen3.5:0.8b"}
 @pytest.mark.parametrize("suffix", FILE)
 def test_a_file_says_what_could_be_typed(suffix, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("deltic.cli.serve.run", lambda args: seen.append(args) or 0)
+    monkeypatch.setattr("deltic.cli.serve.run_serve", lambda args: seen.append(args) or 0)
     path = tmp_path / f"serve{suffix}"
     path.write_text(FILE[suffix])
     assert main(["serve", "--config", str(path)]) == 0
@@ -170,4 +170,4 @@ def test_a_file_that_cannot_be_used(text, message, tmp_path, capsys):
 
 def test_an_empty_file_says_nothing(tmp_path):
     (tmp_path / "a.yaml").write_text("")
-    assert words(command_parser("serve"), tmp_path / "a.yaml", False) == []
+    assert options_of(command_parser("serve"), tmp_path / "a.yaml", False) == []

@@ -10,7 +10,7 @@ import pytest
 
 from deltic.chat.deltas import AnswerCall, Delta
 from deltic.cli import main
-from deltic.cli.answer import AnswerTiming, Screen
+from deltic.cli.output import AnswerTiming, Screen
 from deltic.runner.model_runner import ModelRunner
 
 SHORT = ["--max-tokens", "6", "--threads", "1"]

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import fresh_pools, numbers, odd_runtime, small_runtime
 
 from deltic.cache.manager import HybridCache
+from deltic.cli import bench as command
 from deltic.cli import main
-from deltic.cli.bench_run import BenchRun, Restartable, Summary, Timed, medians, run_scenario, serve
-from deltic.cli.scenarios import SCENARIOS, Ask, RequestGroup, Scenario, Script, Sizes, advance, drawing, rehearse
-from deltic.cli.table import grid
+from deltic.cli.output import grid
 from deltic.engine.engine import Engine
 from deltic.errors import DelticError
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+from scenarios import (  # noqa: E402
+    SCENARIOS,
+    Ask,
+    BenchRun,
+    RequestGroup,
+    Restartable,
+    Scenario,
+    Script,
+    Sizes,
+    Summary,
+    Timed,
+    advance,
+    drawing,
+    medians,
+    rehearse,
+    run_scenario,
+    serve,
+)
+
+sys.path.remove(str(BENCH))
 
 SYSTEM, TURN, NEW = 70, 21, 20
 SMALL = ["--prompt-tokens", str(SYSTEM), "--turn-tokens", str(TURN), "--new-tokens", str(NEW), "--dtype", "float32",
@@ -147,6 +171,16 @@ def test_bad_options(argv: list[str], message: str, capsys: Any) -> None:
     assert out == "" and err.startswith("deltic: error: ") and message in err
 
 
+def test_the_command_names_the_scenarios() -> None:
+    assert tuple(SCENARIOS) == command.SCENARIOS
+
+
+def test_without_a_checkout_the_scenarios_are_missing(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("deltic.cli.bench._SCENARIO_SCRIPT", tmp_path / "scenarios.py")
+    assert main(["bench", "--scenario", "edit"]) == 2
+    assert "run it in a checkout" in capsys.readouterr().err
+
+
 # Scripts
 
 
@@ -195,7 +229,7 @@ def test_a_message_drops_the_thinking_of_the_steps_before() -> None:
     assert all(prompts[step][:len(prompts[step - 1])] == prompts[step - 1] for step in (1, 2, 3))
 
 
-# The run_scenario
+# Runs
 
 
 class Fixed:

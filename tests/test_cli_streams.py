@@ -14,9 +14,8 @@ import pytest
 
 from deltic.chat.deltas import AnswerCall, Delta
 from deltic.cli import main, run
-from deltic.cli.answer import Screen
+from deltic.cli.output import Screen, takes_colors, takes_escapes
 from deltic.cli.parser import UsageError, text
-from deltic.cli.terminal import takes_colors, takes_escapes
 from deltic.params import Usage
 
 ROOT = Path(__file__).parents[1]
@@ -26,14 +25,14 @@ ECHO = """
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace as Of
-from deltic.cli import answer, main, run
+from deltic.cli import main, output, run
 from deltic.chat.deltas import Delta
 from deltic.params import Usage
 
 def read_answer(llm, ask, show):
     show(Delta("content", repr(ask())))
     choice = Of(text="", reasoning="", calls=(), finish="stop", error=None, usage=Usage(1, 0, 1))
-    return Of(output=Of(choices=[choice])), answer.AnswerTiming(0.0, 1)
+    return Of(output=Of(choices=[choice])), output.AnswerTiming(0.0, 1)
 
 class Model(nullcontext):
     def __init__(self, name):
@@ -113,34 +112,34 @@ def test_a_model_without_a_prompt_is_a_chat_on_a_terminal_alone(word, terminal, 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     if terminal:
-        assert run.words(word, None) == (word, None)
+        assert run.model_and_prompt(word, None) == (word, None)
     else:
         with pytest.raises(UsageError, match="the prompt is missing"):
-            run.words(word, None)
+            run.model_and_prompt(word, None)
 
 
 @pytest.mark.parametrize("word", PROMPTS, ids=lambda word: word[:30])
 def test_text_is_a_prompt_wherever_it_is_typed(word, monkeypatch):
-    assert run.words(word, None) == (None, word)
+    assert run.model_and_prompt(word, None) == (None, word)
     monkeypatch.setattr(run, "on_terminal", lambda: True)
-    assert run.words(word, None) == (None, word)
+    assert run.model_and_prompt(word, None) == (None, word)
 
 
 def test_a_terminal_is_not_read(monkeypatch):
     monkeypatch.setattr(run, "on_terminal", lambda: True)
     with pytest.raises(UsageError, match="the prompt is missing"):
-        run.words(None, None)
+        run.model_and_prompt(None, None)
 
 
 @pytest.mark.parametrize("files", [["adapter_config.json"], ["model.safetensors"], ["x.GGUF"], ["config.json"]])
 def test_a_directory_that_was_meant_as_a_model_is_no_prompt(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "word").mkdir()
-    assert run.words("word", None) == (None, "word")
+    assert run.model_and_prompt("word", None) == (None, "word")
     for name in files:
         (tmp_path / "word" / name).write_bytes(b"")
     with pytest.raises(UsageError, match="'word' is a model"):
-        run.words("word", None)
+        run.model_and_prompt("word", None)
 
 
 def test_a_file_may_be_a_pipe(tmp_path, capsys):

@@ -54,7 +54,7 @@ CACHES = {
 """Functions that remember their results."""
 CHANGED = {
     "deltic/export/tvm/library.py sys": "while one package is imported, which would import torch if it could",
-    "deltic/cli/__init__.py sys": "a command without standard streams gets some",
+    "deltic/cli/process.py sys": "a command without standard streams gets some",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
 }
 """Places that change what belongs to a module or a class."""
@@ -67,7 +67,7 @@ MADE = {
 """Objects of classes that are not frozen, made where a module is defined."""
 SETTINGS = {
     "deltic/export/executorch/export.py simplefilter": "until the export is over, which takes a process of its own",
-    "deltic/cli/doctor/installation.py simplefilter": "until the check is over, in a process of its own",
+    "deltic/cli/doctor_checks.py simplefilter": "until the check is over, in a process of its own",
     "deltic/engine/heap.py mallopt": "where freed memory goes: no results depend on it",
     "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step or batch sets its model's",
     "deltic/server/connections.py setrlimit": "a server is a process of its own",

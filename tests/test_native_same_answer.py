@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deltic.cli import main
-from deltic.cli.scenarios import SCENARIOS
+from deltic.cli.bench import SCENARIOS
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load

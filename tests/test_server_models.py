@@ -18,7 +18,7 @@ from test_server_harness import USER, Scripted, Served, serving, wait_until
 
 from deltic import LLM
 from deltic.cli import main
-from deltic.cli.model_set import stored_bytes
+from deltic.cli.serve import stored_bytes
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.convert import convert
 from deltic.loader.hub import open_model
