@@ -22,7 +22,8 @@ from starlette.routing import Route
 from test_server_harness import serving, tiny
 
 from deltic.cli import main
-from deltic.cli.batch import BatchError, Results, _Batch
+from deltic.cli.batch import Results, _Batch
+from deltic.cli.parser import UsageError
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SHORT = ("--threads", "1", "--dtype", "float32", "--memory", "64MiB", "--max-context", "2048", "--max-batch", "8")
@@ -74,7 +75,7 @@ def test_answers_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureF
             assert answer["error"] is None and answer["response"]["status_code"] == 200
             assert said(answer["response"]["body"]) == said(expected)
             assert answer["response"]["body"].keys() == expected.keys()
-    for name, text in (("method", "POST"), ("url", "/v1/embeddings"), ("stream", "whole"), ("none", "object")):
+    for name, text in (("method", "POST"), ("url", "/v1/embeddings"), ("stream", "complete"), ("none", "object")):
         assert found[name]["response"] is None and text in found[name]["error"]["message"]
     assert found["body"]["response"]["status_code"] == 400 and "prompt" in found["body"]["error"]["message"]
     assert found["model"]["response"]["status_code"] == 404
@@ -112,8 +113,8 @@ def test_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("lines", "text"), [
     ([line("a", TEXT), line("b", TEXT), "", line("a", TEXT)], "line 4 of"), ([line("a", TEXT), "{"], "line 2 of"),
-    (["[]"], "no JSON object"), ([line(3, TEXT)], "custom_id"), ([{"url": TEXT}], "custom_id"),
-    (["[" * 100_000], "no JSON object")])
+    (["[]"], "not a JSON object"), ([line(3, TEXT)], "custom_id"), ([{"url": TEXT}], "custom_id"),
+    (["[" * 100_000], "not a JSON object")])
 def test_requests_that_cannot_be_told_apart_are_refused_at_once(
         lines: list[Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
@@ -126,7 +127,7 @@ def test_what_is_no_file_of_answers_is_left_alone(tmp_path: Path, capsys: pytest
     held = write(tmp_path / "held.jsonl")
     with held.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        for target, text in ((source, "has the requests"), (other, "line 1"), (tmp_path, "no file"),
+        for target, text in ((source, "has the requests"), (other, "line 1"), (tmp_path, "is not a file"),
                              (held, "another process"), (tmp_path / "no" / "out", "cannot be written")):
             before = target.read_bytes() if target.is_file() else b""
             assert main(["batch", str(source), str(target)]) == 2
@@ -161,7 +162,7 @@ def test_who_may_not_write_does_not_delete(tmp_path: Path, monkeypatch: pytest.M
     for deleted in (False, True):
         target.unlink(missing_ok=True)
         monkeypatch.setattr(fcntl, "flock", later)
-        with pytest.raises(BatchError, match="another process"):
+        with pytest.raises(UsageError, match="another process"):
             Results(target, source)
         assert target.exists() != deleted
 
@@ -208,7 +209,8 @@ def test_a_signal_keeps_what_is_done(number: int, code: int, tmp_path: Path) -> 
             time.sleep(0.01)
         process.send_signal(number)
         _, err = process.communicate(timeout=30)
-    assert process.returncode == code and "goes on from here" in err and "Traceback" not in err, err
+    assert process.returncode == code and "Traceback" not in err, err
+    assert "run the same command again to continue" in err
     assert "short" in read(target) and len(read(target)) < 21
 
 
@@ -256,4 +258,4 @@ def test_a_server_without_room_is_asked_again_and_one_that_ended_is_not(tmp_path
         asyncio.run(_Batch(stub(answer), results, 1).answer(iter([line("a", TEXT, prompt="x")]), 1))
         with pytest.raises(ExceptionGroup) as found:
             asyncio.run(_Batch(stub(answer), results, 1).answer(iter([line("b", TEXT, prompt="x")]), 1))
-    assert found.group_contains(BatchError, match="the engine has stopped") and read(tmp_path / "out").keys() == {"a"}
+    assert found.group_contains(UsageError, match="the engine has stopped") and read(tmp_path / "out").keys() == {"a"}

@@ -76,7 +76,7 @@ def test_what_is_no_directory_is_said_before_the_work(compiling: list[BaseExcept
     for number, make in enumerate((os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere"))):
         make(path := tmp_path / str(number))
         assert main(["compile", "tiny", "-o", str(path)]) == 2
-        assert f"{path} is no directory" in capsys.readouterr().err
+        assert f"{path} is not a directory" in capsys.readouterr().err
 
 
 def test_templates_of_an_older_model_do_not_stay(compiling: list[BaseException], tmp_path: Path,

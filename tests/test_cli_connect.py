@@ -19,7 +19,7 @@ from test_server_harness import serving, tiny
 from deltic import LLM
 from deltic.cli import main
 from deltic.cli.clients import CLIENTS
-from deltic.cli.connect import replace_file
+from deltic.cli.files import replace_file
 from deltic.cli.parser import UsageError
 from deltic.server.model_registry import ModelSet, ModelSource
 

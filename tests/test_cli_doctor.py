@@ -20,6 +20,7 @@ import pytest
 import torch
 from encoder_models import save_encoder
 from huggingface_hub import constants
+from packaging.specifiers import SpecifierSet
 from safetensors.torch import save_file
 
 from deltic.cache.offload.item_folder import folder_name, make_folder, root_of
@@ -47,7 +48,7 @@ def sound(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor_checks, "available_cores", lambda: 4)
     monkeypatch.setattr(doctor_checks, "_has_nvidia", lambda: False)
     monkeypatch.setattr(doctor_checks, "_is_stale", lambda path: False)
-    monkeypatch.setattr(doctor_checks, "_wanted_torch", lambda: torch.__version__.split("+")[0])
+    monkeypatch.setattr(doctor_checks, "_wanted_torch", SpecifierSet)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(library, "load", lambda: Kernels(4))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -119,7 +120,7 @@ def test_no_torch(monkeypatch):
 
 
 def test_another_torch(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "_wanted_torch", lambda: "<2,>=1.4")
+    monkeypatch.setattr(doctor_checks, "_wanted_torch", lambda: SpecifierSet("<2,>=1.4"))
     finding = look(doctor_checks.check_torch)
     assert finding.state == "warning" and "pip install 'torch<2,>=1.4'" in finding.advice
 
@@ -163,7 +164,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch, tmp_path):
     finding = look(doctor_checks.check_kernels)
     assert finding.state == "problem" and "bad ELF" in finding.fact and "my-compiler" in finding.advice
     command = finding.advice.rpartition("pip install --force-reinstall --no-deps ")[2]
-    assert command.startswith(("PATH (the directory or wheel", "/", "git+", "https://")) and command != "deltic"
+    assert command.startswith("PATH (the directory or wheel")
 
 
 def test_stale_kernels(monkeypatch):
@@ -220,17 +221,9 @@ def test_operations_on_a_gpu(monkeypatch):
 def test_the_torch_that_the_package_wants(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=1", "torch<2.14,>=2.9; extra == 'a'"])
-    assert doctor_checks._wanted_torch() == "<2.14,>=2.9"
+    assert doctor_checks._wanted_torch() == SpecifierSet(">=2.9,<2.14")
     monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
-    assert doctor_checks._wanted_torch() == ""
-
-
-@pytest.mark.parametrize(("version", "wanted", "within"), [
-    ("2.13.0+cpu", "<2.14,>=2.9", True), ("2.9.0", ">=2.9,<2.14", True), ("2.14.0", "<2.14,>=2.9", False),
-    ("2.8.1+cu128", "<2.14,>=2.9", False), ("2.10.0a0+git12", ">=2.9", True), ("2.13.0+cpu", "==2.13.0", True),
-    ("2.13.1", "==2.13.0", False), ("1.0", "", True)])
-def test_a_range_of_versions(version, wanted, within):
-    assert doctor_checks._is_within(version, wanted) == within
+    assert doctor_checks._wanted_torch() == SpecifierSet()
 
 
 # The machine
@@ -358,7 +351,7 @@ def test_a_cache_directory_that_can_only_be_read(monkeypatch, kept):
 
 def test_a_cache_directory_that_is_none(tmp_path):
     (tmp_path / "file").touch()
-    assert "no directory" in look(doctor_checks.check_cache_dir, cache_dir=str(tmp_path / "file")).fact
+    assert "not a directory" in look(doctor_checks.check_cache_dir, cache_dir=str(tmp_path / "file")).fact
     (tmp_path / "deltic-prefixes").symlink_to(tmp_path)
     assert "a link" in look(doctor_checks.check_cache_dir, cache_dir=str(tmp_path)).fact
 
@@ -447,7 +440,7 @@ def test_a_truncated_draft_head(headless, size):
     assert finding.state == "warning" and "32,768 tokens" in finding.fact and "draft head" not in finding.fact
     assert finding.advice.startswith(f"the draft head cannot be used, so that nothing is drafted: {path} ")
     assert "truncated or corrupt" in finding.advice
-    assert finding.advice.endswith("; mend it as said, or take it anew with deltic mtp extract")
+    assert finding.advice.endswith("; fix it as described, or take it again with deltic mtp extract")
 
 
 def test_a_draft_head_without_a_tensor_in_a_model_without_room(monkeypatch, headless):

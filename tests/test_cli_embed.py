@@ -82,7 +82,7 @@ def test_what_was_interrupted_goes_on(place: Path, wanted: Any, tmp_path: Path, 
     monkeypatch.setattr(encoder_module.Encoder, "encode", lambda self, window, **options: (
         texts.extend(window), encode(self, window, **options))[1])
     assert main(argv) == 0 and texts == LINES[8:]
-    assert "8 vectors are there already" in capsys.readouterr().err
+    assert "8 vectors exist already" in capsys.readouterr().err
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
     assert [path.name for path in tmp_path.iterdir()] == ["out.npy"]
 
@@ -123,7 +123,7 @@ def test_a_full_disk_is_told_by_name(place: Path, wanted: Any, tmp_path: Path, m
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
     assert code == 2 and "out.npy cannot be written: File too large" in capsys.readouterr().err
-    assert main(argv) == 0 and "are there already" in capsys.readouterr().err
+    assert main(argv) == 0 and "exist already" in capsys.readouterr().err
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
     assert [path.name for path in tmp_path.iterdir()] == ["out.npy"]
 

@@ -206,7 +206,7 @@ def test_an_unloaded_model_leaves_no_memory() -> None:
 
 @pytest.mark.parametrize(("argv", "text"), [
     (["--model", "tiny"], "NAME=MODEL"), (["--model", "a=tiny", "--model", "a=tiny"], "two models"),
-    (["--model", "a=/no/such"], "no directory"), (["--idle-unload", "0"], "above 0"),
+    (["--model", "a=/no/such"], "no directory"), (["--idle-unload", "0"], "must be a number of seconds"),
     (["--models-memory", "much"], "models_memory"), (["--models-memory", "1MiB", "--memory", "64MiB"], "models_memory"),
     (["--model", "a=tiny", "--served-name", "b"], "--served-name")])
 def test_what_cannot_be_served_is_refused_at_once(argv: list[str], text: str,

@@ -6,6 +6,7 @@ Only the module of the requested command is imported, and torch only after its a
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from importlib import import_module
 from deltic import __version__
 from deltic.cli.foreign import ALIASES, command_hint
 from deltic.cli.parser import Parser, ShowHelp, UsageError, as_typed, clipped, is_advanced
-from deltic.cli.process import Terminated, discard_stdout, named_stdout, open_closed_streams, signals_raise
+from deltic.cli.process import Terminated, discard_stdout, open_closed_streams, signals_raise
 from deltic.errors import ConfigError, DelticError
 
 __all__ = ["COMMANDS", "command_parser", "main", "top_parser"]
@@ -46,6 +47,7 @@ _MODULES = {"rerank": "embed", "compile": "export", "mtp": "convert", "ps": "con
             "rm": "cache", "completion": "docs"}
 """The module of each command that does not have one of its own name."""
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _EPILOG = f"""exit codes:
   0              success
   1              an answer failed, doctor found a problem, or a confirmation was refused
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 for a failed answer, 2 for an error that the caller can fix."""
     open_closed_streams()
     try:
-        with signals_raise(), named_stdout():
+        with signals_raise():
             code = _dispatch(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
             return code
@@ -80,8 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_stdout()
         return _BROKEN_PIPE
     except (DelticError, OSError) as error:
+        message = str(error)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _DISK_ERRORS:
+            message = f"standard output cannot be written: {error.strerror}"  # errors of other files have their name
         with suppress(OSError):
-            print(f"deltic: error: {clipped(as_typed(str(error)))}", file=sys.stderr)
+            print(f"deltic: error: {clipped(as_typed(message))}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:

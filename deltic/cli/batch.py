@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import json
 import os
 import signal
@@ -17,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from deltic.cli import options
+from deltic.cli.files import lock, numbered_lines
 from deltic.cli.models import check_source, open_llm
 from deltic.cli.output import Bar, note
-from deltic.cli.parser import MAX_BYTES, existing_file, path_name, text
+from deltic.cli.parser import UsageError, existing_file, path_name, text
 from deltic.cli.process import Terminated
-from deltic.errors import DelticError, show
+from deltic.errors import show
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -32,10 +32,6 @@ _URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _QUEUED = 2  # requests in flight for each that can run, so that the batch stays full
 
 Json = dict[str, Any]
-
-
-class BatchError(DelticError):
-    """A file of requests or answers cannot be used."""
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +155,7 @@ class _Batch:
             if status != 503:
                 return status, answer
             if b"retry-after" not in headers:
-                raise BatchError(json.loads(answer)["error"]["message"])
+                raise UsageError(json.loads(answer)["error"]["message"])
             await asyncio.sleep(int(headers[b"retry-after"]))
 
 
@@ -210,14 +206,14 @@ class Results:
         try:
             exists = path.exists()
             if exists and not path.is_file():
-                raise BatchError(f"{path} is not a file: name another one for the answers")
+                raise UsageError(f"{path} is not a file: name another one for the answers")
             if exists and path.samefile(source):
-                raise BatchError(f"{path} has the requests: name another file for the answers")
+                raise UsageError(f"{path} has the requests: name another file for the answers")
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise BatchError(f"{path} cannot be written: {error.strerror}") from error
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
         try:
-            self._lock()
+            lock(self._file, path, path)
             self._created = not exists
             self._read()
         except BaseException:
@@ -237,25 +233,16 @@ class Results:
         os.close(self._file)
 
     def write(self, result: Json) -> None:
-        """Appends an answer as a whole. Raises BatchError if the disk is full."""
+        """Appends an answer as a whole. Raises UsageError if the disk is full."""
         end, rest = os.lseek(self._file, 0, os.SEEK_END), memoryview(_encoded(result))
         try:
             while rest:
                 rest = rest[os.write(self._file, rest):]
         except OSError as error:
             os.ftruncate(self._file, end)
-            raise BatchError(f"{self._path} cannot be written: {error.strerror}; its answers are kept, and the same "
+            raise UsageError(f"{self._path} cannot be written: {error.strerror}; its answers are kept, and the same "
                              "command continues from there") from error
         self.failed += result["error"] is not None
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_mine = os.path.samestat(os.fstat(self._file), self._path.stat())  # not deleted in between
-        except OSError:
-            is_mine = False
-        if not is_mine:
-            raise BatchError(f"{self._path} is being written by another process: wait for it, or name another file")
 
     def _read(self) -> None:
         complete = 0
@@ -265,7 +252,7 @@ class Results:
                     break
                 found = _object(raw)
                 if found is None or not isinstance(found.get("custom_id"), str) or "response" not in found:
-                    raise BatchError(f"line {number} of {self._path} is not an answer of a batch: name another file "
+                    raise UsageError(f"line {number} of {self._path} is not an answer of a batch: name another file "
                                      "for the answers")
                 self.done.add(_key(found["custom_id"]))
                 self.failed += found.get("error") is not None
@@ -274,14 +261,14 @@ class Results:
 
 
 def _checked(path: Path) -> set[bytes]:
-    """Returns the keys of all requests. Raises BatchError with the number of a wrong line."""
+    """Returns the keys of all requests. Raises UsageError with the number of a wrong line."""
     if not path.is_file():
-        raise BatchError(f"{path} must be a file, not a pipe: it is read twice")
+        raise UsageError(f"{path} must be a file, not a pipe: it is read twice")
     seen: dict[bytes, int] = {}
     for number, line in _lines(path):
         key = _key(line["custom_id"])
         if key in seen:
-            raise BatchError(f"line {number} of {path} has the custom_id {show(line['custom_id'])} of line "
+            raise UsageError(f"line {number} of {path} has the custom_id {show(line['custom_id'])} of line "
                              f"{seen[key]}: it must be unique")
         seen[key] = number
     return set(seen)
@@ -290,16 +277,14 @@ def _checked(path: Path) -> set[bytes]:
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:
     """Yields the requests of a file with the numbers of their lines."""
     with path.open("rb") as file:
-        for number, raw in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), b""), 1):
-            if len(raw) > MAX_BYTES:
-                raise BatchError(f"line {number} of {path} has more than {MAX_BYTES >> 20} MiB")
+        for number, raw in numbered_lines(file, f" of {path}"):
             if not raw.strip():
                 continue
             found = _object(raw)
             if found is None:
-                raise BatchError(f"line {number} of {path} is not a JSON object")
+                raise UsageError(f"line {number} of {path} is not a JSON object")
             if not isinstance(found.get("custom_id"), str):
-                raise BatchError(f"line {number} of {path} has no custom_id, which must be a text")
+                raise UsageError(f"line {number} of {path} has no custom_id, which must be a text")
             yield number, found
 
 

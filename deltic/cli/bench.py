@@ -93,7 +93,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _run_scenario(args: argparse.Namespace) -> int:
-    options.refuse({"--profile": args.profile}, "{} is of plain prompts: leave out --scenario")
+    options.refuse({"--profile": args.profile}, f"{{}} is for plain prompts: leave out --scenario {args.scenario}")
     if not _SCENARIO_SCRIPT.exists():
         raise UsageError("--scenario needs bench/scenarios.py of the source, which the package does not have: run it "
                          "in a checkout")

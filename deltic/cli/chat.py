@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
+from deltic.cli.files import decoded, numbered_lines, replace_file
 from deltic.cli.models import open_llm
 from deltic.cli.output import Screen, note, read_answer, statistics_line
-from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, decoded, plain_file, read_bytes, read_text
+from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, plain_file, read_bytes, read_text
 from deltic.cli.process import Interruption
 from deltic.errors import RequestError, show
 
@@ -61,7 +62,7 @@ def run_chat(args: argparse.Namespace) -> int:
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() uses it)
             note(_HINT)
-        for text, quoted in _messages(_TerminalLines() if interactive else _PipedLines()):
+        for text, quoted in _messages(_TerminalLines() if interactive else _piped_lines()):
             if quoted:
                 chat.send(text)
             elif text == "/exit":
@@ -159,8 +160,6 @@ class ChatState:
 
     def _save(self, path: Path) -> str:
         """Writes the messages as the body of a request. Overwrites only conversations."""
-        from deltic.cli.connect import replace_file
-
         if path.exists():
             try:
                 _read_messages(path)
@@ -336,18 +335,13 @@ class _TerminalLines:
         return line
 
 
-class _PipedLines:
+def _piped_lines() -> Callable[[bool], str]:
     """Reads lines from a file or pipe."""
+    lines = numbered_lines(sys.stdin.buffer, " on stdin")
 
-    def __init__(self) -> None:
-        self._number = 0
+    def read(within_quotes: bool) -> str:
+        for number, line in lines:
+            return decoded(line, f"line {number} on stdin", first=number == 1).rstrip("\r\n")
+        raise EOFError
 
-    def __call__(self, within_quotes: bool) -> str:
-        line = sys.stdin.buffer.readline(MAX_BYTES + 1)
-        self._number += 1
-        if not line:
-            raise EOFError
-        if len(line) > MAX_BYTES:
-            raise UsageError(f"line {self._number} on stdin has more than {MAX_BYTES >> 20} MiB, which no context "
-                             "holds")
-        return decoded(line, f"line {self._number} on stdin", first=self._number == 1).rstrip("\r\n")
+    return read

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from http.client import HTTPException
 from itertools import count
@@ -21,6 +20,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from deltic.cli import options
 from deltic.cli.clients import CLIENTS, KEY_VARIABLE, Client, Target
+from deltic.cli.files import replace_file
 from deltic.cli.output import grid, note
 from deltic.cli.parser import UsageError, read_text, text
 
@@ -281,18 +281,3 @@ def _replace_with_backup(path: Path, content: str) -> Path | None:
     shutil.copy2(path, backup)
     replace_file(path, content, stat.S_IMODE(path.stat().st_mode))
     return backup
-
-
-def replace_file(path: Path, content: str, mode: int) -> None:
-    """Replaces a file as a whole, or leaves it as it is. Raises UsageError with the path."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(content)
-        part.chmod(mode)
-        part.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)

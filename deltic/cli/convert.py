@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
+from deltic.cli.files import check_absent, check_target
 from deltic.cli.output import Bar, bytes_bar, print_facts
 from deltic.cli.parser import UsageError, path_name, text
 
@@ -138,27 +139,6 @@ def _read_tokenizer(directory: Path) -> TokenizerTexts:
 
 def _counted(tensors: Any) -> list[str]:
     return [f"{count} {name}" for name, count in tensors.items()]
-
-
-# The file to write
-
-
-def check_target(given: str, suffix: str, kind: str) -> Path:
-    """Returns the path of a file to write, which must have the suffix and a directory."""
-    path = Path(given)
-    if path.suffix.lower() != suffix:
-        raise UsageError(f"{given} must end in {suffix}, the suffix of {kind}")
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no directory {str(path.parent)!r}")
-    if path.is_dir():
-        raise UsageError(f"{given} is a directory; name a file")
-    return path
-
-
-def check_absent(paths: Iterable[Path], force: bool) -> None:
-    for path in paths:
-        if path.exists() and not force:
-            raise UsageError(f"{path} exists; give --force to replace it, or another name")
 
 
 # mtp

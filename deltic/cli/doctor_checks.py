@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import operator
 import os
 import platform
 import re
-import shlex
 import shutil
 import stat
 import sys
@@ -17,12 +14,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deltic import __version__
 from deltic.cli.machine import cpu_name, memory_mib, read_system
 from deltic.cli.output import gib, mib
 from deltic.config import available_cores, available_memory
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 State = Literal["ok", "warning", "problem"]
 Fault = tuple[State, str]
@@ -85,7 +85,7 @@ def check_torch(args: argparse.Namespace) -> Finding:
         return Finding.of("torch", f"torch cannot be imported: {error}",
                           [("problem", f"pip install --force-reinstall {install}")])
     devices, faults = _devices()
-    if not _is_within(torch.__version__, wanted):
+    if not wanted.contains(torch.__version__, prereleases=True):
         faults.append(("warning", f"deltic was tested with torch{wanted}: pip install {install}"))
     return Finding.of("torch", f"torch {torch.__version__}, {devices}", faults)
 
@@ -109,44 +109,25 @@ def _has_nvidia() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
-def _wanted_torch() -> str:
-    """The versions that the package requires, such as `>=2.9,<2.14`; empty if unknown."""
+def _wanted_torch() -> SpecifierSet:
+    """The versions of torch that the package requires."""
     from importlib.metadata import PackageNotFoundError, requires
 
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
     try:
-        required = requires("deltic") or []
+        required = map(Requirement, requires("deltic") or [])
     except PackageNotFoundError:
-        return ""
-    return next((found[1] for line in required if (found := re.match(r"torch\s*([<>=][^;]*)", line))), "").strip()
-
-
-def _is_within(version: str, wanted: str) -> bool:
-    """True if a version is in a range with the bounds `>=`, `<` and `==`."""
-    def numbers(text: str) -> list[int]:
-        return list(map(int, re.findall(r"\d+", re.split(r"[+a-z]", text)[0])))
-
-    compare = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
-    return all(compare[sign](numbers(version), numbers(bound))
-               for sign, bound in re.findall(r"(>=|<|==)\s*([\w.]+)", wanted))
+        required = map(Requirement, [])
+    return next((one.specifier for one in required if one.name == "torch"), SpecifierSet())
 
 
 def reinstall() -> str:
     """The command that compiles the kernels again."""
     if (_SOURCE / "csrc").is_dir():
         return f"pip install -e {_SOURCE}"
-    return f"pip install --force-reinstall --no-deps {_origin() or 'PATH (the directory or wheel it came from)'}"
-
-
-def _origin() -> str | None:
-    """The source of the installed package, as pip recorded it."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    try:
-        recorded = json.loads(distribution("deltic").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError, OSError):
-        return None
-    url = recorded.get("url") if isinstance(recorded, dict) else None
-    return shlex.quote(url.removeprefix("file://")) if isinstance(url, str) else None
+    return "pip install --force-reinstall --no-deps PATH (the directory or wheel it came from)"
 
 
 # Kernels

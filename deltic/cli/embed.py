@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import io
 import json
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from deltic.cli import options
+from deltic.cli.files import decoded, lock, numbered_lines, open_lines
 from deltic.cli.output import Bar, bytes_bar, note
-from deltic.cli.parser import MAX_BYTES, UsageError, existing_file, path_name, text, whole
+from deltic.cli.parser import UsageError, existing_file, path_name, text, whole
 from deltic.errors import show
 
 if TYPE_CHECKING:
@@ -105,33 +105,10 @@ def _open_encoder(args: argparse.Namespace, task: Task, **more: Any) -> Encoder:
 # Texts
 
 
-def open_lines(name: str) -> BinaryIO:
-    """Opens a file, or standard input for `-`."""
-    if name == "-":
-        return sys.stdin.buffer
-    try:
-        return Path(name).open("rb")
-    except OSError as error:
-        raise UsageError(f"{show(name)} cannot be read: {error.strerror}") from error
-
-
 def read_texts(file: BinaryIO, jsonl: bool) -> Iterator[str]:
     """Yields the text of each line. Raises UsageError with the number of a wrong line."""
-    number = 0
-    while True:
-        number += 1
-        try:
-            line = file.readline(MAX_BYTES + 1)
-        except OSError as error:
-            raise UsageError(f"line {number} cannot be read: {error.strerror}") from error
-        if not line:
-            return
-        if len(line) > MAX_BYTES:
-            raise UsageError(f"line {number} has more than {MAX_BYTES >> 20} MiB")
-        try:
-            content = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise UsageError(f"line {number} is not valid UTF-8") from None
+    for number, line in numbered_lines(file):
+        content = decoded(line, f"line {number}", first=number == 1).rstrip("\r\n")
         yield _json_text(content, number) if jsonl else content
 
 
@@ -229,13 +206,7 @@ def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], r
 def _locked(part: Path, job: Path, output: Path) -> Iterator[BinaryIO]:
     """Opens the part for this process alone. Raises UsageError if another one writes it."""
     with part.open("ab") as target:
-        try:
-            fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_mine = os.path.samestat(os.fstat(target.fileno()), part.stat())  # not finished in between
-        except (BlockingIOError, FileNotFoundError):
-            is_mine = False
-        if not is_mine:
-            raise UsageError(f"{output} is being written by another process: wait for it, or name another file")
+        lock(target.fileno(), part, output)
         try:
             yield target
         except BaseException:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.convert import check_absent, check_target
+from deltic.cli.files import check_absent, check_target
 from deltic.cli.output import note, print_facts
 from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
@@ -59,43 +57,17 @@ def run_export(args: argparse.Namespace) -> int:
     from deltic.export.executorch.names import sidecar_of
     from deltic.loader.hub import open_model
 
-    files, steps = open_model(args.source, args.revision), _Steps()
+    started = time.perf_counter()
+    files = open_model(args.source, args.revision)
     context = min(args.max_context, files.config.max_position_embeddings)
     form = ExportForm(args.type, context, 1 if args.static else min(CHUNK, context), args.operators)
-    try:
-        size = export_files(files, path, form, steps.begin)
-    finally:
-        steps.end()
+    size = export_files(files, path, form, lambda step: note(f"deltic: {step} ..."))
     facts = {"path": str(path), "files": str(sidecar_of(path)), "format": args.format, "type": args.type,
              "operators": args.operators, "bytes": size, "tokens_per_call": "1" if args.static else "any",
-             "max_context": form.max_context, "seconds": round(steps.seconds, 2), **_library(args)}
+             "max_context": form.max_context, "seconds": round(time.perf_counter() - started, 2), **_library(args)}
     print_facts(facts, args.json)
     _warn_about_omissions(files)
     return 0
-
-
-class _Steps:
-    """Prints the name of each step to stderr, and its duration: some take minutes."""
-
-    def __init__(self) -> None:
-        self._began = self._step_began = time.perf_counter()
-        self._name: str | None = None
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began
-
-    def begin(self, name: str) -> None:
-        self.end()
-        self._name, self._step_began = name, time.perf_counter()
-        with suppress(OSError):
-            print(f"deltic: {name} ...", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._name is not None:
-            with suppress(OSError):
-                note(f" {time.perf_counter() - self._step_began:.1f} s")
-        self._name = None
 
 
 def _program(args: argparse.Namespace) -> Path:

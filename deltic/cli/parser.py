@@ -254,12 +254,3 @@ def read_bytes(path: Path) -> bytes:
 def read_text(path: Path) -> str:
     """Returns the UTF-8 text of a file or pipe. Raises OSError or ValueError."""
     return read_bytes(path).decode("utf-8-sig")
-
-
-def decoded(content: bytes, name: str, *, first: bool = True) -> str:
-    """Decodes UTF-8. Raises UsageError with the name of the source. first: a byte order mark may begin the content."""
-    try:
-        return content.decode("utf-8-sig" if first else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not valid UTF-8 (byte {error.start}): convert it first, for example with "
-                         "iconv") from error

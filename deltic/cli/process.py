@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, TextIO, cast
 
 _IMPORT_FILE = "<frozen importlib._bootstrap>"
 _RETRY_SECONDS = 0.02
@@ -93,44 +92,6 @@ def open_closed_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-
-
-class _NamedOutput:
-    """A stdout whose errors name it; the operating system's do not."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with _naming_stdout():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with _naming_stdout():
-            self._stream.flush()
-
-
-@contextmanager
-def _naming_stdout() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OSError(f"standard output cannot be written: {error.strerror}") from error
-
-
-@contextmanager
-def named_stdout() -> Iterator[None]:
-    """Errors of writing to stdout name it."""
-    before, sys.stdout = sys.stdout, cast("TextIO", _NamedOutput(sys.stdout))
-    try:
-        yield
-    finally:
-        sys.stdout = before
 
 
 def discard_stdout() -> None:
