@@ -188,9 +188,9 @@ SCENARIOS = {
                            Sizes(1024, 64, 24, 8), _multi_turn),
     "agent": Scenario("a long prefix with tools, many small tool results, and user messages that drop the thinking",
                       Sizes(2048, 48, 16, 12), _agent),
-    "edit": Scenario("a chat whose middle message is then replaced, and which goes on from there",
+    "edit": Scenario("a chat whose middle message is replaced, and which continues from there",
                      Sizes(1024, 64, 24, 6), _edit),
-    "restart": Scenario("a chat that goes on in a new engine, which finds the prefix on disk",
+    "restart": Scenario("a chat that continues in a new engine, which has the prefix on disk",
                         Sizes(1024, 64, 24, 4), _restart),
     "shared-system": Scenario("waves of requests that arrive together and share a long prefix",
                               Sizes(1024, 64, 16, 2, 4), _shared_system),
@@ -227,7 +227,7 @@ class Timed:
 class Summary:
     """A whole scenario.
 
-    computed_tokens: prompt tokens that were not in the cache. reuse_share: the share of those that were.
+    computed_tokens: prompt tokens that were not in the cache. reuse_share: the cached share of the prompt tokens.
     evictions: states for which the pools had no room.
     time_to_first_token_warm_ms: median over requests with cached tokens, None without any.
     last_warm_ms, last_cold_ms: median time to first token of the last group, and of the same group without reuse.

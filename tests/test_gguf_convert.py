@@ -400,7 +400,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     before = path.read_bytes()
     (tmp_path / "link").symlink_to(tmp_path)
     assert main(["convert", str(path), str(tmp_path / "link" / path.name), "--force", "--type", "Q4_0"]) == 2
-    assert "is a file of SRC, which would be gone" in capsys.readouterr().err and path.read_bytes() == before
+    assert "is a file of SRC and would be overwritten" in capsys.readouterr().err and path.read_bytes() == before
 
 
 @pytest.mark.parametrize(("argv", "message"), [

@@ -125,13 +125,11 @@ def _function(function: str, command: str) -> Callable[..., int]:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    from deltic.cli.output import logging_to_stderr
-
     if not argv:
         top_parser().print_help()
         return 0
     name = ALIASES.get(argv[0], argv[0])
-    if name not in COMMANDS and (hint := command_hint(name, (*COMMANDS, *ALIASES))):
+    if name not in COMMANDS and not name.startswith("-") and (hint := command_hint(name, (*COMMANDS, *ALIASES))):
         raise UsageError(f"there is no command {name!r}: {hint} (see deltic --help)")
     top = top_parser().parse_args([name, *argv[1:]])
     parser = command_parser(name)
@@ -140,6 +138,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         from deltic.cli.config_file import options_of
 
         args = parser.parse_mixed([*options_of(parser, args.config, args.model is not None), *top.arguments])
+    from deltic.cli.log import logging_to_stderr
+
     with logging_to_stderr(args.verbose):
         try:
             return _function(f"run_{name}", name)(args)

@@ -24,7 +24,7 @@ from deltic.cli.process import Terminated
 from deltic.errors import show
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message
+    from httpx2 import AsyncClient, Response
 
     from deltic.llm import LLM
 
@@ -126,59 +126,43 @@ class _Batch:
     bar: Bar = field(default_factory=lambda: Bar("answering", 1, "requests"))
 
     async def answer(self, lines: Iterator[Json], concurrency: int) -> None:
-        async with self.app.router.lifespan_context(self.app), asyncio.TaskGroup() as tasks:
-            for _ in range(min(concurrency, self.total)):
-                tasks.create_task(self._work(lines))
+        from httpx2 import ASGITransport, AsyncClient
 
-    async def _work(self, lines: Iterator[Json]) -> None:
+        async with (self.app.router.lifespan_context(self.app),
+                    AsyncClient(transport=ASGITransport(self.app), base_url="http://localhost") as client,
+                    asyncio.TaskGroup() as tasks):
+            for _ in range(min(concurrency, self.total)):
+                tasks.create_task(self._work(client, lines))
+
+    async def _work(self, client: AsyncClient, lines: Iterator[Json]) -> None:
         for line in lines:
-            self.results.write(await self._result(line))
+            self.results.write(await self._result(client, line))
             self.count += 1
             self.bar.update(self.count, self.total)
 
-    async def _result(self, line: Json) -> Json:
+    async def _result(self, client: AsyncClient, line: Json) -> Json:
         result = {"id": "batch_req_" + uuid.uuid4().hex, "custom_id": line["custom_id"], "response": None}
         if problem := _problem(line):
             return result | {"error": {"code": "invalid_request", "message": problem}}
-        status, answer = await self._send(line["url"], json.dumps(line["body"]).encode())
-        body = json.loads(answer)
+        answer = await _send(client, line)
+        status, body = answer.status_code, answer.json()
         error = body.get("error") if status != 200 else None
         if error:
             error = {"code": error["code"] or error["type"], "message": error["message"]}
         response = {"status_code": status, "request_id": body.get("id"), "body": body}
         return result | {"response": response, "error": error}
 
-    async def _send(self, url: str, body: bytes) -> tuple[int, bytes]:
-        """Returns status and body of the answer. Retries while the server is full."""
-        while True:
-            status, headers, answer = await _call(self.app, url, body)
-            if status != 503:
-                return status, answer
-            if b"retry-after" not in headers:
-                raise UsageError(json.loads(answer)["error"]["message"])
-            await asyncio.sleep(int(headers[b"retry-after"]))
 
-
-async def _call(app: ASGIApp, url: str, body: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
-    """Sends one request to an ASGI application."""
-    requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    start: Message = {}
-    chunks = []
-
-    async def receive() -> Message:
-        return requests.pop() if requests else await asyncio.get_running_loop().create_future()
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            start.update(message)
-        chunks.append(message.get("body", b""))
-
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    scope = {"type": "http", "method": "POST", "path": url, "raw_path": url.encode(), "query_string": b"",
-             "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "", "client": None,
-             "server": None}
-    await app(scope, receive, send)
-    return start["status"], dict(start["headers"]), b"".join(chunks)
+async def _send(client: AsyncClient, line: Json) -> Response:
+    """Sends a request, again while the server is full."""
+    body, headers = json.dumps(line["body"]), {"content-type": "application/json"}
+    while True:
+        answer = await client.post(line["url"], content=body, headers=headers)
+        if answer.status_code != 503:
+            return answer
+        if "retry-after" not in answer.headers:
+            raise UsageError(answer.json()["error"]["message"])
+        await asyncio.sleep(int(answer.headers["retry-after"]))
 
 
 def _problem(line: Json) -> str | None:

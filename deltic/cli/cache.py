@@ -189,7 +189,7 @@ def _stats(root: Path, models: Sequence[_ModelFolder]) -> dict[str, Any]:
 
 
 def _totals(model: _ModelFolder) -> dict[str, Any]:
-    """prefixes: those that can be resumed. tokens: whose K/V is kept, each counted once."""
+    """prefixes: how many can be resumed. tokens: how many have K/V, each counted once."""
     items = [file.item for file in model.files if file.item]
     used = [file.used for file in model.files]
     return {**model.facts, "items": len(items), "prefixes": len({item.key for item in items if item.kind != "kv"}),

@@ -6,29 +6,16 @@ import argparse
 import json
 from dataclasses import asdict
 
-from deltic.cli.doctor_checks import (
-    Check,
-    Finding,
-    check_answer,
-    check_cache_dir,
-    check_hub,
-    check_kernels,
-    check_load,
-    check_memory,
-    check_operations,
-    check_processor,
-    check_python,
-    check_threads,
-    check_torch,
-    reinstall,
-)
+from deltic.cli import doctor_checks as checks
+from deltic.cli.doctor_checks import Check, Finding
 from deltic.cli.doctor_model import check_model
 from deltic.cli.output import note
 from deltic.cli.parser import UsageError, path_name, text
 
 CHECKS: tuple[Check, ...] = (
-    check_python, check_torch, check_processor, check_kernels, check_operations, check_threads, check_load,
-    check_memory, check_hub, check_cache_dir, check_model, check_answer)
+    checks.check_python, checks.check_torch, checks.check_processor, checks.check_kernels, checks.check_operations,
+    checks.check_threads, checks.check_load, checks.check_memory, checks.check_hub, checks.check_cache_dir, check_model,
+    checks.check_answer)
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +74,7 @@ def _guarded(check: Check, args: argparse.Namespace) -> Finding | None:
         return check(args)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        advice = f"see above; `pip check` names missing packages; else reinstall: {reinstall()}"
+        advice = f"see above; `pip check` names missing packages; else reinstall: {checks.reinstall()}"
         return Finding.of(_name(check), f"the check failed: {type(error).__name__}: {reason}", [("problem", advice)])
 
 

@@ -1,4 +1,4 @@
-"""Checks of a model by `deltic doctor`: whether it fits, and with --deep, whether its answers are right."""
+"""Checks of a model by `deltic doctor`: its room in memory, and with --deep, its answers."""
 
 from __future__ import annotations
 

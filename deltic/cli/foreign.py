@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
@@ -27,6 +25,8 @@ _NEED_RANDOM: Final = ("--random", "--random-seed", "--layers")
 
 def options() -> dict[str, dict[str, str]]:
     """Engine -> its name for an option -> the option here, or a sentence."""
+    import tomllib
+
     content = Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8")
     return tomllib.loads(content)
 
@@ -53,6 +53,8 @@ def command_hint(given: str, known: Iterable[str]) -> str | None:
 
 
 def _did_you_mean(given: str, known: Iterable[str]) -> str | None:
+    import difflib
+
     close = difflib.get_close_matches(given, list(known), n=2, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else None
 

@@ -42,19 +42,14 @@ def peak_memory_mib() -> float:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with `+` if files differ from it; None outside of a checkout."""
+    """The commit of this checkout, with `+` if tracked files differ from it; None outside of a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
-        head = _git(root, "rev-parse", "--short=12", "HEAD").strip()
-        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
 
 
 def read_system(path: str) -> str:

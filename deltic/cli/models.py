@@ -21,7 +21,7 @@ _CHAT_OPTIONS = ("chat_template", "history", "strip_billing_header", "thinking",
 
 
 def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
-    """Loads a model with a progress bar. defaults: engine options for those that were not given."""
+    """Loads a model with a progress bar. defaults: engine options, which given ones override."""
     check_source(args)
     options = {**defaults, **engine_options(args)}
     if args.random:

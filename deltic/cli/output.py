@@ -1,21 +1,17 @@
-"""What commands print: tables, progress bars, log lines, and answers while they are generated."""
+"""What commands print: tables, progress bars, and answers while they are generated."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 from deltic.cli.machine import peak_memory_mib
-from deltic.cli.parser import UsageError, as_typed
+from deltic.cli.parser import UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -68,6 +64,8 @@ def grid(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def date(timestamp: float | None) -> str:
+    from datetime import datetime
+
     try:
         return "-" if timestamp is None else datetime.fromtimestamp(timestamp).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, ValueError, OSError):
@@ -157,43 +155,6 @@ def bytes_bar(label: str) -> Bar:
 
 def tokens_bar(label: str) -> Bar:
     return Bar(label, 1, "tokens", 1.0)
-
-
-# Log
-
-
-class _PlainLines(logging.Formatter):
-    """Formats a record as `deltic: warning: MESSAGE`. Tracebacks are shown only with --verbose."""
-
-    def __init__(self, verbose: bool) -> None:
-        super().__init__("deltic: %(lowered)s: %(message)s")
-        self._verbose = verbose
-
-    def format(self, record: logging.LogRecord) -> str:
-        record = copy(record)
-        record.lowered = record.levelname.lower()
-        record.msg, record.args = as_typed(record.getMessage()), None
-        if self._verbose or not record.exc_info:
-            return super().format(record)
-        kind, error, _ = record.exc_info
-        record.exc_info = record.exc_text = None
-        name = kind.__name__ if kind else "unknown"
-        return f"{super().format(record)} ({name}: {as_typed(str(error))}; -v shows where)"
-
-
-@contextmanager
-def logging_to_stderr(verbose: bool) -> Iterator[None]:
-    """Shows warnings of the `deltic` loggers, with `verbose` all records."""
-    logger, handler = logging.getLogger("deltic"), logging.StreamHandler()
-    handler.setFormatter(_PlainLines(verbose))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 # Answers

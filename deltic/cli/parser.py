@@ -1,4 +1,8 @@
-"""An argument parser that raises errors instead of exiting, and argument types."""
+"""An argument parser that raises errors instead of exiting, and argument types.
+
+argparse takes 15 ms to import, click 38 ms and typer 228 ms, which every command would pay; and neither reads -5+3= as
+a prompt.
+"""
 
 from __future__ import annotations
 
