@@ -45,6 +45,12 @@ def test_what_the_short_help_leaves_out_is_in_the_others(capsys):
     assert "--help-limits" in short and "--help-all" in short and "--port" in short
 
 
+@pytest.mark.parametrize(("command", "usage"), [("serve", "[MODEL]"), ("run", "[MODEL] [PROMPT]"),
+                                                ("eval", "MODEL FILE")])
+def test_usage_shows_which_arguments_are_required(command, usage, capsys):
+    assert shown(capsys, command, "--help").startswith(f"usage: deltic {command} [OPTION ...] {usage}\n")
+
+
 # Hints
 
 

@@ -88,9 +88,11 @@ class Parser(argparse.ArgumentParser):
         return brief.format_help()
 
     def short_usage(self) -> str:
-        positional = [f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar)
-                      for action in self._actions if not action.option_strings]
-        return " ".join([self.prog, "[OPTION ...]", *positional])
+        words = [self.prog, "[OPTION ...]"]
+        for action in self._actions:
+            if not action.option_strings:
+                words.append(str(action.metavar) if action.required else f"[{action.metavar}]")
+        return " ".join(words)
 
     def format_group(self, title: str) -> str:
         """The help of one group of options."""
