@@ -84,7 +84,7 @@ def test_clear_leaves_the_users_files(filled, capsys):
     assert "nothing kept" in command(capsys, "clear", filled, "--yes")
 
 
-def test_clear_leaves_what_is_not_ours(filled, capsys):
+def test_clear_leaves_foreign_files(filled, capsys):
     root = home(filled).parent
     put(root / "mine.txt")
     put(root / "v1-UPPER" / "x")
@@ -92,7 +92,7 @@ def test_clear_leaves_what_is_not_ours(filled, capsys):
     assert names(root) == {"mine.txt", "v1-UPPER", "v1-UPPER/x", "CACHEDIR.TAG"}
 
 
-def test_clear_the_old(filled, capsys):
+def test_clear_older_than(filled, capsys):
     assert "nothing kept" in command(capsys, "clear", filled, "--yes", "--older-than", 31)
     assert "deleted 3 files" in command(capsys, "clear", filled, "--yes", "--older-than", 29)
     assert [item.done for item in DiskStore(filled, MODEL, 1).scan()] == [40, 40]
@@ -141,7 +141,7 @@ def test_a_link_is_not_followed(filled, tmp_path_factory, capsys):
     assert "is a link" in capsys.readouterr().err and home(filled).exists()
 
 
-def test_strange_times_can_be_shown(filled, capsys):
+def test_dates_out_of_range_can_be_shown(filled, capsys):
     path = next(home(filled).glob("*.final"))
     with suppress(OSError, OverflowError):
         os.utime(path, (1 << 62, 1 << 62))

@@ -77,7 +77,7 @@ def test_commands(monkeypatch, prompts, capsys):
     assert "forgotten" in err and "/reset" in err and "there is no command /fly" in err
 
 
-def test_a_path_is_no_command(monkeypatch, prompts):
+def test_a_path_is_not_a_command(monkeypatch, prompts):
     talk(monkeypatch, "/etc/hosts is what?\n")
     assert prompts == [[("user", "/etc/hosts is what?")]]
 
@@ -188,12 +188,12 @@ def test_all_settings_are_shown(monkeypatch, capsys):
     ("/save ~nouser/x", "~nouser/x cannot be written: No such file"), ("/load ~nouser/x", "cannot be read"),
     ("/save a\0b", "'a\\x00b' is not the name of a file"), ("/image a\0b", "is not the name of a file"),
 ])
-def test_commands_that_cannot_be_obeyed(line, words, monkeypatch, capsys, prompts):
+def test_wrong_commands_are_explained(line, words, monkeypatch, capsys, prompts):
     talk(monkeypatch, line + "\nHi\n", code=1)
     assert words in capsys.readouterr().err and prompts == [[("user", "Hi")]]
 
 
-def test_a_conversation_is_saved_and_taken_up_again(monkeypatch, prompts, capsys, tmp_path, served):
+def test_a_conversation_is_saved_and_loaded(monkeypatch, prompts, capsys, tmp_path, served):
     """Its file is a request that the server takes."""
     path = tmp_path / "talk.json"
     talk(monkeypatch, f"Hi\nAnd \"you\"?\n/save {path}\n", "--system", "Be kind", "--think")
@@ -209,7 +209,7 @@ def test_a_conversation_is_saved_and_taken_up_again(monkeypatch, prompts, capsys
 
 @pytest.mark.parametrize("text", ["", "{", "7", '{"messages": 3}', '["hi"]', '[{"role": "bird", "content": "hi"}]',
                                   '[{"content": "hi"}]', '[{"role": "user", "content": 7}]', "[" * 99999])
-def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(text, monkeypatch, prompts, capsys, tmp_path):
+def test_other_files_are_neither_loaded_nor_overwritten(text, monkeypatch, prompts, capsys, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(text)
     talk(monkeypatch, f"/load {path}\nHi\n", code=1)

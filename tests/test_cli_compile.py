@@ -40,7 +40,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 @pytest.mark.parametrize(("error", "said"), [
     (ConfigError("target 'foo' is not supported", "target"), "target 'foo'"),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "out cannot be written: No space left on device")])
-def test_what_fails_may_be_tried_again(error: BaseException, said: str, compiling: list[BaseException], tmp_path: Path,
+def test_a_failed_compile_can_be_repeated(error: BaseException, said: str, compiling: list[BaseException], tmp_path: Path,
                                        capsys: pytest.CaptureFixture[str]) -> None:
     compiling.append(error)
     argv = ["compile", "tiny", "-o", str(tmp_path / "out")]
@@ -50,7 +50,7 @@ def test_what_fails_may_be_tried_again(error: BaseException, said: str, compilin
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and len(list((tmp_path / "out").iterdir())) == 3
 
 
-def test_what_is_there_is_replaced_when_all_went_well(compiling: list[BaseException], tmp_path: Path) -> None:
+def test_old_files_are_replaced(compiling: list[BaseException], tmp_path: Path) -> None:
     for name in ("rt.so", "params_shard_9.bin", "notes.txt"):
         (tmp_path / name).write_text("old")
     argv = ["compile", "tiny", "-o", str(tmp_path), "--force"]
@@ -62,7 +62,7 @@ def test_what_is_there_is_replaced_when_all_went_well(compiling: list[BaseExcept
         "rt.so": "new", "params_shard_0.bin": "new", "config.json": "new", "notes.txt": "old"}
 
 
-def test_no_directory_stays_of_what_fails(compiling: list[BaseException], tmp_path: Path) -> None:
+def test_a_failed_compile_leaves_no_directory(compiling: list[BaseException], tmp_path: Path) -> None:
     compiling.append(ConfigError("no", "target"))
     argv = ["compile", "tiny", "-o", str(tmp_path / "new" / "newer" / "out")]
     assert main(argv) == 2 and not list(tmp_path.iterdir())
@@ -70,7 +70,7 @@ def test_no_directory_stays_of_what_fails(compiling: list[BaseException], tmp_pa
     assert main(argv) == 0 and [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_what_is_no_directory_is_said_before_the_work(compiling: list[BaseException], tmp_path: Path,
+def test_a_wrong_output_is_refused_before_the_work(compiling: list[BaseException], tmp_path: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     compiling.append(AssertionError("it was compiled"))
     for number, make in enumerate((os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere"))):
@@ -97,7 +97,7 @@ def test_templates_of_an_older_model_do_not_stay(compiling: list[BaseException],
         "config.json", "rt.so", "params_shard_0.bin", "additional_chat_templates/new.jinja"}
 
 
-def test_no_room_is_said_before_the_work(compiling: list[BaseException], tmp_path: Path,
+def test_missing_disk_space_is_reported_before_the_work(compiling: list[BaseException], tmp_path: Path,
                                          monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     compiling.append(AssertionError("it was compiled"))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -108,7 +108,7 @@ def test_no_room_is_said_before_the_work(compiling: list[BaseException], tmp_pat
 @pytest.mark.parametrize(("target", "said"), [
     ("foo", "target 'foo' is not supported"), ("", "only llvm"), ("llvm foo", "'foo' must be of the form -mcpu=NAME"),
     ("llvm -mcpu=foo", "LLVM knows no processor 'foo'"), ("llvm -foo=1", "is not one that TVM knows")])
-def test_a_target_is_looked_at_before_the_model(target: str, said: str, tmp_path: Path,
+def test_a_target_is_checked_before_the_model(target: str, said: str, tmp_path: Path,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tvm", reason="the extra deltic[tvm] is not installed")
     assert main(["compile", "no/such/model", "--target", target, "-o", str(tmp_path / "out")]) == 2

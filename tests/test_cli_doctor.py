@@ -173,7 +173,7 @@ def test_stale_kernels(monkeypatch):
     assert finding.state == "warning" and "older than its source" in finding.advice
 
 
-def test_what_is_stale(monkeypatch, tmp_path):
+def test_a_library_older_than_its_source_is_stale(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setattr(doctor_checks, "_SOURCE", tmp_path)
     built, source = tmp_path / "libdeltic.so", tmp_path / "csrc" / "linear.cpp"
@@ -218,7 +218,7 @@ def test_operations_on_a_gpu(monkeypatch):
     assert "cuda: fold_ring sample mtp_step step vision" in finding.fact
 
 
-def test_the_torch_that_the_package_wants(monkeypatch):
+def test_the_required_versions_of_torch(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=1", "torch<2.14,>=2.9; extra == 'a'"])
     assert doctor_checks._wanted_torch() == SpecifierSet(">=2.9,<2.14")
@@ -271,7 +271,7 @@ def test_limits_and_swap(monkeypatch):
 # The hub
 
 
-def test_the_hub_tells_no_token(monkeypatch, tmp_path):
+def test_the_hub_check_shows_no_token(monkeypatch, tmp_path):
     assert "no token" in look(doctor_checks.check_hub).fact
     (tmp_path / "token").write_text("hf_secret")
     assert "a token" in look(doctor_checks.check_hub).fact
@@ -423,7 +423,7 @@ def head_of(model, **options):
     return random_head(open_model(model).config, **options)
 
 
-def test_the_draft_head_is_named_by_most_of_it(headless):
+def test_the_draft_head_has_its_most_common_type(headless):
     """Its norms are float32."""
     finding = look(doctor_model.check_model, model=str(headless))
     assert finding.state == "ok" and "draft head" not in finding.fact

@@ -52,7 +52,7 @@ def test_a_prompt_is_two_operations_for_each_weight() -> None:
     assert prompt_operations(config, 4096) > 4096 * prompt_operations(config, 1)
 
 
-def test_what_is_allowed_goes_by_both() -> None:
+def test_the_bound_is_speed_over_bytes() -> None:
     found = bounds_of(odd_runtime(), Case(64, 16, 2))
     allowed = 2 * found["memory_gb_per_second"] * 1e9 / (found["step_mib"] * (1 << 20))
     assert found["allowed_decode_tokens_per_second"] == pytest.approx(allowed, rel=0.1)

@@ -76,7 +76,7 @@ def test_the_prompt_may_come_on_stdin(argv, given, shown):
 
 
 @pytest.mark.parametrize("argv", [["word"], ["tiny", "word"], ["a/b", "word"]])
-def test_nobody_waits_for_stdin_where_a_prompt_is_given(argv):
+def test_stdin_is_not_read_with_a_prompt(argv):
     reading, writing = os.pipe()
     try:
         assert echo("run", *argv, stdin=reading).stdout.endswith("'word')\n")
@@ -85,7 +85,7 @@ def test_nobody_waits_for_stdin_where_a_prompt_is_given(argv):
         os.close(writing)
 
 
-def test_a_service_has_nothing_to_say():
+def test_dev_null_is_not_a_prompt():
     for argv in ([], [TINY], ["tiny"], ["Qwen/Qwen3.5-0.8B"], ["qwen3.5:0.8b"]):
         done = echo("run", *argv, shell="</dev/null")
         assert done.returncode == 2 and "the prompt is missing" in done.stderr
@@ -185,7 +185,7 @@ def test_errors_move_no_cursor(capsys):
     assert "\\x1b[2J\\u202ex must end in .gguf" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_said(tmp_path):
+def test_a_full_disk_is_reported(tmp_path):
     for argv, more in (([], {}), (["--help"], {}), (["run", "--help"], {}), (["run", "hi"], {}),
                        (["run", "hi"], {"PYTHONUNBUFFERED": ""})):
         done = echo(*argv, shell=">/dev/full", env=os.environ | more)
@@ -199,7 +199,7 @@ CALL = AnswerCall("call_1", "f", "{}")
 
 @pytest.mark.parametrize(("finish", "calls", "shown"), [("stop", (CALL,), "tool_calls"), ("stop", (), "stop"),
                                                         ("length", (CALL,), "length"), ("error", (), "error")])
-def test_json_says_that_there_are_calls(finish, calls, shown):
+def test_json_has_the_finish_reason_of_calls(finish, calls, shown):
     choice = SimpleNamespace(text="", reasoning="", calls=calls, finish=finish, error=None, usage=Usage(1, 0, 1))
     assert run._as_json("tiny", choice, {})["finish_reason"] == shown
 
