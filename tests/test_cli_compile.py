@@ -40,8 +40,8 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 @pytest.mark.parametrize(("error", "said"), [
     (ConfigError("target 'foo' is not supported", "target"), "target 'foo'"),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "out cannot be written: No space left on device")])
-def test_a_failed_compile_can_be_repeated(error: BaseException, said: str, compiling: list[BaseException], tmp_path: Path,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_compile_can_be_repeated(error: BaseException, said: str, compiling: list[BaseException],
+                                          tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiling.append(error)
     argv = ["compile", "tiny", "-o", str(tmp_path / "out")]
     assert main(argv) == 2 and said in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -172,7 +172,7 @@ def test_rm_asks(hub, cache, capsys, monkeypatch):
 
 def test_rm_takes_a_branch_or_the_beginning_of_a_commit(hub, capsys):
     fetch()
-    assert "no revision 'v9' here, but main" in command(capsys, "rm", REPOSITORY, "--revision", "v9", code=2).err
+    assert "no revision 'v9' here; it has main" in command(capsys, "rm", REPOSITORY, "--revision", "v9", code=2).err
     command(capsys, "rm", REPOSITORY, "--revision", COMMIT[:8], "--yes")
     fetch()
     command(capsys, "rm", REPOSITORY, "--revision", "main", "--yes")

@@ -189,8 +189,8 @@ def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, PoolOp
     dtype = _dtype(config, engine)
     room = max(available_memory() - weight_bytes(config, dtype), 0)
     has_drafts = isinstance(engine.speculation, Ngram | Draft)
-    sized = replace(engine, memory=engine.memory or str(room // 2), gpu_memory_utilization=None)
     try:
+        sized = replace(engine, memory=engine.memory or str(room // 2), gpu_memory_utilization=None)
         return plan_memory(config, sized, getattr(torch, dtype), False, has_drafts)
     except ConfigError:
         if engine.memory:
