@@ -37,15 +37,14 @@ Json = dict[str, Any]
 def add_batch(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Answer the requests of a file of OpenAI's batch lines: {\"custom_id\": ..., \"method\": \"POST\", \"url\": "
-        "\"/v1/chat/completions\", \"body\": {...}}. Each answer or error is appended to a second such file as soon as "
-        "it is complete. Requests that the second file has are skipped, so the same command continues an interrupted "
-        "one.")
+        "\"/v1/chat/completions\", \"body\": {...}}. Answers and errors go to a second file. Requests that it has are "
+        "skipped, so that the same command continues an interrupted one.")
     parser.add_argument("source", metavar="IN.jsonl", type=existing_file,
                         help="the requests, one a line. custom_id is a text that no other line has; url is "
                              f"{', '.join(_URLS)}; body is a request of the server without stream")
     parser.add_argument("target", metavar="OUT.jsonl", type=path_name,
-                        help="the answers, in the order of their completion: custom_id, response with status_code and "
-                             "body, and error, which is null or has a code and a message")
+                        help="the answers, as they are completed: custom_id, response with status_code and body, and "
+                             "error, which is null or has a code and a message")
     options.add_model(parser)
     parser.add_argument("--served-name", type=text, metavar="NAME",
                         help="the model's name in the requests, which may leave it out (default: its own name)")

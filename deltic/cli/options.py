@@ -65,23 +65,20 @@ def add_template(parser: argparse.ArgumentParser, think: str = "thinking") -> No
     group.add_argument("--chat-template", type=existing_file, metavar="FILE",
                        help="a jinja chat template to use instead of the model's own")
     group.add_argument("--think", dest=think, action=argparse.BooleanOptionalAction, default=None,
-                       help="ask the model to think first, or not to. A request of a client overrides it "
-                            "(default: as the template does)")
+                       help="ask the model to think first, or not to (default: as the template does)")
     group.add_argument("--history", choices=("preserve", "template"), default="preserve",
-                       help="how prompts repeat earlier answers. preserve: as the exact tokens that were generated, "
-                            "thinking included, so that the cache can be used (default). template: as the chat "
-                            "template renders them, which may drop their thinking")
+                       help="how prompts repeat earlier answers. preserve: as the tokens that were generated, which "
+                            "the cache knows (default). template: as rendered, perhaps without their thinking")
     group.add_argument("--strip-billing-header", action="store_true",
-                       help="remove the x-anthropic-billing-header line that coding agents put before the system "
-                            "message: it changes with every request, so that no cached prefix would match")
+                       help="remove the x-anthropic-billing-header line of coding agents: it changes with every "
+                            "request, so that no cached prefix would match")
     group.add_argument("--thinking-budget", type=whole(0), metavar="N",
-                       help="close the model's thinking after N tokens and let it answer; 0: at once. A request of a "
-                            "client overrides it (default: no bound)")
+                       help="close the model's thinking after N tokens; 0: at once (default: no bound)")
     group.add_argument("--tool-call-parser", choices=("auto", "qwen", "json", "minimax"), default="auto",
                        help="how the model writes tool calls. auto: as its chat template shows (default)")
     group.add_argument("--parse-special", action="store_true",
-                       help="let messages contain control tokens, so that <|im_end|> in a file or a web page ends a "
-                            "turn (default: it is ordinary text)")
+                       help="let messages contain control tokens: <|im_end|> in a file ends a turn (default: it is "
+                            "ordinary text)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -61,8 +61,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-text", action="store_true",
                         help="with --request-log: add the text of prompts and answers, as the model sees them")
     parser.add_argument("--lenient", action="store_true",
-                        help="ignore unknown fields of requests, and fields of other servers that would change the "
-                             "answer, instead of refusing them")
+                        help="ignore unknown fields, and those of other servers that would change the answer, instead "
+                             "of refusing them")
     parser.add_argument("--pin-prompt", action="append", type=_prompt_to_pin, default=[], metavar="FILE",
                         help="a system prompt to prefill at start and to keep in the cache: text, or JSON with "
                              "messages and tools as clients send them; may be repeated")
@@ -98,16 +98,15 @@ def _add_connections(parser: argparse.ArgumentParser) -> None:
 def _add_access(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("access")
     group.add_argument("--allowed-host", action="append", type=text, default=[], metavar="NAME",
-                       help="a host name that requests may have, *.NAME for all below one, * for all; may be repeated "
-                            "(default: localhost, or all if other machines can reach the server). Addresses are "
-                            "always allowed")
+                       help="a host name besides addresses that requests may have, *.NAME for all below one, * for "
+                            "all; may be repeated (default: localhost; all if other machines can reach the server)")
     group.add_argument("--api-key", action="append", type=text, default=[], metavar="KEY",
                        help=f"a key that clients must send; may be repeated (default: ${_KEY_VARIABLE}, else none)")
     group.add_argument("--api-key-file", type=existing_file, metavar="FILE",
                        help="more keys: a line for each, the key and optionally its owner's name")
     group.add_argument("--share-prefix-cache", action="store_true",
-                       help="share cached prefixes between the owners of API keys: saves work, and lets one owner "
-                            "find out how another's prompts begin")
+                       help="share cached prefixes between the owners of API keys, who can then find out how the "
+                            "prompts of others begin")
     group.add_argument("--cors-origin", action="append", type=text, default=[], metavar="URL",
                        help="origin of a web page that may use the server, * for all; may be repeated")
 
@@ -276,9 +275,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--idle-unload", type=seconds(1e-3, 1e9), metavar="SECONDS",
                        help="unload a model that was not used for so long; the next request loads it again")
     group.add_argument("--models-memory", type=_size, metavar="X",
-                       help="memory for the weights and caches of all loaded models, such as 16GiB; auto: nearly all "
-                            "that is free at start (default). For a model without room, idle models are unloaded, the "
-                            "least recently used first")
+                       help="memory of all loaded models, such as 16GiB; auto: nearly all that is free (default). "
+                            "Beyond it idle models are unloaded, the least recently used first")
 
 
 def _loads_on_demand(args: argparse.Namespace) -> bool:
