@@ -23,7 +23,7 @@ from deltic.engine.operator_profile import Profile, profiling
 from deltic.engine.options import engine_config
 from deltic.engine.step_plan import ImageSpan, PlannedRow, StepPlan, base_after
 from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
-from deltic.export.opening import kind_of
+from deltic.export.program import kind_of
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
 from deltic.runner.batch_logits import batch_logits

@@ -33,7 +33,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
     monkeypatch.setattr("deltic.cli.compile.need", lambda extra: None)
     monkeypatch.setattr(compiler, "compile_model", compile_model)
-    monkeypatch.setattr(targets, "find_goal", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
+    monkeypatch.setattr(targets, "parse_target", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
     return errors
 
 

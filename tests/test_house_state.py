@@ -19,11 +19,11 @@ CACHES = {
     **{f"deltic/export/tvm/kernels.py {name}": "source of code, which nobody changes" for name in (
         "add_norm", "delta_gates", "delta_rule", "embed", "gated_norm", "heads", "linear", "linear_one", "output_gate",
         "row", "short_conv", "state_copy", "swiglu")},
-    **{f"deltic/export/tvm/encoder_kernels.py {name}": "source of code, which nobody changes" for name in (
+    **{f"deltic/export/tvm/encoder.py {name}": "source of code, which nobody changes" for name in (
         "add_layer_norm", "attention", "bias_gelu", "embeddings")},
     **{f"deltic/export/tvm/gpu_kernels.py {name}": "source of code, which nobody changes" for name in (
         "delta_rule", "linear")},
-    "deltic/export/tvm/library.py runtime": "a library that can be loaded once",
+    "deltic/export/tvm/runtime.py tvm_runtime": "a library that can be loaded once",
     "deltic/cache/offload/device_copies.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/cache/offload/device_copies.py _staging": "pinned memory through which a thread copies",
     "deltic/ops/cuda/quantized_gemm.py _bytes_of_rows": "a constant that is never written to",
@@ -53,13 +53,13 @@ CACHES = {
 }
 """Functions that remember their results."""
 CHANGED = {
-    "deltic/export/tvm/library.py sys": "while one package is imported, which would import torch if it could",
+    "deltic/export/tvm/runtime.py sys": "while one package is imported, which would import torch if it could",
     "deltic/cli/__init__.py sys": "a command without standard streams gets some",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
 }
 """Places that change what belongs to a module or a class."""
 MADE = {
-    "deltic/export/tvm/parameters.py Lock": "TVM has one cache of parameters for the process",
+    "deltic/export/tvm/artifact.py Lock": "TVM has one cache of parameters for the process",
     "deltic/cache/offload/prefix_items.py AcceptAllItems": "it has no fields",
     "deltic/chat/template.py Watchdog": "deadlines of what threads render, and a thread that waits for them",
     "deltic/cache/offload/tiers.py LoadRequest": "a look that is over: nothing changes it",

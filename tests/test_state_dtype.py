@@ -45,7 +45,7 @@ from deltic.engine.loading import load
 from deltic.engine.memory import plan_memory
 from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
-from deltic.export.backend import _checked
+from deltic.export.backend import effective_options
 from deltic.export.program import ProgramInfo
 from deltic.ops import Ops, backends, explain, reference
 from deltic.ops.torch import OPS as TORCH
@@ -72,7 +72,7 @@ def test_a_compiled_program_has_states_of_its_own() -> None:
     for name, value in (("state_dtype", "bfloat16"), ("kv_dtype", "fp8"), ("mmproj", "a.gguf"), ("expert_cap", 2),
                         ("expert_memory", "1GiB"), ("gpu_memory_utilization", 0.5)):
         with pytest.raises(ConfigError, match=f"{name}={value} has no meaning for a compiled program: leave it out"):
-            _checked(EngineConfig(**{name: value}), info)
+            effective_options(EngineConfig(**{name: value}), info)
 
 
 # Memory

@@ -16,8 +16,7 @@ from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import table
 from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
 from deltic.errors import ModelError
-from deltic.export.extras import need
-from deltic.export.opening import LIBRARIES, OBJECTS
+from deltic.export.program import LIBRARIES, OBJECTS, require_extra, sidecar_files
 
 if TYPE_CHECKING:
     from deltic.export.tvm.compiler import Compiled
@@ -50,21 +49,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    need("tvm")
+    require_extra("tvm")
     folder = _folder(args)
-    from deltic.embeddings.compiled_files import encoder_files
-    from deltic.export.sidecar import sidecar_files
-    from deltic.export.tvm.targets import find_goal
+    from deltic.embeddings.compiled import encoder_files
+    from deltic.export.tvm.targets import parse_target
     from deltic.loader.writing import check_room, replacing_files
 
-    goal = find_goal(args.target)  # before anything is downloaded
+    target = parse_target(args.target)  # before anything is downloaded
     started = time.perf_counter()
     size, write = _opened(args)
     check_room(folder, size, "make room, or choose another place")
     with replacing_files(folder, lambda place: [*_compiled(place), *sidecar_files(place), *encoder_files(place)]
                          ) as made:
         written = write(made)
-    facts = {"path": str(folder), "library": goal.library, "device": goal.device, "library_bytes": written.library,
+    facts = {"path": str(folder), "library": target.library, "device": target.device, "library_bytes": written.library,
              "parameter_bytes": written.parameters, "seconds": round(time.perf_counter() - started, 2)}
     print(json.dumps(facts, ensure_ascii=False) if args.json else table(facts))
     return 0
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _opened(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]]:
     """Bytes of the parameters, at least, and what compiles the model into a directory."""
-    from deltic.embeddings.compile import compile_encoder, encoder_bytes
+    from deltic.embeddings.compiled import compile_encoder, encoder_bytes
     from deltic.embeddings.open import open_stored
     from deltic.export.tvm.compiler import compile_model, parameter_bytes
     from deltic.loader.hub import open_model, resolve

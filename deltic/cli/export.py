@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import table
+from deltic.export.program import require_extra, sidecar_files
 
 if TYPE_CHECKING:
     from deltic.loader.hub import ModelFiles
@@ -48,9 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = _target(args)
-    from deltic.export.extras import need
-
-    need("executorch")
+    require_extra("executorch")
     from deltic.export.executorch.export import CHUNK, ExportForm, export_files
     from deltic.loader.hub import open_model
 
@@ -93,8 +92,7 @@ class Steps:
 
 
 def _target(args: argparse.Namespace) -> Path:
-    from deltic.export.executorch.names import sidecar_of
-    from deltic.export.sidecar import sidecar_files
+    from deltic.export.executorch.runtime import sidecar_of
 
     path = Path(args.output)
     if path.suffix.lower() != ".pte":
@@ -118,10 +116,10 @@ def _library(args: argparse.Namespace) -> dict[str, Any]:
     if args.operators != "deltic":
         return {}
     from deltic.errors import ModelError
-    from deltic.export.executorch.library import built
+    from deltic.export.executorch.library import library_path
 
     try:
-        return {"library": str(built())}
+        return {"library": str(library_path())}
     except ModelError as error:
         print(f"deltic: the program cannot be run here: {error}", file=sys.stderr)
         return {"library": None}
@@ -135,7 +133,7 @@ def _say_what_is_left_out(files: ModelFiles) -> None:
 
 
 def _facts(args: argparse.Namespace, path: Path, size: int, max_context: int, seconds: float) -> dict[str, Any]:
-    from deltic.export.executorch.names import sidecar_of
+    from deltic.export.executorch.runtime import sidecar_of
 
     return {"path": str(path), "files": str(sidecar_of(path)), "format": args.format, "type": args.type,
             "operators": args.operators, "bytes": size, "tokens_per_call": "1" if args.static else "any",

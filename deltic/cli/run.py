@@ -19,7 +19,7 @@ from deltic.cli.parser import MOST_BYTES, UsageError, as_typed, json_file, plain
 from deltic.cli.pictures import naming
 from deltic.cli.signals import Terminated
 from deltic.errors import show
-from deltic.export.opening import kind_of
+from deltic.export.program import kind_of
 from deltic.loader.catalog import names_a_model
 from deltic.loader.layout import is_gguf
 

@@ -23,7 +23,7 @@ from deltic.embeddings.sentence_transformers import Recipe
 from deltic.embeddings.types import Item, Output, Vectors
 from deltic.embeddings.weights import WeightForm, read_weights
 from deltic.errors import ConfigError, ModelError
-from deltic.export.options import check_compiled
+from deltic.export.program import check_options
 from deltic.loader.safetensors import TORCH_DTYPES, Progress
 from deltic.ops import encoder as torch_ops
 from deltic.ops.cpu import missing, pool_of, torch_threads
@@ -206,7 +206,7 @@ def _load_compiled(name: str, stored: StoredEncoder, options: EngineConfig) -> B
     """An encoder whose states a library gives that TVM has compiled; torch does what comes behind them."""
     from deltic.embeddings.compiled import CompiledEncoder  # needs an extra
 
-    check_compiled(options)
+    check_options(options)
     options = replace(options, device="cpu")  # where torch computes, whatever runs the library
     config, device = stored.config, torch.device("cpu")
     program = CompiledEncoder(stored.place, config, options.threads_for(_size(config)))

@@ -14,7 +14,7 @@ from deltic.embeddings.sentence_transformers import Recipe, read_recipe
 from deltic.embeddings.tokenize import EncoderTokenizer
 from deltic.embeddings.weights import WeightForm, WeightSource, find_sources
 from deltic.errors import ModelError
-from deltic.export.opening import kind_of
+from deltic.export.program import kind_of
 from deltic.loader.files import read_json
 
 HEADS: Final = "heads.safetensors"

@@ -25,8 +25,8 @@ from deltic.engine.options import settled
 from deltic.engine.packed_weights import check_packed, dequantized_in_steps, keeps_packed, not_packed, packed_form
 from deltic.engine.start_times import StartTimes
 from deltic.errors import ConfigError, ModelError, show
-from deltic.export.backend import ProgramModel
-from deltic.export.opening import kind_of, open_artifact
+from deltic.export.backend import ProgramModel, load_program
+from deltic.export.program import kind_of
 from deltic.loader.dummy import random_head, random_tensors
 from deltic.loader.fingerprint import FileMark
 from deltic.loader.fp8 import Float8
@@ -162,7 +162,7 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
                              "Hugging Face hub")
         if given.name:
             raise ConfigError(f"{given.name} is not possible: {model} is compiled", given.name)
-        began, program = time.perf_counter(), open_artifact(Path(model), options)
+        began, program = time.perf_counter(), load_program(Path(model), options)
         log.info("%s: loaded in %.2f s", model, time.perf_counter() - began)
         return program
     return load(model, options, revision, progress, rings, given=given)

@@ -1,5 +1,5 @@
-"""The steps of a model as TIR for a GPU: the kernels for a CPU with their outer loops spread over threads, and own
-kernels for products and the delta rule, where one thread would have too much to do."""
+"""Kernels for a GPU: those for a CPU with their outer loops spread over threads, and separate ones for products and
+the delta rule, which have too few outer iterations for that."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -12,10 +12,10 @@ from tvm.s_tir import SBlock, SBlockRealize
 from tvm.script import tirx as T
 from tvm_ffi import structural_map
 
-from deltic.export.tvm.kernels import LANES
+from deltic.export.tvm.artifact import LANES
 
 _THREADS = 64
-"""Threads of a block that share a kernel's outer loops."""
+"""Threads of a block, for outer loops."""
 _ROWS = 8
 """Tokens whose sums a thread keeps in registers."""
 _SPLIT = 8
@@ -23,16 +23,16 @@ _SPLIT = 8
 
 
 def spread(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel with each chain of outermost loops, which are independent of each other, over the threads of a grid,
-    and without vectors."""
+    """Returns the kernel with each chain of outermost loops, whose iterations are independent, spread over the threads
+    of a grid, and without vectors."""
     realize = kernel.body
     root = realize.block
     if any(isinstance(loop, tirx.For) and loop.kind == tirx.ForKind.THREAD_BINDING for loop in _parts(root.body)):
-        return kernel  # it is for a GPU already
+        return kernel  # written for a GPU
     bodies = [_over_threads(part) for part in _parts(root.body)]
     body = bodies[0] if len(bodies) == 1 else tirx.SeqStmt(bodies)
     block = SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, body, root.init, root.alloc_buffers,
-                        root.match_buffers, root.annotations)
+                   root.match_buffers, root.annotations)
     return kernel.with_body(SBlockRealize(realize.iter_values, realize.predicate, block))
 
 
@@ -66,7 +66,7 @@ def _bound(var: tirx.Var, extent, tag: str, body: tirx.Stmt) -> tirx.For:
 
 
 def _serial(loop: tirx.For):
-    """Vectors of 16 numbers are for a CPU; here each number is a register of its own."""
+    """Unrolls a vectorized loop: on a GPU each number has a register of its own."""
     if loop.kind == tirx.ForKind.VECTORIZED:
         return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.UNROLLED, loop.body)
     return loop
@@ -74,7 +74,7 @@ def _serial(loop: tirx.For):
 
 @cache
 def linear(inputs: int, panels: int, dtype: str):
-    """As `kernels.linear`: a block for each panel and `_ROWS` tokens, a thread for each output and part of its sum."""
+    """`kernels.linear` with a block for each panel and `_ROWS` tokens, a thread for each output and part of its sum."""
     split = gcd(inputs, _SPLIT)
 
     @T.prim_func(s_tir=True, private=True)
@@ -112,8 +112,8 @@ def linear(inputs: int, panels: int, dtype: str):
 
 @cache
 def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
-    """As `kernels.delta_rule`: a block for each head, a thread for each column of its state, which no other column
-    needs."""
+    """`kernels.delta_rule` with a block for each head and a thread for each column of its state, which is independent
+    of the other columns."""
     share, keys = value_heads // key_heads, key_heads * key_dim
     channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
 

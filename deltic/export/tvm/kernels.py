@@ -1,7 +1,7 @@
-"""What a step is made of, as TIR for a CPU. Everything is computed in float32, whatever the weights are stored in.
+"""The kernels of a language model's step as TIR for a CPU. All compute in float32, whatever the weights' dtype.
 
-n: tokens of a step, known when it runs. Matrices lie in panels: those of `LANES` outputs after each other, so that the
-sums of a panel are one vector; see `panels`.
+n: tokens of a step, known at run time. Matrices lie in panels of `LANES` outputs, so that the sums of a panel are one
+vector; see `artifact.panels`.
 """
 
 # mypy: ignore-errors
@@ -12,16 +12,16 @@ from math import gcd
 
 from tvm.script import tirx as T
 
-LANES = 16
-"""Outputs of a panel: float32 numbers of a 512-bit register."""
+from deltic.export.tvm.artifact import LANES
+
 _ROWS = 8
-"""Tokens whose sums are kept in registers while a panel is read."""
+"""Tokens whose sums stay in registers while a panel is read."""
 _SPLIT = 4
-"""Sums that a single token's product is split into, so that one addition need not wait for the last."""
+"""Independent partial sums of a single token's product, which hide the latency of additions."""
 
 
 def lanes_of(size: int) -> int:
-    """The most lanes, up to `LANES`, that divide a size."""
+    """Returns the largest number of lanes, up to `LANES`, that divides a size."""
     return gcd(size, LANES)
 
 
@@ -56,7 +56,7 @@ def linear(inputs: int, panels: int, dtype: str):
 
 @cache
 def linear_one(inputs: int, panels: int, dtype: str):
-    """`linear` of one token, whose sums are split into `_SPLIT`."""
+    """`linear` of one token, with `_SPLIT` partial sums."""
     split = gcd(inputs, _SPLIT)
 
     @T.prim_func(s_tir=True, private=True)
@@ -135,7 +135,7 @@ def add_norm(hidden: int, eps: float, width: int):
 
 @cache
 def swiglu(inner: int, width: int):
-    """x [n, width]: gate [inner], up [inner], perhaps more -> silu(gate) * up [n, inner]."""
+    """x [n, width]: gate [inner], up [inner], padding -> silu(gate) * up [n, inner]."""
     @T.prim_func(s_tir=True, private=True)
     def product(x_handle: T.handle, y_handle: T.handle):
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
@@ -151,9 +151,10 @@ def swiglu(inner: int, width: int):
 
 @cache
 def short_conv(channels: int, kernel: int, width: int):
-    """x [n, width], of which the first are raw inputs [channels]; before [1, kernel - 1, channels]: those of the last
-    tokens; taps [kernel, channels], the last of which meets the token itself -> silu of the convolution [n, channels],
-    and the last raw inputs now [1, kernel - 1, channels]."""
+    """Causal convolution and silu.
+
+    x [n, width]: raw inputs in the first columns; before [1, kernel - 1, channels]: the last inputs of earlier tokens;
+    taps [kernel, channels], the last one for the token itself -> y [n, channels], and `before` of the next step."""
     lanes = lanes_of(channels)
     past = kernel - 1
 
@@ -195,8 +196,8 @@ def short_conv(channels: int, kernel: int, width: int):
 
 @cache
 def delta_gates(value_heads: int, start: int, width: int):
-    """x [n, width], of which from `start` on come b, a [value_heads]; decay, dt_bias [value_heads] -> the state's decay
-    and beta [n, 2, value_heads]."""
+    """x [n, width]: b, a [value_heads] from column `start` on; decay, dt_bias [value_heads] -> the state's decay and
+    beta [n, 2, value_heads]."""
     @T.prim_func(s_tir=True, private=True)
     def gates(x_handle: T.handle, decay: T.Buffer((value_heads,), "float32"),
               dt_bias: T.Buffer((value_heads,), "float32"), y_handle: T.handle):
@@ -216,9 +217,10 @@ def delta_gates(value_heads: int, start: int, width: int):
 
 @cache
 def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
-    """The gated delta rule (arXiv 2412.06464, equation 10): mixed [n, C], queries, keys, values after the convolution;
-    gates [n, 2, value_heads]; before [1, value_heads, key_dim, value_dim] -> y [n, value_heads * value_dim], after as
-    before."""
+    """The gated delta rule (arXiv 2412.06464, equation 10).
+
+    mixed [n, C]: queries, keys, values after the convolution; gates [n, 2, value_heads]; before [1, value_heads,
+    key_dim, value_dim]: the state -> y [n, value_heads * value_dim], and the state after the step."""
     lanes = lanes_of(value_dim)
     blocks, share, keys = value_dim // lanes, value_heads // key_heads, key_heads * key_dim
     channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
@@ -238,7 +240,7 @@ def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
                         after[0, h, d, v * lanes + lane] = before[0, h, d, v * lanes + lane]
             for t in T.serial(n):
                 with T.sblock("token"):
-                    # the factors that give query and key their length
+                    # factors that normalise query and key
                     unit = T.sblock_alloc_buffer((2,), "float32", scope="local")
                     update = T.sblock_alloc_buffer((value_dim,), "float32", scope="local")
                     output = T.sblock_alloc_buffer((value_dim,), "float32", scope="local")
@@ -276,8 +278,8 @@ def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
 
 @cache
 def gated_norm(value_heads: int, value_dim: int, start: int, eps: float, width: int):
-    """y [n, value_heads * value_dim], scale [value_dim], x [n, width], of which from `start` on come as many gates ->
-    the RMS norm of each head of y, times the silu of its gates."""
+    """y [n, value_heads * value_dim], scale [value_dim], x [n, width]: gates from column `start` on -> RMS norm of each
+    head of y, times silu of its gates."""
     @T.prim_func(s_tir=True, private=True)
     def norm(y_handle: T.handle, scale: T.Buffer((value_dim,), "float32"), x_handle: T.handle, o_handle: T.handle):
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
@@ -302,7 +304,7 @@ def gated_norm(value_heads: int, value_dim: int, start: int, eps: float, width: 
 @cache
 def heads(query_heads: int, kv_heads: int, dim: int, rotary: int, gated: bool, eps: float, width: int):
     """x [n, width]: queries (each followed by its gate, if gated), keys, values; q_norm, k_norm [dim]; positions [n]
-    int32; frequencies [rotary / 2] -> normed and rotated queries and keys, and values [n, query_heads + 2 kv_heads,
+    int32; frequencies [rotary / 2] -> queries and keys, normed and rotated, and values [n, query_heads + 2 kv_heads,
     dim]."""
     step = 2 * dim if gated else dim
     queries, half, total = query_heads * step, rotary // 2, query_heads + 2 * kv_heads
@@ -342,8 +344,7 @@ def heads(query_heads: int, kv_heads: int, dim: int, rotary: int, gated: bool, e
 
 @cache
 def output_gate(query_heads: int, dim: int, width: int):
-    """y [n, query_heads, dim], x [n, width]: as of `heads`, gated -> y times the sigmoid of its gate
-    [n, query_heads * dim]."""
+    """y [n, query_heads, dim], x [n, width] as for `heads` -> y times sigmoid of its gate [n, query_heads * dim]."""
     @T.prim_func(s_tir=True, private=True)
     def gated(y_handle: T.handle, x_handle: T.handle, o_handle: T.handle):
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
@@ -359,7 +360,7 @@ def output_gate(query_heads: int, dim: int, width: int):
 
 @cache
 def row(hidden: int):
-    """x [n, hidden], position [1] int32 -> that row of x [1, hidden]."""
+    """x [n, hidden], position [1] int32 -> this row of x [1, hidden]."""
     @T.prim_func(s_tir=True, private=True)
     def taken(x_handle: T.handle, position: T.Buffer((1,), "int32"), y: T.Buffer((1, hidden), "float32")):
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
@@ -373,9 +374,9 @@ def row(hidden: int):
 
 @cache
 def state_copy(shape: tuple[int, ...], stores: bool):
-    """Between the storage [sequences, history, ...] of a state and data [b, ...] of some sequences, of which there are
-    the slots [b] and the places of their present states [b]. Reads these; stores: writes the places after them, where
-    the states will be present when the step is over."""
+    """Copies states between the storage [sequences, history, ...] and data [b, ...] of the sequences in slots [b].
+
+    places [b]: history index of the current states, which are read; with `stores` the next index is written."""
     @T.prim_func(s_tir=True)
     def copied(s_handle: T.handle, slots_handle: T.handle, places_handle: T.handle, d_handle: T.handle):
         T.func_attr({"tirx.is_scheduled": True})

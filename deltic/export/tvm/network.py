@@ -1,4 +1,4 @@
-"""A model as a relax module: what `relax.frontend.nn` turns into the functions of an artifact."""
+"""A language model as a relax module, from which `relax.frontend.nn` makes the functions of a library."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -13,49 +13,46 @@ from tvm.target import Target
 
 from deltic.config import LinearConfig, ModelConfig
 from deltic.export.tvm import gpu_kernels, kernels
-from deltic.export.tvm.kernels import LANES
+from deltic.export.tvm.artifact import LANES
 
 STATE, CONV = 0, 1
-"""The states of a recurrent layer."""
-
-
-def call(kernel: Any, name: str, arguments: list[Any], *shapes: tuple[Any, ...]) -> Any:
-    """What a kernel makes of its arguments: float32 tensors of these shapes."""
-    if on_gpu():
-        kernel = gpu_kernels.spread(kernel)
-    out = [nn.Tensor.placeholder(shape, "float32", name) for shape in shapes]
-    return op.tensor_ir_op(kernel, name, arguments, out[0] if len(out) == 1 else out)
+"""Kinds of a recurrent layer's states."""
 
 
 def on_gpu() -> bool:
-    """Whether what is being built is for a GPU."""
     return Target.current().kind.name != "llvm"
 
 
-def _state_copy(shape: tuple[int, ...], stores: bool) -> Any:
-    kernel = kernels.state_copy(shape, stores)
+def scheduled(kernel: Any) -> Any:
+    """Returns a kernel for the current target."""
     return gpu_kernels.spread(kernel) if on_gpu() else kernel
 
 
+def call(kernel: Any, name: str, arguments: list[Any], *shapes: tuple[Any, ...]) -> Any:
+    """Calls a kernel. Returns its float32 outputs, which have these shapes."""
+    outputs = [nn.Tensor.placeholder(shape, "float32", name) for shape in shapes]
+    return op.tensor_ir_op(scheduled(kernel), name, arguments, outputs[0] if len(outputs) == 1 else outputs)
+
+
 class StateStore(nn.Object):
-    """The recurrent layers' states, of all sequences."""
+    """The recurrent layers' states of all sequences."""
 
     def get(self, layer: int, kind: int, shape: tuple[int, ...]) -> nn.Tensor:
-        """A state of the sequence that is being served [1, ...]."""
+        """Returns a state of the current sequence [1, ...]."""
         call = rx.call_dps_packed("vm.builtin.rnn_state_get",
                                   [self._expr, rx.prim_value(layer), rx.prim_value(kind)],
                                   out_ty=rx.TensorType((1, *shape), "float32"))
         return nn.Tensor(_expr=rx.BlockBuilder.current().emit(call))
 
     def set(self, layer: int, kind: int, state: nn.Tensor) -> StateStore:
-        """The store in which this is the state after the step."""
+        """Returns the store with this state after the step."""
         call = rx.call_pure_packed("vm.builtin.rnn_state_set", self._expr, rx.prim_value(layer), rx.prim_value(kind),
                                    state._expr, ty_args=rx.AnyType())
         return StateStore(_expr=call, _name="rnn_state")
 
 
 class PanelLinear(nn.Module):
-    """A matrix [outputs, inputs] in panels; what it gives is as wide as all its panels."""
+    """Product with a matrix [outputs, inputs] in panels. The result has the width of all panels."""
 
     def __init__(self, inputs: int, outputs: int, dtype: str) -> None:
         self.inputs, self.panels, self.dtype = inputs, -(-outputs // LANES), dtype
@@ -74,7 +71,7 @@ class PanelLinear(nn.Module):
 
 
 class TvmRecurrent(nn.Module):
-    """A Gated DeltaNet layer's mixer."""
+    """The mixer of a Gated DeltaNet layer. store: the layer's index in the `StateStore`."""
 
     def __init__(self, config: ModelConfig, linear: LinearConfig, store: int, dtype: str) -> None:
         self.shape, self.store, self.eps = linear, store, config.rms_norm_eps
@@ -108,7 +105,7 @@ class TvmRecurrent(nn.Module):
 
 
 class TvmAttention(nn.Module):
-    """A layer's softmax attention over the paged cache."""
+    """The mixer of an attention layer. store: the layer's index in the paged KV cache."""
 
     def __init__(self, config: ModelConfig, store: int, dtype: str) -> None:
         self.config, self.store, dim = config, store, config.head_dim
@@ -135,8 +132,6 @@ class TvmAttention(nn.Module):
 
 
 class TvmBlock(nn.Module):
-    """A decoder layer."""
-
     def __init__(self, config: ModelConfig, kind: str, store: int, dtype: str) -> None:
         self.hidden, self.eps, self.inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size
         self.input_norm = nn.Parameter((config.hidden_size,), "float32")
@@ -154,7 +149,7 @@ class TvmBlock(nn.Module):
 
 
 class TvmNetwork(nn.Module):
-    """The whole model, and the caches that it takes along."""
+    """A decoder with the functions that create its caches."""
 
     def __init__(self, config: ModelConfig, dtype: str, target: Any) -> None:
         self.config, self.target, self.dtype = config, target, dtype
@@ -177,7 +172,7 @@ class TvmNetwork(nn.Module):
 
     def create_paged_kv_cache(self, max_batch_size: Any, max_total_seq_len: Any, prefill_chunk_size: Any,
                               page_size: Any, support_sliding_window: Any) -> PagedKVCache:
-        """The attention layers' cache, float32."""
+        """Returns the attention layers' KV cache, float32."""
         config, layers = self.config, len(self.config.attention_layers)
         return TIRPagedKVCache(
             "mha", max_batch_size, max_total_seq_len, prefill_chunk_size, page_size, support_sliding_window,
@@ -189,17 +184,19 @@ class TvmNetwork(nn.Module):
             dtype="float32", target=self.target)
 
     def create_rnn_state(self, max_batch_size: Any, max_history: Any) -> StateStore:
-        """The recurrent layers' states, zero at first."""
+        """Returns the recurrent layers' states, zero."""
         linear, builder = self.config.linear, rx.BlockBuilder.current()
         shapes = ((linear.num_value_heads, linear.key_head_dim, linear.value_head_dim),
                   (linear.conv_kernel - 1, linear.conv_dim))
-        gets, sets = ([builder.add_func(_state_copy(shape, stores).with_attr("global_symbol", symbol), symbol)
-                       for kind, shape in enumerate(shapes) for symbol in [f"state_{name}_{kind}"]]
-                      for name, stores in (("get", False), ("set", True)))
+        gets, sets = [], []
+        for kind, shape in enumerate(shapes):
+            for functions, name, stores in ((gets, f"state_get_{kind}", False), (sets, f"state_set_{kind}", True)):
+                copy = scheduled(kernels.state_copy(shape, stores))
+                functions.append(builder.add_func(copy.with_attr("global_symbol", name), name))
+        zeros = [rx.op.zeros(shape, "float32") for shape in shapes]
         call = rx.call_pure_packed(
             "vm.builtin.rnn_state_create", rx.prim_value(len(self.config.linear_layers)), max_batch_size, max_history,
-            rx.Tuple(gets), rx.Tuple(sets), rx.Tuple([rx.op.zeros(shape, "float32") for shape in shapes]),
-            ty_args=rx.AnyType())
+            rx.Tuple(gets), rx.Tuple(sets), rx.Tuple(zeros), ty_args=rx.AnyType())
         return StateStore(_expr=call, _name="rnn_state")
 
     def _forward(self, residual: nn.Tensor, cache: PagedKVCache, states: StateStore | None) -> Any:
@@ -229,11 +226,11 @@ class TvmNetwork(nn.Module):
 
 
 class HybridNetwork(TvmNetwork):
-    """With recurrent layers: generation v2."""
+    """A model with recurrent layers."""
 
     def prefill(self, embeddings: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache,
                 rnn_state: StateStore) -> Any:
-        """embeddings [n, hidden], logit_positions [1] -> the logits of that token [1, width], and the caches."""
+        """embeddings [n, hidden], logit_positions [1] -> logits of that token [1, width], and the caches."""
         x, rnn_state = self._forward(embeddings, paged_kv_cache, rnn_state)
         return self._logits(self._row(x, logit_positions)), paged_kv_cache, rnn_state
 
@@ -244,20 +241,18 @@ class HybridNetwork(TvmNetwork):
 
 
 class AttentionNetwork(TvmNetwork):
-    """Without recurrent layers: generation v1."""
+    """A model without recurrent layers."""
 
     def prefill(self, embeddings: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache) -> Any:
-        """As of a `HybridNetwork`."""
         x, _ = self._forward(embeddings, paged_kv_cache, None)
         return self._logits(self._row(x, logit_positions)), paged_kv_cache
 
     def decode(self, embeddings: nn.Tensor, paged_kv_cache: PagedKVCache) -> Any:
-        """As of a `HybridNetwork`."""
         return self._logits(self._forward(embeddings, paged_kv_cache, None)[0]), paged_kv_cache
 
 
 def specification(network: TvmNetwork) -> dict[str, Any]:
-    """The functions of the artifact, and what they take, for `export_tvm`."""
+    """Returns the library's functions and their arguments, for `export_tvm`."""
     hidden, plain = network.config.hidden_size, {"param_mode": "none", "effect_mode": "none"}
     packed = {"param_mode": "packed", "effect_mode": "none"}
     numbers = ("max_batch_size", "max_total_seq_len", "prefill_chunk_size", "page_size", "support_sliding_window")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from artifact_cases import ATTENTION, SHAPE, checkpoint, says_the_same, session
+from export_cases import ATTENTION, SHAPE, checkpoint, says_the_same, session
 
 from deltic import LLM, SamplingParams, Session
 from deltic.cli import main
@@ -24,7 +24,7 @@ from deltic.loader.dummy import random_weights
 
 pytest.importorskip("executorch", reason="the extra deltic[executorch] is not installed")
 
-from deltic.export.executorch.foreign import ForeignProgram, call_size, read_params
+from deltic.export.executorch.runtime import ForeignProgram, foreign_chunk, read_params
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 WORDS = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
@@ -147,9 +147,9 @@ def test_params_of_both_kinds_say_the_same(tmp_path: Path) -> None:
         found.append((config.layer_types, config.linear, config.head_dim, config.num_key_value_heads, config.vocab_size,
                       config.architecture, config.intermediate_size))
     assert found[0] == found[1]
-    assert call_size({"get_max_seq_len": 96, "enable_dynamic_shape": True}) == 95
-    assert call_size({"get_max_seq_len": 4096, "enable_dynamic_shape": True}) == 128
-    assert call_size({"get_max_seq_len": 96}) == 1
+    assert foreign_chunk({"get_max_seq_len": 96, "enable_dynamic_shape": True}) == 95
+    assert foreign_chunk({"get_max_seq_len": 4096, "enable_dynamic_shape": True}) == 128
+    assert foreign_chunk({"get_max_seq_len": 96}) == 1
 
 
 @pytest.mark.parametrize(("mapping", "said"), [

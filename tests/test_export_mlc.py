@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from artifact_cases import ATTENTION, CHUNK, forced, says_the_same, session
+from export_cases import ATTENTION, CHUNK, forced, says_the_same, session
 from mlc_artifact import build
 from safetensors.torch import save_file
 from support import numbers
@@ -15,8 +15,7 @@ from support import numbers
 from deltic import Session
 from deltic.config import EngineConfig
 from deltic.errors import ModelError
-from deltic.export.opening import open_program
-from deltic.export.program import hf_config
+from deltic.export.program import hf_config, open_program
 from deltic.loader.dummy import random_weights
 
 pytest.importorskip("tvm_ffi", reason="needs deltic[tvm]")

@@ -36,7 +36,7 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 
 from deltic.export.executorch import library
 from deltic.export.executorch.export import lower, quiet
-from deltic.export.executorch.mixers import DelticAttention, DelticRecurrent, RopeTable
+from deltic.export.executorch.network import DelticAttention, DelticPlace, DelticRecurrent
 
 pytestmark = pytest.mark.skipif(bool(missing()) or not shutil.which("g++"), reason="needs g++ and the kernels")
 
@@ -59,12 +59,11 @@ class Core(nn.Module):
         self.register_buffer("sin", rope.sin)
 
     def forward(self, projected: Tensor, position: Tensor) -> Tensor:
-        return self.mixer.mix(projected, RopeTable(position, self.cos, self.sin))
+        return self.mixer.mix(projected, DelticPlace(position, self.cos, self.sin))
 
 
 def method_of(core: Core, width: int, path: Path) -> Any:
     """The program's method, in ExecuTorch's runtime."""
-    import deltic.export.executorch.operators  # noqa: F401
 
     example = (torch.zeros(3, width), torch.zeros(1, dtype=torch.int64))
     with quiet(), torch.no_grad():
@@ -127,10 +126,10 @@ def test_attention_is_the_references(name: str, tmp_path: Path) -> None:
 
 def test_the_library_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = library.built()
+    made = library.library_path()
     assert made.is_relative_to(tmp_path) and [*made.parent.iterdir()] == [made]
     monkeypatch.setattr(library, "_compile", lambda place: pytest.fail("compiled again"))
-    assert library.built() == made
+    assert library.library_path() == made
 
 
 def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -160,5 +159,5 @@ def test_it_says_why_there_is_no_library(lack: Callable[[pytest.MonkeyPatch, Pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lack(monkeypatch, tmp_path)
     with pytest.raises(ModelError, match=told):
-        library.built()
+        library.library_path()
     assert not [*tmp_path.rglob("*.so")]

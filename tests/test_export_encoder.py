@@ -20,7 +20,7 @@ from deltic.cli import main
 from deltic.config import Limits
 from deltic.embeddings.open import is_encoder
 from deltic.errors import ConfigError, ModelError
-from deltic.export.opening import kind_of
+from deltic.export.program import kind_of
 from deltic.server.embeddings.app import create_encoder_app
 from deltic.server.embeddings.service import EmbeddingService
 

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from artifact_cases import CHUNK, SHAPE, checkpoint, compiled, says_the_same, session
 from encoder_models import TEXTS, save_encoder
+from export_cases import CHUNK, SHAPE, checkpoint, compiled, says_the_same, session
 
 from deltic import Encoder
 from deltic.cli import main
 from deltic.config import EngineConfig, RopeConfig
 from deltic.errors import ConfigError, ModelError
-from deltic.export.opening import open_program
-from deltic.export.tvm.metadata import read_metadata
+from deltic.export.program import open_program
+from deltic.export.tvm.artifact import read_metadata
 
 pytest.importorskip("tvm", reason="needs deltic[tvm]")
 
 from deltic.export.tvm import gpu_kernels, kernels, network, targets
-from deltic.export.tvm.targets import find_goal
+from deltic.export.tvm.targets import parse_target
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -50,7 +50,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_named_compiler_links_what_the_system_loads(triple: str, library: str, monkeypatch: pytest.MonkeyPatch
                                                       ) -> None:
     monkeypatch.setenv("CXX", "c++")
-    assert find_goal(f"llvm -mtriple={triple}").library == library
+    assert parse_target(f"llvm -mtriple={triple}").library == library
 
 
 @pytest.mark.parametrize(("target", "machine", "system", "library", "device"), [
@@ -64,15 +64,15 @@ def test_a_named_compiler_links_what_the_system_loads(triple: str, library: str,
 def test_what_a_target_means(target: str, machine: str, system: str, library: str, device: str,
                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    goal = find_goal(target)
+    goal = parse_target(target)
     assert (goal.machine, goal.system, goal.library, goal.device) == (machine, system, library, device)
     assert ("asimd" in goal.needs) == (machine != "x86_64")
 
 
 def test_a_processor_has_the_instructions_that_its_code_needs() -> None:
-    assert {"avx2", "fma"} <= {*find_goal("llvm -mcpu=x86-64-v3").needs}
-    assert not {"avx512f", "asimd"} & {*find_goal("llvm -mcpu=x86-64-v3").needs}
-    assert "avx512_bf16" in find_goal("llvm -mcpu=sapphirerapids").needs
+    assert {"avx2", "fma"} <= {*parse_target("llvm -mcpu=x86-64-v3").needs}
+    assert not {"avx512f", "asimd"} & {*parse_target("llvm -mcpu=x86-64-v3").needs}
+    assert "avx512_bf16" in parse_target("llvm -mcpu=sapphirerapids").needs
 
 
 @pytest.mark.parametrize(("target", "said"), [
@@ -84,7 +84,7 @@ def test_a_processor_has_the_instructions_that_its_code_needs() -> None:
 def test_what_is_no_target_is_named(target: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     with pytest.raises(ConfigError, match=said):
-        find_goal(target)
+        parse_target(target)
 
 
 @pytest.mark.parametrize(("target", "said"), [
@@ -105,7 +105,7 @@ def test_what_is_lacking_is_named(target: str, said: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match=said):
-        find_goal(target)
+        parse_target(target)
 
 
 def test_a_compiler_that_cannot_link_is_named(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -128,7 +128,7 @@ def test_a_directory_says_for_what_it_was_compiled(target: str, said: str, encod
     assert main(["compile", str(encoder), "-o", str(tmp_path / "made"), "--target", target, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     metadata, _ = read_metadata(tmp_path / "made")
-    assert metadata.target == target and metadata.device == facts["device"] == find_goal(target).device
+    assert metadata.target == target and metadata.device == facts["device"] == parse_target(target).device
     with pytest.raises(ModelError, match=said):
         Encoder(tmp_path / "made")
     if facts["library"] == "rt.tar":

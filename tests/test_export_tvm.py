@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from artifact_cases import ATTENTION, CHUNK, SHAPE, checkpoint, compiled, forced, says_the_same, session
+from export_cases import ATTENTION, CHUNK, SHAPE, checkpoint, compiled, forced, says_the_same, session
 from support import drain, greedy, numbers, same_logits, stepwise_logits
 
 from deltic import LLM, SamplingParams, Session
@@ -26,10 +26,9 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load_any
 from deltic.errors import ConfigError, ModelError, RequestError
-from deltic.export.conversation import ProgramConversation
-from deltic.export.opening import kind_of, open_program
-from deltic.export.tvm.library import accepting_older_names
-from deltic.export.tvm.parameters import sums
+from deltic.export.program import ProgramConversation, kind_of, open_program
+from deltic.export.tvm.artifact import sums
+from deltic.export.tvm.runtime import accepting_older_names
 from deltic.params import EngineRequest
 
 pytest.importorskip("tvm_ffi", reason="needs deltic[tvm]")
@@ -106,8 +105,8 @@ def test_memory_of_finished_sequences_is_used_again(hybrid: Artifacts) -> None:
 
 def test_the_runtime_alone_runs_it(hybrid: Artifacts) -> None:
     """Neither torch nor TVM's compiler is loaded, and the logits are those of a session."""
-    code = (f"import sys, numpy\nfrom pathlib import Path\nfrom deltic.export.opening import open_program\n"
-            f"from deltic.export.conversation import ProgramConversation\nfrom deltic.config import EngineConfig\n"
+    code = (f"import sys, numpy\nfrom pathlib import Path\nfrom deltic.export.program import open_program\n"
+            f"from deltic.export.program import ProgramConversation\nfrom deltic.config import EngineConfig\n"
             f"talk = ProgramConversation(open_program(Path({str(hybrid[1])!r}), EngineConfig()))\n"
             f"print(talk.read([1, 2, 3]).argmax())\n"
             f"assert not {{'torch', 'tvm'}} & set(sys.modules), 'torch or tvm was imported'")
@@ -357,6 +356,6 @@ def test_where_it_goes_by_default(model: str, target: str, name: str, monkeypatc
 
 def test_it_says_what_to_install(hybrid: Artifacts, monkeypatch: pytest.MonkeyPatch,
                                  capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.setattr("deltic.export.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("deltic.export.program.find_spec", lambda name: None)
     assert main(["compile", "tiny", "-o", str(tmp_path / "out")]) == 2
     assert "pip install 'deltic[tvm]'" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from deltic import Session
 from deltic.config import ModelConfig, RopeConfig
-from deltic.export.opening import kind_of
-from deltic.export.program import hf_config
+from deltic.export.program import hf_config, kind_of
 from deltic.loader.dummy import random_weights
 from deltic.loader.hub import open_model
 

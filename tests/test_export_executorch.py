@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from artifact_cases import ATTENTION, checkpoint, exported, says_the_same, session
+from export_cases import ATTENTION, checkpoint, exported, says_the_same, session
 from support import TAU, numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams, Session
@@ -28,8 +28,7 @@ from deltic.cli import main
 from deltic.config import EngineConfig, GenerationDefaults
 from deltic.config.model import ExpertsConfig
 from deltic.errors import DelticError, ModelError
-from deltic.export.program import generation_config, hf_config
-from deltic.export.sidecar import write_json
+from deltic.export.program import generation_config, hf_config, write_json
 from deltic.loader.dummy import random_weights
 from deltic.loader.hub import resolve
 from deltic.ops.cpu import missing
@@ -38,11 +37,10 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 
 from deltic.export.executorch import export as export_module
 from deltic.export.executorch import library, runtime
-from deltic.export.executorch.calls import BoundMethod, Native, ProgramCalls
 from deltic.export.executorch.export import ExportForm, Kind, check, export
-from deltic.export.executorch.mixers import Operators
-from deltic.export.executorch.names import sidecar_of
-from deltic.export.executorch.parts import ExpertBank, QuantizedExpertBank
+from deltic.export.executorch.library import BindingCalls, LibraryCalls, ProgramCalls
+from deltic.export.executorch.network import ExpertBank, Operators, QuantizedExpertBank
+from deltic.export.executorch.runtime import sidecar_of
 
 ROOT = Path(__file__).parents[1]
 SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), max_position_embeddings=96)
@@ -150,7 +148,7 @@ def runs_beside(calls: ProgramCalls, rounds: int) -> bool:
 def test_others_run_while_a_program_computes(small: Path) -> None:
     """A library that is called with the interpreter's lock held shows that the test can tell."""
     assert runs_beside(opened(small)._calls, 5000)
-    assert not runs_beside(Native(ctypes.PyDLL(str(library.built())), small, 509), 20)
+    assert not runs_beside(LibraryCalls(ctypes.PyDLL(str(library.library_path())), small, 509), 20)
 
 
 def test_programs_in_threads_do_not_disturb_each_other(either: Path) -> None:
@@ -175,7 +173,7 @@ def test_without_the_library_a_program_computes_the_same(small: Path, monkeypatc
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
     bound = opened(small)
-    assert isinstance(bound._calls, BoundMethod)
+    assert isinstance(bound._calls, BindingCalls)
     bound.start(0)
     assert (fed(bound, 0, ids, 16) == fed(program, 0, ids, 16)).all()
 
@@ -395,7 +393,7 @@ def test_what_lies_where_the_files_go_is_named(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_command_names_what_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("deltic.export.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("deltic.export.program.find_spec", lambda name: None)
     assert main(["export", "tiny", "-o", str(tmp_path / "model.pte")]) == 2
     assert "pip install 'deltic[executorch]'" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
@@ -487,7 +485,8 @@ def test_a_program_in_cpp_answers_without_python(embedded: dict[str, Path], tmp_
     place, source = Path(executorch.__path__[0]), ROOT / "examples" / "executorch"
     command = (source / "build.sh").read_text(encoding="utf-8")
     assert "python" not in command.lower()
-    subprocess.run(["sh", source / "build.sh", place, tmp_path / "runner", library.built()], check=True, timeout=600)
+    subprocess.run(["sh", source / "build.sh", place, tmp_path / "runner", library.library_path()], check=True,
+                   timeout=600)
     linked = subprocess.run(["ldd", tmp_path / "runner"], capture_output=True, text=True, check=True).stdout
     names = " ".join(line.split()[0] for line in linked.splitlines())
     assert "libexecutorch.so" in names and "python" not in names and "libtorch" not in names
@@ -522,7 +521,7 @@ def test_executorchs_own_runner_writes_the_same_text(embedded: dict[str, Path], 
             "                    written.append)\n"
             "    runner.reset()\n"
             "print('<answers>' + ''.join(written))\n")
-    libraries = [library.built()] if form == "deltic" else runtime.llama_operators()
+    libraries = [library.library_path()] if form == "deltic" else runtime.llama_operators()
     done = subprocess.run([sys.executable, "-c", code, embedded[form], sidecar_of(embedded[form]) / "tokenizer.json",
                            prompt, *libraries], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

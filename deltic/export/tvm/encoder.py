@@ -1,20 +1,28 @@
-"""The steps of a BERT encoder as TIR for a CPU, over a ragged batch: n tokens of several sequences, one after another.
-Matrix products are those of `kernels.linear`; everything is computed in float32."""
+"""A BERT encoder as a relax module, and its kernels as TIR for a CPU.
+
+A batch is ragged: n tokens of several sequences, one after another. Everything is computed in float32.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op, spec
 from tvm.script import tirx as T
 
 from deltic.export.tvm.kernels import lanes_of
+from deltic.export.tvm.network import PanelLinear, call
+
+# Kernels
 
 
 @cache
 def embeddings(hidden: int, vocabulary: int, positions: int, kinds: int, dtype: str):
-    """ids, places, types [n] int32 and the three tables -> the sum of word and type [n, hidden], and the position's
-    embedding [n, hidden]."""
+    """ids, places, types [n] int32, and three tables -> word plus type embedding [n, hidden], and position embedding
+    [n, hidden]."""
     @T.prim_func(s_tir=True, private=True)
     def rows(ids_handle: T.handle, places_handle: T.handle, types_handle: T.handle,
              words: T.Buffer((vocabulary, hidden), dtype), place_table: T.Buffer((positions, hidden), "float32"),
@@ -35,7 +43,7 @@ def embeddings(hidden: int, vocabulary: int, positions: int, kinds: int, dtype: 
 
 @cache
 def add_layer_norm(hidden: int, eps: float, width: int):
-    """residual [n, hidden], delta [n, width >= hidden], bias, scale, shift [hidden] -> the layer norm of
+    """residual [n, hidden], delta [n, width >= hidden], bias, scale, shift [hidden] -> layer norm of
     residual + delta + bias [n, hidden]."""
     lanes = lanes_of(hidden)
 
@@ -82,7 +90,7 @@ def add_layer_norm(hidden: int, eps: float, width: int):
 
 @cache
 def bias_gelu(inner: int, width: int):
-    """x [n, width >= inner], bias [inner] -> gelu(x + bias) [n, inner], by the error function."""
+    """x [n, width >= inner], bias [inner] -> gelu(x + bias) [n, inner], with the error function."""
     @T.prim_func(s_tir=True, private=True)
     def gelu(x_handle: T.handle, bias: T.Buffer((inner,), "float32"), y_handle: T.handle):
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
@@ -99,11 +107,11 @@ def bias_gelu(inner: int, width: int):
 
 @cache
 def attention(heads: int, dim: int, width: int):
-    """Attention of each token over its whole sequence [n, heads * dim].
+    """Bidirectional attention of each token over its sequence [n, heads * dim].
 
-    x [n, width]: the first 3 * heads * dim columns are queries, keys and values; bias: of these columns. starts, ends
-    [n] int32: the first token of each token's sequence, and the end of the sequence. The softmax is computed online:
-    the kernel updates the largest score, the sum and the weighted values with each key (arXiv 1805.02867)."""
+    x [n, width]: queries, keys and values in the first 3 * heads * dim columns; bias: of these columns. starts, ends
+    [n] int32: bounds of each token's sequence. The softmax is online: each key updates the largest score, the sum and
+    the weighted values (arXiv 1805.02867)."""
     lanes, hidden = lanes_of(dim), heads * dim
 
     @T.prim_func(s_tir=True, private=True)
@@ -121,7 +129,7 @@ def attention(heads: int, dim: int, width: int):
                     query = T.sblock_alloc_buffer((dim,), "float32", scope="local")
                     total = T.sblock_alloc_buffer((dim,), "float32", scope="local")
                     part = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
-                    # largest score, sum of the weights, this key's score, its weight, what the older ones shrink by
+                    # largest score, sum of weights, this key's score, its weight, scale of the earlier weights
                     state = T.sblock_alloc_buffer((5,), "float32", scope="local")
                     state[0] = T.float32(-3e38)
                     state[1] = T.float32(0)
@@ -150,3 +158,73 @@ def attention(heads: int, dim: int, width: int):
                     for d in T.serial(dim):
                         y[t, h * dim + d] = total[d] / state[1] + bias[2 * hidden + h * dim + d]
     return attend
+
+
+# The network
+
+
+class ResidualLayerNorm(nn.Module):
+    """Layer norm of a residual sum, including the bias of the product before it."""
+
+    def __init__(self, config: Any) -> None:
+        self.hidden, self.eps = config.hidden_size, config.eps
+        self.scale = nn.Parameter((config.hidden_size,), "float32")
+        self.shift = nn.Parameter((config.hidden_size,), "float32")
+
+    def forward(self, residual: nn.Tensor, delta: nn.Tensor, bias: nn.Tensor) -> nn.Tensor:
+        kernel = add_layer_norm(self.hidden, self.eps, delta.shape[1])
+        return call(kernel, "add_layer_norm", [residual, delta, bias, self.scale, self.shift],
+                    (residual.shape[0], self.hidden))
+
+
+class EncoderBlock(nn.Module):
+    def __init__(self, config: Any, dtype: str) -> None:
+        hidden = config.hidden_size
+        self.heads, self.inner = config.heads, config.intermediate_size
+        self.dim = hidden // config.heads
+        self.qkv, self.out = PanelLinear(hidden, 3 * hidden, dtype), PanelLinear(hidden, hidden, dtype)
+        self.up, self.down = PanelLinear(hidden, self.inner, dtype), PanelLinear(self.inner, hidden, dtype)
+        self.qkv_bias = nn.Parameter((3 * hidden,), "float32")
+        self.out_bias = nn.Parameter((hidden,), "float32")
+        self.up_bias = nn.Parameter((self.inner,), "float32")
+        self.down_bias = nn.Parameter((hidden,), "float32")
+        self.attention_norm, self.output_norm = ResidualLayerNorm(config), ResidualLayerNorm(config)
+
+    def forward(self, x: nn.Tensor, starts: nn.Tensor, ends: nn.Tensor) -> nn.Tensor:
+        n = x.shape[0]
+        mixed = call(attention(self.heads, self.dim, self.qkv.width), "attention",
+                     [self.qkv(x), self.qkv_bias, starts, ends], (n, self.heads * self.dim))
+        middle = self.attention_norm(x, self.out(mixed), self.out_bias)
+        wide = call(bias_gelu(self.inner, self.up.width), "bias_gelu", [self.up(middle), self.up_bias],
+                    (n, self.inner))
+        return self.output_norm(middle, self.down(wide), self.down_bias)
+
+
+class EncoderNetwork(nn.Module):
+    """From tokens to the last layer's states. config: an `embeddings.bert_config.EncoderConfig`."""
+
+    def __init__(self, config: Any, dtype: str) -> None:
+        self.config, self.dtype, hidden = config, dtype, config.hidden_size
+        self.words = nn.Parameter((config.vocab_size, hidden), dtype)
+        self.places = nn.Parameter((config.places, hidden), "float32")
+        self.kinds = nn.Parameter((config.kinds, hidden), "float32")
+        self.norm = ResidualLayerNorm(config)
+        self.layers = nn.ModuleList([EncoderBlock(config, dtype) for _ in range(config.layers)])
+
+    def hidden(self, ids: nn.Tensor, places: nn.Tensor, kinds: nn.Tensor, starts: nn.Tensor, ends: nn.Tensor
+               ) -> nn.Tensor:
+        """ids, places, kinds, starts, ends [n] int32 -> [n, hidden]. starts, ends: bounds of each token's sequence."""
+        config, n = self.config, ids.shape[0]
+        kernel = embeddings(config.hidden_size, config.vocab_size, config.places, config.kinds, self.dtype)
+        x, delta = call(kernel, "embeddings", [ids, places, kinds, self.words, self.places, self.kinds],
+                        (n, config.hidden_size), (n, config.hidden_size))
+        x = self.norm(x, delta, op.zeros((config.hidden_size,), "float32"))
+        for layer in self.layers:
+            x = layer(x, starts, ends)
+        return x
+
+
+def specification(network: EncoderNetwork) -> dict[str, Any]:
+    """Returns the library's function and its arguments, for `export_tvm`."""
+    numbers = {name: spec.Tensor(["n"], "int32") for name in ("ids", "places", "kinds", "starts", "ends")}
+    return {"hidden": {**numbers, "$": {"param_mode": "packed", "effect_mode": "none"}}}

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from artifact_cases import checkpoint, says_the_same, session
+from export_cases import checkpoint, says_the_same, session
 
 from deltic.config import ModelConfig
 
