@@ -206,8 +206,8 @@ class EncoderNetwork(nn.Module):
     def __init__(self, config: Any, dtype: str) -> None:
         self.config, self.dtype, hidden = config, dtype, config.hidden_size
         self.words = nn.Parameter((config.vocab_size, hidden), dtype)
-        self.places = nn.Parameter((config.places, hidden), "float32")
-        self.kinds = nn.Parameter((config.kinds, hidden), "float32")
+        self.places = nn.Parameter((config.positions, hidden), "float32")
+        self.kinds = nn.Parameter((config.token_types, hidden), "float32")
         self.norm = ResidualLayerNorm(config)
         self.layers = nn.ModuleList([EncoderBlock(config, dtype) for _ in range(config.layers)])
 
@@ -215,7 +215,7 @@ class EncoderNetwork(nn.Module):
                ) -> nn.Tensor:
         """ids, places, kinds, starts, ends [n] int32 -> [n, hidden]. starts, ends: bounds of each token's sequence."""
         config, n = self.config, ids.shape[0]
-        kernel = embeddings(config.hidden_size, config.vocab_size, config.places, config.kinds, self.dtype)
+        kernel = embeddings(config.hidden_size, config.vocab_size, config.positions, config.token_types, self.dtype)
         x, delta = call(kernel, "embeddings", [ids, places, kinds, self.words, self.places, self.kinds],
                         (n, config.hidden_size), (n, config.hidden_size))
         x = self.norm(x, delta, op.zeros((config.hidden_size,), "float32"))
