@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import deltic.embeddings.compiled  # noqa: F401  before `parse_target` is replaced
 from deltic.cli import main
 from deltic.errors import ConfigError, DelticError
 from deltic.export.tvm import compiler, targets

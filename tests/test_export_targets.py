@@ -183,7 +183,7 @@ def test_products_of_a_gpu_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -
     from tvm_ffi import structural_map
 
     monkeypatch.setattr(gpu_kernels, "_SPLIT", 1)
-    kernel = gpu_kernels.linear.__wrapped__(40, 3, "float32")
+    kernel = gpu_kernels.linear.__wrapped__(40, 3, "float32").with_attr("tirx.is_scheduled", True)
     kernel = structural_map(kernel, [
         (tirx.For, lambda loop: loop if loop.thread_binding is None else tirx.For(
             loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)),

@@ -193,9 +193,9 @@ def load_bert(name: str, stored: StoredEncoder, options: EngineConfig, progress:
     config = stored.config
     if config.labels > 1:
         raise ModelError(f"{stored.place}: the classifier has {config.labels} labels; rerankers have one")
-    assert options.token_budget
     if stored.compiled:
         return _load_compiled(name, stored, options)
+    assert options.token_budget
     machine = _machine(options, config)
     packed = machine.pool is not None
     if options.quant != "none" and not packed:

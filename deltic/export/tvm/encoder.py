@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from tvm import tirx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op, spec
 from tvm.script import tirx as T
@@ -23,17 +24,13 @@ from deltic.export.tvm.network import PanelLinear, call
 def embeddings(hidden: int, vocabulary: int, positions: int, kinds: int, dtype: str):
     """ids, places, types [n] int32, and three tables -> word plus type embedding [n, hidden], and position embedding
     [n, hidden]."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def rows(ids_handle: T.handle, places_handle: T.handle, types_handle: T.handle,
+    def rows(ids: T.Buffer((n,), "int32"), places: T.Buffer((n,), "int32"), types: T.Buffer((n,), "int32"),
              words: T.Buffer((vocabulary, hidden), dtype), place_table: T.Buffer((positions, hidden), "float32"),
-             type_table: T.Buffer((kinds, hidden), "float32"), y_handle: T.handle, p_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        ids = T.match_buffer(ids_handle, (n,), "int32")
-        places = T.match_buffer(places_handle, (n,), "int32")
-        types = T.match_buffer(types_handle, (n,), "int32")
-        y = T.match_buffer(y_handle, (n, hidden), "float32")
-        p = T.match_buffer(p_handle, (n, hidden), "float32")
+             type_table: T.Buffer((kinds, hidden), "float32"), y: T.Buffer((n, hidden), "float32"),
+             p: T.Buffer((n, hidden), "float32")):
         for t, i in T.grid(n, hidden):
             with T.sblock("number"):
                 y[t, i] = T.cast(words[ids[t], i], "float32") + type_table[types[t], i]
@@ -46,15 +43,12 @@ def add_layer_norm(hidden: int, eps: float, width: int):
     """residual [n, hidden], delta [n, width >= hidden], bias, scale, shift [hidden] -> layer norm of
     residual + delta + bias [n, hidden]."""
     lanes = lanes_of(hidden)
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def norm(r_handle: T.handle, d_handle: T.handle, bias: T.Buffer((hidden,), "float32"),
-             scale: T.Buffer((hidden,), "float32"), shift: T.Buffer((hidden,), "float32"), y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        residual = T.match_buffer(r_handle, (n, hidden), "float32")
-        delta = T.match_buffer(d_handle, (n, width), "float32")
-        y = T.match_buffer(y_handle, (n, hidden), "float32")
+    def norm(residual: T.Buffer((n, hidden), "float32"), delta: T.Buffer((n, width), "float32"),
+             bias: T.Buffer((hidden,), "float32"), scale: T.Buffer((hidden,), "float32"),
+             shift: T.Buffer((hidden,), "float32"), y: T.Buffer((n, hidden), "float32")):
         for t in T.parallel(n):
             with T.sblock("token"):
                 part = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
@@ -91,12 +85,11 @@ def add_layer_norm(hidden: int, eps: float, width: int):
 @cache
 def bias_gelu(inner: int, width: int):
     """x [n, width >= inner], bias [inner] -> gelu(x + bias) [n, inner], with the error function."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def gelu(x_handle: T.handle, bias: T.Buffer((inner,), "float32"), y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, width), "float32")
-        y = T.match_buffer(y_handle, (n, inner), "float32")
+    def gelu(x: T.Buffer((n, width), "float32"), bias: T.Buffer((inner,), "float32"),
+             y: T.Buffer((n, inner), "float32")):
         for t in T.parallel(n):
             for i in T.serial(inner):
                 with T.sblock("number"):
@@ -113,16 +106,11 @@ def attention(heads: int, dim: int, width: int):
     [n] int32: bounds of each token's sequence. The softmax is online: each key updates the largest score, the sum and
     the weighted values (arXiv 1805.02867)."""
     lanes, hidden = lanes_of(dim), heads * dim
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def attend(x_handle: T.handle, bias: T.Buffer((3 * hidden,), "float32"), starts_handle: T.handle,
-               ends_handle: T.handle, y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, width), "float32")
-        starts = T.match_buffer(starts_handle, (n,), "int32")
-        ends = T.match_buffer(ends_handle, (n,), "int32")
-        y = T.match_buffer(y_handle, (n, hidden), "float32")
+    def attend(x: T.Buffer((n, width), "float32"), bias: T.Buffer((3 * hidden,), "float32"),
+               starts: T.Buffer((n,), "int32"), ends: T.Buffer((n,), "int32"), y: T.Buffer((n, hidden), "float32")):
         for t in T.parallel(n):
             for h in T.serial(heads):
                 with T.sblock("head"):
@@ -172,9 +160,8 @@ class ResidualLayerNorm(nn.Module):
         self.shift = nn.Parameter((config.hidden_size,), "float32")
 
     def forward(self, residual: nn.Tensor, delta: nn.Tensor, bias: nn.Tensor) -> nn.Tensor:
-        kernel = add_layer_norm(self.hidden, self.eps, delta.shape[1])
-        return call(kernel, "add_layer_norm", [residual, delta, bias, self.scale, self.shift],
-                    (residual.shape[0], self.hidden))
+        return call(add_layer_norm, (self.hidden, self.eps, delta.shape[1]), residual, delta, bias, self.scale,
+                    self.shift)
 
 
 class EncoderBlock(nn.Module):
@@ -191,12 +178,9 @@ class EncoderBlock(nn.Module):
         self.attention_norm, self.output_norm = ResidualLayerNorm(config), ResidualLayerNorm(config)
 
     def forward(self, x: nn.Tensor, starts: nn.Tensor, ends: nn.Tensor) -> nn.Tensor:
-        n = x.shape[0]
-        mixed = call(attention(self.heads, self.dim, self.qkv.width), "attention",
-                     [self.qkv(x), self.qkv_bias, starts, ends], (n, self.heads * self.dim))
+        mixed = call(attention, (self.heads, self.dim, self.qkv.width), self.qkv(x), self.qkv_bias, starts, ends)
         middle = self.attention_norm(x, self.out(mixed), self.out_bias)
-        wide = call(bias_gelu(self.inner, self.up.width), "bias_gelu", [self.up(middle), self.up_bias],
-                    (n, self.inner))
+        wide = call(bias_gelu, (self.inner, self.up.width), self.up(middle), self.up_bias)
         return self.output_norm(middle, self.down(wide), self.down_bias)
 
 
@@ -214,10 +198,9 @@ class EncoderNetwork(nn.Module):
     def hidden(self, ids: nn.Tensor, places: nn.Tensor, kinds: nn.Tensor, starts: nn.Tensor, ends: nn.Tensor
                ) -> nn.Tensor:
         """ids, places, kinds, starts, ends [n] int32 -> [n, hidden]. starts, ends: bounds of each token's sequence."""
-        config, n = self.config, ids.shape[0]
-        kernel = embeddings(config.hidden_size, config.vocab_size, config.positions, config.token_types, self.dtype)
-        x, delta = call(kernel, "embeddings", [ids, places, kinds, self.words, self.places, self.kinds],
-                        (n, config.hidden_size), (n, config.hidden_size))
+        config = self.config
+        sizes = (config.hidden_size, config.vocab_size, config.positions, config.token_types, self.dtype)
+        x, delta = call(embeddings, sizes, ids, places, kinds, self.words, self.places, self.kinds)
         x = self.norm(x, delta, op.zeros((config.hidden_size,), "float32"))
         for layer in self.layers:
             x = layer(x, starts, ends)

@@ -76,14 +76,11 @@ def _serial(loop: tirx.For):
 def linear(inputs: int, panels: int, dtype: str):
     """`kernels.linear` with a block for each panel and `_ROWS` tokens, a thread for each output and part of its sum."""
     split = gcd(inputs, _SPLIT)
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def matrix(x_handle: T.handle, w_handle: T.handle, y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, inputs), "float32")
-        w = T.match_buffer(w_handle, (panels, inputs, LANES), dtype)
-        y = T.match_buffer(y_handle, (n, panels * LANES), "float32")
+    def matrix(x: T.Buffer((n, inputs), "float32"), w: T.Buffer((panels, inputs, LANES), dtype),
+               y: T.Buffer((n, panels * LANES), "float32")):
         for panel in T.thread_binding(panels, thread="blockIdx.x"):
             for tile in T.thread_binding(T.ceildiv(n, T.int64(_ROWS)), thread="blockIdx.y"):
                 for part in T.thread_binding(split, thread="threadIdx.y"):
@@ -116,15 +113,12 @@ def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
     of the other columns."""
     share, keys = value_heads // key_heads, key_heads * key_dim
     channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def rule(m_handle: T.handle, g_handle: T.handle, before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"),
-             y_handle: T.handle, after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        mixed = T.match_buffer(m_handle, (n, channels), "float32")
-        gates = T.match_buffer(g_handle, (n, 2, value_heads), "float32")
-        y = T.match_buffer(y_handle, (n, values), "float32")
+    def rule(mixed: T.Buffer((n, channels), "float32"), gates: T.Buffer((n, 2, value_heads), "float32"),
+             before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"), y: T.Buffer((n, values), "float32"),
+             after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
         for h in T.thread_binding(value_heads, thread="blockIdx.x"):
             for v in T.thread_binding(value_dim, thread="threadIdx.x"):
                 with T.sblock("column"):
