@@ -61,7 +61,7 @@ def forced(one: Session, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Te
     return torch.stack([one.prefill(prompt).clone(), *(row.clone() for row in stepwise_logits(one, answer))])
 
 
-def says_the_same(engine: Session, made: Session, count: int) -> None:
+def assert_same_answers(engine: Session, made: Session, count: int) -> None:
     """Three prompts, after each of which the same `count` tokens are forced on both: logits within tau, and the same
     choice wherever the engine's best two are 2 tau apart, as they are at 95 % of all positions. In the middle the other
     one goes astray and has its state restored; at the end it is rewound to the prompt's end, and reads all at once."""

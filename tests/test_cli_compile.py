@@ -38,14 +38,14 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     return errors
 
 
-@pytest.mark.parametrize(("error", "said"), [
+@pytest.mark.parametrize(("error", "message"), [
     (ConfigError("target 'foo' is not supported", "target"), "target 'foo'"),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "out cannot be written: No space left on device")])
-def test_what_fails_may_be_tried_again(error: BaseException, said: str, compiling: list[BaseException], tmp_path: Path,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_may_be_tried_again(error: BaseException, message: str, compiling: list[BaseException],
+                                       tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiling.append(error)
     argv = ["compile", "tiny", "-o", str(tmp_path / "out")]
-    assert main(argv) == 2 and said in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert main(argv) == 2 and message in capsys.readouterr().err and not list(tmp_path.iterdir())
     compiling.clear()
     assert main(argv) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and len(list((tmp_path / "out").iterdir())) == 3
@@ -106,14 +106,14 @@ def test_no_room_is_said_before_the_work(compiling: list[BaseException], tmp_pat
     assert "out cannot be written: it needs 18" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("target", "said"), [
+@pytest.mark.parametrize(("target", "message"), [
     ("foo", "target 'foo' is not supported"), ("", "only llvm"), ("llvm foo", "'foo' must be of the form -mcpu=NAME"),
     ("llvm -mcpu=foo", "LLVM knows no processor 'foo'"), ("llvm -foo=1", "is not one that TVM knows")])
-def test_a_target_is_looked_at_before_the_model(target: str, said: str, tmp_path: Path,
+def test_a_target_is_looked_at_before_the_model(target: str, message: str, tmp_path: Path,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tvm", reason="the extra deltic[tvm] is not installed")
     assert main(["compile", "no/such/model", "--target", target, "-o", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("there", [False, True])

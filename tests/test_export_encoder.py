@@ -136,13 +136,13 @@ def test_options_of_language_models_are_refused(m3: tuple[Path, Path, Any], tmp_
     assert "--max-context" in capsys.readouterr().err and not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(("command", "said"), [
+@pytest.mark.parametrize(("command", "message"), [
     (["compile", "-o", "again"], "is compiled already"), (["convert", "again.gguf"], "is compiled by TVM")])
-def test_what_needs_the_weights_wants_the_original(m3: tuple[Path, Path, Any], command: list[str], said: str,
+def test_what_needs_the_weights_wants_the_original(m3: tuple[Path, Path, Any], command: list[str], message: str,
                                                    tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verb, *rest = command
     argv = [verb, str(m3[1]), *(str(tmp_path / word) if word.startswith("again") else word for word in rest)]
-    assert main(argv) == 2 and said in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert main(argv) == 2 and message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from export_cases import ATTENTION, checkpoint, exported, says_the_same, session
+from export_cases import ATTENTION, assert_same_answers, checkpoint, exported, session
 from support import TAU, numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams, Session
@@ -39,7 +39,7 @@ from deltic.export.executorch import export as export_module
 from deltic.export.executorch import library, runtime
 from deltic.export.executorch.export import ExportForm, Kind, check, export
 from deltic.export.executorch.library import BindingCalls, LibraryCalls, ProgramCalls
-from deltic.export.executorch.network import ExpertBank, Operators, QuantizedExpertBank
+from deltic.export.executorch.network import Operators, QuantizedTable, Table
 from deltic.export.executorch.runtime import sidecar_of
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def fed(program: runtime.ExecutorchProgram, slot: int, ids: Sequence[int], chunk
 
 
 def test_a_program_says_what_the_engine_says_token_by_token(either: Path) -> None:
-    says_the_same(Session(MODEL, threads=1, memory="8MiB"), session(either), count=40)
+    assert_same_answers(Session(MODEL, threads=1, memory="8MiB"), session(either), count=40)
 
 
 def test_logits_depend_neither_on_chunks_nor_on_who_was_there_before(either: Path) -> None:
@@ -249,7 +249,7 @@ def test_every_command_finds_a_program_by_its_path(small: Path) -> None:
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_session_takes_a_program_by_text_or_path(small: Path, kind: Callable[[Path], Any]) -> None:
-    """In the program's own dtype, without being told."""
+    """In the program's own dtype by default."""
     session = Session(kind(small), memory="16MiB")
     assert session.prefill([1, 2, 3]).shape == (session.vocab_size,)
 
@@ -259,7 +259,7 @@ def test_attention_alone(operators: Operators, tmp_path: Path) -> None:
     """A Qwen3, which has no states: three prompts."""
     source = checkpoint(tmp_path / "model", ATTENTION, 0.2)
     made = exported(tmp_path / "made.pte", source, max_context=128, chunk=16, operators=operators)
-    says_the_same(session(source), session(made), count=40)
+    assert_same_answers(session(source), session(made), count=40)
 
 
 MIXTURE = replace(SHAPE, architecture="qwen3_5_moe", intermediate_size=0, experts=ExpertsConfig(6, 2, 20, 28))
@@ -271,7 +271,7 @@ def test_a_mixture_of_experts(kind: Kind, operators: Operators, tmp_path: Path) 
     """One token a call, with the expert that every token passes."""
     model = RandomModel(shape=MIXTURE, initializer_range=0.1)
     made = program_of(tmp_path / "made.pte", model, ExportForm(kind, 96, 1, operators))
-    says_the_same(Session(model, threads=1, memory="8MiB"), session(made), count=30)
+    assert_same_answers(Session(model, threads=1, memory="8MiB"), session(made), count=30)
     with pytest.raises(ModelError, match="give --static"):
         check(MIXTURE, ExportForm())
 
@@ -280,7 +280,7 @@ def test_quantized_experts_are_what_they_were(tmp_path: Path) -> None:
     """Matrices of int8, a scale for each row: within half a step."""
     matrices = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1))
     chosen = torch.tensor([2, 0])
-    error = (QuantizedExpertBank(matrices)(chosen) - ExpertBank(matrices)(chosen)).abs()
+    error = (QuantizedTable(matrices)(chosen) - Table(matrices)(chosen)).abs()
     assert (error <= matrices[chosen].abs().amax(-1, keepdim=True) / 127 / 2 + 1e-6).all() and error.max() > 0
 
 
@@ -302,7 +302,7 @@ def with_vocabulary(path: Path, size: int) -> None:
     write_json(sidecar_of(path) / "config.json", hf_config(replace(SHAPE, vocab_size=size)))
 
 
-@pytest.mark.parametrize(("damage", "told"), [
+@pytest.mark.parametrize(("damage", "message"), [
     (cut, "it is cut off"),
     (lambda path: path.write_bytes(b"not a program at all, but long enough to be one"), "is no ExecuTorch program"),
     (scrambled, "cannot be loaded"), (lambda path: path.write_bytes(b""), "is no ExecuTorch program"),
@@ -311,13 +311,13 @@ def with_vocabulary(path: Path, size: int) -> None:
     (lambda path: (sidecar_of(path) / "config.json").unlink(), "there is no config.json"),
 ])
 def test_what_is_not_whole_or_not_of_one_model_is_refused(small: Path, tmp_path: Path, damage: Callable[[Path], None],
-                                                          told: str, capsys: pytest.CaptureFixture[str]) -> None:
+                                                          message: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "small.pte"
     shutil.copyfile(small, path)
     shutil.copytree(sidecar_of(small), sidecar_of(path))
     damage(path)
     assert main(["run", str(path), "hello"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_missing_operator_library_is_named(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,9 +386,9 @@ def test_what_lies_where_the_files_go_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "m.files").write_text("mine")
     (tmp_path / "n.files").mkdir()
     (tmp_path / "n.files" / "config.json").write_text("mine")
-    for name, said in (("m", "m.files is a file"), ("n", "n.files/config.json exists; give --force")):
+    for name, message in (("m", "m.files is a file"), ("n", "n.files/config.json exists; give --force")):
         assert main(["export", "tiny", "-o", str(tmp_path / f"{name}.pte")]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_the_command_names_what_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -399,12 +399,12 @@ def test_the_command_names_what_has_to_be_installed(tmp_path: Path, monkeypatch:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["-o", "model.gguf"], "must end in .pte"), (["-o", "nowhere/model.pte"], "there is no directory"),
 ])
-def test_a_target_that_cannot_be_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_cannot_be_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "tiny", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # The embedded model, and a true shape

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from export_cases import ATTENTION, SHAPE, checkpoint, says_the_same, session
+from export_cases import ATTENTION, SHAPE, assert_same_answers, checkpoint, session
 
 from deltic import LLM, SamplingParams, Session
 from deltic.cli import main
@@ -82,7 +82,7 @@ def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_a_foreign_program_computes_what_the_engine_does(foreign: Path) -> None:
     made = Session(foreign / "foreign.pte", memory="16MiB", threads=1, max_batch=2, params=foreign / "params.json")
     assert made.max_context == 96
-    says_the_same(session(foreign / "model"), made, count=30)
+    assert_same_answers(session(foreign / "model"), made, count=30)
 
 
 @pytest.mark.slow
@@ -152,13 +152,13 @@ def test_params_of_both_kinds_say_the_same(tmp_path: Path) -> None:
     assert foreign_chunk({"get_max_seq_len": 96}) == 1
 
 
-@pytest.mark.parametrize(("mapping", "said"), [
+@pytest.mark.parametrize(("mapping", "message"), [
     ({}, "n_layers must be a number"), ({"n_layers": 2, "n_heads": 2, "dim": "x"}, "dim must be a number"),
     ({"moe": True}, "moe is not supported"), ({"n_layers": 1, "n_heads": 3, "dim": 6, "n_kv_heads": 2}, "multiple"),
 ])
-def test_params_that_cannot_be_are_named(tmp_path: Path, mapping: dict[str, Any], said: str) -> None:
+def test_params_that_cannot_be_are_named(tmp_path: Path, mapping: dict[str, Any], message: str) -> None:
     (tmp_path / "params.json").write_text(json.dumps(mapping), encoding="utf-8")
-    with pytest.raises(ModelError, match=f"params.json: .*{said}"):
+    with pytest.raises(ModelError, match=f"params.json: .*{message}"):
         read_params(tmp_path / "params.json", {"get_max_seq_len": 9, "get_vocab_size": 9})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_cases import ATTENTION, CHUNK, forced, says_the_same, session
+from export_cases import ATTENTION, CHUNK, assert_same_answers, forced, session
 from mlc_artifact import build
 from safetensors.torch import save_file
 from support import numbers
@@ -48,12 +48,12 @@ def sessions(folder: Path) -> tuple[Session, Session]:
 
 
 def test_an_artifact_computes_what_its_parameters_stand_for(sessions: tuple[Session, Session]) -> None:
-    says_the_same(*sessions, count=30)
+    assert_same_answers(*sessions, count=30)
 
 
 @pytest.mark.slow
 def test_an_artifact_of_the_first_format_computes_what_its_parameters_stand_for(tmp_path: Path) -> None:
-    says_the_same(*made(tmp_path, "q4f32_1", V1, SINGLE), count=30)
+    assert_same_answers(*made(tmp_path, "q4f32_1", V1, SINGLE), count=30)
 
 
 @pytest.mark.parametrize(("quantization", "descriptor", "functions"), [

@@ -149,15 +149,15 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(library, "KERNELS", folder / "libdeltic.so")
 
 
-@pytest.mark.parametrize(("lack", "told"), [
+@pytest.mark.parametrize(("lack", "message"), [
     (no_compiler, "there is no C.. compiler: install g.., or export the model with --operators executorch"),
     (broken_compiler, "cannot be compiled: false failed"), (no_room, "cannot be compiled to"),
     (no_kernels, "need its compiled kernels"),
 ])
-def test_it_says_why_there_is_no_library(lack: Callable[[pytest.MonkeyPatch, Path], None], told: str, tmp_path: Path,
+def test_it_says_why_there_is_no_library(lack: Callable[[pytest.MonkeyPatch, Path], None], message: str, tmp_path: Path,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lack(monkeypatch, tmp_path)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         library.library_path()
     assert not [*tmp_path.rglob("*.so")]

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from export_cases import checkpoint, says_the_same, session
+from export_cases import assert_same_answers, checkpoint, session
 
 from deltic.config import ModelConfig
 
@@ -39,10 +39,10 @@ def made(kind: str, folder: Path, source: Path | str) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_embedded_model(kind: str, tmp_path: Path) -> None:
-    says_the_same(session(None, "64MiB"), session(made(kind, tmp_path, "tiny"), "64MiB"), count=200)
+    assert_same_answers(session(None, "64MiB"), session(made(kind, tmp_path, "tiny"), "64MiB"), count=200)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_four_layers_of_a_true_shape(kind: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "model", TRUE, 0.1)
-    says_the_same(session(source, "512MiB"), session(made(kind, tmp_path, source), "512MiB"), count=200)
+    assert_same_answers(session(source, "512MiB"), session(made(kind, tmp_path, source), "512MiB"), count=200)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from encoder_models import TEXTS, save_encoder
-from export_cases import CHUNK, SHAPE, checkpoint, compiled, says_the_same, session
+from export_cases import CHUNK, SHAPE, assert_same_answers, checkpoint, compiled, session
 
 from deltic import Encoder
 from deltic.cli import main
@@ -75,26 +75,26 @@ def test_a_processor_has_the_instructions_that_its_code_needs() -> None:
     assert "avx512_bf16" in parse_target("llvm -mcpu=sapphirerapids").needs
 
 
-@pytest.mark.parametrize(("target", "said"), [
+@pytest.mark.parametrize(("target", "message"), [
     ("webgpu", "only llvm, cuda, rocm, metal, opencl, vulkan"),
     ("llvm -mtriple=wasm32-unknown-unknown", "no triple of a machine"),
     ("llvm -mtriple=aarch64-linux-android -mcpu=znver4", "LLVM knows no processor 'znver4' of aarch64"),
     ("cuda -arch=", "must be of the form"), ("opencl -host=sparc", "no triple of a machine"),
     ("metal -bogus=1", "is not one that TVM knows")])
-def test_what_is_no_target_is_named(target: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_target_is_named(target: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse_target(target)
 
 
-@pytest.mark.parametrize(("target", "said"), [
+@pytest.mark.parametrize(("target", "message"), [
     ("vulkan", "'vulkan': the installed TVM .* has no code generator for vulkan: build TVM from source with "
                "USE_VULKAN=ON, or choose one of llvm, "),
     ("cuda", "CUDA runtime loads, which needs NVIDIA's driver .*: compile on a machine with the GPU"),
     ("cuda -arch=sm_90", "cuda-bindings, which is not installed: pip install"),
     ("rocm", "no ROCm here: install it, or set ROCM_PATH"),
     ("llvm", "linking a compiled model needs g")])
-def test_what_is_lacking_is_named(target: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_lacking_is_named(target: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import tvm
 
     find = tvm.get_global_func
@@ -104,7 +104,7 @@ def test_what_is_lacking_is_named(target: str, said: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(targets, "find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "nowhere"))
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         parse_target(target)
 
 
@@ -118,18 +118,18 @@ def test_a_compiler_that_cannot_link_is_named(encoder: Path, tmp_path: Path, mon
     assert "cannot link a library for aarch64 (android)" in capsys.readouterr().err and not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(("target", "said"), [
+@pytest.mark.parametrize(("target", "message"), [
     ("llvm -mtriple=aarch64-linux-android", r"for aarch64 \(android\) with asimd, with --target 'llvm -mtriple="),
     ("metal -host=x86_64-linux-gnu", "compiled for metal, which needs a GPU of Apple's: run it on a machine that has "
                                      "one, .*TVM's runtime here has no libtvm_runtime_metal"),
     ("opencl", "compiled for opencl, which needs a GPU with an OpenCL driver: run it on")])
-def test_a_directory_says_for_what_it_was_compiled(target: str, said: str, encoder: Path, tmp_path: Path,
+def test_a_directory_says_for_what_it_was_compiled(target: str, message: str, encoder: Path, tmp_path: Path,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", str(encoder), "-o", str(tmp_path / "made"), "--target", target, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     metadata, _ = read_metadata(tmp_path / "made")
     assert metadata.target == target and metadata.device == facts["device"] == parse_target(target).device
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         Encoder(tmp_path / "made")
     if facts["library"] == "rt.tar":
         with tarfile.open(tmp_path / "made" / "rt.tar") as file:
@@ -202,7 +202,7 @@ def test_a_hybrid_spread_over_threads_computes_the_same(tmp_path: Path, threads_
     source = checkpoint(tmp_path / "model", SHAPE, 0.1)
     made = compiled(tmp_path / "made", source, chunk=CHUNK)
     assert {"spread", "delta_rule"} == {*threads_in_turns}
-    says_the_same(session(source), session(made), count=10)
+    assert_same_answers(session(source), session(made), count=10)
 
 
 @pytest.mark.slow

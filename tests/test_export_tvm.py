@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from export_cases import ATTENTION, CHUNK, SHAPE, checkpoint, compiled, forced, says_the_same, session
+from export_cases import ATTENTION, CHUNK, SHAPE, assert_same_answers, checkpoint, compiled, forced, session
 from support import drain, greedy, numbers, same_logits, stepwise_logits
 
 from deltic import LLM, SamplingParams, Session
@@ -58,7 +58,7 @@ def sessions(hybrid: Artifacts) -> Iterator[tuple[Session, Session]]:
 
 
 def test_logits_are_the_engines(sessions: tuple[Session, Session]) -> None:
-    says_the_same(*sessions, count=30)
+    assert_same_answers(*sessions, count=30)
 
 
 def test_a_session_returns_to_where_it_was(sessions: tuple[Session, Session]) -> None:
@@ -303,7 +303,7 @@ def test_older_names_serve(hybrid: Artifacts, tmp_path: Path, monkeypatch: pytes
     older = compiled(tmp_path / "older", hybrid[0])
     monkeypatch.undo()
     assert b"tir\0" in (older / "rt.so").read_bytes() or b"tir" in (older / "rt.so").read_bytes()
-    says_the_same(session(hybrid[0]), session(older), count=5)
+    assert_same_answers(session(hybrid[0]), session(older), count=5)
 
 
 @pytest.mark.slow
@@ -311,7 +311,7 @@ def test_attention_alone_is_of_the_first_generation(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "model", ATTENTION, 0.2)
     made = compiled(tmp_path / "compiled", source, generation="v1", chunk=CHUNK)
     assert (made / "ndarray-cache.json").is_file() and not (made / "tensor-cache.json").exists()
-    says_the_same(session(source), session(made), count=30)
+    assert_same_answers(session(source), session(made), count=30)
     (made / "ndarray-cache.json").rename(made / "tensor-cache.json")
     with pytest.raises(ModelError, match="generation v1"):
         open_program(made, EngineConfig())

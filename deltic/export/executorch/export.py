@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
-from deltic.export.executorch.network import (
-    Build,
-    Embedding,
-    ExpertBank,
-    ExportedNetwork,
-    Operators,
-    QuantizedEmbedding,
-    QuantizedExpertBank,
-)
+from deltic.export.executorch.network import Build, ExportedNetwork, Operators, QuantizedTable, Table
 from deltic.export.executorch.runtime import sidecar_of
 from deltic.export.program import sidecar_files, write_sidecar
 from deltic.loader.hub import ModelFiles
@@ -146,10 +138,8 @@ def quantize(network: ExportedNetwork) -> None:
     quantize_(network, config, lambda module, _: isinstance(module, nn.Linear) and module.in_features % _GROUP == 0)
     for module in [*network.modules()]:
         for name, child in [*module.named_children()]:
-            if isinstance(child, ExpertBank):
-                setattr(module, name, QuantizedExpertBank(child.matrices))
-    assert isinstance(network.embedding, Embedding)
-    network.embedding = QuantizedEmbedding(network.embedding.table)
+            if isinstance(child, Table):
+                setattr(module, name, QuantizedTable(child.rows))
 
 
 def trace(network: ExportedNetwork, form: ExportForm) -> torch.export.ExportedProgram:

@@ -59,7 +59,7 @@ class ExportedNetwork(nn.Module):
 
     def __init__(self, weights: DecoderWeights, build: Build) -> None:
         super().__init__()
-        self.embedding: nn.Module = Embedding(plain(weights.embedding).to(build.dtype))
+        self.embedding: nn.Module = Table(plain(weights.embedding).to(build.dtype))
         self.layers = nn.ModuleList(_ExportedLayer(layer, weights.eps, build) for layer in weights.layers)
         self.norm = RmsNormPart(weights.norm, weights.eps)
         self.head = LinearPart(weights.head, build.dtype)
@@ -115,8 +115,8 @@ class _MixtureOfExperts(nn.Module):
         super().__init__()
         assert isinstance(weights.experts, tuple), "all experts are in memory"
         self.router = LinearPart(weights.router, torch.float32)
-        self.gate_up: nn.Module = ExpertBank(torch.stack([plain(one.gate_up).to(dtype) for one in weights.experts]))
-        self.down: nn.Module = ExpertBank(torch.stack([plain(one.down).to(dtype) for one in weights.experts]))
+        self.gate_up: nn.Module = Table(torch.stack([plain(one.gate_up).to(dtype) for one in weights.experts]))
+        self.down: nn.Module = Table(torch.stack([plain(one.down).to(dtype) for one in weights.experts]))
         self.shared = None if weights.shared is None else _Mlp(weights.shared, dtype)
         self.count, self.per_token, self.normalised = len(weights.experts), weights.per_token, weights.normalised
 
@@ -141,68 +141,31 @@ def plain(weight: Weight | Block) -> Tensor:
     return weight
 
 
-class Embedding(nn.Module):
-    """ids [T] -> [T, H] float32."""
+class Table(nn.Module):
+    """Embeddings [V, H] or experts' matrices [E, out, in]: indices [K] int64 -> [K, ...] float32."""
 
-    table: Tensor
+    rows: Tensor
 
-    def __init__(self, table: Tensor) -> None:
+    def __init__(self, rows: Tensor) -> None:
         super().__init__()
-        self.register_buffer("table", table)
+        self.register_buffer("rows", rows)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return functional.embedding(ids, self.table).to(torch.float32)
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.rows.index_select(0, indices).to(torch.float32)
 
 
-class QuantizedEmbedding(nn.Module):
-    """An `Embedding` whose table is int8 with a scale for each row."""
+class QuantizedTable(Table):
+    """A table in int8, with a scale for each row of numbers."""
 
-    table: Tensor
     scale: Tensor
 
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        rows, scale = _int8_rows(table)
-        self.register_buffer("table", rows)
+    def __init__(self, rows: Tensor) -> None:
+        scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+        super().__init__((rows / scale).round().to(torch.int8))
         self.register_buffer("scale", scale)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        row: Tensor = functional.embedding(ids, self.table).to(torch.float32)
-        return row * functional.embedding(ids, self.scale)
-
-
-class ExpertBank(nn.Module):
-    """Matrices of E experts [E, out, in]: chosen [k] int64 -> [k, out, in] float32."""
-
-    matrices: Tensor
-
-    def __init__(self, matrices: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("matrices", matrices)
-
-    def forward(self, chosen: Tensor) -> Tensor:
-        return self.matrices.index_select(0, chosen).to(torch.float32)
-
-
-class QuantizedExpertBank(nn.Module):
-    """An `ExpertBank` whose matrices are int8 with a scale for each row."""
-
-    matrices: Tensor
-    scale: Tensor
-
-    def __init__(self, matrices: Tensor) -> None:
-        super().__init__()
-        rows, scale = _int8_rows(matrices)
-        self.register_buffer("matrices", rows)
-        self.register_buffer("scale", scale)
-
-    def forward(self, chosen: Tensor) -> Tensor:
-        return self.matrices.index_select(0, chosen).to(torch.float32) * self.scale.index_select(0, chosen)
-
-
-def _int8_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    scale = matrix.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return (matrix / scale).round().to(torch.int8), scale
+    def forward(self, indices: Tensor) -> Tensor:
+        return super().forward(indices) * self.scale.index_select(0, indices)
 
 
 class LinearPart(nn.Module):
