@@ -73,10 +73,8 @@ def compile_encoder(stored: StoredEncoder, folder: Path, *, dtype: StoredType = 
     compile_target, config = parse_target(target), stored.config
     stored.texts(min(stored.recipe.max_length or config.max_length, config.max_length))  # fails without a tokenizer
     _copy_files(stored, folder)
-    metadata = Metadata(
-        "v2", config.family, quantization_name(dtype), (), config.max_length, config.max_length, config.vocab_size,
-        compile_target.machine, compile_target.needs, device=compile_target.device, system=compile_target.system,
-        target=compile_target.text)
+    metadata = Metadata("v2", config.family, quantization_name(dtype), (), config.max_length, config.max_length,
+                        config.vocab_size, compile_target.machine)
     library, metadata = build_library(
         lambda: EncoderNetwork(config, dtype), specification, metadata, compile_target, folder)
     size = write_parameters(folder, "v2", _parameters(stored, metadata.parameters))

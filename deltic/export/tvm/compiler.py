@@ -56,10 +56,8 @@ def compile_model(files: ModelFiles, folder: Path, *, generation: Generation | N
     context = max_context or config.max_position_embeddings
     stored_config = replace(config, dtype=dtype, max_position_embeddings=context)
     write_sidecar(files, folder, stored_config)
-    metadata = Metadata(
-        generation, config.architecture, quantization_name(dtype), (), context, min(chunk, context), config.vocab_size,
-        compile_target.machine, compile_target.needs, device=compile_target.device, system=compile_target.system,
-        target=compile_target.text)
+    metadata = Metadata(generation, config.architecture, quantization_name(dtype), (), context, min(chunk, context),
+                        config.vocab_size, compile_target.machine)
     network = HybridNetwork if config.linear_layers else AttentionNetwork
     library, metadata = build_library(
         lambda: network(config, dtype, compile_target.target), specification, metadata, compile_target, folder)
@@ -87,7 +85,7 @@ def _generation(config: ModelConfig, requested: Generation | None) -> Generation
 
 def build_library(network: Callable[[], Any], specification: Callable[[Any], Any], metadata: Metadata,
                   target: CompileTarget, folder: Path) -> tuple[int, Metadata]:
-    """Writes the library of a network. Returns its size in bytes, and the metadata with all parameters."""
+    """Writes the library of a network. Returns its size in bytes, and the metadata with parameters and target."""
     import tvm
     from tvm import relax
 
@@ -96,7 +94,8 @@ def build_library(network: Callable[[], Any], specification: Callable[[Any], Any
             made = network()
             module, named = made.export_tvm(spec=specification(made))
             parameters = [(name, tuple(map(int, one.shape)), str(one.dtype)) for name, one in named]
-            metadata = replace(metadata, parameters=tuple(parameters))
+            metadata = replace(metadata, parameters=tuple(parameters), needs=target.needs, device=target.device,
+                               system=target.system, target=target.text)
             builder = relax.BlockBuilder(module)
             with builder.function("_metadata", params=[]):
                 builder.emit_func_output(tvm.ir.StringImm(metadata.to_json()))
