@@ -24,8 +24,7 @@ from common import environment, record
 _COMPILED = """
 import sys, time
 from pathlib import Path
-from deltic.export.program import ProgramConversation
-from deltic.export.program import open_program
+from deltic.export.program import ProgramConversation, open_program
 from deltic.config import EngineConfig
 talk = ProgramConversation(open_program(Path(sys.argv[1]), EngineConfig()))
 talk.read([1])
@@ -45,8 +44,7 @@ Session(sys.argv[1], "float32", max_batch=1, max_context=2048).prefill([1])
 _SPEED = """
 import json, sys, time
 from pathlib import Path
-from deltic.export.program import ProgramConversation
-from deltic.export.program import kind_of, open_program
+from deltic.export.program import ProgramConversation, kind_of, open_program
 from deltic.config import EngineConfig
 path, prompt, found = Path(sys.argv[1]), list(range(1, 65)), {}
 if kind_of(path):

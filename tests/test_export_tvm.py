@@ -105,8 +105,8 @@ def test_memory_of_finished_sequences_is_used_again(hybrid: Artifacts) -> None:
 
 def test_the_runtime_alone_runs_it(hybrid: Artifacts) -> None:
     """Neither torch nor TVM's compiler is loaded, and the logits are those of a session."""
-    code = (f"import sys, numpy\nfrom pathlib import Path\nfrom deltic.export.program import open_program\n"
-            f"from deltic.export.program import ProgramConversation\nfrom deltic.config import EngineConfig\n"
+    code = (f"import sys, numpy\nfrom pathlib import Path\nfrom deltic.config import EngineConfig\n"
+            f"from deltic.export.program import ProgramConversation, open_program\n"
             f"talk = ProgramConversation(open_program(Path({str(hybrid[1])!r}), EngineConfig()))\n"
             f"print(talk.read([1, 2, 3]).argmax())\n"
             f"assert not {{'torch', 'tvm'}} & set(sys.modules), 'torch or tvm was imported'")
