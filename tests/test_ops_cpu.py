@@ -10,9 +10,11 @@ from op_cases import Row, assert_close, build_batch, gdn_weights, hidden_states,
 from test_ops_ref import clone_state
 from test_ops_torch import *  # noqa: F403  (its tests run here too, on the compiled backend)
 
-from deltic.ops import backends, explain, reference, select
+from deltic.loader.gguf.blocks import BY_NAME
+from deltic.ops import backends, capabilities, explain, reference, select
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import head
+from deltic.ops.cpu.library import library
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import pack_tensor
 
@@ -85,3 +87,13 @@ def test_what_is_missing_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
                "sample", "step", "mtp_step", "vision")
     assert missing() == dict.fromkeys(kernels, "install g++")
     assert explain(select())["gdn_mixer"] == "torch (install g++)" and explain(select())["rope"] == "torch"
+
+
+def test_packed_formats_are_those_that_the_library_packs() -> None:
+    assert capabilities().packed_formats == {
+        name for name, kind in BY_NAME.items() if library().deltic_packed_bytes(kind.id, 16, 256) >= 0}
+
+
+def test_a_cpu_computes_in_step_with_the_host() -> None:
+    found = capabilities("cpu")
+    assert found.reuses_batches and not (found.runs_async or found.records_graphs or found.drafts_on_device)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch import device as Device
 
 from deltic.errors import ConfigError
 from deltic.ops.types import (
@@ -39,6 +40,36 @@ from deltic.ops.types import (
 
 if TYPE_CHECKING:
     from deltic.ops.encoder_layers import Scene, VisionWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do on its device besides the ops: engine/ and runner/ ask this instead of comparing devices.
+
+    These are upper bounds, known before a model is loaded: what a loaded model gets depends on `Ops.step` and
+    `Ops.mtp_step` too, which are None for models, or single replaced ops, that the kernels do not serve.
+
+    runs_async: kernels run beside the host, so a step can be launched before the tokens of the last one are known.
+    records_graphs: a step that is padded to a bucket (`Padded`) can be recorded as a graph and replayed.
+    reuses_batches: steps of one layout may keep their tensors (`Batch.kept`, `Sampling.kept`).
+    reports_to_pinned_memory: sampled tokens can be written to pinned host memory (`Sampling.landing`).
+    max_verify_rows: rows up to which a step is faster with drafts; with more rows, writing states is what takes the
+        time. None: any number.
+    defers_state_writes: with more rows than `max_verify_rows`, states can be written once per `RING` tokens; between
+        two writes their updates stay in the state delta log.
+    drafts_on_device: a draft head can draft after a step before the host knows the step's tokens
+        (`MtpStep.draft_ahead`).
+    packed_formats: names of the GGUF types whose matrices can stay quantized (`PackedForm.serves` knows the widths).
+    """
+
+    runs_async: bool = False
+    records_graphs: bool = False
+    reuses_batches: bool = False
+    reports_to_pinned_memory: bool = False
+    max_verify_rows: int | None = None
+    defers_state_writes: bool = False
+    drafts_on_device: bool = False
+    packed_formats: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +157,14 @@ def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "a
         chosen = known[backend]
         ops = replace(ops, **{op: getattr(chosen, op)}) if op else chosen
     return ops
+
+
+def capabilities(device: str | Device = "cpu", dtype: str = "bfloat16") -> Capabilities:
+    """Returns what the backend of a device can do with models of this dtype, such as bfloat16."""
+    from deltic.ops import cpu, cuda
+
+    place = Device(device)
+    return cpu.capabilities() if place.type == "cpu" else cuda.capabilities(place, dtype)
 
 
 def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews | None = None) -> dict[str, str]:

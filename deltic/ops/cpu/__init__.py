@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from deltic.errors import ConfigError
-from deltic.ops import Ops
+from deltic.ops import Capabilities, Ops
 from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, moe, pack, store_kv
-from deltic.ops.cpu.library import LEVELS, ThreadPool, load
+from deltic.ops.cpu.library import LEVELS, PACKED_FORMATS, ThreadPool, load
 from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import left_to_others as left_to_others
 from deltic.ops.cpu.step import mtp_step as mtp_step
@@ -29,6 +29,11 @@ def missing() -> dict[str, str]:
     """Kernels that cannot be used here, and why."""
     loaded = load()
     return dict.fromkeys(_KERNELS, loaded) if isinstance(loaded, str) else {}
+
+
+def capabilities() -> Capabilities:
+    """Returns what the kernels that can be used here can do; without any, torch serves everything."""
+    return Capabilities(reuses_batches=True, packed_formats=frozenset() if missing() else PACKED_FORMATS)
 
 
 def overlay(level: str = "auto", threads: int = 1) -> Ops:

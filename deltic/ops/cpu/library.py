@@ -29,6 +29,10 @@ LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 """Numbers of the types that caches are kept in."""
+PACKED_FORMATS = frozenset({
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4"})
+"""GGUF types that the kernels can pack."""
 
 
 class MatrixStruct(Structure):

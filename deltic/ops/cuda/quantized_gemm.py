@@ -40,6 +40,8 @@ PLAIN_KINDS: Final = frozenset({"BF16", "FP8"})
 """Those that are multiplied as bfloat16, with an input that is bfloat16."""
 _AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
 """Types that are Q8_0 with smaller codes."""
+PACKED_FORMATS: Final = frozenset({*KINDS, *_AS_BYTES}) - {"BF16"}
+"""Types of matrices that can stay packed."""
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -51,7 +53,7 @@ def form(device: str | torch.device) -> PackedForm:
 
 def serves(type: str, columns: int) -> bool:
     """Whether a matrix of this type and with rows of so many columns can stay packed."""
-    return columns % COLUMNS == 0 and (type in KINDS or type in _AS_BYTES) and type != "BF16"
+    return columns % COLUMNS == 0 and type in PACKED_FORMATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
