@@ -23,9 +23,8 @@ from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.cuda import mtp
 from deltic.ops.cuda.decode import DecodeStep
-from deltic.ops.cuda.driver import KernelArguments, Module, fields
-from deltic.ops.cuda.long_attention import GRAIN, Attend, Attended, Context
-from deltic.ops.cuda.nvrtc import headers
+from deltic.ops.cuda.driver import KernelArguments, Module, fields, headers
+from deltic.ops.cuda.prefill import GRAIN, Attend, Attended, Context
 from deltic.ops.kv import as_bytes, take
 from deltic.ops.types import Batch, KvView
 from deltic.params import PAGE, EngineRequest, SamplingParams

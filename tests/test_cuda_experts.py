@@ -21,9 +21,8 @@ from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError
 from deltic.ops import reference
 from deltic.ops.cuda import arguments
-from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.driver import CompileError, Module, compile_source, headers
 from deltic.ops.cuda.moe import ALL, ExpertsShape, MoeOp, Real, shape_of
-from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.types import MlpWeights, MoeWeights
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import build

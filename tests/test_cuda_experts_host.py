@@ -22,14 +22,13 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference
 from deltic.ops.cpu import missing
+from deltic.ops.cpu.experts import OffloadedExperts
 from deltic.ops.cpu.library import library
-from deltic.ops.cpu.offloaded_experts import OffloadedExperts
-from deltic.ops.cuda import arguments, cpu_experts
-from deltic.ops.cuda.cpu_experts import HostExperts
-from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.expert_store import PinnedExpertStore, hosted_experts
+from deltic.ops.cuda import arguments, expert_cache
+from deltic.ops.cuda.driver import Module, headers
+from deltic.ops.cuda.expert_cache import HostExperts
+from deltic.ops.cuda.expert_stores import PinnedExpertStore, hosted_experts
 from deltic.ops.cuda.moe import ALL, ExpertsShape, MoeOp, Real, shape_of
-from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.types import MoeWeights
 from deltic.runner.expert_offload import host_share
 from deltic.runner.input_batch import build
@@ -385,7 +384,7 @@ def test_answers(record_property: Any) -> None:
 
 @needs_card
 def test_a_host_that_ends_is_an_error_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_experts, "PATIENCE", 0.1)
+    monkeypatch.setattr(expert_cache, "PATIENCE", 0.1)
     runtime = loaded(SOME_PASS, 5, "host")
     engine = Engine(runtime)
     for seed in range(3):

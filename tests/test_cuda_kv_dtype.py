@@ -28,11 +28,9 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference as ref
-from deltic.ops.cuda import long_attention
-from deltic.ops.cuda import prefill as prompts_module
-from deltic.ops.cuda.driver import KernelArguments, Module, fields
+from deltic.ops.cuda import prefill
+from deltic.ops.cuda.driver import KernelArguments, Module, fields, headers
 from deltic.ops.cuda.kernel_config import entry
-from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.kv import FP8, is_finite, rounded
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import PAGE, AttentionWeights, Batch, KvView, Padded, Rope
@@ -190,10 +188,9 @@ def test_prompt_attention(runtime: ModelRunner, shape: list[tuple[int, int]], la
                           monkeypatch: pytest.MonkeyPatch) -> None:
     """With stale NaN wherever nothing may be read."""
     if large:
-        monkeypatch.setattr(long_attention, "_LARGE", 60 * 60)
-        monkeypatch.setattr(long_attention, "_LONG", 60)
-        for module in (long_attention, prompts_module):
-            monkeypatch.setattr(module, "GRAIN", 128)
+        monkeypatch.setattr(prefill, "_LARGE", 60 * 60)
+        monkeypatch.setattr(prefill, "_LONG", 60)
+        monkeypatch.setattr(prefill, "GRAIN", 128)
     prompts, layer, batch = prompts_of(runtime), runtime.decoder.weights.layers[3], prompt_of(shape)
     kv, spec = runtime.views.kv[0], layer.mixer.spec
     scatter(kv)

@@ -26,11 +26,10 @@ from deltic.loader.hub import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
 from deltic.ops.cuda.arguments import EnterArgs
 from deltic.ops.cuda.decode import DecodeStep
-from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda.driver import Module, architecture, compile_source
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Shapes, gdn_slice
-from deltic.ops.cuda.nvrtc import compile_source
-from deltic.ops.cuda.quantized import PackedMultiply, launch, product_of, unpack
-from deltic.ops.cuda.quantized_gemm import KINDS, PLAIN_KINDS, Tiles, form, tiles_of
+from deltic.ops.cuda.quantized_gemm import PackedMultiply, launch, product_of, unpack
+from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, Tiles, form, tiles_of
 from deltic.ops.types import GdnSpec
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.model_runner import ModelRunner

@@ -33,12 +33,11 @@ from deltic.loader.hub import ModelFiles
 from deltic.loader.quantize import FP8_TYPE, quantize_tensors
 from deltic.model.decoder import build as build_decoder
 from deltic.ops import reference, select
-from deltic.ops.cuda import arguments, quantized_gemm
-from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda import arguments, quantized_tiles
+from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
 from deltic.ops.cuda.moe import ALL, ExpertsShape, Real
-from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.cuda.quantized_gemm import KINDS, Tiles, pack_stack
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape, knows_packed, scratch_bytes
+from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_stack
 from deltic.ops.types import Block, MlpWeights, MoeWeights
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
@@ -164,7 +163,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_experts_of_a_file_become_tiles(file: Path) -> None:
     """Also if they are quantized at load; and all layers have one set of kernels."""
-    form, opened = quantized_gemm.form("cpu"), GgufFile.open(file)
+    form, opened = quantized_tiles.tiles_form("cpu"), GgufFile.open(file)
     assert not unserved_experts(opened, form)
     weights = {"file": load_packed(opened, SMALL, form=form),
                "quantized": quantize_tensors(random_tensors(SMALL, "bfloat16"), "q4_k", SMALL, form)}

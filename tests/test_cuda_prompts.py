@@ -15,14 +15,13 @@ from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference
-from deltic.ops.cuda import long_attention
-from deltic.ops.cuda import prefill as prompts_module
+from deltic.ops.cuda import prefill
 from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.prefill import PrefillStep, plan_of
 from deltic.ops.quantized import QTensor
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch import gdn as torch_gdn
-from deltic.ops.torch.delta import Gates, chunked, cut
+from deltic.ops.torch.gdn import Gates, chunked, cut
 from deltic.ops.types import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights, KvView, Rope, StateView
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
@@ -166,10 +165,9 @@ def test_delta_rule_alone(runtime: ModelRunner, slow_decay: bool) -> None:
 def test_attention(runtime: ModelRunner, shape: list[tuple[int, int]], large: bool,
                    monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(long_attention, "_LARGE", 60 * 60)
-        monkeypatch.setattr(long_attention, "_LONG", 60)
-        monkeypatch.setattr(long_attention, "GRAIN", 128)
-        monkeypatch.setattr(prompts_module, "GRAIN", 128)
+        monkeypatch.setattr(prefill, "_LARGE", 60 * 60)
+        monkeypatch.setattr(prefill, "_LONG", 60)
+        monkeypatch.setattr(prefill, "GRAIN", 128)
     prompts, layer = prompts_of(runtime), runtime.decoder.weights.layers[3]
     assert isinstance(layer.mixer, AttentionWeights)
     kv, spec, batch = runtime.views.kv[0], layer.mixer.spec, batch_of(shape)

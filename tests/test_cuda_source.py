@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, encoder, mtp, nvrtc, prefill, staging, state_delta_log
-from deltic.ops.cuda.driver import KernelArguments
+from deltic.ops.cuda import arguments, driver, encoder, mtp, prefill, staging, state_delta_log
+from deltic.ops.cuda.driver import FOLDER, CompileError, KernelArguments, compile_source
+from deltic.ops.cuda.encoder import tower_source
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -32,11 +33,9 @@ from deltic.ops.cuda.kernel_config import (
     heads_product,
     states_at_once,
 )
-from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
-from deltic.ops.cuda.quantized import PackedMultiply
+from deltic.ops.cuda.quantized_gemm import PackedMultiply
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
 from deltic.ops.cuda.sample import source
-from deltic.ops.cuda.tower import tower_source
 from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
 
 steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("decode", "sample"))
@@ -210,7 +209,7 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 "prompts": lambda: prefill.source(shapes), "drafts": lambda: mtp.source(shapes)}[part]()
     else:
         text = {"draws": source, "numbers": staging.source, "folds": state_delta_log.fold_source,
-                "encoder": lambda: encoder.source(1000), "towers": lambda: tower_source(1152, 72)}[name]()
+                "encoder": lambda: encoder.encoder_source(1000), "towers": lambda: tower_source(1152, 72)}[name]()
     compiles(text, tmp_path, newer)
 
 
@@ -272,7 +271,7 @@ def test_torch_serves_where_a_kernel_is_broken_and_everybody_is_told(
     shutil.copytree(FOLDER, broken)
     (broken / "common.cuh").write_text("this is no kernel", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(nvrtc, "FOLDER", broken)
+    monkeypatch.setattr(driver, "FOLDER", broken)
     for module in (steps, draws):
         monkeypatch.setattr(module, "architecture", lambda _: "sm_90a")
     monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny"))

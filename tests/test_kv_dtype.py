@@ -37,7 +37,7 @@ from deltic.engine.memory import plan_memory
 from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
 from deltic.ops import Ops, backends, reference
-from deltic.ops.cuda.nvrtc import FOLDER
+from deltic.ops.cuda.driver import FOLDER
 from deltic.ops.kv import FP8, is_finite, rounded, store, take
 from deltic.ops.torch.attention import _attend
 from deltic.ops.types import KvView

@@ -16,7 +16,7 @@ from op_cases import same_bits
 from torch import Tensor
 
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.offloaded_experts import TOKENS, OffloadedExperts
+from deltic.ops.cpu.experts import TOKENS, OffloadedExperts
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -203,7 +203,7 @@ def test_threads_end() -> None:
 
 
 def test_the_interpreter_ends_while_threads_listen() -> None:
-    code = ("import torch, os; from deltic.ops.cpu.offloaded_experts import OffloadedExperts\n"
+    code = ("import torch, os; from deltic.ops.cpu.experts import OffloadedExperts\n"
             "of = OffloadedExperts([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (3, 0))\n"
             "of.ask(0, 0)\n"
             "child = os.fork()\n"

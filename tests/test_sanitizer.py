@@ -45,9 +45,9 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
 
 HEADER = """
 import torch
-from deltic.ops.cuda.driver import KernelArguments, Module, fields
-from deltic.ops.cuda.nvrtc import headers
-class Pair(KernelArguments):
+from deltic.ops.cuda.driver import Arguments, Module, fields
+from deltic.ops.cuda.driver import headers
+class Pair(Arguments):
     _fields_ = fields("x y", "", "")
 def kernels(source):
     return Module(headers() + '''

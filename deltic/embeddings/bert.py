@@ -25,15 +25,15 @@ from deltic.embeddings.weights import WeightForm, read_weights
 from deltic.errors import ConfigError, ModelError
 from deltic.export.options import check_compiled
 from deltic.loader.safetensors import TORCH_DTYPES, Progress
-from deltic.ops import encoder as torch_ops
 from deltic.ops.cpu import missing, pool_of, torch_threads
 from deltic.ops.cpu.encoder import encoder_run
 from deltic.ops.cpu.kernels import linear as native_linear
 from deltic.ops.cpu.library import ThreadPool
 from deltic.ops.encoder import Affine, EncoderWeights, Ragged
+from deltic.ops.memory import Workspace
+from deltic.ops.torch import encoder as torch_ops
 from deltic.ops.torch.basic import embed
 from deltic.ops.torch.basic import linear as torch_linear
-from deltic.ops.workspace import Workspace
 
 _NO_NUMBERS: Final = "the model gave no numbers (NaN or infinite): its weights, dtype or a kernel are broken"
 

@@ -22,22 +22,12 @@ from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.pickled import read_pickled
 from deltic.loader.quantize import quantized
 from deltic.loader.safetensors import TORCH_DTYPES, Progress, read_stored
-from deltic.ops.encoder import (
-    Affine,
-    EncoderLayer,
-    EncoderWeights,
-    LayerNorm,
-    LayerStates,
-    Ragged,
-    embeddings,
-    normed,
-    padded_attention,
-    run_layer,
-)
+from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PackedForm as PackedForm
 from deltic.ops.quantized import QTensor, host_form, pack_tensor
 from deltic.ops.torch.basic import embed
+from deltic.ops.torch.encoder import LayerStates, embeddings, normed, padded_attention, run_layer
 from deltic.ops.types import Block
 
 Shape = tuple[int, ...]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.config.vision import VisionConfig
 from deltic.ops import Ops
-from deltic.ops.encoder_layers import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
+from deltic.ops.encoder import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
 from deltic.ops.types import Block
 
 _EPS = 1e-6

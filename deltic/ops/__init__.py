@@ -39,7 +39,7 @@ from deltic.ops.types import (
 )
 
 if TYPE_CHECKING:
-    from deltic.ops.encoder_layers import Scene, VisionWeights
+    from deltic.ops.encoder import Scene, VisionWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Host memory in large pages. Weights and states are streamed from end to end, and looking up where each 4 KiB page
-lies takes as long as reading it: with pages of 2 MiB the same loop reads up to twice as fast."""
+"""Memory: host memory in pages of 2 MiB, and GPU memory that belongs to one model."""
 
 from __future__ import annotations
 
@@ -8,8 +7,10 @@ import math
 import mmap
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import Lock
 
 import torch
@@ -94,3 +95,57 @@ def _map(size: int) -> Tensor:
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _LARGE_PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
     return torch.frombuffer(memory, dtype=torch.uint8, count=whole, offset=start)
+
+
+class Guard:
+    """Who takes memory that is kept apart, or records, and what is given back when nobody does."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = Lock(), 0
+        self._left: list[torch.cuda.MemPool] = []
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """For as long as memory is taken or recorded."""
+        with self._lock:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+            self._clear()
+
+    def leave(self, pool: list[torch.cuda.MemPool]) -> None:
+        """Give back the pool in this list, which nothing else holds, once nobody is inside. It never waits: garbage is
+        collected anywhere, also where this thread has the lock."""
+        self._left.append(pool.pop())
+        self._clear()
+
+    def _clear(self) -> None:
+        while self._left and self._lock.acquire(blocking=False):  # who has it looks behind that
+            try:
+                if self._inside:
+                    return
+                self._left.clear()
+            finally:
+                self._lock.release()
+
+
+@cache
+def guard() -> Guard:
+    """The process's, as torch's memory is."""
+    return Guard()
+
+
+class Workspace:
+    """Memory that is taken inside of `use` is kept for it, and given back some time after this object has gone."""
+
+    def __init__(self) -> None:
+        self._guard, self._pool = guard(), [torch.cuda.MemPool()]
+        weakref.finalize(self, self._guard.leave, self._pool).atexit = False
+
+    @contextmanager
+    def use(self, device: torch.device) -> Iterator[None]:
+        with self._guard.inside(), torch.cuda.use_mem_pool(self._pool[0], device.index):
+            yield

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deltic.ops import Ops
-from deltic.ops.encoder_layers import Affine, LayerNorm, Scene, VisionWeights
+from deltic.ops.encoder import Affine, LayerNorm, Scene, VisionWeights
 from deltic.ops.noise import gumbel
 from deltic.ops.quantized import QTensor
 from deltic.ops.types import (

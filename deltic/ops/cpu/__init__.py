@@ -10,13 +10,23 @@ import torch
 
 from deltic.errors import ConfigError
 from deltic.ops import Capabilities, Ops
-from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, moe, pack, store_kv
+from deltic.ops.cpu.encoder import vision
+from deltic.ops.cpu.kernels import (
+    add_norm,
+    attention_mixer,
+    fold_ring,
+    gdn_mixer,
+    head,
+    mlp,
+    moe,
+    pack,
+    sample,
+    store_kv,
+)
 from deltic.ops.cpu.library import LEVELS, PACKED_FORMATS, ThreadPool, load
-from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import left_to_others as left_to_others
 from deltic.ops.cpu.step import mtp_step as mtp_step
 from deltic.ops.cpu.step import step as step
-from deltic.ops.cpu.tower import vision
 from deltic.ops.torch import OPS as TORCH_OPS
 
 _KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer, "fold_ring": fold_ring,

@@ -10,12 +10,12 @@ from deltic.ops import Capabilities, Ops
 from deltic.ops.cuda.decode import left_to_torch as left_to_torch
 from deltic.ops.cuda.decode import serves_rings as serves_rings
 from deltic.ops.cuda.decode import step
+from deltic.ops.cuda.encoder import VisionOp
 from deltic.ops.cuda.layout import MOST
 from deltic.ops.cuda.mtp import mtp_step
-from deltic.ops.cuda.quantized_gemm import PACKED_FORMATS
+from deltic.ops.cuda.quantized_tiles import PACKED_FORMATS
 from deltic.ops.cuda.sample import sample
 from deltic.ops.cuda.state_delta_log import fold_ring
-from deltic.ops.cuda.tower import VisionOp
 from deltic.ops.torch import OPS as TORCH_OPS
 
 

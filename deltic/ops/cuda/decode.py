@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda import prefill, quantized
-from deltic.ops.cuda.driver import Module, architecture, shared_memory
+from deltic.ops.cuda import prefill, quantized_gemm
+from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, shared_memory
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -34,7 +34,6 @@ from deltic.ops.cuda.kernel_config import (
 )
 from deltic.ops.cuda.layout import LONE, MOST, SPREAD, WARPS
 from deltic.ops.cuda.moe import ALL, Real
-from deltic.ops.cuda.nvrtc import CompileError, compile_source
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog
@@ -247,14 +246,14 @@ class DecodeStep:
             return self._multiply(weight, work.y, None, work.residual, ADD)
         spec, blocks = mixer.spec, self._blocks
         parts = self._shapes.parts.get(id(weight))
-        product = (quantized.product_of(parts, False, ADD, blocks, spec.value_dim, gdn_slice(spec, "few")) if parts
+        product = (quantized_gemm.product_of(parts, False, ADD, blocks, spec.value_dim, gdn_slice(spec, "few")) if parts
                    else heads_product(spec, unit_of(_rows(weight), ADD, blocks)))
         self._launch(product, weight, len(work.residual), x=work.core, scale=None, y=work.residual,
                      eps=spec.eps)
 
     def _multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
         parts = self._shapes.parts.get(id(weight))
-        product = (quantized.product_of(parts, scale is not None, out, self._blocks) if parts
+        product = (quantized_gemm.product_of(parts, scale is not None, out, self._blocks) if parts
                    else Multiply(_columns(weight), scale is not None, out, unit_of(_rows(weight), out, self._blocks)))
         if len(x) > product.most:  # their input would not fit
             half = len(x) // 2
@@ -264,10 +263,12 @@ class DecodeStep:
             return self._multiply(weight, x[half:], scale, y[half:], out)
         self._launch(product, weight, len(x), x=x, scale=scale, y=y, eps=self._decoder.eps)
 
-    def _launch(self, product: Multiply | quantized.PackedMultiply, weight: object, tokens: int, **values: Any) -> None:
-        if isinstance(product, quantized.PackedMultiply):
+    def _launch(
+        self, product: Multiply | quantized_gemm.PackedMultiply, weight: object, tokens: int, **values: Any
+    ) -> None:
+        if isinstance(product, quantized_gemm.PackedMultiply):
             part = self._shapes.parts[id(weight)]
-            return quantized.launch(self._module, product, part, tokens, self._blocks, **values)
+            return quantized_gemm.launch(self._module, product, part, tokens, self._blocks, **values)
         rows, blocks = _rows(weight), self._blocks
         units = -(-rows // product.unit)
         mine = -(-units // blocks)
@@ -362,7 +363,7 @@ class DecodeStep:
         """A weight [rows, columns] bf16; of a quantized one a copy."""
         parts = self._shapes.parts.get(id(weight))
         if parts:
-            return quantized.unpack(self._module, parts)
+            return quantized_gemm.unpack(self._module, parts)
         assert isinstance(weight, Tensor)
         return weight
 

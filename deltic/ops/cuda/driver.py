@@ -1,18 +1,96 @@
-"""The little of the CUDA driver that is needed to load machine code and to launch it in torch's streams."""
+"""Compiles CUDA C++ with NVRTC, loads the machine code, and launches kernels in torch's streams."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import sys
+import tempfile
 from collections.abc import Callable
-from ctypes import Structure, byref, c_float, c_int, c_uint, c_uint64, c_void_p, cast
+from ctypes import Structure, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p, cast
 from functools import cache, partial
+from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda.nvrtc import compile_source
+FOLDER = Path(__file__).parent / "kernels"
+
+
+class CompileError(Exception):
+    """What is to be compiled is wrong, or nothing is there to compile it."""
+
+
+def headers(*names: str) -> str:
+    """The text of these kernel files, what all share before them."""
+    return "".join((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in ("common", *names))
+
+
+def compile_source(source: str, architecture: str) -> bytes:
+    """Machine code for `architecture` (sm_90, ...). What was compiled once is kept in the user's cache directory."""
+    library = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(byref(major), byref(minor))
+    name = hashlib.sha256(f"{major.value}.{minor.value} {architecture} {source}".encode()).hexdigest()[:32]
+    kept = _cache_folder() / f"{name}.cubin"
+    try:
+        return kept.read_bytes()
+    except OSError:
+        pass
+    code = _compile(library, source, architecture)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as fresh:
+            fresh.write(code)
+        os.replace(fresh.name, kept)
+    except OSError:
+        pass  # it is compiled again next time
+    return code
+
+
+def _compile(library: ctypes.CDLL, source: str, architecture: str) -> bytes:
+    program, size = c_void_p(), c_size_t()
+    _check_nvrtc(library.nvrtcCreateProgram(byref(program), source.encode(), b"deltic.cu", 0, None, None))
+    try:
+        options = [f"--gpu-architecture={architecture}".encode(), b"-std=c++17", b"-default-device"]
+        failed = library.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
+        if failed:
+            library.nvrtcGetProgramLogSize(program, byref(size))
+            text = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, text)
+            raise CompileError(text.value.decode(errors="replace"))
+        _check_nvrtc(library.nvrtcGetCUBINSize(program, byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(library.nvrtcGetCUBIN(program, code))
+        return code.raw
+    finally:
+        library.nvrtcDestroyProgram(byref(program))
+
+
+def _check_nvrtc(result: int) -> None:
+    if result:
+        raise CompileError(f"NVRTC error {result}")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """NVRTC of the package that torch depends on, or of a toolkit."""
+    found = sorted(path for entry in sys.path for path in Path(entry or ".").glob("nvidia/*/lib/libnvrtc.so.*"))
+    for name in (*map(str, reversed(found)), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CompileError("NVRTC is not installed: a CUDA build of torch brings it along")
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "deltic" / "cuda"
+
 
 _PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 6, 8, 9, 97
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,

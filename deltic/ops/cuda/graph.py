@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from deltic.ops.workspace import guard
+from deltic.ops.memory import guard
 
 Result = TypeVar("Result")
 

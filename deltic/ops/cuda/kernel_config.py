@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda.driver import headers
 from deltic.ops.cuda.layout import ALONE, FOUR, HALF, INPUT, MOST, SPREAD, SQUEEZED, WARPS, WHOLE
 from deltic.ops.cuda.moe import ExpertsShape
-from deltic.ops.cuda.nvrtc import headers
-from deltic.ops.cuda.quantized import PackedMultiply, kinds_entries, parts_of, product_of
-from deltic.ops.cuda.quantized_gemm import Tiles
+from deltic.ops.cuda.quantized_gemm import PackedMultiply, kinds_entries, parts_of, product_of
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
+from deltic.ops.cuda.quantized_tiles import Tiles
 from deltic.ops.types import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, MoeWeights, Weight
 
 SEGMENT = 1024

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, tensor_map
-from deltic.ops.cuda.expert_store import Addresses, PinnedExpertStore
+from deltic.ops.cuda.expert_stores import Addresses, PinnedExpertStore
 from deltic.ops.cuda.layout import ALONE, BOX_COLUMNS, BOX_ROWS, FEW, MOST, WARPS, WHOLE
 from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.decode import DecodeStep, why_not
-from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
 from deltic.ops.cuda.graph import record
 from deltic.ops.cuda.kernel_config import STORE, Shapes, entry, shapes_of
 from deltic.ops.cuda.layout import MOST
-from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.cuda.sample import choose
 from deltic.ops.drafted import Drafted
 from deltic.ops.types import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.expert_store import Addresses
+from deltic.ops.cuda.expert_stores import Addresses, TileStore
 from deltic.ops.cuda.layout import ALONE, MOST, WARPS
 from deltic.ops.cuda.moe import (
     ALL,
@@ -29,8 +29,7 @@ from deltic.ops.cuda.moe import (
     ring_slots,
     shape_of,
 )
-from deltic.ops.cuda.quantized_gemm import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
-from deltic.ops.cuda.tile_store import TileStore
+from deltic.ops.cuda.quantized_tiles import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
 from deltic.ops.types import Block, ExpertPool, MlpWeights, MoeWeights, Weight
 
 _MOST_HIDDEN, _MOST_SIZE = 4096, COLUMNS * WARPS

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.arguments import ChoiceArgs
-from deltic.ops.cuda.driver import Module, architecture
-from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
+from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import Sampled, Sampling
 

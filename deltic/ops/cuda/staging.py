@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module, make_current
+from deltic.ops.cuda.driver import CompileError, Module, headers, make_current
 from deltic.ops.cuda.kernel_config import entry
-from deltic.ops.cuda.nvrtc import CompileError, headers
 from deltic.ops.noise import keys_at
 
 MOST = 1 << 14

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
 from deltic.ops.cuda.kernel_config import PASSING, PASSING_ROOM, STATES, entry, gdn_slice, state_header
-from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.torch.gdn import fold_ring as fold_ring_by_torch
 from deltic.ops.types import RING, Batch, CacheViews, DeltaLogView, GdnSpec, GdnWeights, StateView
 

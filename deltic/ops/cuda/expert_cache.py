@@ -1,9 +1,4 @@
-"""Experts of which some lie on the card, and the others in pinned memory of the host, from where kernels read them.
-
-A kernel finds an expert by a pointer, wherever it lies, so that a step is the same kernels in the same graph, and gives
-the same bits, however many experts are on the card. Those that are wanted often come there between steps: a second
-stream copies one to a free place, and then its pointer is exchanged, with that of the one whose place is free next.
-"""
+"""Experts of which some lie in GPU memory and the others in pinned host memory, which kernels can read."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +16,119 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.errors import ModelError
-from deltic.ops.cuda.cpu_experts import HostExperts
-from deltic.ops.cuda.residency import Exchange, Residency
+from deltic.ops.cpu.experts import TOKENS, OffloadedExperts
 from deltic.ops.memory import reserve
 from deltic.ops.stored import ExpertStatistics
 from deltic.ops.types import ExpertPool
+
+_HALF_LIFE = 512
+"""Steps after which it counts half that an expert was wanted."""
+_MORE, _MARGIN = 1.25, 2.0
+"""An expert comes to the card if it was wanted so many times as often as the one that leaves, and so much more."""
+
+
+class Exchange(NamedTuple):
+    """An expert of a layer that comes to the card, and the one that leaves it."""
+
+    layer: int
+    comes: int
+    leaves: int
+
+
+class Residency:
+    """Of each layer equally many experts.
+
+    resident [layers, E] bool: who is on the card. places [layers, E] int64: where there; -1: nowhere.
+    scores [layers, E] float32: how often each was wanted lately.
+    hits, misses: by layer, those wanted by steps that were on the card, and that were not.
+    """
+
+    def __init__(self, layers: int, count: int, refresh: int) -> None:
+        """refresh: steps between two calls of `learn`."""
+        self.resident = np.zeros((layers, count), bool)
+        self.places = np.full((layers, count), -1, np.int64)
+        self.scores = np.zeros((layers, count), np.float32)
+        self.hits, self.misses = ([0] * layers for _ in range(2))
+        self._known = np.zeros((layers, count), np.int64)
+        self._decay = np.float32(0.5 ** (refresh / _HALF_LIFE))
+
+    def begin(self, slots: int, scores: Sequence[Sequence[float]] | None) -> None:
+        """Give so many experts of each layer a place, layer by layer: those with the highest scores, of equals, and
+        without scores, the first."""
+        if scores is not None:
+            self.scores[:] = scores
+        for layer, own in enumerate(self.scores):
+            order = np.argsort(-own, kind="stable")[:slots]
+            self.places[layer, order] = layer * slots + np.arange(slots)
+            self.resident[layer, order] = True
+
+    def learn(self, wanted: NDArray[np.int64]) -> list[int]:
+        """wanted [layers, E]: the steps so far that wanted each. Returns by layer how many of those since the last call
+        were not on the card."""
+        fresh = wanted - self._known
+        self._known = wanted.copy()
+        hits, all_wanted = (fresh * self.resident).sum(1).tolist(), fresh.sum(1).tolist()
+        missed = [every - hit for hit, every in zip(hits, all_wanted, strict=True)]
+        for layer, (hit, miss) in enumerate(zip(hits, missed, strict=True)):
+            self.hits[layer] += hit
+            self.misses[layer] += miss
+        self.scores = self.scores * self._decay + fresh.astype(np.float32)
+        return missed
+
+    def choose(self, most: int) -> list[Exchange]:
+        """At most so many exchanges that pay, one of a layer, the best first."""
+        worst = np.where(self.resident, self.scores, np.inf)
+        best = np.where(self.resident, -1.0, self.scores)
+        leaves, comes, layers = worst.argmin(1), best.argmax(1), np.arange(len(worst))
+        gain = best[layers, comes] - worst[layers, leaves] * _MORE - _MARGIN
+        order = np.argsort(-gain, kind="stable")[:most]
+        return [Exchange(int(layer), int(comes[layer]), int(leaves[layer])) for layer in order if gain[layer] > 0]
+
+    def exchange(self, one: Exchange, place: int) -> int:
+        """It has come to this place; returns the one that is free."""
+        layer, comes, leaves = one
+        free = int(self.places[layer, leaves])
+        self.places[layer, comes], self.places[layer, leaves] = place, -1
+        self.resident[layer, comes], self.resident[layer, leaves] = True, False
+        return free
+
+
+PATIENCE = 5.0
+"""Seconds that the card waits for the host. Then its tokens become NaN, an error of their requests, as a card that
+waits for ever would have to be reset."""
+_STATE = 4
+"""Numbers that the card keeps, before those of each token."""
+
+
+class HostExperts:
+    """The mailbox of `beside`, as members of the kernels' structs.
+
+    request: of `AskHostArgs`. answer: of `AddHostArgs`.
+    """
+
+    def __init__(self, beside: OffloadedExperts, device: torch.device, patience: float | None = None) -> None:
+        """To be made when the host itself has asked for the last time: the card counts on from there. patience: seconds
+        instead of `PATIENCE`."""
+        patience = PATIENCE if patience is None else patience
+        self.beside, self._before = beside, (beside.computed(), beside.computing())
+        state = torch.zeros(_STATE + TOKENS, dtype=torch.int32)
+        state[0] = beside.words[0][0]
+        self._state = state.to(device)
+        request, answer = beside.words
+        self.request: dict[str, object] = {
+            "state": self._state, "request": request, "answer": answer, "counts": beside.counts,
+            "experts": beside.experts, "shares": beside.shares, "factors": beside.factors, "input": beside.input}
+        self.answer: dict[str, object] = {"state": self._state, "answer": answer, "sums": beside.sums,
+                                          "limit": round(patience * 1e9)}
+
+    def computed(self) -> int:
+        """Experts that were computed for the card, each once for a request. For any thread."""
+        return self.beside.computed() - self._before[0]
+
+    def computing(self) -> float:
+        """Seconds that these took. For any thread."""
+        return self.beside.computing() - self._before[1]
+
 
 STACKS = ("gate", "up", "down")
 """The matrices of an expert, as tensors that have those of all experts of a layer are named."""
