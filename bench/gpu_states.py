@@ -77,13 +77,13 @@ def _time(runtime: ModelRunner, batch: Batch, repeat: int) -> float:
     spec = layers[0].mixer.spec
     proj = torch.randn(batch.layout.tokens, spec.channels + spec.values + 2 * spec.value_heads, device="cuda",
                        dtype=torch.bfloat16)
-    work, times = step._begin(batch, "many"), []
+    work, times = step.begin(batch, "many"), []
     for run in range(repeat + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(TIMES):
             for layer in layers:
-                step._mix(layer, work, proj, proj.shape[1])
+                step.mix(layer, work, proj, proj.shape[1])
         end.record()
         torch.cuda.synchronize()
         if run:

@@ -75,7 +75,7 @@ def _recorded(runtime: ModelRunner, batch: Batch, folder: Path) -> tuple[torch.c
     driver.FOLDER = folder
     shapes = shapes_of(runtime.decoder.weights, runtime.views)
     assert shapes, "the kernels do not know the model"
-    step = steps.Step(runtime.decoder.weights, runtime.views, shapes, reads=False)
+    step = steps.DecodeStep(runtime.decoder.weights, runtime.views, shapes, reads=False)
     step(batch)  # loads all that it launches
     graph, (logits, _) = record_graph(lambda: step(batch))
     pools.recurrent.copy_(before[0]), pools.conv.copy_(before[1])

@@ -215,7 +215,7 @@ def test_operations_on_a_gpu(monkeypatch):
     monkeypatch.setattr("deltic.engine.options.found_device", lambda: "cuda")
     finding = look(installation.check_operations)
     assert finding.state == "ok" and "on the GPU " in finding.fact
-    assert "cuda: fold_ring sample mtp_step step vision" in finding.fact
+    assert "cuda: flush_delta_log sample mtp_step step vision" in finding.fact
 
 
 def test_the_torch_that_the_package_wants(monkeypatch):

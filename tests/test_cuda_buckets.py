@@ -13,7 +13,7 @@ from support import numbers
 from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.ops.cuda.staging import MOST, _pieces, on_device
+from deltic.ops.cuda.staging import MAX_NUMBERS, _pieces, on_device
 from deltic.ops.types import PAGE, Layout
 from deltic.runner.input_batch import (
     BatchMemory,
@@ -262,7 +262,7 @@ def test_a_page_table_is_changed_by_what_has_changed() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch finds no CUDA device"))])
-@pytest.mark.parametrize("count", [1, 40, 1024, 1025, 3000, MOST, MOST + 1])
+@pytest.mark.parametrize("count", [1, 40, 1024, 1025, 3000, MAX_NUMBERS, MAX_NUMBERS + 1])
 def test_numbers_come_to_their_place(count: int, device: str) -> None:
     """Again and again, with tokens among them that only the device knows, and without."""
     tokens = min(16, (count - 1) // 2)
@@ -281,7 +281,7 @@ def test_numbers_come_to_their_place(count: int, device: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (2, MOST // 2), (MOST + 1,)])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (2, MAX_NUMBERS // 2), (MAX_NUMBERS + 1,)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
 def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """While copies of another stream are on their way, too, which it does not wait for; again and again."""
@@ -296,7 +296,7 @@ def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dty
         copied.record()
     found = [on_device(each, device) for each in host]
     torch.cuda.current_stream().synchronize()
-    assert copied.query() == (host[0].nbytes > 8 * MOST), "it came in turn"
+    assert copied.query() == (host[0].nbytes > 8 * MAX_NUMBERS), "it came in turn"
     for each, other in zip(host, found, strict=True):
         assert other.is_cuda and other.dtype == dtype and torch.equal(each, other.cpu())
     assert len(_pieces(device)) <= 64

@@ -22,7 +22,7 @@ from deltic.errors import ConfigError
 from deltic.ops import reference
 from deltic.ops.cuda import arguments
 from deltic.ops.cuda.driver import CompileError, Module, compile_source, headers
-from deltic.ops.cuda.moe import ALL, ExpertsShape, MoeOp, Real, shape_of
+from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, MoeOp, RealTokens, shape_of
 from deltic.ops.types import MlpWeights, MoeWeights
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import build
@@ -119,7 +119,7 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return residual, normed, (normed @ self.weights.router.double().t()).float()
 
-    def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
+    def few(self, residual: Tensor, logits: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
         found = residual.clone()
         self.experts.gemv_rows(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
         return found
@@ -173,10 +173,10 @@ def test_many_tokens_on_all_multiprocessors(tokens: int) -> None:
     assert sum(not torch.equal(experts.gemm_rows(weights, x), wanted) for _ in range(20)) == 0
 
 
-def rows(*chunks: int, filling: int) -> Real:
+def rows(*chunks: int, filling: int) -> RealTokens:
     """Rows of so many tokens, and others that only fill up."""
     starts = [sum(chunks[:row]) for row in range(len(chunks) + 1)]
-    return Real(torch.tensor([len(chunks)], device="cuda"),
+    return RealTokens(torch.tensor([len(chunks)], device="cuda"),
                 torch.tensor(starts + starts[-1:] * filling, device="cuda"))
 
 

@@ -45,10 +45,10 @@ def test_whole_states(runtime: ModelRunner, blocks: int, moved: bool, real: int)
     before = StateView(state.recurrent.clone(), state.conv.clone())
     batch = batch_of([3 + 7 * row if row % 9 else 0 for row in range(100)], real, moved)
     proj = randn(100, spec.channels + spec.values + 2 * spec.value_heads, seed=3, dtype=torch.bfloat16)
-    work = step._begin(batch, "many")
-    known, step._blocks = step._blocks, blocks
-    step._mix(layer, work, proj, proj.shape[1])
-    step._blocks = known
+    work = step.begin(batch, "many")
+    known, step.blocks = step.blocks, blocks
+    step.mix(layer, work, proj, proj.shape[1])
+    step.blocks = known
     wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
                                    for name in ("conv", "decay", "dt_bias", "norm")})
     slow = StateView(before.recurrent.double(), before.conv.double())
@@ -116,11 +116,11 @@ def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) 
             batch = step_of(padded)
             proj = randn(padded.rows, spec.channels + spec.values + 2 * spec.value_heads, seed=tokens,
                          dtype=torch.bfloat16)
-            work = step._begin(batch, "many")
-            assert work.fresh is None
-            known, step._blocks = step._blocks, blocks
-            step._mix(layer, work, proj, proj.shape[1])
-            step._blocks = known
+            work = step.begin(batch, "many")
+            assert work.new_deltas is None
+            known, step.blocks = step.blocks, blocks
+            step.mix(layer, work, proj, proj.shape[1])
+            step.blocks = known
             outputs.append(work.y.view(-1)[:count * spec.values].clone())
             for place, row in zip(places, rows, strict=True):
                 place.advance(row)
@@ -128,7 +128,7 @@ def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) 
         for index, place in enumerate(places):
             if place.behind:
                 row = row_of(index, place, 21, deferred)
-                runtime.decoder.ops.fold_ring(
+                runtime.decoder.ops.flush_delta_log(
                     runtime.views.states[:1], row.slot, row.delta_log, row.done - place.behind, row.done, row.slot
                 )
         slots = [place.slot for place in places]

@@ -171,10 +171,10 @@ def test_decode_attention(runtime: ModelRunner, done: list[int]) -> None:
     width = spec.queries * 2 + 2 * spec.kv
     # bfloat16 numbers, whose sums of squares round alike
     proj = randn(len(done), width, seed=3, dtype=torch.bfloat16).to(torch.float32 if few else torch.bfloat16)
-    work = step._begin(batch, "few" if few else "many")
+    work = step.begin(batch, "few" if few else "many")
     for tensor in (work.y, work.mixed, work.mass):
         tensor.fill_(NAN)
-    step._mix(layer, work, proj, width)
+    step.mix(layer, work, proj, width)
     output = reference(runtime, layer, proj, batch, slow)
     assert error(work.y.view(-1)[:output.numel()].view(output.shape), output) < 6e-3
     check_stored(kv, slow, before, batch)
@@ -190,7 +190,7 @@ def test_prompt_attention(runtime: ModelRunner, shape: list[tuple[int, int]], la
     if large:
         monkeypatch.setattr(prefill, "_LARGE", 60 * 60)
         monkeypatch.setattr(prefill, "_LONG", 60)
-        monkeypatch.setattr(prefill, "GRAIN", 128)
+        monkeypatch.setattr(prefill, "PREFIX_GRAIN", 128)
     prompts, layer, batch = prompts_of(runtime), runtime.decoder.weights.layers[3], prompt_of(shape)
     kv, spec = runtime.views.kv[0], layer.mixer.spec
     scatter(kv)
@@ -238,9 +238,9 @@ def test_every_kernel_writes_the_same_bytes(runtime: ModelRunner) -> None:
         for index in range(tokens):
             flat = torch.tensor([1, 5, *[done + index] * 3, 0, 1, done + index, int(places[index]), 0, 0, *pages],
                                 device="cuda")
-            work = step._begin(step_of(Padded(flat, 1, len(pages))), kind)
+            work = step.begin(step_of(Padded(flat, 1, len(pages))), kind)
             dtype = torch.float32 if kind == "few" else torch.bfloat16
-            step._mix(layer, work, proj[index:index + 1].to(dtype), width)
+            step.mix(layer, work, proj[index:index + 1].to(dtype), width)
             outputs.append(work.y.view(-1)[:spec.queries].clone())
         return bytes_of(kv), torch.stack(outputs)
 
@@ -252,9 +252,9 @@ def test_every_kernel_writes_the_same_bytes(runtime: ModelRunner) -> None:
     padded = verifying(StepPlan((row,)), torch.device("cuda")).padded
     assert padded
     batch = step_of(padded)
-    work = step._begin(replace(batch, base=batch.done), "few")
+    work = step.begin(replace(batch, base=batch.done), "few")
     assert batch.layout.tokens == tokens
-    step._mix(layer, work, proj.float(), width)
+    step.mix(layer, work, proj.float(), width)
     verified = bytes_of(kv)
     assert torch.equal(work.y.view(-1)[:mixed.numel()].view(mixed.shape), mixed), "what new tokens read is rounded, too"
     reset()

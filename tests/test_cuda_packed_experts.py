@@ -35,7 +35,7 @@ from deltic.model.decoder import build as build_decoder
 from deltic.ops import reference, select
 from deltic.ops.cuda import arguments, quantized_tiles
 from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
-from deltic.ops.cuda.moe import ALL, ExpertsShape, Real
+from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, RealTokens
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape, knows_packed, scratch_bytes
 from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_stack
 from deltic.ops.types import Block, MlpWeights, MoeWeights
@@ -240,7 +240,7 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return reference.moe(normed, replace(self.weights, router=self.weights.router.double()))
 
-    def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
+    def few(self, residual: Tensor, logits: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
         """What is given to the residual."""
         found = residual.clone()
         self.experts.gemv_rows(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
@@ -351,7 +351,7 @@ def test_tiles_take_the_bytes_of_their_bits() -> None:
     assert wanted <= held < 1.02 * wanted
     experts = QuantizedMoeOp(Module(source(TRUE), device), TRUE, [weights], BLOCKS)
     added = torch.cuda.memory_allocated() - before - held - scratch_bytes(257, 512, 2048)
-    assert 0 <= added < 8 << 20 and experts.in_passes
+    assert 0 <= added < 8 << 20 and experts.max_gemv_tokens
 
 
 # Whole models

@@ -23,11 +23,11 @@ from deltic.ops.cuda.encoder import tower_source
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
-    MOST,
-    PASSING_ROOM,
+    MAX_GEMV_TOKENS,
     STATES,
     STORE,
     WARPS,
+    WHOLE_STATE_SHARED_BYTES,
     Multiply,
     Shapes,
     heads_product,
@@ -124,7 +124,7 @@ def test_the_structs_of_rows_with_rings_begin_as_that_without(name: str) -> None
     assert [member for member, _ in given._fields_] == [*members("Gdn"), *members(f"{name} : Gdn")]
 
 
-@pytest.mark.parametrize("tokens", range(1, MOST + 1))
+@pytest.mark.parametrize("tokens", range(1, MAX_GEMV_TOKENS + 1))
 @pytest.mark.parametrize("name", MODELS)
 def test_products_fit(name: str, tokens: int) -> None:
     for product in shapes_of(name).products:
@@ -163,7 +163,7 @@ def test_models_fit(name: str) -> None:
 
 def test_a_packed_mixture_fits() -> None:
     shapes = packed_mixture()
-    assert shapes.experts and shapes.experts.known and shapes.shared <= BLOCK and not shapes.squeezed
+    assert shapes.experts and shapes.experts.known and shapes.shared <= BLOCK and not shapes.limits_registers
     text = shapes.source()
     for name in ("k_packed_gate", "k_packed_down", "k_route", "k_grouped_gate_128", "k_unpack_experts_q8_0"):
         assert text.count(f" {name}(") == 1, name
@@ -175,7 +175,7 @@ def test_a_kernels_name_says_what_it_is() -> None:
         for product in shapes_of(name).products:
             sources: dict[str, str] = {}
             for tokens in range(1, product.most + 1):
-                text = product.source(tokens, shapes_of(name).squeezed)
+                text = product.source(tokens, shapes_of(name).limits_registers)
                 assert sources.setdefault(product.name(tokens), text) == text
             assert all(text in shapes_of(name).source() for text in sources.values())
 
@@ -202,13 +202,15 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # where prompts are read; and eight heads of queries to one of keys have no room on the older cards
     newer = part == "prompts" or name == "packed mixture"
     if name == "packed mixture":
-        text = replace(packed_mixture(), rings=True).source()
+        text = replace(packed_mixture(), delta_logs=True).source()
     elif model in MODELS:
-        shapes = replace({"packed": packed_shapes, "float8": float8_shapes}.get(part, shapes_of)(model), rings=True)
+        shapes = replace(
+            {"packed": packed_shapes, "float8": float8_shapes}.get(part, shapes_of)(model), delta_logs=True
+        )
         text = {"": shapes.source, "packed": shapes.source, "float8": shapes.source,
                 "prompts": lambda: prefill.source(shapes), "drafts": lambda: mtp.source(shapes)}[part]()
     else:
-        text = {"draws": source, "numbers": staging.source, "folds": state_delta_log.fold_source,
+        text = {"draws": source, "numbers": staging.source, "folds": state_delta_log.flush_source,
                 "encoder": lambda: encoder.encoder_source(1000), "towers": lambda: tower_source(1152, 72)}[name]()
     compiles(text, tmp_path, newer)
 
@@ -229,8 +231,8 @@ def test_sources_for_bfloat16_states_compile(name: str, tmp_path: Path, monkeypa
     """Of what reads or writes states."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if name == "folds":
-        return compiles(state_delta_log.fold_source(STATES[torch.bfloat16]), tmp_path, False)
-    shapes = replace(shapes_of(name), products=(), attention=None, rings=True, state=STATES[torch.bfloat16])
+        return compiles(state_delta_log.flush_source(STATES[torch.bfloat16]), tmp_path, False)
+    shapes = replace(shapes_of(name), products=(), attention=None, delta_logs=True, state=STATES[torch.bfloat16])
     for text in (shapes.source(), prefill.source(shapes)):
         compiles(text, tmp_path, text == prefill.source(shapes))
 
@@ -240,7 +242,7 @@ def test_states_that_pass_through_a_block_fill_it() -> None:
     gdn = MODELS["4B"][2]
     for dtype, state in STATES.items():
         count = states_at_once(gdn, state)
-        assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == PASSING_ROOM > MULTIPROCESSOR // 2
+        assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == WHOLE_STATE_SHARED_BYTES > MULTIPROCESSOR // 2
         assert f"gdn_many<128, {count}, false>" in replace(shapes_of("4B"), state=state).source()
 
 
@@ -276,7 +278,7 @@ def test_torch_serves_where_a_kernel_is_broken_and_everybody_is_told(
         monkeypatch.setattr(module, "architecture", lambda _: "sm_90a")
     monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny"))
     monkeypatch.setattr(steps, "shared_memory", lambda _: BLOCK)
-    monkeypatch.setattr(steps, "_reads_prompts", lambda _: True)
+    monkeypatch.setattr(steps, "_serves_prefill", lambda _: True)
     decoder: Any = SimpleNamespace(embedding=torch.zeros(1), norm=torch.zeros(1))
     views, ops = CacheViews((), ()), select((), "cuda")
     assert ops.step(ops, decoder, views) is None

@@ -123,13 +123,13 @@ def run_layer(runtime: ModelRunner, batch: Batch, proj: Tensor, blocks: int | No
     step, layer = served(runtime), runtime.decoder.weights.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
     spec, kind = layer.mixer.spec, "few" if proj.dtype == torch.float32 else "many"
-    work = step._begin(batch, kind)
+    work = step.begin(batch, kind)
     fill_with_nan(work)
-    known, step._blocks = step._blocks, blocks or step._blocks
-    step._mix(layer, work, proj, proj.shape[1])
-    step._blocks = known
-    step._end(work)
-    if step._spreads(spec, work):
+    known, step.blocks = step.blocks, blocks or step.blocks
+    step.mix(layer, work, proj, proj.shape[1])
+    step.blocks = known
+    step.end(work)
+    if step.splits_heads(spec, work):
         return normed_slices(work.core, spec)
     return work.y.view(-1)[:len(proj) * spec.values].view(len(proj), spec.values)
 
@@ -237,11 +237,11 @@ def test_folding(runtime: ModelRunner) -> None:
     fill(runtime)
     pools, states = runtime.pools, runtime.views.states
     slow, before = [in_float64(state) for state in states], pools.recurrent[:, :SLOTS].clone()
-    runtime.decoder.ops.fold_ring(states, 3, 1, 19, 30, 5)
-    runtime.decoder.ops.fold_ring(states, 4, 2, 0, 7, 4)
+    runtime.decoder.ops.flush_delta_log(states, 3, 1, 19, 30, 5)
+    runtime.decoder.ops.flush_delta_log(states, 4, 2, 0, 7, 4)
     for layer, exact in enumerate(slow):
-        reference.fold_ring((exact,), 3, 1, 19, 30, 5)
-        reference.fold_ring((exact,), 4, 2, 0, 7, 4)
+        reference.flush_delta_log((exact,), 3, 1, 19, 30, 5)
+        reference.flush_delta_log((exact,), 4, 2, 0, 7, 4)
         check_states(pools.recurrent[layer], exact.recurrent, before[layer], [4, 5], 2e-3)
         for slot, first in ((5, 26), (4, 3)):
             places = [position % 4 for position in range(first, first + 4)]
@@ -285,7 +285,7 @@ def test_prompts(pair: tuple[ModelRunner, ModelRunner], case: str, moved: bool) 
 def test_the_kernels_serve_it(runtime: ModelRunner) -> None:
     who = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
     assert who["step"] == "cuda" and runtime.graphs is not None
-    assert served(runtime)._prompts is not None and served(runtime)._rings is not None
+    assert served(runtime).prefill is not None and served(runtime).delta_log is not None
 
 
 def test_more_states_fit() -> None:

@@ -59,7 +59,8 @@ CASES = {
 
 def fill_with_nan(work: Any) -> None:
     """A step's memory, of which a test of one layer writes the others' never."""
-    for tensor in (work.y, work.core, *((work.fresh.inputs, work.fresh.keys, work.fresh.decays) if work.fresh else ())):
+    new = work.new_deltas
+    for tensor in (work.y, work.core, *((new.inputs, new.keys, new.decays) if new else ())):
         tensor.fill_(float("nan"))
 
 
@@ -67,7 +68,7 @@ def fill_with_nan(work: Any) -> None:
 @torch.inference_mode()
 def test_rings(runtime: ModelRunner, case: str) -> None:
     step, layer, pools = runtime.step, runtime.decoder.weights.layers[0], runtime.pools
-    assert isinstance(step, DecodeStep) and isinstance(layer.mixer, GdnWeights) and step._rings
+    assert isinstance(step, DecodeStep) and isinstance(layer.mixer, GdnWeights) and step.delta_log
     for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.delta_logs or ()))):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
     state, spec = runtime.views.states[0], layer.mixer.spec
@@ -91,10 +92,10 @@ def test_rings(runtime: ModelRunner, case: str) -> None:
             state.delta_log.tiled,
         ),
     )
-    work = step._begin(batch, kind)
+    work = step.begin(batch, kind)
     fill_with_nan(work)
-    step._mix(layer, work, proj, proj.shape[1])
-    step._end(work)
+    step.mix(layer, work, proj, proj.shape[1])
+    step.end(work)
     wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
                                    for name in ("conv", "decay", "dt_bias", "norm")})
     wanted = proj.double()
@@ -128,7 +129,7 @@ def test_folding_has_the_bits_of_replaying(runtime: ModelRunner) -> None:
     over_state = pools.recurrent[:, 3].clone()
     for tensor, old in zip((pools.recurrent, pools.conv), before, strict=True):
         tensor.copy_(old)
-    ops.fold_ring(runtime.views.states, 3, 1, 19, 30, 5)
+    ops.flush_delta_log(runtime.views.states, 3, 1, 19, 30, 5)
     batch = verifying(StepPlan((replace(row, slot=5, base=30),)), pools.device).padded
     assert batch and over
     folded = runtime.step(step_of(batch))

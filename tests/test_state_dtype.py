@@ -167,8 +167,8 @@ def test_what_is_written_late_is_rounded_less_often(backend: str) -> None:
                 exact.recurrent.copy_(exact.recurrent.to(BF16))
         slot, unit = int(made.batch.source[0]), int(made.batch.delta_log[0])
         if ring:
-            ops.fold_ring((view,), slot, unit, 20, 25, slot)
-            reference.fold_ring((exact,), slot, unit, 20, 25, slot)
+            ops.flush_delta_log((view,), slot, unit, 20, 25, slot)
+            reference.flush_delta_log((exact,), slot, unit, 20, 25, slot)
         assert (view.recurrent[slot] != exact.recurrent[slot].to(BF16)).float().mean() < 0.01
         found.append(view.recurrent[slot].double())
     assert 5e-4 < relative_rms(found[0], found[1]) < 2e-2
@@ -200,7 +200,7 @@ def test_slots_are_copied_folded_and_looked_at() -> None:
     for layer in range(len(pools.recurrent)):
         wide = StateView(pools.recurrent[layer, 3:4].double(), pools.conv[layer, 3:4].clone(),
                          pools.state_views()[layer].delta_log)
-        reference.fold_ring((wide,), 0, 2, 20, 24, 0)
+        reference.flush_delta_log((wide,), 0, 2, 20, 24, 0)
         assert (pools.recurrent[layer, 7] != wide.recurrent[0].to(BF16)).float().mean() < 0.01
 
 
@@ -268,7 +268,7 @@ def test_the_engine_answers_and_says_who_serves() -> None:
     served = explain(small.decoder.ops, small.decoder.weights, small.views)
     if plain.step is not None:  # the compiled kernels are there
         assert small.step is None
-        for name in ("gdn_mixer", "fold_ring"):
+        for name in ("gdn_mixer", "flush_delta_log"):
             assert served[name] == "torch (the states are not float32)"
         assert served["mlp"] == served["attention_mixer"] == "cpu"
     answers = serve(small, [greedy(numbers(seed, 60, 500), 30, str(seed)) for seed in range(6)])

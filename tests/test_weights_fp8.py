@@ -27,7 +27,7 @@ from deltic.loader.hub import open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, quantize_tensors
-from deltic.ops.cuda.quantized_tiles import Tiles, form
+from deltic.ops.cuda.quantized_tiles import Tiles, tiles_form
 from deltic.runner.input_batch import build
 
 
@@ -76,7 +76,7 @@ def shape() -> ModelConfig:
 def test_a_model_in_float8() -> None:
     """Embedding, head and what decays are made of in 8 bits; of vectors and rows that fit no tiles nothing."""
     sources = random_weights(shape(), "bfloat16")
-    found = quantize_tensors(iter(sources.items()), FP8, shape(), form("cpu"))
+    found = quantize_tensors(iter(sources.items()), FP8, shape(), tiles_form("cpu"))
     kinds = {name: tensor.type if isinstance(tensor, Tiles) else "plain" for name, tensor in found.items()}
     for name, tensor in sources.items():
         plain = tensor.dim() < 2 or tensor.shape[-1] % 256 or name.endswith(".conv1d.weight")
@@ -241,7 +241,7 @@ def test_what_is_stored_in_float8_stays_so(config: ModelConfig, tmp_path: Path) 
     """Code by code, if it is asked for; rows that fit no tiles become plain numbers."""
     numbers = checkpoint(config, tmp_path)
     tensors = open_model(tmp_path, progress=False).float8_tensors("bfloat16", "cpu", None)
-    for name, weight in quantize_tensors(tensors, FP8, config, form("cpu")).items():
+    for name, weight in quantize_tensors(tensors, FP8, config, tiles_form("cpu")).items():
         whole = torch.stack([one.dequantize() for one in weight]) if isinstance(weight, tuple) else weight  # type: ignore
         kind = weight[0] if isinstance(weight, tuple) else weight
         if isinstance(kind, Tiles) and kind.type == "FP8":

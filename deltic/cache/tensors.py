@@ -196,7 +196,7 @@ class CachePools:
                 case CopyPage(source, target):
                     self._copy(self.ops.copy_pages, self.page_tensors, source, target)
                 case FlushDeltaLog(slot, ring, base, done):
-                    self.ops.fold_ring(self.state_views(), slot, ring, base, done, slot)
+                    self.ops.flush_delta_log(self.state_views(), slot, ring, base, done, slot)
                 case StoreItem(item, pages, slot):
                     offer = self.held.pop(item)
                     assert isinstance(offer, StoreRequest)

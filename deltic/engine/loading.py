@@ -40,7 +40,7 @@ from deltic.model.mtp_head import build_head
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
-from deltic.ops.cuda import quantized_tiles, serves_rings
+from deltic.ops.cuda import quantized_tiles, serves_delta_logs
 from deltic.ops.cuda.expert_cache import GpuExpertCache
 from deltic.ops.cuda.expert_stores import TileStore
 from deltic.ops.memory import memory_for
@@ -223,7 +223,7 @@ def _defers(loaded: _Loaded) -> bool:
     options, dtype = loaded.options, str(loaded.decoder.dtype).removeprefix("torch.")
     return (options.device != "cpu" and options.max_batch > FEW_ROWS and not options.batch_invariant
             and loaded.config.linear is not None
-            and serves_rings(torch.device(options.device), dtype) and not loaded.drafts)
+            and serves_delta_logs(torch.device(options.device), dtype) and not loaded.drafts)
 
 
 def _unpacks(loaded: _Loaded) -> bool:
@@ -338,7 +338,7 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     speculation = options.speculation
     if not isinstance(speculation, Auto | Mtp):
         return None
-    if isinstance(speculation, Auto) and options.device != "cpu" and not serves_rings(
+    if isinstance(speculation, Auto) and options.device != "cpu" and not serves_delta_logs(
             torch.device(options.device), dtype):
         return None  # there torch would verify them, one op at a time
     found: dict[str, Weight] | None

@@ -86,9 +86,9 @@ class Ops:
     gdn_mixer(x [T, H], weights, state, batch) -> [T, H]: all that is between the norm and the residual of a Gated
         DeltaNet layer. Mutates the target and emit slots of `state`, of rows that append the ring unit, and nothing
         else in it.
-    fold_ring(states, source, ring, base, done, target): writes slot `target` with the state as of `done`, in every
-        layer: that of slot `source`, which is as of `base`, and entries base .. done - 1 of unit `ring`. The source may
-        be the target; all but `states` are ints. Same bits as the steps that made the entries.
+    flush_delta_log(states, source, ring, base, done, target): writes slot `target` with the state as of `done`, in
+    every layer: that of slot `source`, which is as of `base`, and entries base .. done - 1 of unit `ring`. The source
+    may be the target; all but `states` are ints. Same bits as the steps that made the entries.
     attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then attends each
         row to its own context; K/V past a token's own index is never read.
     store_kv(x [T, H], weight, k_norm [head_dim] float32 | None, spec, kv, batch, rope): stores K/V at `batch.store`
@@ -119,7 +119,7 @@ class Ops:
     rope: Callable[[Tensor, RopeSpec], Rope]
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     gdn_mixer: Callable[[Tensor, GdnWeights, StateView, Batch], Tensor]
-    fold_ring: Callable[[tuple[StateView, ...], int, int, int, int, int], None]
+    flush_delta_log: Callable[[tuple[StateView, ...], int, int, int, int, int], None]
     attention_mixer: Callable[[Tensor, AttentionWeights, KvView, Batch, Rope], Tensor]
     store_kv: Callable[[Tensor, Weight, Tensor | None, AttentionSpec, KvView, Batch, Rope], None]
     mlp: Callable[[Tensor, MlpWeights], Tensor]

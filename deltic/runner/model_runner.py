@@ -181,7 +181,7 @@ class ModelRunner:
                                     verified=self.verifies))
         if self.verifies and (self._drafts or self.defers_state_writes):
             self._warm_up_rings(memory)
-            self.ops.fold_ring(self.views.states, 0, 0, 0, 1, 0)
+            self.ops.flush_delta_log(self.views.states, 0, 0, 0, 1, 0)
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)

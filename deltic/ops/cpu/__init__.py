@@ -14,7 +14,7 @@ from deltic.ops.cpu.encoder import vision
 from deltic.ops.cpu.kernels import (
     add_norm,
     attention_mixer,
-    fold_ring,
+    flush_delta_log,
     gdn_mixer,
     head,
     mlp,
@@ -29,10 +29,21 @@ from deltic.ops.cpu.step import mtp_step as mtp_step
 from deltic.ops.cpu.step import step as step
 from deltic.ops.torch import OPS as TORCH_OPS
 
-_KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer, "fold_ring": fold_ring,
-                            "attention_mixer": attention_mixer, "store_kv": store_kv, "mlp": mlp, "moe": moe,
-                            "head": head,
-                            "sample": sample, "step": step, "mtp_step": mtp_step, "vision": vision}
+_KERNELS: dict[str, Any] = {
+    "pack": pack,
+    "add_norm": add_norm,
+    "gdn_mixer": gdn_mixer,
+    "flush_delta_log": flush_delta_log,
+    "attention_mixer": attention_mixer,
+    "store_kv": store_kv,
+    "mlp": mlp,
+    "moe": moe,
+    "head": head,
+    "sample": sample,
+    "step": step,
+    "mtp_step": mtp_step,
+    "vision": vision,
+}
 
 
 def missing() -> dict[str, str]:

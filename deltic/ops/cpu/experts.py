@@ -22,7 +22,7 @@ from deltic.ops.cpu.library import BesideModel, ExpertCounts, Extent, MailboxStr
 from deltic.ops.stored import ExpertStatistics, StoredExpert
 from deltic.ops.types import PAGE, ExpertPool
 
-READERS = 4
+READER_THREADS = 4
 """Threads that read: while one packs what it has read, the disk is busy for another."""
 _ALIGNMENT = 64
 _FILE_ENDED, _FILE_CHANGED = -1, -2
@@ -49,8 +49,9 @@ class ExpertStore:
         files = (c_int * len(opened))(*(file for file, _ in opened))
         self.direct = all(direct for _, direct in opened)
         structs, _kept = self._structs()
-        made = library().deltic_expert_store_new(structs, len(layers), len(layers[0]), files, len(opened), READERS,
-                                                 refresh)
+        made = library().deltic_expert_store_new(
+            structs, len(layers), len(layers[0]), files, len(opened), READER_THREADS, refresh
+        )
         if not made:
             for file, _ in opened:
                 os.close(file)
@@ -167,7 +168,7 @@ def _free(address: int, files: list[int], process: int) -> None:
             os.close(file)
 
 
-TOKENS = PAGE
+MAX_TOKENS = PAGE
 """The most of a request."""
 _CACHE_LINE = 64
 _PASSES = 4
@@ -193,10 +194,19 @@ class OffloadedExperts:
         self._weights, self._turn = tuple(weights), Lock()
         self.expert_bytes = self._weights[0][0].nbytes
         words, numbers = torch.int32, torch.float32
-        parts = _laid_out({
-            "request": ((3,), words), "answer": ((1,), words), "counts": ((TOKENS,), words),
-            "experts": ((TOKENS, most), words), "shares": ((TOKENS, most), numbers), "factors": ((TOKENS,), numbers),
-            "input": ((TOKENS, hidden), torch.bfloat16), "sums": ((TOKENS, hidden), numbers)}, pinned)
+        parts = _laid_out(
+            {
+                "request": ((3,), words),
+                "answer": ((1,), words),
+                "counts": ((MAX_TOKENS,), words),
+                "experts": ((MAX_TOKENS, most), words),
+                "shares": ((MAX_TOKENS, most), numbers),
+                "factors": ((MAX_TOKENS,), numbers),
+                "input": ((MAX_TOKENS, hidden), torch.bfloat16),
+                "sums": ((MAX_TOKENS, hidden), numbers),
+            },
+            pinned,
+        )
         self.counts, self.experts, self.shares = parts["counts"], parts["experts"], parts["shares"]
         self.factors, self.input, self.sums = parts["factors"], parts["input"], parts["sums"]
         self.words = parts["request"], parts["answer"]

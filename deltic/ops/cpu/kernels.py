@@ -165,10 +165,10 @@ def gdn_mixer(pool: ThreadPool, x: Tensor, weights: GdnWeights, state: StateView
     return linear(pool, mixed.to(x.dtype), weights.out_proj).to(x.dtype)
 
 
-def fold_ring(pool: ThreadPool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
+def flush_delta_log(pool: ThreadPool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
               target: int) -> None:
     if not states or states[0].conv.dtype not in KINDS or states[0].delta_log is None or not wide_states(states):
-        return TORCH.fold_ring(states, source, ring, base, done, target)
+        return TORCH.flush_delta_log(states, source, ring, base, done, target)
     units, first = states[0].delta_log, states[0].recurrent
     shape = GdnLayer(key_heads=units.keys.shape[2], value_heads=first.shape[1], key_dim=first.shape[2],
                      value_dim=first.shape[3], kernel=1, tiled=units.tiled)

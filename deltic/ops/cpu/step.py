@@ -144,7 +144,7 @@ def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict
     torch_serves = "torch (the weights are not packed)"
     left = {op: torch_serves for op, weights in _linear_layers(decoder).items() if not all(map(packed, weights))}
     if not wide_states(views.states):
-        left |= dict.fromkeys(("gdn_mixer", "fold_ring"), "torch (the states are not float32)")
+        left |= dict.fromkeys(("gdn_mixer", "flush_delta_log"), "torch (the states are not float32)")
     if ops.step(ops, decoder, views) is None:
         left["step"] = "the ops one by one (not all of them are the kernels')"
     return left

@@ -11,13 +11,21 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, tensor_map
-from deltic.ops.cuda.expert_stores import Addresses, PinnedExpertStore
-from deltic.ops.cuda.layout import ALONE, BOX_COLUMNS, BOX_ROWS, FEW, MOST, WARPS, WHOLE
+from deltic.ops.cuda.expert_stores import ExpertAddresses, PinnedExpertStore
+from deltic.ops.cuda.layout import (
+    BOX_COLUMNS,
+    BOX_ROWS,
+    MAX_GEMV_TOKENS,
+    MAX_SHARED_BYTES,
+    MMA_TOKENS,
+    TWO_BLOCKS_SHARED_BYTES,
+    WARPS,
+)
 from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 
-GATE_BESIDE, DOWN_BESIDE = 115 << 10, 98 << 10
+GATE_SHARED_BYTES, DOWN_SHARED_BYTES = 115 << 10, 98 << 10
 """Bytes of shared memory of the blocks of both products, which then lie on a multiprocessor together."""
-SUMS = 8 << 10
+SUM_BYTES = 8 << 10
 """Bytes of a group's sums."""
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
 _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
@@ -46,7 +54,7 @@ class ExpertsShape:
     @property
     def known(self) -> bool:
         return (self.fits_blocks and self.count <= _MOST_EXPERTS and self.per_token <= _MOST_CHOSEN
-                and self.shared_memory <= WHOLE)
+                and self.shared_memory <= MAX_SHARED_BYTES)
 
     @property
     def fits_blocks(self) -> bool:
@@ -65,7 +73,7 @@ class ExpertsShape:
     @property
     def offset(self) -> int:
         """Where the rings begin: behind the barriers and `Passed`."""
-        slots = min(self.count, MOST * self.per_token) + self.shared
+        slots = min(self.count, MAX_GEMV_TOKENS * self.per_token) + self.shared
         passed = 8 * (self.count + 1) + 16 * slots + 4 * self.count + 64 * self.each + 128 * self.per_token + 64
         return -(-(1024 + passed) // 128) * 128
 
@@ -77,7 +85,10 @@ class ExpertsShape:
     @property
     def most(self) -> int:
         """Tokens whose input fits in a block's shared memory."""
-        return max((tokens for tokens in range(1, MOST + 1) if self._few_bytes(tokens) <= WHOLE), default=0)
+        return max(
+            (tokens for tokens in range(1, MAX_GEMV_TOKENS + 1) if self._few_bytes(tokens) <= MAX_SHARED_BYTES),
+            default=0,
+        )
 
     def _few_bytes(self, tokens: int) -> int:
         return max(self.gate_plan(tokens, 1)[2], self.down_plan(tokens, 1)[1])
@@ -85,51 +96,51 @@ class ExpertsShape:
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
         """Units between two sums, slots of the ring, bytes of shared memory."""
         units = -(-(min(self.count, tokens * self.per_token) + self.shared) * (self.size // 4) // blocks)
-        group = max(1, min(SUMS // (WARPS * 8 * 4 * tokens), units))
+        group = max(1, min(SUM_BYTES // (WARPS * 8 * 4 * tokens), units))
         fixed = self.offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
-        slots = ring_slots(fixed, 16 * self.hidden, GATE_BESIDE, units)
-        return group, slots, max(ALONE, fixed + slots * 16 * self.hidden)
+        slots = ring_slots(fixed, 16 * self.hidden, GATE_SHARED_BYTES, units)
+        return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * 16 * self.hidden)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
         """Slots of the ring, bytes of shared memory."""
         experts = min(self.count, tokens * self.per_token) + self.shared
         slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
         fixed = self.offset + 2 * WARPS * 16 * 4 * tokens
-        slots = ring_slots(fixed, slot, DOWN_BESIDE, experts * -(-self.hidden // (16 * blocks)))
-        return slots, max(ALONE, fixed + slots * slot)
+        slots = ring_slots(fixed, slot, DOWN_SHARED_BYTES, experts * -(-self.hidden // (16 * blocks)))
+        return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot)
 
     @property
     def who(self) -> str:
         """What kernels are told of which experts there are."""
-        return f"{self.count}, {self.per_token}, {flag(self.shared)}"
+        return f"{self.count}, {self.per_token}, {cpp_bool(self.shared)}"
 
     def entries(self) -> Iterator[str]:
         """The text of all kernels."""
-        yield from self.few_entries()
-        yield from self.many_entries()
+        yield from self.gemv_entries()
+        yield from self.grouped_entries()
 
-    def few_entries(self) -> Iterator[str]:
+    def gemv_entries(self) -> Iterator[str]:
         """Of those for few tokens."""
-        few, host = f"{self.hidden}, {self.size}, {self.who}, {flag(self.normalised)}", ", true" * self.host
+        few, host = f"{self.hidden}, {self.size}, {self.who}, {cpp_bool(self.normalised)}", ", true" * self.host
         for name, many in (("few", False), ("many", True)):
             for kind, type in (("gate", "ExpertsGate"), ("down", "ExpertsDown")):
                 yield kernel(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
-                             f"experts_{kind}<{few}, {flag(many)}, {self.offset}{host}>")
+                             f"experts_{kind}<{few}, {cpp_bool(many)}, {self.offset}{host}>")
         if self.host:
             yield kernel("ask_host", "AskHost", f"{WARPS * 32 + 32}",
-                         f"ask_host<{self.hidden}, {self.who}, {flag(self.normalised)}>")
+                         f"ask_host<{self.hidden}, {self.who}, {cpp_bool(self.normalised)}>")
             yield kernel("add_host", "AddHost", "256", "::add_host")
 
-    def many_entries(self) -> Iterator[str]:
+    def grouped_entries(self) -> Iterator[str]:
         """Of those for many."""
         who = self.who
-        yield kernel("route", "Route", "256", f"route<{who}, {flag(self.normalised)}>")
+        yield kernel("route", "Route", "256", f"route<{who}, {cpp_bool(self.normalised)}>")
         yield kernel("group", "Group", "1024", f"group<{who}>")
         yield kernel("combine", "Combine", "256", "::combine")
         for tile, stages in _STAGES.items():
             for kind, columns, rows in (("gate", self.hidden, 2 * self.size), ("down", self.size, self.hidden)):
                 yield kernel(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
-                             f"grouped<{columns}, {rows}, {tile}, {stages}, {flag(kind == 'gate')}>")
+                             f"grouped<{columns}, {rows}, {tile}, {stages}, {cpp_bool(kind == 'gate')}>")
 
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
@@ -149,12 +160,12 @@ def shape_of(weights: MoeWeights) -> ExpertsShape | None:
 class ExpertTable:
     """at: where the matrices of all experts lie. router [n, H]: filled up to a multiple of 8 rows."""
 
-    at: Addresses
+    at: ExpertAddresses
     router: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
+class RealTokens:
     """Which tokens do not only fill a bucket up: those of the first rows. count [1], starts [R + 1] int64: how many
     rows these are, and where rows begin; None: all tokens are real."""
 
@@ -162,16 +173,16 @@ class Real:
     starts: Tensor | None
 
 
-ALL = Real(None, None)
+ALL_REAL = RealTokens(None, None)
 
 
 class MoeOp:
     """The mixtures of a model's layers.
 
-    in_passes: up to so many tokens `gemv_rows` is faster, in several passes, than `gemm_rows`; 0: not.
+    max_gemv_tokens: up to so many tokens `gemv_rows` is faster, in several passes, than `gemm_rows`; 0: not.
     """
 
-    in_passes = 0
+    max_gemv_tokens = 0
     ahead = 8
     """Steps of the first product that are fetched while tokens choose, where nearly all experts are passed by some."""
 
@@ -196,7 +207,7 @@ class MoeOp:
         scale: Tensor,
         eps: float,
         logits: Tensor,
-        real: Real = ALL,
+        real: RealTokens = ALL_REAL,
         first: int = 0,
     ) -> None:
         """Adds what the experts give to the residual [T, H] float32 of up to 16 tokens. scale [H]: of the norm before
@@ -207,7 +218,7 @@ class MoeOp:
             for part, begins in ((slice(half), first), (slice(half, tokens), first + half)):
                 self.gemv_rows(weights, residual[part], scale, eps, logits[part], real, begins)
             return
-        name = "many" if tokens > FEW else "few"
+        name = "many" if tokens > MMA_TOKENS else "few"
         gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
         given = {"x": residual, "scale": scale, "logits": logits, "weights": table.at.gate, "count": real.count,
                  "starts": real.starts, "eps": eps, "tokens": tokens, "first": first}
@@ -226,7 +237,7 @@ class MoeOp:
             self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
                 y=residual, hidden=shape.hidden, **host.answer))
 
-    def gemm_rows(self, weights: MoeWeights, x: Tensor, real: Real = ALL) -> Tensor:
+    def gemm_rows(self, weights: MoeWeights, x: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
         """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16; zeros for tokens that are not real."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
         pairs, tile = tokens * shape.each, _tile(tokens * shape.per_token / shape.count)
@@ -269,13 +280,13 @@ def _store(weights: MoeWeights) -> PinnedExpertStore | None:
     return store if isinstance(store, PinnedExpertStore) else None
 
 
-def _addresses(weights: MoeWeights, device: torch.device) -> Addresses:
+def _addresses(weights: MoeWeights, device: torch.device) -> ExpertAddresses:
     pairs, store = [_both(part) for part in weights.parts], _store(weights)
     if store and isinstance(weights.experts, ExpertPool):
         return store.addresses(weights.experts.layer, pairs[0] if pairs else None)
     gate, down = (torch.tensor([pair[index].data_ptr() for pair in pairs], device=device) for index in range(2))
     gate_maps, down_maps = (maps_of([pair[index] for pair in pairs], index) for index in range(2))
-    return Addresses(gate, down, gate_maps, down_maps, None)
+    return ExpertAddresses(gate, down, gate_maps, down_maps, None)
 
 
 def maps_of(matrices: Iterable[Tensor], index: int) -> Tensor:
@@ -321,7 +332,7 @@ def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def ring_slots(fixed: int, slot: int, beside: int, items: int) -> int:
     """How many slots a ring has; fixed: bytes of what else a block has. Three at least beside the next kernel's block,
     or more in all the memory."""
-    few, most = (beside - fixed) // slot, (WHOLE - fixed) // slot
+    few, most = (beside - fixed) // slot, (MAX_SHARED_BYTES - fixed) // slot
     return max(2, min(few if few >= 3 else most, items, 16))
 
 
@@ -343,7 +354,7 @@ def _words(map: bytes) -> object:
     return (c_uint64 * 16).from_buffer_copy(map)
 
 
-def flag(value: bool) -> str:
+def cpp_bool(value: bool) -> str:
     return str(value).lower()
 
 

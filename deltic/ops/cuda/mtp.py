@@ -15,7 +15,7 @@ from deltic.ops.cuda.decode import DecodeStep, why_not
 from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
 from deltic.ops.cuda.graph import record
 from deltic.ops.cuda.kernel_config import STORE, Shapes, entry, shapes_of
-from deltic.ops.cuda.layout import MOST
+from deltic.ops.cuda.layout import MAX_GEMV_TOKENS
 from deltic.ops.cuda.sample import choose
 from deltic.ops.drafted import Drafted
 from deltic.ops.types import (
@@ -30,7 +30,7 @@ from deltic.ops.types import (
     Weight,
 )
 
-KEPT = 1024
+MAX_KEPT_TOKENS = 1024
 """Tokens of a step whose hidden states are kept."""
 
 
@@ -111,7 +111,7 @@ class MtpHeadOp:
         self._mixer, self._kv = mixer, keys_values
         self._known: dict[tuple[int, int, int], _Drafts] = {}
         self._pool: Any = None
-        self.last = torch.zeros(KEPT, self._size, device=slots.device)
+        self.last = torch.zeros(MAX_KEPT_TOKENS, self._size, device=slots.device)
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """As `MtpStep.follow`."""
@@ -119,16 +119,16 @@ class MtpHeadOp:
         if batch.count is None:
             batch = replace(batch, count=torch.full((1,), batch.layout.rows, device=self._device))
         append = batch.append.long() if batch.layout.appends else None
-        kept = self.last if tokens <= KEPT else None
+        kept = self.last if tokens <= MAX_KEPT_TOKENS else None
         x = torch.empty(tokens, 2 * self._size, dtype=torch.bfloat16, device=self._device)
         turns = torch.empty(tokens, self._weights.rope.rotary_dim, device=self._device)
         self._enter(batch, x, turns, hidden, kept)
         kv, spec, kind = self._views.kv[self._layer.store], self._mixer.spec, "few"
-        if tokens <= MOST:
+        if tokens <= MAX_GEMV_TOKENS:
             joined = torch.empty(tokens, self._size, device=self._device)
             proj = torch.empty(tokens, 2 * spec.kv, device=self._device)
-            self._step._multiply(self._weights.fc, x, None, joined, STORE)
-            self._step._multiply(self._kv, joined, self._layer.input_norm, proj, STORE)
+            self._step.multiply(self._weights.fc, x, None, joined, STORE)
+            self._step.multiply(self._kv, joined, self._layer.input_norm, proj, STORE)
         else:
             joined, kind = torch.mm(x, self._step.plain(self._weights.fc).t(), out_dtype=torch.float32), "many"
             proj = self._step.linear(self._step.normed(joined, None, self._layer.input_norm), self._kv)
@@ -198,9 +198,9 @@ class MtpHeadOp:
             positions, done, keys = part.split((3 * rows, rows, rows))
             batch = _batch(count, ids if depth == 0 else tokens[depth - 1, 0], positions.view(3, rows), starts, done,
                            source, table.view(rows, pages))
-            work = self._step.work(batch, "few", residual)
+            work = self._step.buffers(batch, "few", residual)
             self._enter(batch, x, work.turns, residual, goes_on=depth > 0)
-            self._step._multiply(self._weights.fc, x, None, residual, STORE)
+            self._step.multiply(self._weights.fc, x, None, residual, STORE)
             choose(self._step.layers(work), temperature.view(torch.float32), keys, tokens[depth],
                    self._weights.tokens)
 
@@ -217,7 +217,7 @@ class MtpHeadOp:
             ids=batch.ids, positions=batch.positions, embedding=None if embedded is not None else embedding,
             embedded=embedded, norm_embedding=weights.norm_embedding, norm_hidden=weights.norm_hidden, hidden=hidden,
             norm=weights.norm if goes_on else None, slots=None if goes_on else self._slots,
-            frequencies=self._step._frequencies, axes=self._step._axes, count=batch.count, starts=batch.starts,
+            frequencies=self._step.frequencies, axes=self._step.axes, count=batch.count, starts=batch.starts,
             done=batch.done, source=batch.source, x=x, turns=turns, last=last, eps=weights.eps, size=self._size,
             rotary=weights.rope.rotary_dim, tokens=tokens), overlap=False)
 

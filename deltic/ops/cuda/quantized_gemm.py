@@ -11,8 +11,16 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.layout import ALONE, FEW, MOST, SPREAD, SQUEEZED, WARPS, WHOLE
-from deltic.ops.cuda.quantized_tiles import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
+from deltic.ops.cuda.layout import (
+    BOUND_FOR_72_REGISTERS,
+    MAX_GEMV_TOKENS,
+    MAX_SHARED_BYTES,
+    MAX_SPLIT_HEAD_TOKENS,
+    MMA_TOKENS,
+    TWO_BLOCKS_SHARED_BYTES,
+    WARPS,
+)
+from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
 from deltic.ops.types import Block, Weight
 
 _HALF = 104 << 10
@@ -36,13 +44,13 @@ def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
     if len(blocks) > _PARTS or not any(isinstance(block, Tiles) for block in blocks):
         return None
     parts = tuple(found for found in map(_tiles, blocks) if found is not None)
-    if gate and len(parts) == 1 and parts[0].rows % (2 * ROWS) == 0:
+    if gate and len(parts) == 1 and parts[0].rows % (2 * TILE_ROWS) == 0:
         parts = parts[0].halves()
     return parts if len(parts) >= len(blocks) and (not gate or len(parts) == 2) else None
 
 
 def _tiles(block: Block) -> Tiles | None:
-    if isinstance(block, Tensor) and block.dtype == torch.bfloat16 and block.shape[1] % COLUMNS == 0:
+    if isinstance(block, Tensor) and block.dtype == torch.bfloat16 and block.shape[1] % TILE_COLUMNS == 0:
         return tiles_of(block)
     return block if isinstance(block, Tiles) else None
 
@@ -65,7 +73,7 @@ class PackedMultiply:
     @property
     def most(self) -> int:
         """Tokens whose input fits in a block's shared memory, and that it is used for."""
-        return min(SPREAD if self.head else MOST, _INPUT // _input(self.columns, self.kinds))
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, _INPUT // _input(self.columns, self.kinds))
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -74,7 +82,7 @@ class PackedMultiply:
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
-        threads = SQUEEZED if tokens == 1 else WARPS * 32 + 32
+        threads = BOUND_FOR_72_REGISTERS if tokens == 1 else WARPS * 32 + 32
         return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
                 f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}>(a); }}\n")
@@ -85,13 +93,13 @@ class PackedMultiply:
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
     def _high(self, tokens: int) -> int:
-        return self.high if tokens <= FEW // 2 else 1
+        return self.high if tokens <= MMA_TOKENS // 2 else 1
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """counts: units of the parts that a block has at most."""
         high = self._high(tokens)
-        tile = self.columns // COLUMNS
-        unit = tile * ROWS * tokens * 4
+        tile = self.columns // TILE_COLUMNS
+        unit = tile * TILE_ROWS * tokens * 4
         most = max(counts)
         round = most
         if sum(counts) * unit > _SUMS:  # a multiple of `high`, so that only the last units may be alone
@@ -105,8 +113,8 @@ class PackedMultiply:
         beside = (_HALF - fixed) // slot
         # what a block has in all
         wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
-        slots = max(2, min(beside if beside >= 3 else (WHOLE - fixed) // slot, _SLOTS, wanted))
-        return ProductPlan(round, rounds, sums // 4, slots, slot, max(ALONE, fixed + slots * slot))
+        slots = max(2, min(beside if beside >= 3 else (MAX_SHARED_BYTES - fixed) // slot, _SLOTS, wanted))
+        return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +141,13 @@ def _slot(kinds: frozenset[str], high: int) -> int:
 
 def _input(columns: int, kinds: frozenset[str]) -> int:
     """Bytes of a token's input."""
-    return columns // COLUMNS * _LINES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
+    return columns // TILE_COLUMNS * _LINES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
 
 
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
                slice: int = 0) -> PackedMultiply:
     columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
-    room = _HALF - 1024 - _input(columns, kinds) - units // blocks * (columns // COLUMNS * ROWS * 4)
+    room = _HALF - 1024 - _input(columns, kinds) - units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG * blocks) else 1
     return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
 
@@ -190,7 +198,7 @@ def unpack(module: Module, parts: tuple[Tiles, ...]) -> Tensor:
     plain = torch.empty(rows, columns, dtype=torch.bfloat16, device=parts[0].data.device)
     first = 0
     for part in parts:
-        tiles = len(part.data) * (columns // COLUMNS)
+        tiles = len(part.data) * (columns // TILE_COLUMNS)
         module.launch(f"k_unpack_{part.type.lower()}", (-(-tiles // 8),), 256, args.UnpackArgs(
             data=part.data, y=plain[first:], rows=part.rows, columns=columns))
         first += part.rows

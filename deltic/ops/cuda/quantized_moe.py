@@ -11,28 +11,28 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.expert_stores import Addresses, TileStore
-from deltic.ops.cuda.layout import ALONE, MOST, WARPS
+from deltic.ops.cuda.expert_stores import ExpertAddresses, TileStore
+from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, TWO_BLOCKS_SHARED_BYTES, WARPS
 from deltic.ops.cuda.moe import (
-    ALL,
-    DOWN_BESIDE,
-    GATE_BESIDE,
-    SUMS,
+    ALL_REAL,
+    DOWN_SHARED_BYTES,
+    GATE_SHARED_BYTES,
+    SUM_BYTES,
     ExpertsShape,
     ExpertTable,
     MoeOp,
-    Real,
+    RealTokens,
+    cpp_bool,
     filled_router,
-    flag,
     kernel,
     maps_of,
     ring_slots,
     shape_of,
 )
-from deltic.ops.cuda.quantized_tiles import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
+from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
 from deltic.ops.types import Block, ExpertPool, MlpWeights, MoeWeights, Weight
 
-_MOST_HIDDEN, _MOST_SIZE = 4096, COLUMNS * WARPS
+_MOST_HIDDEN, _MOST_SIZE = 4096, TILE_COLUMNS * WARPS
 _LINES = 4 * 144
 """Bytes of a token's columns of a tile, as whole numbers."""
 _PLAIN = "BF16"
@@ -66,7 +66,7 @@ class PackedShape(ExpertsShape):
 
     @property
     def fits_blocks(self) -> bool:
-        return (self.hidden % COLUMNS == self.size % COLUMNS == 0 and self.hidden <= _MOST_HIDDEN
+        return (self.hidden % TILE_COLUMNS == self.size % TILE_COLUMNS == 0 and self.hidden <= _MOST_HIDDEN
                 and self.size <= _MOST_SIZE)
 
     @property
@@ -88,12 +88,12 @@ class PackedShape(ExpertsShape):
     def gate_slot(self) -> int:
         """Bytes of a slot of the first product's ring: a row's tiles, eight at most; fewer of larger ones that only the
         shared expert has."""
-        row = min(self.hidden // COLUMNS, WARPS) * max(kinds.both for kinds in self.routed)
+        row = min(self.hidden // TILE_COLUMNS, WARPS) * max(kinds.both for kinds in self.routed)
         return max([row, *(kinds.both for kinds in self.shared_one)])
 
     def wide(self, kinds: Kinds) -> int:
         """Tiles of each half in such a slot."""
-        return min(self.hidden // COLUMNS, WARPS, self.gate_slot // kinds.both)
+        return min(self.hidden // TILE_COLUMNS, WARPS, self.gate_slot // kinds.both)
 
     @property
     def down_slot(self) -> int:
@@ -103,26 +103,28 @@ class PackedShape(ExpertsShape):
         return max(routed, common) + (self._at_once - 1) * routed
 
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
-        tiles = self.hidden // COLUMNS
-        items = -(-self._experts(tokens) * (self.size // ROWS) // blocks)
-        sums = tiles * tokens * 2 * ROWS * 4
-        group = max(1, min(SUMS // sums, items))
+        tiles = self.hidden // TILE_COLUMNS
+        items = -(-self._experts(tokens) * (self.size // TILE_ROWS) // blocks)
+        sums = tiles * tokens * 2 * TILE_ROWS * 4
+        group = max(1, min(SUM_BYTES // sums, items))
         plain = 2 * self.hidden * bool(PLAIN_KINDS & self._gate_kinds)
         fixed = self.offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
-        slots = ring_slots(fixed, self.gate_slot, GATE_BESIDE, items * -(-tiles // min(map(self.wide, self._all))))
-        return group, slots, max(ALONE, fixed + slots * self.gate_slot)
+        slots = ring_slots(
+            fixed, self.gate_slot, GATE_SHARED_BYTES, items * -(-tiles // min(map(self.wide, self._all)))
+        )
+        return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.gate_slot)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
-        own = _LINES + 2 * COLUMNS * bool(PLAIN_KINDS & self._down_kinds)
-        sums = tokens * self.each * self._down_tiles * 2 * ROWS * 4
+        own = _LINES + 2 * TILE_COLUMNS * bool(PLAIN_KINDS & self._down_kinds)
+        sums = tokens * self.each * self._down_tiles * 2 * TILE_ROWS * 4
         fixed = self.offset + WARPS * own + 2 * sums
-        fills = -(-self._experts(tokens) // self._at_once) * -(-self.hidden // (2 * ROWS * blocks))
-        slots = ring_slots(fixed, self.down_slot, DOWN_BESIDE, fills)
-        return slots, max(ALONE, fixed + slots * self.down_slot)
+        fills = -(-self._experts(tokens) // self._at_once) * -(-self.hidden // (2 * TILE_ROWS * blocks))
+        slots = ring_slots(fixed, self.down_slot, DOWN_SHARED_BYTES, fills)
+        return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.down_slot)
 
-    def few_entries(self) -> Iterator[str]:
-        common = f"{self.hidden}, {self.size}, {self.who}, {flag(self.normalised)}"
-        mixed = flag(any(kinds.gate != kinds.up for kinds in self._all))
+    def gemv_entries(self) -> Iterator[str]:
+        common = f"{self.hidden}, {self.size}, {self.who}, {cpp_bool(self.normalised)}"
+        mixed = cpp_bool(any(kinds.gate != kinds.up for kinds in self._all))
         threads, behind = f"{WARPS * 32 + 32}, 2", -(-(self.offset + 8 * (self.count + 1)) // 128) * 128
         yield kernel("packed_gate", "PackedGate", threads,
                      f"packed_gate<{common}, {_bits(self._gate_kinds)}, {mixed}, {behind}>")
@@ -146,7 +148,7 @@ class PackedShape(ExpertsShape):
 
     @property
     def _down_tiles(self) -> int:
-        return self.size // COLUMNS
+        return self.size // TILE_COLUMNS
 
     @property
     def _at_once(self) -> int:
@@ -233,7 +235,7 @@ def _halves(weight: Weight) -> tuple[Block, Block] | None:
         return weight if len(weight) == 2 and weight[0].shape == weight[1].shape else None
     if isinstance(weight, Tensor):
         return weight[:len(weight) // 2], weight[len(weight) // 2:]
-    return weight.halves() if isinstance(weight, Tiles) and weight.rows % (2 * ROWS) == 0 else None
+    return weight.halves() if isinstance(weight, Tiles) and weight.rows % (2 * TILE_ROWS) == 0 else None
 
 
 def _sizes(part: MlpWeights) -> tuple[int, int]:
@@ -261,7 +263,7 @@ class _QuantizedMoeLayer:
 class QuantizedMoeOp(MoeOp):
     """As `MoeOp`, of a `PackedShape`. Beside the weights it has memory for one layer's experts as plain numbers."""
 
-    in_passes = _PASSES * MOST
+    max_gemv_tokens = _PASSES * MAX_GEMV_TOKENS
     ahead = 0  # what is in that memory is another layer's then
 
     def __init__(self, module: Module, shape: PackedShape, layers: Iterable[MoeWeights], blocks: int) -> None:
@@ -295,7 +297,7 @@ class QuantizedMoeOp(MoeOp):
         shared = _kinds(weights.shared) if weights.shared else routed
         assert routed and shared
         self._layers[id(weights)] = _QuantizedMoeLayer(up, down, routed, shared, tuple(kept))
-        return ExpertTable(Addresses(gate, down, *self._maps, wanted), filled_router(weights))
+        return ExpertTable(ExpertAddresses(gate, down, *self._maps, wanted), filled_router(weights))
 
     def gemv_rows(
         self,
@@ -304,7 +306,7 @@ class QuantizedMoeOp(MoeOp):
         scale: Tensor,
         eps: float,
         logits: Tensor,
-        real: Real = ALL,
+        real: RealTokens = ALL_REAL,
         first: int = 0,
     ) -> None:
         """As of `MoeOp`, of any number of tokens."""
@@ -346,9 +348,14 @@ class QuantizedMoeOp(MoeOp):
         """target [n, rows, columns] bf16. data [n] int64: where the tiles lie. counts [n] int32: of tokens; None: all
         are wanted."""
         count, rows, columns = target.shape
-        self._module.launch(f"k_unpack_experts_{kind.lower()}",
-                            (-(-rows // ROWS * (columns // COLUMNS) // WARPS), count), 256, args.UnpackExpertsArgs(
-            data=data, y=target, counts=counts, stride=target.stride(0), rows=rows, columns=columns))
+        self._module.launch(
+            f"k_unpack_experts_{kind.lower()}",
+            (-(-rows // TILE_ROWS * (columns // TILE_COLUMNS) // WARPS), count),
+            256,
+            args.UnpackExpertsArgs(
+                data=data, y=target, counts=counts, stride=target.stride(0), rows=rows, columns=columns
+            ),
+        )
 
 
 def _number(kind: str) -> int:

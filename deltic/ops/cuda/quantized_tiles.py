@@ -12,9 +12,9 @@ from torch import Tensor
 
 from deltic.ops.quantized import PackedForm, QTensor, read_from
 
-ROWS, COLUMNS = 8, 256
+TILE_ROWS, TILE_COLUMNS = 8, 256
 """Of a tile."""
-PIECE: Final = 1 << 24
+WEIGHTS_PER_PIECE: Final = 1 << 24
 """Weights that are packed at a time."""
 
 
@@ -48,7 +48,7 @@ def tiles_form(device: str | torch.device) -> PackedForm:
 
 def serves(type: str, columns: int) -> bool:
     """Whether a matrix of this type and with rows of so many columns can stay packed."""
-    return columns % COLUMNS == 0 and type in PACKED_FORMATS
+    return columns % TILE_COLUMNS == 0 and type in PACKED_FORMATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,21 +61,21 @@ class Tiles(QTensor):
         return KINDS[self.type]
 
     def lookup(self, ids: Tensor) -> Tensor:
-        return _numbers(self.type, self.data[ids // ROWS], self.columns)[
-            torch.arange(len(ids), device=ids.device), ids % ROWS]
+        return _numbers(self.type, self.data[ids // TILE_ROWS], self.columns)[
+            torch.arange(len(ids), device=ids.device), ids % TILE_ROWS]
 
     def dequantize(self) -> Tensor:
         return _numbers(self.type, self.data, self.columns).flatten(0, 1)[:self.rows]
 
     def room_for(self, rows: int) -> Tiles:
-        return replace(self, rows=rows, data=self.data.new_zeros(-(-rows // ROWS), self.data.shape[1]))
+        return replace(self, rows=rows, data=self.data.new_zeros(-(-rows // TILE_ROWS), self.data.shape[1]))
 
     def put(self, places: Tensor, source: QTensor, rows: Tensor) -> None:
         own = _bytes_of_rows(self.type, self.data.device)
         to, of = (matrix.data.unflatten(1, (-1, self.kind.nbytes)) for matrix in (self, source))
         tiles = torch.arange(to.shape[1], device=self.data.device)[:, None]
-        to[(places // ROWS)[:, None, None], tiles, own[places % ROWS][:, None]] = of[
-            (rows // ROWS)[:, None, None], tiles, own[rows % ROWS][:, None]]
+        to[(places // TILE_ROWS)[:, None, None], tiles, own[places % TILE_ROWS][:, None]] = of[
+            (rows // TILE_ROWS)[:, None, None], tiles, own[rows % TILE_ROWS][:, None]]
 
     def halves(self) -> tuple[Tiles, Tiles]:
         """The rows of both, where they fill units."""
@@ -83,7 +83,7 @@ class Tiles(QTensor):
         return replace(self, rows=self.rows // 2, data=one), replace(self, rows=self.rows // 2, data=other)
 
     def joined(self, other: QTensor) -> QTensor | None:
-        if not isinstance(other, Tiles) or self.type != other.type or self.rows % ROWS:
+        if not isinstance(other, Tiles) or self.type != other.type or self.rows % TILE_ROWS:
             return None
         return replace(self, rows=self.rows + other.rows, data=torch.cat((self.data, other.data)))
 
@@ -93,16 +93,16 @@ def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, 
     """As `qtensor.pack_rows`, on `device`; the type is one that is served, or BF16."""
     del number
     kept = "Q8_0" if type in _AS_BYTES else type
-    units = -(-rows // ROWS)
-    data = torch.empty(units, columns // COLUMNS * KINDS[kept].nbytes, dtype=torch.uint8, device=device)
-    step = max(ROWS, PIECE // columns // ROWS * ROWS)
+    units = -(-rows // TILE_ROWS)
+    data = torch.empty(units, columns // TILE_COLUMNS * KINDS[kept].nbytes, dtype=torch.uint8, device=device)
+    step = max(TILE_ROWS, WEIGHTS_PER_PIECE // columns // TILE_ROWS * TILE_ROWS)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         raw = torch.as_tensor(read(first * row_bytes, count * row_bytes)).to(device).view(count, row_bytes)
-        if count % ROWS:
-            raw = torch.cat((raw, raw.new_zeros(-count % ROWS, row_bytes)))
+        if count % TILE_ROWS:
+            raw = torch.cat((raw, raw.new_zeros(-count % TILE_ROWS, row_bytes)))
         tiles = _PACK[kept](_as_bytes(type, raw) if type in _AS_BYTES else raw)
-        data[first // ROWS:first // ROWS + len(tiles)] = tiles
+        data[first // TILE_ROWS:first // TILE_ROWS + len(tiles)] = tiles
     return Tiles(kept, rows, columns, data, None)
 
 
@@ -110,7 +110,7 @@ def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_
                read: Callable[[int, int], Any], device: str | torch.device) -> tuple[Tiles, ...]:
     """As `pack_tiles`, of `count` matrices [rows, columns] one behind the other, which are views of one tensor where
     their rows fill units."""
-    if rows % ROWS:
+    if rows % TILE_ROWS:
         size = rows * row_bytes
         return tuple(pack_tiles(type, number, rows, columns, row_bytes, partial(read_from, read, index * size), device)
                      for index in range(count))
@@ -121,9 +121,9 @@ def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_
 @cache
 def _bytes_of_rows(type: str, device: torch.device) -> Tensor:
     """Which bytes of a tile belong to each of its rows, int64 [8, bytes / 8]: those that change when the row does."""
-    rows = (255 * torch.eye(ROWS, dtype=torch.uint8)).flatten()[:, None].expand(-1, KINDS[type].row).contiguous()
+    rows = (255 * torch.eye(TILE_ROWS, dtype=torch.uint8)).flatten()[:, None].expand(-1, KINDS[type].row).contiguous()
     changed = _PACK[type](rows) != _PACK[type](torch.zeros_like(rows))
-    return changed.nonzero()[:, 1].view(ROWS, -1).to(device)
+    return changed.nonzero()[:, 1].view(TILE_ROWS, -1).to(device)
 
 
 def tiles_of(weight: Tensor) -> Tiles:
@@ -136,7 +136,7 @@ def tiles_of(weight: Tensor) -> Tiles:
 
 def _lanes(codes: Tensor) -> Tensor:
     """[rows, columns] -> [units, tiles, 8 rows, 4 lanes, 2 sets, 8, 4 columns]."""
-    columns = codes.view(-1, ROWS, codes.shape[1] // COLUMNS, 2, 4, 8, 4)
+    columns = codes.view(-1, TILE_ROWS, codes.shape[1] // TILE_COLUMNS, 2, 4, 8, 4)
     found: Tensor = columns.permute(0, 2, 1, 4, 3, 5, 6)
     return found
 
@@ -153,7 +153,7 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 def _scales(values: Tensor) -> Tensor:
     """[rows, tiles, n] -> [units, tiles, 8, n]."""
-    return values.view(-1, ROWS, *values.shape[1:]).transpose(1, 2)
+    return values.view(-1, TILE_ROWS, *values.shape[1:]).transpose(1, 2)
 
 
 def _lane_scales(values: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def _words(words: Tensor) -> Tensor:
 def _unwords(data: Tensor, count: int) -> Tensor:
     """The inverse: bytes [units, tiles, bytes] -> int32 [units, tiles, 8, 4, count]."""
     words = data[..., :128 * count].contiguous().view(torch.int32)
-    found: Tensor = words.unflatten(-1, (count // 4, ROWS, 4, 4)).permute(0, 1, 3, 4, 2, 5).flatten(4)
+    found: Tensor = words.unflatten(-1, (count // 4, TILE_ROWS, 4, 4)).permute(0, 1, 3, 4, 2, 5).flatten(4)
     return found
 
 
@@ -207,7 +207,7 @@ def _pack_q8_0(raw: Tensor) -> Tensor:
 
 def _q8_0(data: Tensor) -> Tensor:
     codes = _unlanes(_bytes(_unwords(data, 16)).view(torch.int8).unflatten(4, (2, 8)))
-    return _scaled(codes, _group_scales(_halves(data[..., 2048:]).unflatten(-1, (ROWS, 4, 2))))
+    return _scaled(codes, _group_scales(_halves(data[..., 2048:]).unflatten(-1, (TILE_ROWS, 4, 2))))
 
 
 def _int32(bytes: Tensor) -> Tensor:
@@ -288,18 +288,18 @@ def _pack_q6_k(raw: Tensor) -> Tensor:
 
 
 def _q6_k(data: Tensor) -> Tensor:
-    own = _group_scales(data[..., 1536:1664].unflatten(-1, (ROWS, 4, 4)))
+    own = _group_scales(data[..., 1536:1664].unflatten(-1, (TILE_ROWS, 4, 4)))
     scales = (own.float() - 128) * _halves(data[..., 1664:])[..., None]
     return _scaled((_six_bit_codes(data) ^ 32).to(torch.int8) - 32, scales, 16)
 
 
 def _pack_bf16(raw: Tensor) -> Tensor:
-    groups = raw.view(torch.int16).view(-1, ROWS, raw.shape[1] // 2 // COLUMNS, 8, 32)
+    groups = raw.view(torch.int16).view(-1, TILE_ROWS, raw.shape[1] // 2 // TILE_COLUMNS, 8, 32)
     return _join([groups.permute(0, 2, 3, 1, 4)])
 
 
 def _bf16(data: Tensor) -> Tensor:
-    groups = data.contiguous().view(torch.bfloat16).unflatten(-1, (8, ROWS, 32))
+    groups = data.contiguous().view(torch.bfloat16).unflatten(-1, (8, TILE_ROWS, 32))
     found: Tensor = groups.transpose(2, 3).float()
     return found
 
@@ -310,16 +310,16 @@ _PAIRS: Final = (2, 0, 3, 1)
 
 def _pack_fp8(raw: Tensor) -> Tensor:
     blocks = raw.unflatten(1, (-1, 132))
-    lanes = blocks[..., 4:].reshape(-1, ROWS, blocks.shape[1] // 2, 2, 4, 4, 2, 4)[..., _PAIRS]
+    lanes = blocks[..., 4:].reshape(-1, TILE_ROWS, blocks.shape[1] // 2, 2, 4, 4, 2, 4)[..., _PAIRS]
     codes = lanes.permute(0, 2, 4, 1, 5, 3, 6, 7)  # of a lane, group j, then group j + 4
     scales = blocks[..., :4].contiguous().view(torch.float32).view(len(raw), -1, 2)
     return _join([codes, _scales(scales)])
 
 
 def _fp8(data: Tensor) -> Tensor:
-    lanes = data[..., :2048].unflatten(-1, (4, ROWS, 4, 2, 2, 4))[..., (1, 3, 0, 2)]
+    lanes = data[..., :2048].unflatten(-1, (4, TILE_ROWS, 4, 2, 2, 4))[..., (1, 3, 0, 2)]
     codes = lanes.permute(0, 1, 3, 5, 2, 4, 6, 7).contiguous().view(torch.float8_e4m3fn)
-    return _scaled(codes, data[..., 2048:].contiguous().view(torch.float32).unflatten(-1, (ROWS, 2)), 128)
+    return _scaled(codes, data[..., 2048:].contiguous().view(torch.float32).unflatten(-1, (TILE_ROWS, 2)), 128)
 
 
 def _halves(data: Tensor) -> Tensor:
@@ -333,16 +333,16 @@ def _scaled(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:
 
 
 def _affinely(codes: Tensor, scales: Tensor) -> Tensor:
-    both = scales[..., :128].float().unflatten(-1, (ROWS, 4, 4)).chunk(2, -1)
+    both = scales[..., :128].float().unflatten(-1, (TILE_ROWS, 4, 4)).chunk(2, -1)
     factor, minimum = map(_group_scales, both)
-    units = _halves(scales[..., 128:]).unflatten(-1, (ROWS, 2))
+    units = _halves(scales[..., 128:]).unflatten(-1, (TILE_ROWS, 2))
     found: Tensor = _scaled(codes, factor * units[..., :1]) - (minimum * units[..., 1:])[..., None]
     return found
 
 
 def _numbers(type: str, data: Tensor, columns: int) -> Tensor:
     """Units [n, bytes] -> float32 [n, 8, columns]."""
-    tiles = _UNPACK[type](data.unflatten(1, (columns // COLUMNS, -1)))
+    tiles = _UNPACK[type](data.unflatten(1, (columns // TILE_COLUMNS, -1)))
     return tiles.flatten(3).transpose(1, 2).flatten(2)
 
 

@@ -16,7 +16,7 @@ from deltic.ops.cuda.driver import CompileError, Module, headers, make_current
 from deltic.ops.cuda.kernel_config import entry
 from deltic.ops.noise import keys_at
 
-MOST = 1 << 14
+MAX_NUMBERS = 1 << 14
 """Numbers; of more a copy is faster."""
 _EACH = 1024
 """Of a block."""
@@ -38,7 +38,7 @@ def sender(host: Tensor, numbers: Tensor, tokens: int) -> Callable[[Tensor | Non
     before. It is given None, or numbers [M] int64 on the device, from which the second number and the next ones are
     taken, `tokens` in all; the last numbers say where they are. None where that cannot be, or another way is faster."""
     count, device = len(host), numbers.device
-    module = _module(device) if 0 < count <= MOST else None
+    module = _module(device) if 0 < count <= MAX_NUMBERS else None
     if module is None:
         return None
     given = args.NumbersArgs(host=host, numbers=numbers, drawn=None, count=count, tokens=tokens)
@@ -85,7 +85,7 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
     small tensor: what the card's copying engines are given waits for all that they have been given, by other streams,
     too, such as K/V that comes from the host."""
     module, count = _module(device), -(-host.nbytes // 8)
-    if module is None or not 0 < count <= MOST:
+    if module is None or not 0 < count <= MAX_NUMBERS:
         return host.pin_memory().to(device, non_blocking=True)  # nobody gets that memory before it is read
     make_current(device)  # this may be the first thing that the thread asks of it
     piece, read = _staging(device)
@@ -106,7 +106,7 @@ def _staging(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
         if read.query():
             return piece, read
         pieces.append((piece, read))
-    piece, *others = torch.empty(_PIECES, MOST, dtype=torch.int64, pin_memory=True)
+    piece, *others = torch.empty(_PIECES, MAX_NUMBERS, dtype=torch.int64, pin_memory=True)
     pieces.extend((other, torch.cuda.Event()) for other in others)
     return piece, torch.cuda.Event()
 

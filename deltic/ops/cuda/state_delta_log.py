@@ -11,8 +11,15 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
-from deltic.ops.cuda.kernel_config import PASSING, PASSING_ROOM, STATES, entry, gdn_slice, state_header
-from deltic.ops.torch.gdn import fold_ring as fold_ring_by_torch
+from deltic.ops.cuda.kernel_config import (
+    STATES,
+    WHOLE_STATE_SHARED_BYTES,
+    WHOLE_STATE_THREADS,
+    entry,
+    gdn_slice,
+    state_header,
+)
+from deltic.ops.torch.gdn import flush_delta_log as flush_by_torch
 from deltic.ops.types import RING, Batch, CacheViews, DeltaLogView, GdnSpec, GdnWeights, StateView
 
 
@@ -95,20 +102,20 @@ class StateDeltaLog:
             ),
         )
 
-    def mix_singles(self, mixer: GdnWeights, store: int, batch: Batch, proj: Tensor, stride: int, y: Tensor,
+    def mix_decode_rows(self, mixer: GdnWeights, store: int, batch: Batch, proj: Tensor, stride: int, y: Tensor,
                     blocks: int) -> None:
         """As `mix`, of many rows of one token whose states pass whole, in this many blocks. What rows append goes to
         their rings right away, which have room for it."""
         spec, state = mixer.spec, self._states[store]
         ring, heads = _ring(state), spec.value_heads * batch.source.shape[0]
-        self._module.launch("k_gdn_many_rings", (min(heads, blocks),), PASSING, args.OverRingsArgs(
+        self._module.launch("k_gdn_many_rings", (min(heads, blocks),), WHOLE_STATE_THREADS, args.OverRingsArgs(
             proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
             state=state.recurrent, ring=state.conv, y=y, count=batch.count, starts=batch.starts, done=batch.done,
             source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
             value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads, base=batch.base,
             unit=batch.delta_log, append=batch.append if batch.layout.appends else None, inputs=ring.inputs,
             keys=ring.keys, updates=ring.updates, decays=ring.decays),
-            PASSING_ROOM)
+            WHOLE_STATE_SHARED_BYTES)
 
     def end(self, batch: Batch, fresh: NewDeltas) -> None:
         """After the last layer: what was appended goes to the rings."""
@@ -127,14 +134,14 @@ def _ring(state: StateView) -> DeltaLogView:
     return state.delta_log
 
 
-def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
-    """As `Ops.fold_ring`: with the bits of the kernels here, for states that they know."""
+def flush_delta_log(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+    """As `Ops.flush_delta_log`: with the bits of the kernels here, for states that they know."""
     conv, state = states[0].conv, states[0].recurrent
     kind = STATES.get(state.dtype)
     known = conv.dtype == torch.bfloat16 and conv.shape[1] == 4 and conv.is_cuda and state.shape[3] % 4 == 0
     module = _module(conv.device, kind) if kind and known else None
     if module is None:
-        return fold_ring_by_torch(states, source, ring, base, done, target)
+        return flush_by_torch(states, source, ring, base, done, target)
     assert done - base <= RING
     first, (heads, key_dim, value_dim) = states[0], states[0].recurrent.shape[1:]
     view = _ring(first)
@@ -157,7 +164,7 @@ def _step(layers: list[Tensor]) -> int:
     return found.pop() // layers[0].element_size()
 
 
-def fold_source(state: str = "float") -> str:
+def flush_source(state: str = "float") -> str:
     """The text of the kernel that folds. state: as of `Shapes`."""
     return state_header(state) + headers("gdn", "verify") + entry("fold", "Fold", "256", "fold")
 
@@ -166,7 +173,7 @@ def fold_source(state: str = "float") -> str:
 def _module(device: torch.device, state: str) -> Module | None:
     """None where the kernel cannot be compiled."""
     try:
-        compile_source(fold_source(state), architecture(device))
+        compile_source(flush_source(state), architecture(device))
     except CompileError:
         return None
-    return Module(fold_source(state), device)
+    return Module(flush_source(state), device)

@@ -209,8 +209,8 @@ def core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> T
     return (reference.gdn_core if rings else _core)(proj, weights, state, batch)
 
 
-def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
-    reference.fold_ring(states, source, ring, base, done, target)
+def flush_delta_log(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+    reference.flush_delta_log(states, source, ring, base, done, target)
 
 
 def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
