@@ -73,7 +73,7 @@ def test_models_on_the_card_have_none_of_it() -> None:
         plain = replace(shape, host=False)
         assert "_host(" in source(shape) and "_host(" not in source(plain)
         assert [*plain.gemv_entries()] == [text.replace(", true>(a)", ">(a)") for text in shape.gemv_entries()][:4]
-        assert shape.offset == plain.offset and shape.gate_plan(5, 132) == plain.gate_plan(5, 132)
+        assert shape.ring_offset == plain.ring_offset and shape.gate_plan(5, 132) == plain.gate_plan(5, 132)
 
 
 @pytest.mark.slow

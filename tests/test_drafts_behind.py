@@ -24,8 +24,10 @@ from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, PlannedRow, StepPlan
-from deltic.ops.drafted import Drafted
-from deltic.ops.types import Batch
+from deltic.ops.mtp import Drafted
+from deltic.ops.types import (
+    Batch,
+)
 from deltic.params import PAGE, RING, EngineRequest
 from deltic.runner import launch
 from deltic.runner.input_batch import BatchMemory, Promised, build

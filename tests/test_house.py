@@ -225,7 +225,7 @@ def test_every_backend_serves_every_op() -> None:
 
 def test_nothing_in_the_oracle_is_borrowed() -> None:
     """What ref is compared with must not be ref, nor the other way round, but for the keyed noise both must share."""
-    shared = tuple(f"deltic.ops.{name}" for name in ("types", "encoder", "noise", "quantized"))
+    shared = tuple(f"deltic.ops.{name}" for name in ("types", "encoder", "mtp", "noise", "quantized"))
     wrong = [name for _, name in imports(TREES[ROOT / "ops" / "reference.py"])
              if name.startswith("deltic.ops.") and not name.startswith(shared)]
     assert set(wrong) <= {"deltic.ops.Ops"}

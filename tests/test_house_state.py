@@ -27,7 +27,7 @@ CACHES = {
     "deltic/cache/offload/device_copies.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/cache/offload/device_copies.py _staging": "pinned memory through which a thread copies",
     "deltic/ops/cuda/quantized_tiles.py _bytes_of_rows": "a constant that is never written to",
-    "deltic/ops/cuda/staging.py _pieces": "pinned memory that small tensors go through",
+    "deltic/ops/cuda/staging.py _buffers": "pinned memory that small tensors go through",
     "deltic/cache/tensors.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",

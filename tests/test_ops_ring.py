@@ -332,7 +332,7 @@ def test_a_ring_in_another_order_than_its_layer_is_refused(backend: str) -> None
     case = build_batch([Row(2, 0, append=True)])
     view, x = state_view(case, torch.float32), hidden_states(case, torch.float32)
     weights = gdn_weights(1, torch.float32, replace(GDN, tiled=True))
-    with pytest.raises(ValueError, match=r"RingView\.tiled is False"):
+    with pytest.raises(ValueError, match=r"DeltaLogView\.tiled is False"):
         backends()[backend].gdn_mixer(x, weights, view, case.batch)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import device as Device
 
 from deltic.errors import ConfigError
+from deltic.ops.mtp import MtpStep
 from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
@@ -28,7 +29,6 @@ from deltic.ops.types import (
     KvView,
     MlpWeights,
     MoeWeights,
-    MtpStep,
     MtpWeights,
     Rope,
     RopeSpec,

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from deltic.model.mtp_head import MtpHead
-from deltic.ops.drafted import Drafted
-from deltic.ops.types import PAGE, Batch, CacheViews, Layout, MtpStep, Sampling
+from deltic.ops.mtp import Drafted, MtpStep
+from deltic.ops.types import (
+    PAGE,
+    Batch,
+    CacheViews,
+    Layout,
+    Sampling,
+)
 
 
 def draft_sizes(limit: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs over the torch backend, compiled when a model is loaded. Importing this loads none of it."""
+"""Kernels for NVIDIA GPUs over the torch backend, compiled when a model is loaded; importing this loads no driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from deltic.ops.torch import OPS as TORCH_OPS
 
 
 def overlay() -> Ops:
-    """The torch ops with whole decode steps, draws and vision towers by kernels of our own where they can be used."""
+    """Returns the torch ops with whole steps, draws, vision towers and draft heads by our own kernels where they can be
+    used."""
     return replace(
         TORCH_OPS, step=step, sample=sample, flush_delta_log=flush_delta_log, mtp_step=mtp_step, vision=VisionOp()
     )

@@ -1,4 +1,4 @@
-"""What the kernels take, as structs; members as in kernels/*.cuh."""
+"""The kernels' parameters as structs; members as in kernels/*.cuh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles CUDA C++ with NVRTC, loads the machine code, and launches kernels in torch's streams."""
+"""Compiles CUDA C++ with NVRTC, which torch's packages bring along, and launches the kernels in torch's streams."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FOLDER = Path(__file__).parent / "kernels"
 
 
 class CompileError(Exception):
-    """What is to be compiled is wrong, or nothing is there to compile it."""
+    """The source has an error, or there is no compiler."""
 
 
 def headers(*names: str) -> str:
-    """The text of these kernel files, what all share before them."""
+    """Returns the text of these kernel files, after what all of them share."""
     return "".join((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in ("common", *names))
 
 
 def compile_source(source: str, architecture: str) -> bytes:
-    """Machine code for `architecture` (sm_90, ...). What was compiled once is kept in the user's cache directory."""
+    """Returns machine code for `architecture` (sm_90, ...); kept in the user's cache directory."""
     library = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(byref(major), byref(minor))
@@ -47,7 +47,7 @@ def compile_source(source: str, architecture: str) -> bytes:
             fresh.write(code)
         os.replace(fresh.name, kept)
     except OSError:
-        pass  # it is compiled again next time
+        pass  # compiled again next time
     return code
 
 
@@ -77,7 +77,7 @@ def _check_nvrtc(result: int) -> None:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC of the package that torch depends on, or of a toolkit."""
+    """NVRTC of the package that torch depends on, or of a CUDA toolkit."""
     found = sorted(path for entry in sys.path for path in Path(entry or ".").glob("nvidia/*/lib/libnvrtc.so.*"))
     for name in (*map(str, reversed(found)), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
         try:
@@ -118,21 +118,20 @@ class KernelArguments(Structure):
     def __init__(self, **values: Any) -> None:
         super().__init__(*[value.data_ptr() if isinstance(value, Tensor) else value
                            for value in map(values.__getitem__, self.names)])
-        assert len(values) == len(self.names), f"{type(self).__name__} knows no {values.keys() - {*self.names}}"
+        assert len(values) == len(self.names), f"{type(self).__name__} has no {values.keys() - {*self.names}}"
 
     def __init_subclass__(cls) -> None:
         cls.names = tuple(name for name, *_ in cls._fields_)
 
 
 def fields(pointers: str, floats: str, integers: str) -> list[tuple[str, Any]]:
-    """The members of an `KernelArguments`, in this order; names separated by blanks."""
+    """Returns the members of a `KernelArguments`, in this order; names are separated by blanks."""
     return [(name, kind) for names, kind in ((pointers, c_void_p), (floats, c_float), (integers, c_int))
             for name in names.split()]
 
 
 class Module:
-    """Machine code on one device, and its kernels by name. They are to be launched while torch's current device is
-    that one."""
+    """Machine code on one device, and its kernels by name. Launch them while torch's current device is that one."""
 
     def __init__(self, source: str, device: torch.device) -> None:
         self.device, self._overlaps = device, torch.cuda.get_device_capability(device) >= (9, 0)
@@ -148,12 +147,12 @@ class Module:
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: KernelArguments, shared: int = 0,
                overlap: bool = True) -> None:
-        """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
-        start earlier."""
+        """Launches a kernel in torch's current stream. overlap: the kernel itself waits for what came before, so that
+        it may start earlier."""
         key = (name, block, shared, overlap, get_ident())
         call = self._calls.get(key)
         if call is None:
-            if shared > self._shared.get(name, 0):  # the most that any call of it takes
+            if shared > self._shared.get(name, 0):  # the largest of all calls
                 _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
                 self._shared[name] = shared
             call = self._calls[key] = _KernelCall(self._function(name), self._index, block, shared,
@@ -162,7 +161,7 @@ class Module:
 
     def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: KernelArguments, shared: int = 0,
                 overlap: bool = False) -> Callable[[], None]:
-        """A launch to be made again and again; what the arguments point to must stay where it is."""
+        """Returns a launch to be repeated; the tensors in the arguments must stay where they are."""
         call = _KernelCall(self._function(name), self._index, block, shared, overlap and self._overlaps)
         return partial(call, grid, arguments)
 
@@ -170,14 +169,14 @@ class Module:
         if name not in self._functions:
             function = c_void_p()
             _check(_driver().cuModuleGetFunction(byref(function), self._module, name.encode()))
-            # kernels that split a multiprocessor's memory differently cannot be on it at the same time
+            # kernels with different carve-outs cannot run on a multiprocessor at the same time
             _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function
         return self._functions[name]
 
 
 class _KernelCall:
-    """A kernel with all that a launch of it needs but the grid and the arguments; for one thread."""
+    """A kernel with everything that a launch needs except grid and arguments; for one thread."""
 
     def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool) -> None:
         self._device = device
@@ -199,7 +198,7 @@ class _KernelCall:
 
 
 def make_current(device: torch.device) -> None:
-    """Have this thread use the device's context, as whatever torch does there would."""
+    """Makes the device's context current in this thread, as torch would."""
     current, context = c_void_p(), c_void_p()
     _check(_driver().cuCtxGetCurrent(byref(current)))
     if not current:
@@ -208,8 +207,8 @@ def make_current(device: torch.device) -> None:
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
-    """How the tensor memory accelerator finds boxes of a bfloat16 matrix, whose 128 bytes of a row (64 columns) lie in
-    shared memory in an order that depends on the row."""
+    """Returns a descriptor with which the tensor memory accelerator copies boxes of a bfloat16 matrix; the 128 bytes of
+    a row (64 columns) are swizzled in shared memory."""
     room = (c_uint64 * 24)()
     map = ctypes.addressof(room) + -ctypes.addressof(room) % 64
     _check(_driver().cuTensorMapEncodeTiled(
@@ -220,7 +219,7 @@ def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
 
 
 def architecture(device: torch.device) -> str:
-    """What is compiled for this card; of 9.0 alone: what other cards have not, too."""
+    """Returns the architecture to compile for; for 9.0 with the features of that card alone."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
 
@@ -248,6 +247,6 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _launcher() -> ctypes.PyDLL:
-    """Keeps the interpreter: a launch takes microseconds, and a step with prompts has hundreds, after each of which
-    another thread would have it for longer than that."""
+    """Keeps the interpreter's lock: a launch takes microseconds, and a prefill step has hundreds, after each of which
+    another thread would take the lock for longer than that."""
     return ctypes.PyDLL("libcuda.so.1")

@@ -1,5 +1,5 @@
-"""A draft head by our own kernels: its K/V after every step, and all drafts of a step as one CUDA graph, which goes on
-from what the model has drawn without waiting for the host."""
+"""A draft head by our own kernels: its K/V after every step, and all drafts of a step as one CUDA graph, which starts
+from the model's draws without waiting for the host."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from deltic.ops.cuda.graph import record
 from deltic.ops.cuda.kernel_config import STORE, Shapes, entry, shapes_of
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS
 from deltic.ops.cuda.sample import choose
-from deltic.ops.drafted import Drafted
+from deltic.ops.mtp import Drafted, MtpStep
 from deltic.ops.types import (
     AttentionWeights,
     Batch,
     CacheViews,
     DecoderWeights,
     Layout,
-    MtpStep,
     MtpWeights,
     Sampling,
     Weight,
 )
 
 MAX_KEPT_TOKENS = 1024
-"""Tokens of a step whose hidden states are kept."""
+"""Tokens of a step whose hidden states are kept, at most."""
 
 
 def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
-    """None where the kernels do not know the head, or not the rest of the model: torch serves it then."""
+    """Returns None if the kernels do not know the head or the rest of the model: torch then serves it."""
     decoder = _as_decoder(weights)
     kv = CacheViews(views.kv, ())
     if not slots.is_cuda or why_not(ops, decoder, kv):
         return None
     keys_values = _keys_values(decoder, weights)
-    # besides those of its layer: the product that joins embedding and hidden state, and that of keys and values alone
+    # further products: embedding and hidden state joined, and keys and values alone
     shapes = shapes_of(decoder, kv, ((weights.fc, False), (keys_values, True)))
     if shapes is None or shapes.attention is None:
         return None
@@ -55,7 +54,7 @@ def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) ->
 
 
 def source(shapes: Shapes) -> str:
-    """The text of what a head's layer needs beside a layer's kernels."""
+    """Returns the CUDA source of the kernels that a head needs besides a layer's."""
     assert shapes.attention
     text = [headers("kv", "attention", "draft")]
     text += [entry(name, type, "256", name) for name, type in (("head_enter", "HeadEnter"), ("accept", "Accept"))]
@@ -66,7 +65,7 @@ def source(shapes: Shapes) -> str:
 
 
 def _as_decoder(weights: MtpWeights) -> DecoderWeights:
-    """The head's layer as a model of one layer, whose projections are one weight where all of them are plain."""
+    """Returns the head's layer as a model of one layer, with joined projections if all of them are plain."""
     mixer = weights.layer.mixer
     assert isinstance(mixer, AttentionWeights)
     layer = replace(weights.layer, mixer=replace(mixer, qkv=_joined(mixer.qkv)))
@@ -79,7 +78,7 @@ def _joined(weight: Weight) -> Weight:
 
 
 def _keys_values(decoder: DecoderWeights, weights: MtpWeights) -> Weight:
-    """The rows k, v of the projections: of a plain matrix a view."""
+    """Returns the rows k, v of the projections; of a plain matrix a view."""
     mixer = decoder.layers[0].mixer
     assert isinstance(mixer, AttentionWeights)
     return mixer.qkv[-2 * mixer.spec.kv:] if isinstance(mixer.qkv, Tensor) else weights.kv
@@ -87,8 +86,11 @@ def _keys_values(decoder: DecoderWeights, weights: MtpWeights) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class _Drafts:
-    """The recorded drafts of a bucket. numbers: what the graph reads, as kernels/draft.cuh lays them out. found: what
-    it gives, of which `tokens` and `accepted` are views, as `Drafted` says."""
+    """The recorded drafts of a bucket.
+
+    numbers: the graph's input, laid out as in kernels/draft.cuh. found: its output; tokens and accepted are views of
+        it.
+    """
 
     numbers: Tensor
     found: Drafted
@@ -98,7 +100,7 @@ class _Drafts:
 
 
 class MtpHeadOp:
-    """A draft head over one cache. last [KEPT, H] float32: the hidden states of the last step's tokens."""
+    """A draft head over one cache. last [MAX_KEPT_TOKENS, H] float32: the hidden states of the last step's tokens."""
 
     def __init__(self, decoder: DecoderWeights, weights: MtpWeights, keys_values: Weight, views: CacheViews,
                  shapes: Shapes, slots: Tensor) -> None:
@@ -142,20 +144,20 @@ class MtpHeadOp:
             self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
 
     def draft(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor:
-        """As `MtpStep.draft`, on the device, until the next drafts. Filters and penalties do not count."""
+        """As `MtpStep.draft`. The result is valid until the next drafts. Ignores filters and penalties."""
         most = len(sampling.key) // batch.layout.rows
         drafts = self._plan(batch, most, None, sampling.key, sampling.temperature, most)
         drafts.graph.replay()
         return drafts.tokens[:, 0, :batch.layout.rows].t()
 
     def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor) -> Drafted:
-        """As `MtpStep.draft_ahead`, of a step that had a bucket."""
+        """As `MtpStep.draft_ahead`, for a step that had a bucket."""
         drafts = self._plan(batch, most, chosen, keys, temperature, keys.shape[1])
         drafts.graph.replay()
         return drafts.found
 
     def record(self, rows: int, pages: int, most: int) -> None:
-        """Record the drafts of a bucket."""
+        """Records the drafts of a bucket."""
         key = rows, pages, most
         if key in self._known:
             return
@@ -173,7 +175,7 @@ class MtpHeadOp:
 
     def _plan(self, batch: Batch, most: int, chosen: Tensor | None, keys: Tensor, temperature: Tensor, width: int
               ) -> _Drafts:
-        """The bucket's drafts, with their numbers."""
+        """Writes the input of the bucket's drafts."""
         padded = batch.padded
         assert padded is not None, "drafts follow steps that have buckets"
         key = padded.rows, batch.pages.shape[1], most
@@ -188,7 +190,7 @@ class MtpHeadOp:
         return drafts
 
     def _draft(self, numbers: Tensor, rows: int, pages: int, tokens: Tensor) -> None:
-        """Launch the drafts of a bucket."""
+        """Launches the drafts of a bucket."""
         most = len(tokens)
         count, ids, starts, source, each, temperature, table = numbers.split(
             (1, rows, rows + 1, rows, 5 * rows * most, rows, rows * pages))
@@ -206,11 +208,11 @@ class MtpHeadOp:
 
     def _enter(self, batch: Batch, x: Tensor, turns: Tensor, hidden: Tensor, last: Tensor | None = None,
                goes_on: bool = False) -> None:
-        """From tokens and the hidden states before them to what the head reads, x [T, 2 H] bf16. goes_on: from what the
-        head gave for them."""
+        """Writes the head's input x [T, 2 H] bf16 from tokens and the hidden states before them. goes_on: these are the
+        head's own output for them."""
         weights, tokens = self._weights, batch.layout.tokens
         embedding, embedded = weights.embedding, None
-        if not isinstance(embedding, Tensor):  # the kernel of the model's own steps knows its tiles
+        if not isinstance(embedding, Tensor):  # the kernel of the model's steps reads its tiles
             embedded = torch.empty(tokens, self._size, device=self._device)
             self._step.enter(batch, embedded, turns, tokens)
         self._module.launch("k_head_enter", (tokens,), 256, args.HeadEnterArgs(
@@ -224,7 +226,7 @@ class MtpHeadOp:
 
 def _batch(count: Tensor, ids: Tensor, positions: Tensor, starts: Tensor, done: Tensor, source: Tensor, pages: Tensor
            ) -> Batch:
-    """Rows of one token, whose states nobody touches."""
+    """Returns rows of one token, without states."""
     rows, none = len(ids), ids[:0]
     return Batch(
         layout=Layout((1,) * rows, (1,) * rows, rows, rows),

@@ -1,4 +1,5 @@
-"""Quantized products."""
+"""Products with quantized weights: their kernels, how the rows of a weight are dealt to the blocks, and
+dequantization."""
 
 from __future__ import annotations
 
@@ -23,25 +24,25 @@ from deltic.ops.cuda.layout import (
 from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
 from deltic.ops.types import Block, Weight
 
-_HALF = 104 << 10
-"""Bytes of shared memory of a block beside which there is room for the next product's."""
-_INPUT = 144 << 10
-"""Bytes of input that a block keeps in shared memory at most."""
-_SUMS = 16 << 10
-"""Bytes of a block's sums, if they fit; of two rounds' sums."""
-_PARTS, _SLOTS = 4, 16
-"""Most parts of a weight; most slots of a ring."""
-_LINES = 4 * 144
-"""Bytes of a tile's columns of x, as whole numbers."""
-_LONG = 32
-"""Units of a block, for each multiprocessor one, from which on the next kernel's need not find room beside it."""
+_SHARED_BYTES_BESIDE_NEXT = 104 << 10
+"""Shared memory of a block that leaves room for the next product's block."""
+_MAX_INPUT_BYTES = 144 << 10
+"""Input that a block keeps in shared memory, at most."""
+_SUM_BYTES = 16 << 10
+"""Shared memory for a block's sums, or for the sums of two rounds."""
+_MAX_PARTS, _MAX_SLOTS = 4, 16
+"""Largest number of parts of a weight, and of slots of a ring."""
+_LINE_BYTES = 4 * 144
+"""Bytes of a token's columns of a tile, quantized to integers."""
+_LONG_UNITS = 32
+"""Units of a block from which on it may take the next kernel's shared memory."""
 
 
 def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
-    """The parts of a weight that has tiles, the plain ones as tiles too; gate: two, of its gate and of the other half.
-    None: it cannot be served so."""
+    """Returns the parts of a weight that has tiles, plain parts as tiles too; gate: its two halves, gate and up. None
+    if the kernels cannot serve it."""
     blocks = weight if isinstance(weight, tuple) else (weight,)
-    if len(blocks) > _PARTS or not any(isinstance(block, Tiles) for block in blocks):
+    if len(blocks) > _MAX_PARTS or not any(isinstance(block, Tiles) for block in blocks):
         return None
     parts = tuple(found for found in map(_tiles, blocks) if found is not None)
     if gate and len(parts) == 1 and parts[0].rows % (2 * TILE_ROWS) == 0:
@@ -57,9 +58,12 @@ def _tiles(block: Block) -> Tiles | None:
 
 @dataclass(frozen=True, slots=True)
 class PackedMultiply:
-    """A product: columns of its weight, whether its input is normalised, what becomes of its sums, what kinds of tiles
-    it has, in how many parts, how many units are multiplied at once, of few tokens. head, slice: as of
-    `shapes.Multiply`."""
+    """A product with a quantized weight.
+
+    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD or GATE (kernel_config).
+    kinds: tile formats. parts: of the weight. high: units that are multiplied at once, for few tokens.
+    head, slice: as in `kernel_config.Multiply`.
+    """
 
     columns: int
     norm: bool
@@ -72,8 +76,9 @@ class PackedMultiply:
 
     @property
     def most(self) -> int:
-        """Tokens whose input fits in a block's shared memory, and that it is used for."""
-        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, _INPUT // _input(self.columns, self.kinds))
+        """Largest number of tokens."""
+        fit = _MAX_INPUT_BYTES // _input(self.columns, self.kinds)
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -89,38 +94,42 @@ class PackedMultiply:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory that a block takes at most."""
+        """Bytes of shared memory of a block, at most."""
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
     def _high(self, tokens: int) -> int:
         return self.high if tokens <= MMA_TOKENS // 2 else 1
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
-        """counts: units of the parts that a block has at most."""
+        """counts: units of each part in a block, at most."""
         high = self._high(tokens)
         tile = self.columns // TILE_COLUMNS
         unit = tile * TILE_ROWS * tokens * 4
         most = max(counts)
         round = most
-        if sum(counts) * unit > _SUMS:  # a multiple of `high`, so that only the last units may be alone
-            fits = [units for units in range(high, min(most, _SUMS // unit) + 1, high)
-                    if sum(min(units, count) for count in counts) * unit <= _SUMS // 2]
+        if sum(counts) * unit > _SUM_BYTES:  # a multiple of `high`, so that only the last unit may be single
+            fits = [units for units in range(high, min(most, _SUM_BYTES // unit) + 1, high)
+                    if sum(min(units, count) for count in counts) * unit <= _SUM_BYTES // 2]
             round = max(fits, default=high)
         rounds = -(-most // round)
         sums = sum(min(round, count) for count in counts) * unit
         slot = _slot(self.kinds, high)
         fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
-        beside = (_HALF - fixed) // slot
-        # what a block has in all
+        slots_beside = (_SHARED_BYTES_BESIDE_NEXT - fixed) // slot
+        # slots that a block fills in all
         wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
-        slots = max(2, min(beside if beside >= 3 else (MAX_SHARED_BYTES - fixed) // slot, _SLOTS, wanted))
+        fit = slots_beside if slots_beside >= 3 else (MAX_SHARED_BYTES - fixed) // slot
+        slots = max(2, min(fit, _MAX_SLOTS, wanted))
         return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
 
 
 @dataclass(frozen=True, slots=True)
 class ProductPlan:
-    """round: units of each part between two sums. sums: floats of a round. slots, slot: how many, and bytes of each.
-    shared: bytes of shared memory of a block."""
+    """The shared memory of a block.
+
+    round: units of each part between two sums. rounds: of them. sums: floats of a round's sums.
+    slots, slot: slots of the ring, and bytes of a slot. shared: bytes in all.
+    """
 
     round: int
     rounds: int
@@ -141,14 +150,15 @@ def _slot(kinds: frozenset[str], high: int) -> int:
 
 def _input(columns: int, kinds: frozenset[str]) -> int:
     """Bytes of a token's input."""
-    return columns // TILE_COLUMNS * _LINES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
+    return columns // TILE_COLUMNS * _LINE_BYTES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
 
 
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
                slice: int = 0) -> PackedMultiply:
     columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
-    room = _HALF - 1024 - _input(columns, kinds) - units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
-    high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG * blocks) else 1
+    sums = units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
+    room = _SHARED_BYTES_BESIDE_NEXT - 1024 - _input(columns, kinds) - sums
+    high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
     return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
 
 
@@ -158,7 +168,7 @@ def _units(part: Tiles) -> int:
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
            **values: Any) -> None:
-    """values: the members x, scale, y and eps of `arguments.PackedArgs`."""
+    """values: x, scale, y and eps of `arguments.PackedArgs`."""
     plan, filled = arguments(product, parts, tokens, blocks, **values)
     module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, filled, plan.shared)
 
@@ -168,7 +178,7 @@ def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, bl
     gate = product.out == 2
     units = [len(part.data) for part in parts]
     whole, rest = [unit // blocks for unit in units], [unit % blocks for unit in units]
-    # so that no block has one more of every part; a gate and its partner lie in the same block
+    # no block gets one more unit of every part; gate and up lie in the same block
     shift = [0 if gate else sum(rest[:index]) % blocks for index in range(len(parts))]
     plan = product.plan(tokens, tuple(w + (r > 0) for w, r in zip(whole, rest, strict=True)))
     row = [0 if gate else sum(part.rows for part in parts[:index]) for index in range(len(parts))]
@@ -181,11 +191,11 @@ def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, bl
 
 
 def _four(values: list[int]) -> tuple[int, ...]:
-    return (*values, *[0] * (_PARTS - len(values)))
+    return (*values, *[0] * (_MAX_PARTS - len(values)))
 
 
 def kinds_entries(kinds: frozenset[str]) -> Iterator[tuple[str, str, str, str]]:
-    """What `shapes.entry` wants, of the kernels that turn tiles into plain numbers."""
+    """Yields arguments of `kernel_config.entry` for kernels that dequantize tiles."""
     for kind in sorted(kinds):
         number = KINDS[kind].number
         yield f"unpack_{kind.lower()}", "Unpack", "256", f"unpack<{number}>"
@@ -193,7 +203,7 @@ def kinds_entries(kinds: frozenset[str]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def unpack(module: Module, parts: tuple[Tiles, ...]) -> Tensor:
-    """The whole weight as bfloat16 [rows, columns], for as long as it is needed."""
+    """Returns the weight dequantized to bfloat16 [rows, columns]."""
     rows, columns = sum(part.rows for part in parts), parts[0].columns
     plain = torch.empty(rows, columns, dtype=torch.bfloat16, device=parts[0].data.device)
     first = 0

@@ -1,5 +1,5 @@
-"""Mixtures of experts that stay quantized on the card: few tokens are multiplied with their tiles; for many a layer's
-experts become plain numbers, in memory that all layers share."""
+"""Mixtures of quantized experts: few tokens are multiplied with their tiles; for many a layer's experts are dequantized
+into memory that all layers share."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from deltic.ops.types import Block, ExpertPool, MlpWeights, MoeWeights, Weight
 
 _MOST_HIDDEN, _MOST_SIZE = 4096, TILE_COLUMNS * WARPS
 _LINES = 4 * 144
-"""Bytes of a token's columns of a tile, as whole numbers."""
+"""Bytes of a token's columns of a tile, quantized to integers."""
 _PLAIN = "BF16"
 _PASSES = 4
-"""So often few tokens are taken, before it is faster to make plain numbers of all experts."""
+"""Passes of `gemv_rows` up to which they are faster than dequantizing all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What tiles the matrices of an expert are: gate, up [size, hidden], down [hidden, size]."""
+    """Tile formats of an expert's matrices: gate, up [size, hidden], down [hidden, size]."""
 
     gate: str
     up: str
@@ -50,15 +50,15 @@ class Kinds:
 
     @property
     def both(self) -> int:
-        """Bytes of a tile of the gate and of one of the other half."""
+        """Bytes of a gate tile and an up tile."""
         return KINDS[self.gate].nbytes + KINDS[self.up].nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedShape(ExpertsShape):
-    """As `ExpertsShape`, of experts that stay quantized.
+    """An `ExpertsShape` of experts that stay quantized.
 
-    routed, shared_one: what experts of some layer are, and the shared ones.
+    routed, shared_one: formats of the experts in the layers, and of the shared ones.
     """
 
     routed: frozenset[Kinds]
@@ -75,7 +75,7 @@ class PackedShape(ExpertsShape):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of all tiles that become plain numbers."""
+        """Formats of all tiles that are dequantized."""
         return self._gate_kinds | self._down_kinds
 
     def joined(self, other: ExpertsShape) -> ExpertsShape | None:
@@ -92,7 +92,7 @@ class PackedShape(ExpertsShape):
         return max([row, *(kinds.both for kinds in self.shared_one)])
 
     def wide(self, kinds: Kinds) -> int:
-        """Tiles of each half in such a slot."""
+        """Tiles of gate and of up in such a slot."""
         return min(self.hidden // TILE_COLUMNS, WARPS, self.gate_slot // kinds.both)
 
     @property
@@ -100,15 +100,15 @@ class PackedShape(ExpertsShape):
         """Bytes of a slot of the second product's ring."""
         routed, common = (max((2 * self._down_tiles * KINDS[kinds.down].nbytes for kinds in some), default=0)
                           for some in (self.routed, self.shared_one))
-        return max(routed, common) + (self._at_once - 1) * routed
+        return max(routed, common) + (self._experts_at_once - 1) * routed
 
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
         tiles = self.hidden // TILE_COLUMNS
-        items = -(-self._experts(tokens) * (self.size // TILE_ROWS) // blocks)
+        items = -(-self._max_experts(tokens) * (self.size // TILE_ROWS) // blocks)
         sums = tiles * tokens * 2 * TILE_ROWS * 4
         group = max(1, min(SUM_BYTES // sums, items))
         plain = 2 * self.hidden * bool(PLAIN_KINDS & self._gate_kinds)
-        fixed = self.offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
+        fixed = self.ring_offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
         slots = ring_slots(
             fixed, self.gate_slot, GATE_SHARED_BYTES, items * -(-tiles // min(map(self.wide, self._all)))
         )
@@ -116,20 +116,20 @@ class PackedShape(ExpertsShape):
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
         own = _LINES + 2 * TILE_COLUMNS * bool(PLAIN_KINDS & self._down_kinds)
-        sums = tokens * self.each * self._down_tiles * 2 * TILE_ROWS * 4
-        fixed = self.offset + WARPS * own + 2 * sums
-        fills = -(-self._experts(tokens) // self._at_once) * -(-self.hidden // (2 * TILE_ROWS * blocks))
+        sums = tokens * self.experts_per_token * self._down_tiles * 2 * TILE_ROWS * 4
+        fixed = self.ring_offset + WARPS * own + 2 * sums
+        fills = -(-self._max_experts(tokens) // self._experts_at_once) * -(-self.hidden // (2 * TILE_ROWS * blocks))
         slots = ring_slots(fixed, self.down_slot, DOWN_SHARED_BYTES, fills)
         return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.down_slot)
 
     def gemv_entries(self) -> Iterator[str]:
-        common = f"{self.hidden}, {self.size}, {self.who}, {cpp_bool(self.normalised)}"
+        common = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
         mixed = cpp_bool(any(kinds.gate != kinds.up for kinds in self._all))
-        threads, behind = f"{WARPS * 32 + 32}, 2", -(-(self.offset + 8 * (self.count + 1)) // 128) * 128
+        threads, behind = f"{WARPS * 32 + 32}, 2", -(-(self.ring_offset + 8 * (self.count + 1)) // 128) * 128
         yield kernel("packed_gate", "PackedGate", threads,
                      f"packed_gate<{common}, {_bits(self._gate_kinds)}, {mixed}, {behind}>")
         yield kernel("packed_down", "PackedDown", threads,
-                     f"packed_down<{common}, {_bits(self._down_kinds)}, {self.offset}>")
+                     f"packed_down<{common}, {_bits(self._down_kinds)}, {self.ring_offset}>")
         for kind in sorted(self.kinds):
             yield kernel(f"unpack_experts_{kind.lower()}", "UnpackExperts", "256",
                          f"unpack_experts<{KINDS[kind].number}>")
@@ -151,37 +151,37 @@ class PackedShape(ExpertsShape):
         return self.size // TILE_COLUMNS
 
     @property
-    def _at_once(self) -> int:
+    def _experts_at_once(self) -> int:
         """Experts in a slot of the second product's ring."""
         return WARPS // self._down_tiles
 
-    def _experts(self, tokens: int) -> int:
-        """That so many tokens pass at most."""
+    def _max_experts(self, tokens: int) -> int:
+        """Experts that so many tokens pass, at most."""
         return min(self.count, tokens * self.per_token) + self.shared
 
 
 def experts_shape(weights: MoeWeights) -> ExpertsShape | None:
-    """What serves a layer; None where the kernels do not know its experts: other dtypes, sizes, or types of blocks, or
-    some that are quantized and some that are not."""
+    """Returns the shape of a layer; None if the kernels do not know its experts (dtype, sizes, block types, or only
+    some quantized)."""
     return shape_of(weights) or _packed_shape(weights)
 
 
 def experts_of(module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> MoeOp:
-    """The mixtures of a model's layers, as `MoeOp` makes them."""
+    """Returns the op for a model's layers."""
     if isinstance(shape, PackedShape):
         return QuantizedMoeOp(module, shape, layers, blocks)
     return MoeOp(module, shape, layers, blocks)
 
 
 def knows_packed(hidden: int, size: int, count: int, per_token: int, shared_size: int) -> bool:
-    """Whether experts of these sizes can stay quantized. shared_size: 0 where there is no shared one."""
+    """True if experts of these sizes can stay quantized. shared_size: 0 without a shared expert."""
     kinds = frozenset({Kinds("Q8_0", "Q8_0", "Q8_0")})
     shape = PackedShape(hidden, size, count, per_token, shared_size > 0, True, kinds, kinds)
     return shared_size in (0, size) and shape.fits_blocks and shape.known
 
 
 def scratch_bytes(count: int, size: int, hidden: int) -> int:
-    """What a layer's experts, so many with the shared one, take as plain numbers."""
+    """Bytes of a layer's dequantized experts. count: the shared one included."""
     return 3 * count * size * hidden * 2
 
 
@@ -212,7 +212,7 @@ def _names(kinds: Kinds) -> tuple[str, str, str]:
 
 
 def _kinds(part: MlpWeights) -> Kinds | None:
-    """None: some of it is neither tiles nor bfloat16."""
+    """Returns None if some matrix is neither tiles nor bfloat16."""
     names = [_kind(block) for block in _matrices(part)]
     gate, up, down = (*names, None, None, None)[:3]
     return Kinds(gate, up, down) if gate and up and down else None
@@ -225,7 +225,7 @@ def _kind(block: Block) -> str | None:
 
 
 def _matrices(part: MlpWeights) -> tuple[Block, ...]:
-    """Gate, up and down; empty where these are in other blocks."""
+    """Returns gate, up and down; nothing if they are stored in other blocks."""
     halves, down = _halves(part.gate_up), part.down
     return (*halves, down) if halves and not isinstance(down, tuple) else ()
 
@@ -239,7 +239,7 @@ def _halves(weight: Weight) -> tuple[Block, Block] | None:
 
 
 def _sizes(part: MlpWeights) -> tuple[int, int]:
-    """Rows and columns of the gate, if the other matrices are of that size; zeros if not."""
+    """Returns rows and columns of the gate if the other matrices match; otherwise zeros."""
     shapes = [(int(matrix.shape[0]), int(matrix.shape[1])) for matrix in _matrices(part)]
     return shapes[0] if shapes and shapes == [shapes[0], shapes[0], shapes[0][::-1]] else (0, 0)
 
@@ -250,8 +250,10 @@ def _bits(kinds: frozenset[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _QuantizedMoeLayer:
-    """up, down [E + 1] int64: where the tiles lie; those of gates are in the layer's `ExpertTable`. routed, shared:
-    what they are. kept: tiles that were made of a plain shared expert, which nobody else keeps."""
+    """up, down [E + 1] int64: addresses of tiles; those of gates are in the layer's `ExpertTable`.
+
+    routed, shared: tile formats. kept: keeps tiles alive that were made of a plain shared expert.
+    """
 
     up: Tensor
     down: Tensor
@@ -261,13 +263,12 @@ class _QuantizedMoeLayer:
 
 
 class QuantizedMoeOp(MoeOp):
-    """As `MoeOp`, of a `PackedShape`. Beside the weights it has memory for one layer's experts as plain numbers."""
+    """A `MoeOp` of a `PackedShape`. Owns memory for one layer's dequantized experts."""
 
     max_gemv_tokens = _PASSES * MAX_GEMV_TOKENS
-    ahead = 0  # what is in that memory is another layer's then
+    ahead = 0  # during routing the memory still holds another layer's experts
 
     def __init__(self, module: Module, shape: PackedShape, layers: Iterable[MoeWeights], blocks: int) -> None:
-        """As `MoeOp`."""
         self._packed, self._layers, self._most = shape, dict[int, _QuantizedMoeLayer](), shape.most
         self._plans = dict[int, tuple[tuple[int, int, int], tuple[int, int]]]()
         count = shape.count + shape.shared
@@ -309,7 +310,7 @@ class QuantizedMoeOp(MoeOp):
         real: RealTokens = ALL_REAL,
         first: int = 0,
     ) -> None:
-        """As of `MoeOp`, of any number of tokens."""
+        """Like `MoeOp.gemv_rows`, for any number of tokens."""
         shape, tokens = self._packed, len(residual)
         if tokens > self._most:
             for begin in range(0, tokens, self._most):
@@ -317,7 +318,7 @@ class QuantizedMoeOp(MoeOp):
                 self.gemv_rows(weights, residual[part], scale, eps, logits[part], real, first + begin)
             return
         table, layer = self._tables[id(weights)], self._layers[id(weights)]
-        gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
+        gated = torch.empty(tokens * shape.experts_per_token, shape.size, dtype=torch.bfloat16, device=residual.device)
         if tokens not in self._plans:
             self._plans[tokens] = shape.gate_plan(tokens, self._blocks), shape.down_plan(tokens, self._blocks)
         (group, slots, shared), (down_slots, down_shared) = self._plans[tokens]
@@ -333,7 +334,7 @@ class QuantizedMoeOp(MoeOp):
             kind=_number(layer.routed.down), shared_kind=_number(layer.shared.down), **numbers), down_shared)
 
     def prepare(self, weights: MoeWeights) -> None:
-        """Makes plain numbers of the experts that are passed."""
+        """Dequantizes the experts that are used."""
         shape, layer = self._packed, self._layers[id(weights)]
         gate, up = self._gate[:, :shape.size], self._gate[:, shape.size:]
         gates = self._tables[id(weights)].at.gate
@@ -345,8 +346,8 @@ class QuantizedMoeOp(MoeOp):
                 self._unpack(target[shape.count:], data[shape.count:], shared, None)
 
     def _unpack(self, target: Tensor, data: Tensor, kind: str, counts: Tensor | None) -> None:
-        """target [n, rows, columns] bf16. data [n] int64: where the tiles lie. counts [n] int32: of tokens; None: all
-        are wanted."""
+        """Dequantizes tiles at the addresses data [n] int64 to target [n, rows, columns] bf16. counts [n] int32: tokens
+        of each expert; None: all are used."""
         count, rows, columns = target.shape
         self._module.launch(
             f"k_unpack_experts_{kind.lower()}",

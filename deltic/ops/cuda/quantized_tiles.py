@@ -1,4 +1,9 @@
-"""Tiles."""
+"""Quantized matrices as the GPU's kernels read them: tiles of 8 rows and 256 columns, made of GGUF or float8 blocks.
+
+Nothing is rounded: a tile has the codes and scales of its blocks in another order (kernels/packed.cuh). Lane l of a
+    warp reads of row l // 4 two sets of 32 columns, which begin at l % 4 * 32 and 128 further on. float8 blocks are
+    described in loader/fp8.py. The tests run all of this on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +18,14 @@ from torch import Tensor
 from deltic.ops.quantized import PackedForm, QTensor, read_from
 
 TILE_ROWS, TILE_COLUMNS = 8, 256
-"""Of a tile."""
+"""The size of a tile."""
 WEIGHTS_PER_PIECE: Final = 1 << 24
-"""Weights that are packed at a time."""
+"""Weights that are packed at a time: bounds memory while loading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A form of tiles: its number and the bytes of a tile, as in kernels/packed.cuh. row: bytes of a row's columns in a
-    file."""
+    """A tile format: number and bytes of a tile, as in kernels/packed.cuh. row: bytes of a row's columns in a file."""
 
     number: int
     nbytes: int
@@ -32,7 +36,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "Q8_0": Kind(0, 2176, 272), "Q4_K": Kind(1, 1184, 144), "Q6_K": Kind(2, 1680, 210), "Q5_K": Kind(3, 1696, 176),
     "BF16": Kind(4, 4096, 512), "FP8": Kind(5, 2112, 264)}
 PLAIN_KINDS: Final = frozenset({"BF16", "FP8"})
-"""Those that are multiplied as bfloat16, with an input that is bfloat16."""
+"""Formats that are multiplied with a bfloat16 input."""
 _AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
 """Types that are Q8_0 with smaller codes."""
 PACKED_FORMATS: Final = frozenset({*KINDS, *_AS_BYTES}) - {"BF16"}
@@ -41,20 +45,20 @@ _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 6
 
 
 def tiles_form(device: str | torch.device) -> PackedForm:
-    """Of models on that GPU."""
+    """Returns the form of weights on a GPU."""
     return PackedForm(partial(pack_tiles, device=device), serves, torch.bfloat16, torch.device(device),
                 partial(pack_stack, device=device))
 
 
 def serves(type: str, columns: int) -> bool:
-    """Whether a matrix of this type and with rows of so many columns can stay packed."""
+    """True if a matrix of this type and width can stay packed."""
     return columns % TILE_COLUMNS == 0 and type in PACKED_FORMATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles(QTensor):
-    """A matrix on a GPU (or, for tests, elsewhere). type: a name in KINDS. data: [units of 8 rows, bytes]; rows that
-    fill the last unit up are zeros. matrix: None."""
+    """A matrix on a GPU. type: a name in KINDS. data: [units of 8 rows, bytes]; the last unit is padded with zero rows.
+    matrix: None."""
 
     @property
     def kind(self) -> Kind:
@@ -78,7 +82,7 @@ class Tiles(QTensor):
             (rows // TILE_ROWS)[:, None, None], tiles, own[rows % TILE_ROWS][:, None]]
 
     def halves(self) -> tuple[Tiles, Tiles]:
-        """The rows of both, where they fill units."""
+        """Returns upper and lower half of the rows, which fill units."""
         one, other = self.data.chunk(2)
         return replace(self, rows=self.rows // 2, data=one), replace(self, rows=self.rows // 2, data=other)
 
@@ -90,7 +94,7 @@ class Tiles(QTensor):
 
 def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
                device: str | torch.device) -> Tiles:
-    """As `qtensor.pack_rows`, on `device`; the type is one that is served, or BF16."""
+    """Packs like `quantized.pack_rows`, on `device`. type: one that is served, or BF16."""
     del number
     kept = "Q8_0" if type in _AS_BYTES else type
     units = -(-rows // TILE_ROWS)
@@ -108,8 +112,7 @@ def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, 
 
 def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_bytes: int,
                read: Callable[[int, int], Any], device: str | torch.device) -> tuple[Tiles, ...]:
-    """As `pack_tiles`, of `count` matrices [rows, columns] one behind the other, which are views of one tensor where
-    their rows fill units."""
+    """Packs `count` consecutive matrices [rows, columns], as views of one tensor if their rows fill units."""
     if rows % TILE_ROWS:
         size = rows * row_bytes
         return tuple(pack_tiles(type, number, rows, columns, row_bytes, partial(read_from, read, index * size), device)
@@ -120,14 +123,14 @@ def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_
 
 @cache
 def _bytes_of_rows(type: str, device: torch.device) -> Tensor:
-    """Which bytes of a tile belong to each of its rows, int64 [8, bytes / 8]: those that change when the row does."""
+    """Returns the bytes of a tile that belong to each of its rows, int64 [8, bytes / 8]."""
     rows = (255 * torch.eye(TILE_ROWS, dtype=torch.uint8)).flatten()[:, None].expand(-1, KINDS[type].row).contiguous()
     changed = _PACK[type](rows) != _PACK[type](torch.zeros_like(rows))
     return changed.nonzero()[:, 1].view(TILE_ROWS, -1).to(device)
 
 
 def tiles_of(weight: Tensor) -> Tiles:
-    """Of a bfloat16 matrix."""
+    """Returns a bfloat16 matrix as tiles."""
     raw = weight.contiguous().view(torch.uint8)
     rows, width = raw.shape
     return pack_tiles("BF16", 0, rows, width // 2, width, lambda start, count: raw.view(-1)[start:start + count],
@@ -157,26 +160,26 @@ def _scales(values: Tensor) -> Tensor:
 
 
 def _lane_scales(values: Tensor) -> Tensor:
-    """Of groups of 32 columns or less [rows, tiles, n] -> [units, tiles, 8, 4 lanes, n / 4]."""
+    """Reorders scales of groups of 32 columns or less: [rows, tiles, n] -> [units, tiles, 8, 4 lanes, n / 4]."""
     groups = _scales(values).unflatten(-1, (2, 4, -1))
     found: Tensor = groups.transpose(3, 4).flatten(4)
     return found
 
 
 def _group_scales(data: Tensor) -> Tensor:
-    """The inverse: [units, tiles, 8, 4 lanes, n / 4] -> [units, tiles, 8, n]."""
+    """Inverse of `_lane_scales`: [units, tiles, 8, 4 lanes, n / 4] -> [units, tiles, 8, n]."""
     found: Tensor = data.unflatten(-1, (2, -1)).transpose(3, 4).flatten(3)
     return found
 
 
 def _words(words: Tensor) -> Tensor:
-    """Words of the lanes [units, tiles, rows, 4 lanes, n] -> in the order in which lanes read four of them."""
+    """Reorders words of the lanes [units, tiles, rows, 4 lanes, n] for reads of four at a time."""
     found: Tensor = words.unflatten(-1, (-1, 4)).permute(0, 1, 4, 2, 3, 5)
     return found
 
 
 def _unwords(data: Tensor, count: int) -> Tensor:
-    """The inverse: bytes [units, tiles, bytes] -> int32 [units, tiles, 8, 4, count]."""
+    """Inverse of `_words`: bytes [units, tiles, bytes] -> int32 [units, tiles, 8, 4, count]."""
     words = data[..., :128 * count].contiguous().view(torch.int32)
     found: Tensor = words.unflatten(-1, (count // 4, TILE_ROWS, 4, 4)).permute(0, 1, 3, 4, 2, 5).flatten(4)
     return found
@@ -185,7 +188,7 @@ def _unwords(data: Tensor, count: int) -> Tensor:
 # Q8_0
 
 def _as_bytes(type: str, raw: Tensor) -> Tensor:
-    """Blocks of Q4_0, Q5_0 or IQ4_NL [rows, bytes] as blocks of Q8_0."""
+    """Converts blocks of Q4_0, Q5_0 or IQ4_NL [rows, bytes] to blocks of Q8_0."""
     blocks = raw.unflatten(1, (-1, 22 if type == "Q5_0" else 18))
     low, high = blocks[..., -16:] & 15, blocks[..., -16:] >> 4
     codes = torch.cat((low, high), -1).to(torch.int16)
@@ -217,7 +220,7 @@ def _int32(bytes: Tensor) -> Tensor:
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """The inverse: -> uint8 [units, tiles, rows, lanes, n, 4]."""
+    """Inverse of `_int32`: -> uint8 [units, tiles, rows, lanes, n, 4]."""
     found: Tensor = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
     return found
 
@@ -226,21 +229,22 @@ def _bytes(words: Tensor) -> Tensor:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and minima out of 12 bytes, as `weights.gguf.blocks` says."""
+    """Unpacks eight scales and minima from 12 bytes (loader/gguf/blocks)."""
     scales, minima, low = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     return (torch.cat((scales & 63, low & 15 | scales >> 6 << 4), -1),
             torch.cat((minima & 63, low >> 4 | minima >> 6 << 4), -1))
 
 
 def _fields(packed: Tensor, bits: int, run: int) -> Tensor:
-    """Fields of 1, 2 or 4 bits [..., bytes] -> [..., bytes * 8 / bits]; of every `run` bytes the lowest come first."""
+    """Unpacks fields of 1, 2 or 4 bits [..., bytes] -> [..., bytes * 8 / bits]; of each `run` bytes the lowest bits
+    come first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
     found: Tensor = (packed.unflatten(-1, (-1, 1, run)) >> shifts & (1 << bits) - 1).flatten(-3)
     return found
 
 
 def _affine(blocks: Tensor) -> list[Tensor]:
-    """The scales of tiles of Q4_K and Q5_K."""
+    """Returns the scales of Q4_K and Q5_K tiles."""
     both = torch.cat([_lane_scales(values) for values in _six_bits(blocks[..., 4:16])], -1)
     return [both, _scales(blocks[..., :4])]
 
@@ -257,13 +261,13 @@ def _q4_k(data: Tensor) -> Tensor:
 
 
 def _six_bit_words(codes: Tensor) -> Tensor:
-    """Codes of up to six bits [rows, columns] in three words for 16 of a lane's."""
+    """Packs codes of up to six bits [rows, columns], three words for 16 codes of a lane."""
     *first, last = _lanes(codes).unflatten(5, (2, 4)).unbind(6)
     return _words(_int32(torch.stack([code << 2 | last >> 4 - 2 * index & 3 for index, code in enumerate(first)], 6)))
 
 
 def _six_bit_codes(data: Tensor) -> Tensor:
-    """The inverse: [units, tiles, rows, 8 groups, 32]."""
+    """Inverse of `_six_bit_words`: [units, tiles, rows, 8 groups, 32]."""
     found = _bytes(_unwords(data, 12)).unflatten(4, (2, 2, 3))
     x, y, z = (found & 3).unbind(6)
     codes = torch.cat((found >> 2, (x << 4 | y << 2 | z).unsqueeze(6)), 6)
@@ -305,7 +309,7 @@ def _bf16(data: Tensor) -> Tensor:
 
 
 _PAIRS: Final = (2, 0, 3, 1)
-"""Of four columns those in the order of a word's bytes, of which the kernels take the upper two, then the lower two."""
+"""Order of four columns in the bytes of a word; the kernels take the upper two, then the lower two."""
 
 
 def _pack_fp8(raw: Tensor) -> Tensor:
@@ -341,7 +345,7 @@ def _affinely(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _numbers(type: str, data: Tensor, columns: int) -> Tensor:
-    """Units [n, bytes] -> float32 [n, 8, columns]."""
+    """Dequantizes units [n, bytes] to float32 [n, 8, columns]."""
     tiles = _UNPACK[type](data.unflatten(1, (columns // TILE_COLUMNS, -1)))
     return tiles.flatten(3).transpose(1, 2).flatten(2)
 

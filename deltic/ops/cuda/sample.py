@@ -1,4 +1,4 @@
-"""Choosing tokens: the plain cases by kernels of our own."""
+"""Sampling: the plain cases by our own kernels, all others by torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _SOURCE = ('extern "C" __global__ void __launch_bounds__(256) k_choose_part(cons
 
 
 def source() -> str:
-    """The text of the kernels."""
+    """Returns the CUDA source of the kernels."""
     return headers("sample") + _SOURCE
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
-    """Waits for nothing. What our kernels choose lies there until the thread draws from so many rows again."""
+    """Never waits. The kernels' result is valid until the thread samples from as many rows again."""
     plain = (sampling.adjust is None and not sampling.filtered and sampling.top_logprobs is None
              and logits.is_cuda and logits.dtype == torch.float32 and logits.is_contiguous())
     module = _module(logits.device) if plain else None
@@ -51,9 +51,11 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
 
 
 def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, ids: Tensor | None) -> None:
-    """Launch what draws from logits [R, V] float32, without filters and penalties. temperature [R] float32, keys [R]
-    int64. chosen [2, R] int64: tokens, then whether the logits are sound. ids [V] int64: the tokens whose logits these
-    are, as of when the device comes to it; None: all, in order."""
+    """Launches a draw from logits [R, V] float32, without filters and penalties.
+
+    temperature [R] float32, keys [R] int64. chosen [2, R] int64: receives tokens, then whether the logits are healthy.
+    ids [V] int64: the tokens of the logits, read when the device gets there; None: all tokens in order.
+    """
     module, (rows, vocabulary) = _module(logits.device), logits.shape
     assert module is not None, "the kernels that draw cannot be compiled"
     parts = _parts(rows)
@@ -67,7 +69,8 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, id
 @cache
 def _drawer(module: Module, rows: int, vocabulary: int, thread: int
             ) -> Callable[[Tensor, Sampling], tuple[Tensor, Tensor]]:
-    """Draws from so many rows: tokens and whether they are sound, [rows] int64 each, until the thread's next call."""
+    """Returns a draw from so many rows: tokens and whether they are healthy, [rows] int64 each, valid until the
+    thread's next call."""
     device = module.device
     parts = _parts(rows)
     numbers = torch.empty(rows * (2 + 3 * parts), dtype=torch.int64, device=device)
@@ -92,7 +95,7 @@ def _drawer(module: Module, rows: int, vocabulary: int, thread: int
 
 @cache
 def _module(device: torch.device) -> Module | None:
-    """None where the kernels cannot be compiled."""
+    """Returns None if the kernels cannot be compiled."""
     why = why_not(device)
     if why:
         log.warning("on the GPU torch serves every draw: %s", why)
@@ -100,7 +103,7 @@ def _module(device: torch.device) -> Module | None:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why torch serves the draws; None: the kernels here do."""
+    """Returns why torch samples; None if the kernels here do."""
     try:
         compile_source(source(), architecture(device))
     except CompileError as error:
