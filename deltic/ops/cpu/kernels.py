@@ -1,4 +1,5 @@
-"""The ops on compiled kernels. They compute in float32 in any model dtype; each takes its thread pool first."""
+"""The ops on compiled kernels, which compute in float32 in any model dtype. Each takes its thread pool first; bound to
+one, it has the signature of `Ops`."""
 
 from __future__ import annotations
 
@@ -55,12 +56,12 @@ def pack(pool: ThreadPool, weight: Tensor, table: bool) -> Block:
 
 
 def packed(weight: Weight) -> bool:
-    """Whether the kernels can multiply with it."""
+    """True if the kernels can multiply with the weight."""
     return all(isinstance(block, QTensor) for block in (weight if isinstance(weight, tuple) else (weight,)))
 
 
 def native_weight(weight: Weight) -> LinearWeight:
-    """The struct of a packed weight; borrows its data."""
+    """Returns the struct of a packed weight; borrows its data."""
     blocks: tuple[Any, ...] = weight if isinstance(weight, tuple) else (weight,)
     return LinearWeight(len(blocks), (MatrixStruct * 4)(*(block.matrix for block in blocks)))
 
@@ -99,7 +100,7 @@ def mlp(pool: ThreadPool, x: Tensor, weights: MlpWeights) -> Tensor:
 
 
 def moe_layer(weights: MoeWeights) -> MoeLayer:
-    """The layer's struct; borrows the weights."""
+    """Returns the layer's struct; borrows the weights."""
     pooled = weights.experts if isinstance(weights.experts, ExpertPool) else None
     count = len(weights.experts)
     experts = (Expert * (count + 1))()
@@ -119,7 +120,7 @@ def moe(pool: ThreadPool, x: Tensor, weights: MoeWeights) -> Tensor:
 
 
 def moe_weights(weights: MoeWeights) -> list[Weight]:
-    """All that the layer multiplies with."""
+    """Returns all weights that the layer multiplies with."""
     return [weights.router, *(weight for part in weights.parts for weight in (part.gate_up, part.down))]
 
 
@@ -128,7 +129,7 @@ def head(pool: ThreadPool, x: Tensor, weight: Weight) -> Tensor:
 
 
 def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> GdnLayer:
-    """The layer's struct; borrows the tensors. conv [channels, kernel] float32."""
+    """Returns the layer's struct; borrows the tensors. conv [channels, kernel] float32."""
     spec = weights.spec
     into, out = ((native_weight(weights.in_proj), native_weight(weights.out_proj)) if projections
                  else (LinearWeight(), LinearWeight()))
@@ -138,7 +139,7 @@ def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> G
 
 
 def slots(view: StateView) -> States:
-    """The struct of a layer's slots and rings."""
+    """Returns the struct of a layer's slots and delta logs."""
     ring = view.delta_log
     parts = () if ring is None else (ring.inputs, ring.keys, ring.updates, ring.decays)
     return States(address(view.recurrent), address(view.conv), view.conv.shape[1], KINDS[view.conv.dtype],
@@ -146,7 +147,7 @@ def slots(view: StateView) -> States:
 
 
 def wide_states(states: tuple[StateView, ...]) -> bool:
-    """Whether they are float32, which is all that the kernels know."""
+    """True if all states are float32, which the kernels need."""
     return all(state.recurrent.dtype == torch.float32 for state in states)
 
 
@@ -177,7 +178,7 @@ def flush_delta_log(pool: ThreadPool, states: tuple[StateView, ...], source: int
 
 
 def attention_layer(weights: AttentionWeights, projections: bool = False) -> AttentionLayer:
-    """The layer's struct; borrows the tensors."""
+    """Returns the layer's struct; borrows the tensors."""
     spec = weights.spec
     into, out = ((native_weight(weights.qkv), native_weight(weights.o_proj)) if projections
                  else (LinearWeight(), LinearWeight()))
@@ -186,7 +187,7 @@ def attention_layer(weights: AttentionWeights, projections: bool = False) -> Att
 
 
 def kv_pages(view: KvView) -> Kv:
-    """The struct of a layer's pages."""
+    """Returns the struct of a layer's pages."""
     return Kv(address(view.keys), address(view.values), KINDS[view.keys.dtype], len(view.keys))
 
 
@@ -219,7 +220,7 @@ def store_kv(pool: ThreadPool, x: Tensor, weight: Weight, k_norm: Tensor | None,
 @dataclass(frozen=True, slots=True)
 class _Best:
     """values [L, n] float32 and ids [L, n] of the best tokens, best first; tokens [L]: the first of them; totals [L]
-    float64, at the temperatures `heat`, if asked for; healthy [L] bool."""
+    float64: log-sum-exps at the temperatures `heat`, if asked for; healthy [L] bool."""
 
     values: Tensor
     ids: Tensor
@@ -250,7 +251,7 @@ def sample(pool: ThreadPool, logits: Tensor, sampling: Sampling) -> Sampled:
 
 
 def _apply(pool: ThreadPool, logits: Tensor, adjust: Adjust) -> None:
-    """Change the logits in place."""
+    """Changes the logits in place."""
     single = len(adjust.row) > 0
     old = logits[adjust.row, adjust.token] if single else logits[:0, 0]
     for table in adjust.tables:
@@ -261,7 +262,7 @@ def _apply(pool: ThreadPool, logits: Tensor, adjust: Adjust) -> None:
 
 
 def _choose(pool: ThreadPool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
-    """What is best in each row, and the tokens chosen [L]."""
+    """Returns the best tokens of each row, and the chosen tokens [L]."""
     if sampling.greedy or not sampling.filtered:
         best = _best(pool, logits, 1, kept=sampling.kept)
         return best, best.tokens if sampling.greedy else _draw(pool, logits, best, sampling)
@@ -278,7 +279,7 @@ def _best(pool: ThreadPool, logits: Tensor, count: int, temperature: Tensor | No
 
 
 def _room(rows: int, count: int, temperature: Tensor | None) -> tuple[_Best, tuple[int | None, ...]]:
-    """Where the best of each row will be written, and what `deltic_top` is to be told of that."""
+    """Allocates the best tokens of each row, and returns the arguments of `deltic_top` for them."""
     values, ids = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
     healthy = torch.empty(rows, dtype=torch.bool)
     totals = None if temperature is None else torch.empty(rows, dtype=torch.float64)
@@ -296,7 +297,7 @@ def _draw(pool: ThreadPool, logits: Tensor, best: _Best, sampling: Sampling) -> 
 
 
 def _drawing(rows: int, sampling: Sampling) -> tuple[Drawing, Tensor, list[Tensor]]:
-    """How to draw, where to, and what the first borrows."""
+    """Returns the parameters of a draw, its result, and what the first borrows."""
     columns = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
                                                   sampling.key)]
     return Drawing(*map(address, columns), sampling.filtered), torch.empty(rows, dtype=torch.int64), columns

@@ -1,4 +1,4 @@
-"""The compiled kernels (csrc/deltic.h): the library, loaded once, and its structs."""
+"""The compiled kernels' library (csrc/deltic.h), loaded once, and its structs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from deltic.ops.types import PAGE, RING, Batch
 Result = TypeVar("Result")
 
 _COMPILED = {"deltic_abi": 13, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
-"""What the library must say of itself, so that both sides mean the same bytes."""
-_NO_MEMORY, _UNREAD = -1, -3
+"""Constants that the library must return, so that both sides agree on layouts."""
+_NO_MEMORY, _READ_FAILED = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-"""Numbers of the types that caches are kept in."""
+"""Type numbers of caches."""
 PACKED_FORMATS = frozenset({
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS", "MXFP4"})
@@ -248,7 +248,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
 
 @cache
 def load() -> ctypes.CDLL | str:
-    """The library, or why it cannot be used. ConfigError if it is of another version than this package."""
+    """Returns the library, or why it cannot be used. ConfigError if it is of another version than this package."""
     path = Path(__file__).parent / "libdeltic.so"
     if not path.exists():
         return "the native kernels were not compiled: install g++, then reinstall deltic"
@@ -274,35 +274,34 @@ def _check_compiled(library: ctypes.CDLL, path: Path) -> None:
 
 
 def library() -> ctypes.CDLL:
-    """The library, which must be there."""
+    """Returns the library, which must exist."""
     found = load()
     assert not isinstance(found, str), found
     return found
 
 
 class ThreadPool:
-    """The threads that compute for the ops of one model, the level at which they do, and the memory that its weights
-    are packed into; nobody else's.
+    """The threads of one model's ops, their instruction level, and the arena of its packed weights.
 
-    They start with the first call, and go with this object. (Not at exit, when others may still be at work, nor in a
-    forked process, which has none of the threads.)
+    They start with the first call, and end with this object: not at exit, when other threads may still compute, nor in
+    a forked process, which has none of them.
     """
 
     def __init__(self, level: int, threads: int) -> None:
         self.level, self.threads, self.arena = level, threads, Arena()
         self._address, self._turn = 0, threading.Lock()
         self.unread: Callable[[], Exception] | None = None
-        """What to raise where weights of this model that lie in files could not be read."""
+        """Returns the error for weights in files that could not be read."""
 
     def call(self, kernel: Any, *arguments: object) -> None:
-        """Run a kernel with these arguments, one at a time: a call from another of Python's threads waits.
+        """Runs a kernel, one at a time: calls from other Python threads wait.
 
-        MemoryError if it found no memory; what `unread` says where files could not be read; ValueError if a batch
-        points outside of the views or contradicts itself, in which case nothing was done.
+        MemoryError if memory ran out; the error of `unread` if files could not be read; ValueError if a batch points
+        outside of the views or contradicts itself, in which case nothing was done.
         """
         with self._turn:
             status = kernel(self._address or self._start(), *arguments)
-        if status == _UNREAD and self.unread:
+        if status == _READ_FAILED and self.unread:
             raise self.unread()
         if status:
             raise _error(status)
@@ -329,7 +328,7 @@ def _free(address: int, process: int) -> None:
 
 
 def made_once(kept: dict[Any, Any] | None, key: object, make: Callable[[], Result]) -> Result:
-    """What `make` gives; where things are kept, what it gave the first time."""
+    """Returns what `make` returns; with a cache `kept`, what it returned the first time."""
     if kept is None:
         return make()
     if key not in kept:
@@ -339,7 +338,7 @@ def made_once(kept: dict[Any, Any] | None, key: object, make: Callable[[], Resul
 
 
 def step_batch(batch: Batch) -> Any:
-    """The batch as the kernels want it, by reference; made once per batch, whose tensors it borrows."""
+    """Returns the batch's struct by reference; made once for each batch, whose tensors it borrows."""
     return made_once(batch.memo if batch.kept is None else batch.kept, step_batch, lambda: _struct(batch))[0]
 
 
@@ -356,7 +355,7 @@ def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Tensor]]:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers lie; it must be contiguous."""
+    """Returns the address of a contiguous tensor's data."""
     if tensor is None:
         return None
     assert tensor.is_contiguous()

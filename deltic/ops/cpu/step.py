@@ -1,4 +1,4 @@
-"""A whole step in one call: what the layers need is laid out once."""
+"""Whole steps in one call of the compiled kernels; the structs of all layers are built once."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
     model, kept = _model(decoder, views)
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
-    # What is kept goes by the inner function: a function that names itself is a reference cycle, which would hold the
-    # weights until garbage is collected.
+    # The cache key is the inner function `outputs`: a function that refers to itself would be a reference cycle and
+    # hold the weights until garbage is collected.
     def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
         logits, hidden, places = made_once(batch.kept, outputs, lambda: outputs(batch.layout))
         pool.call(library().deltic_forward, by_reference, step_batch(batch), *places)
@@ -109,7 +109,7 @@ def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews,
 
 
 def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, list[object]]:
-    """The struct of a whole model, and what it borrows from."""
+    """Returns the struct of a whole model, and what it borrows."""
     layers = (ModelLayer * len(decoder.layers))()
     kept: list[object] = [layers, decoder, views]
     for struct, layer in zip(layers, decoder.layers, strict=True):
@@ -133,14 +133,14 @@ def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, lis
 
 
 def _own(pool: ThreadPool, ops: Ops) -> bool:
-    """Whether every op that a step stands for is served as the cpu backend serves it, on this pool."""
+    """True if each op that a step replaces is the cpu backend's own, on this pool."""
     served = (ops.add_norm, ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.moe, ops.head)
     own = (kernels.add_norm, kernels.gdn_mixer, kernels.attention_mixer, kernels.mlp, kernels.moe, kernels.head)
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
 def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
-    """Kernels that cannot do their work for this model, and who does it."""
+    """Returns the ops of this backend that others serve for a model, and why."""
     torch_serves = "torch (the weights are not packed)"
     left = {op: torch_serves for op, weights in _linear_layers(decoder).items() if not all(map(packed, weights))}
     if not wide_states(views.states):
@@ -151,7 +151,7 @@ def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict
 
 
 def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
-    """By the op that multiplies with them."""
+    """Returns the weights by the op that multiplies with them."""
     layers: dict[str, list[Weight]] = {
         "head": [decoder.head], "mlp": [], "moe": [], "gdn_mixer": [], "attention_mixer": []}
     for layer in decoder.layers:
@@ -168,14 +168,14 @@ def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
 
 
 def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
-    """Whether everything is packed, on the CPU, and of a dtype that the kernels know."""
+    """True if all weights are packed, on the CPU, and caches have a dtype that the kernels know."""
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     dtypes = {view.keys.dtype for view in views.kv} | {view.conv.dtype for view in views.states}
     return all(map(packed, weights)) and dtypes <= KINDS.keys() and wide_states(views.states)
 
 
 def _predict(structs: Iterable[ModelLayer], layers: Sequence[DecoderLayer]) -> None:
-    """Where experts of a layer shall be read ahead, the layer before it knows its router."""
+    """Gives a layer the next layer's router, if that layer's experts are to be read ahead."""
     for (struct, layer), (following, after) in pairwise(zip(structs, layers, strict=True)):
         pools = [each.mlp.experts for each in (layer, after) if isinstance(each.mlp, MoeWeights)]
         if len(pools) == 2 and all(isinstance(pool, ExpertPool) and pool.store.predict for pool in pools):
@@ -201,7 +201,7 @@ def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, kept: list
 
 
 def _frequencies(rope: RopeSpec) -> tuple[Tensor, Tensor]:
-    """Radians per position [rotary_dim / 2] float32, and which of the three positions they belong to, int64."""
+    """Returns radians per position [rotary_dim / 2] float32, and the position axis of each frequency, int64."""
     half = rope.rotary_dim // 2
     axes = torch.tensor([frequency_axis(index, rope.sections) for index in range(half)])
     return frequencies(rope, axes.device), axes
