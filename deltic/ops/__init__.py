@@ -82,17 +82,17 @@ class Ops:
     embed(ids [T], weight [V, H], dtype) -> [T, H]
     rope(positions [3, T], spec) -> Rope
     add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm scaled by
-    weight, computed in float32); both in the residual's dtype.
+        weight, computed in float32); both in the residual's dtype.
     gdn_mixer(x [T, H], weights, state, batch) -> [T, H]: a Gated DeltaNet layer between norm and residual. Mutates the
-    target and emit slots of `state` and the delta logs of rows that append.
+        target and emit slots of `state` and the delta logs of rows that append.
     flush_delta_log(states, source, log, base, done, target): writes the state at `done` to slot `target`, in every
-    layer: the state of slot `source`, which stands for `base` tokens, and entries base .. done - 1 of delta log `log`.
-    The source may be the target; all but `states` are ints. Same bits as the steps that made the entries.
+        layer: the state of slot `source`, which stands for `base` tokens, and entries base .. done - 1 of delta log
+        `log`. The source may be the target; all but `states` are ints. Same bits as the steps that made the entries.
     attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then attends each row to
-    its own context; never reads K/V past a token's own index.
+        its own context; never reads K/V past a token's own index.
     store_kv(x [T, H], weight [2 * kv, H], k_norm [head_dim] float32 | None, spec, kv, batch, rope): stores K/V as
-    attention_mixer does without biases, and attends to nothing. weight: rows k, v; the same bits as attention_mixer
-    where these are a row block of their own in `qkv`.
+        attention_mixer does without biases, and attends to nothing. weight: rows k, v; the same bits as attention_mixer
+        where these are a row block of their own in `qkv`.
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
     moe(x [T, H], weights) -> [T, H]: the sum of a token's experts times their shares: softmax over all experts in
         float32, of which the largest count (among equals the lower id), normalised or not; plus the shared expert times
@@ -100,16 +100,16 @@ class Ops:
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
     copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each, source
-    [N], target [N]): device copies, all layers at once.
+        [N], target [N]): device copies, all layers at once.
     mtp_step(ops, weights, views, slots [S, H] float32) -> a draft head's `MtpStep`; None if it is built of these ops.
-    slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
+        slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
     step(ops, decoder, views) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens` and, with
-    `layout.hidden`, all tokens' hidden states after the final norm [T, H] float32 (else None); None if the ops are
-    called one by one, for instance because some are of another backend. Takes pointers once: weights and views must
-    stay where they are. The function returns None, having done nothing, for a batch that it does not serve.
+        `layout.hidden`, all tokens' hidden states after the final norm [T, H] float32 (else None); None if the ops are
+        called one by one, for instance because some are of another backend. Takes pointers once: weights and views must
+        stay where they are. The function returns None, having done nothing, for a batch that it does not serve.
     vision(x [T, H], weights, scene) -> an iterator that takes x through all blocks of a vision tower, in place; other
-    work may run between two items. All patches of an image see each other, and no others. x is contiguous; float32, or
-    the dtype of the activations.
+        work may run between two items. All patches of an image see each other, and no others. x is contiguous; float32,
+        or the dtype of the activations.
     """
 
     pack: Callable[[Tensor, bool], Block]

@@ -1,4 +1,9 @@
-"""The gated delta rule."""
+"""Gated DeltaNet layers in plain torch: one token of many rows at once, or longer rows in chunks of 64 tokens.
+
+The chunked form is the WY representation of the gated delta rule (arXiv 2412.06464, section 3.3): with D(t, i) the
+decay between two tokens of a chunk and S the state before it,
+u = T (beta v - beta D(., 0) k S), T = (1 + tril(beta D k kT, -1))^-1, so that only one S per chunk is sequential.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +31,12 @@ class Gates:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How the longer rows are cut: N chunks, ordered by chunk number, then by row, longest row first.
+    """The chunks of the longer rows: N of them, ordered by chunk number, then by row, longest row first.
 
-    rows: batch rows, longest first. active: rows that have a chunk j, for each j. gather [N * CHUNK]: index into
-    the rows' tokens, padded with the row's last token; None: the tokens are in this order as they are.
-    real [N, 1, CHUNK]: what is not padding.
+    rows: batch rows, longest first. active: number of rows that have a chunk j, for each j.
+    gather [N * CHUNK]: indices into the rows' tokens, padded with the row's last token; None: tokens are in order
+        already.
+    real [N, 1, CHUNK]: what is no padding.
     """
 
     rows: tuple[int, ...]
@@ -56,7 +62,7 @@ class Chunks:
 
 
 def cut(batch: Batch) -> Chunks:
-    """Cut the rows of more than one token into chunks."""
+    """Cuts the rows of more than one token into chunks."""
     layout = batch.layout
     rows = sorted(range(layout.decode_rows, layout.rows), key=lambda row: -layout.chunks[row])
     counts = [-(-layout.chunks[row] // CHUNK) for row in rows]
@@ -74,7 +80,7 @@ def cut(batch: Batch) -> Chunks:
 
 
 def heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised queries (scaled) and keys [T, Hv, Dk], values [T, Hv, Dv] of convolved channels [T, C]."""
+    """Splits convolved channels [T, C]: normalised queries (scaled) and keys [T, Hv, Dk], values [T, Hv, Dv]."""
     both, value = mixed.split((2 * spec.keys, spec.values), dim=-1)
     both = both.unflatten(-1, (2, spec.key_heads, spec.key_dim))
     factor = torch.linalg.vector_norm(both, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()
@@ -88,8 +94,8 @@ def heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def step(mixed: Tensor, gates: Gates, spec: GdnSpec, state: Tensor) -> Tensor:
-    """One token of each row: mixed [R, C], state [R, Hv, Dk, Dv] -> [R, Hv, Dv]. Moves the state in place; it is
-    read once for key and query together."""
+    """One token of each row: mixed [R, C], state [R, Hv, Dk, Dv] -> [R, Hv, Dv]. Updates the state in place; reads it
+    once for key and query together."""
     query, key, value = heads(mixed, spec)
     decay, beta = gates.log_decay.exp()[..., None], gates.beta[..., None]
     from_key, from_query = (torch.stack((key, query), dim=2) @ state * decay[..., None]).unbind(2)
@@ -101,9 +107,12 @@ def step(mixed: Tensor, gates: Gates, spec: GdnSpec, state: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What a chunk needs besides the state, for N chunks: inner [N, Hv, CHUNK, Dv] and reads [.., CHUNK, Dk]: u is
-    inner - reads S. query, key [.., CHUNK, Dk]. scores [.., CHUNK, CHUNK]: decayed q kT. total [.., CHUNK] float64:
-    sums of log decays; from_start, to_end [.., CHUNK, 1]: decays from the chunk's start, to its end."""
+    """What N chunks need besides the state: u is inner - reads S.
+
+    inner [N, Hv, CHUNK, Dv], reads, query, key [.., CHUNK, Dk], scores [.., CHUNK, CHUNK]: decayed q kT.
+    total [.., CHUNK] float64: sums of log decays. from_start, to_end [.., CHUNK, 1]: decays from the chunk's start, to
+        its end.
+    """
 
     inner: Tensor
     reads: Tensor
