@@ -29,8 +29,7 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference as ref
 from deltic.ops.cuda import prefill
-from deltic.ops.cuda.driver import KernelArguments, Module, fields, headers
-from deltic.ops.cuda.kernel_config import entry
+from deltic.ops.cuda.driver import KernelArguments, Module, entry, fields, headers
 from deltic.ops.kv import FP8, is_finite, rounded
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import PAGE, AttentionWeights, Batch, KvView, Padded, Rope

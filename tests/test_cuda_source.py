@@ -38,8 +38,7 @@ from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
 from deltic.ops.cuda.sample import source
 from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
 
-steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("decode", "sample"))
-"""The modules; the package has functions of these names."""
+steps = import_module("deltic.ops.cuda.decode")
 
 MODELS = {
     "tiny": (192, 576, GdnSpec(3, 6, 32, 32, 4, 1e-6), AttentionSpec(4, 2, 64, 16, True, 1e-6)),
@@ -274,8 +273,7 @@ def test_torch_serves_where_a_kernel_is_broken_and_everybody_is_told(
     (broken / "common.cuh").write_text("this is no kernel", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(driver, "FOLDER", broken)
-    for module in (steps, draws):
-        monkeypatch.setattr(module, "architecture", lambda _: "sm_90a")
+    monkeypatch.setattr(driver, "architecture", lambda _: "sm_90a")
     monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny"))
     monkeypatch.setattr(steps, "shared_memory", lambda _: BLOCK)
     monkeypatch.setattr(steps, "_serves_prefill", lambda _: True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prefill, quantized_gemm
-from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, shared_memory
+from deltic.ops.cuda.driver import load_module, shared_memory, why_not_compiled
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -37,7 +36,7 @@ from deltic.ops.cuda.moe import ALL_REAL, RealTokens
 from deltic.ops.cuda.quantized_gemm import PackedMultiply
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.sample import why_not as why_not_draw
-from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog
+from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -83,12 +82,7 @@ def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
     sources = [shapes.source()]
     if _serves_prefill(device):
         sources.append(prefill.source(shapes))
-    try:
-        for source in sources:
-            compile_source(source, architecture(device))
-    except CompileError as error:
-        return f"the kernels cannot be compiled: {error}"
-    return None
+    return next(filter(None, (why_not_compiled(source, device) for source in sources)), None)
 
 
 def left_to_torch(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
@@ -146,7 +140,7 @@ class DecodeStep:
         """reads: serve prefill steps too."""
         self.decoder, self.views, self._shapes = decoder, views, shapes
         self._device, self.hidden = decoder.norm.device, decoder.embedding.shape[1]
-        self._module = _module(shapes.source(), self._device)
+        self._module = load_module(shapes.source(), self._device)
         self.blocks = blocks_of(self._device)
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MAX_ROWS * heads, dtype=torch.int32, device=self._device)
@@ -333,12 +327,9 @@ class DecodeStep:
         else:
             grid, block = min(heads, 8 // slices * self.blocks), slices * 128
             shared = spec.key_dim * spec.value_dim * state.recurrent.element_size()
+        y = buffers.core if splits else buffers.y
         self._module.launch(f"k_gdn_{kind}", (grid,), block, args.GdnArgs(
-            proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
-            state=state.recurrent, ring=state.conv, y=buffers.core if splits else buffers.y, count=batch.count,
-            starts=batch.starts, done=batch.done, source=batch.source, target=batch.target, eps=spec.eps,
-            key_heads=spec.key_heads, value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled),
-            heads=heads), shared)
+            **gdn_arguments(mixer, state, batch, proj, stride, y), heads=heads), shared)
 
     def splits_heads(self, spec: GdnSpec, buffers: _DecodeBuffers) -> bool:
         """True if each slice of a head is a block of its own, whose output is not normed yet."""
@@ -421,12 +412,6 @@ class DecodeStep:
         self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNormArgs(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self.decoder.eps, hidden=self.hidden))
         return y
-
-
-@cache
-def _module(source: str, device: torch.device) -> Module:
-    """Loaded once, for all copies of a model."""
-    return Module(source, device)
 
 
 def _compact(memory: Tensor, tokens: int, width: int) -> Tensor:

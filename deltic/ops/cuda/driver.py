@@ -29,6 +29,13 @@ def headers(*names: str) -> str:
     return "".join((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in ("common", *names))
 
 
+def entry(name: str, type: str, bounds: str, call: str) -> str:
+    """Returns the source of a kernel that calls a function of the kernel files."""
+    inner = call if "<" in call else f"::{call}"
+    return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
+            f"{{ {inner}(a); }}\n")
+
+
 def compile_source(source: str, architecture: str) -> bytes:
     """Returns machine code for `architecture` (sm_90, ...); kept in the user's cache directory."""
     library = _nvrtc()
@@ -124,7 +131,7 @@ class KernelArguments(Structure):
         cls.names = tuple(name for name, *_ in cls._fields_)
 
 
-def fields(pointers: str, floats: str, integers: str) -> list[tuple[str, Any]]:
+def fields(pointers: str, floats: str = "", integers: str = "") -> list[tuple[str, Any]]:
     """Returns the members of a `KernelArguments`, in this order; names are separated by blanks."""
     return [(name, kind) for names, kind in ((pointers, c_void_p), (floats, c_float), (integers, c_int))
             for name in names.split()]
@@ -173,6 +180,27 @@ class Module:
             _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function
         return self._functions[name]
+
+
+@cache
+def load_module(source: str, device: torch.device) -> Module:
+    """Returns a module that is loaded once, for all copies of a model."""
+    return Module(source, device)
+
+
+def module_or_none(source: str, device: torch.device) -> Module | None:
+    """Returns None if the source cannot be compiled."""
+    return None if why_not_compiled(source, device) else load_module(source, device)
+
+
+@cache
+def why_not_compiled(source: str, device: torch.device) -> str | None:
+    """Returns why the source cannot be compiled; None if it can."""
+    try:
+        compile_source(source, architecture(device))
+    except CompileError as error:
+        return f"the kernels cannot be compiled: {error}"
+    return None
 
 
 class _KernelCall:

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
-from deltic.ops.cuda.kernel_config import entry
+from deltic.ops.cuda.driver import CompileError, Module, entry, headers, load_module, why_not_compiled
 from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged, Scene, VisionWeights
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.encoder import attention_of, normed
@@ -203,11 +202,8 @@ def tower_source(hidden: int, head_dim: int) -> str:
 
 @cache
 def _module(hidden: int, head_dim: int, device: torch.device) -> Module | None:
-    """Returns None if the kernels cannot be compiled."""
     source = tower_source(hidden, head_dim)
-    try:
-        compile_source(source, architecture(device))
-    except CompileError as error:
-        log.warning("on the GPU torch serves the vision tower: the kernels cannot be compiled: %s", error)
-        return None
-    return Module(source, device)
+    why = why_not_compiled(source, device)
+    if why:
+        log.warning("on the GPU torch serves the vision tower: %s", why)
+    return None if why else load_module(source, device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda.driver import headers
+from deltic.ops.cuda.driver import entry, headers
 from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
     MAX_GEMV_TOKENS,
@@ -212,13 +212,6 @@ def _shared_bytes(product: Multiply | PackedMultiply) -> int:
 def state_header(state: str) -> str:
     """Returns the first line of a source whose kernels touch states. state: as in `Shapes`."""
     return f"typedef {state} State;\n"
-
-
-def entry(name: str, type: str, bounds: str, call: str) -> str:
-    """Returns the source of a kernel that calls a function of the kernel files."""
-    inner = call if "<" in call else f"::{call}"
-    return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
-            f"{{ {inner}(a); }}\n")
 
 
 def gdn_slice(spec: GdnSpec, kind: str) -> int:

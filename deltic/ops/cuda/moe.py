@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module, tensor_map
+from deltic.ops.cuda.driver import Module, entry, tensor_map
 from deltic.ops.cuda.expert_stores import ExpertAddresses, PinnedExpertStore
 from deltic.ops.cuda.layout import (
     BOX_COLUMNS,
@@ -130,22 +130,22 @@ class ExpertsShape:
         host = ", true" * self.host
         for name, many in (("few", False), ("many", True)):
             for kind, type in (("gate", "ExpertsGate"), ("down", "ExpertsDown")):
-                yield kernel(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
+                yield entry(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
                              f"experts_{kind}<{few}, {cpp_bool(many)}, {self.ring_offset}{host}>")
         if self.host:
-            yield kernel("ask_host", "AskHost", f"{WARPS * 32 + 32}",
+            yield entry("ask_host", "AskHost", f"{WARPS * 32 + 32}",
                          f"ask_host<{self.hidden}, {self.template_args}, {cpp_bool(self.normalised)}>")
-            yield kernel("add_host", "AddHost", "256", "::add_host")
+            yield entry("add_host", "AddHost", "256", "add_host")
 
     def grouped_entries(self) -> Iterator[str]:
         """Yields the sources of kernels for many tokens."""
         who = self.template_args
-        yield kernel("route", "Route", "256", f"route<{who}, {cpp_bool(self.normalised)}>")
-        yield kernel("group", "Group", "1024", f"group<{who}>")
-        yield kernel("combine", "Combine", "256", "::combine")
+        yield entry("route", "Route", "256", f"route<{who}, {cpp_bool(self.normalised)}>")
+        yield entry("group", "Group", "1024", f"group<{who}>")
+        yield entry("combine", "Combine", "256", "combine")
         for tile, stages in _STAGES.items():
             for kind, columns, rows in (("gate", self.hidden, 2 * self.size), ("down", self.size, self.hidden)):
-                yield kernel(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
+                yield entry(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
                              f"grouped<{columns}, {rows}, {tile}, {stages}, {cpp_bool(kind == 'gate')}>")
 
 
@@ -363,8 +363,3 @@ def _words(map: bytes) -> object:
 
 def cpp_bool(value: bool) -> str:
     return str(value).lower()
-
-
-def kernel(name: str, type: str, bounds: str, call: str) -> str:
-    return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
-            f"{{ {call}(a); }}\n")

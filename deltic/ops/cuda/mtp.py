@@ -12,9 +12,9 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.decode import DecodeStep, why_not
-from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
+from deltic.ops.cuda.driver import Module, entry, headers, why_not_compiled
 from deltic.ops.cuda.graph import record
-from deltic.ops.cuda.kernel_config import STORE, Shapes, entry, shapes_of
+from deltic.ops.cuda.kernel_config import STORE, Shapes, shapes_of
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS
 from deltic.ops.cuda.sample import choose
 from deltic.ops.mtp import Drafted, MtpStep
@@ -44,12 +44,9 @@ def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) ->
     shapes = shapes_of(decoder, kv, ((weights.fc, False), (keys_values, True)))
     if shapes is None or shapes.attention is None:
         return None
-    try:
-        for text in (source(shapes), shapes.source()):
-            compile_source(text, architecture(slots.device))
-        head = MtpHeadOp(decoder, weights, keys_values, kv, shapes, slots)
-    except CompileError:
+    if any(why_not_compiled(text, slots.device) for text in (source(shapes), shapes.source())):
         return None
+    head = MtpHeadOp(decoder, weights, keys_values, kv, shapes, slots)
     return MtpStep(head.follow, head.draft, head.draft_ahead, head.record, head.last)
 
 

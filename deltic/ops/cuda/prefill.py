@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module, headers
-from deltic.ops.cuda.kernel_config import Shapes, entry, state_header
+from deltic.ops.cuda.driver import entry, headers, load_module
+from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
 from deltic.ops.kv import take
 from deltic.ops.types import (
@@ -319,7 +318,7 @@ class PrefillStep:
 
     def __init__(self, step: DecodeStep, shapes: Shapes, device: torch.device) -> None:
         self._step, self._shapes, self._device = step, shapes, device
-        self._module = _module(source(shapes), device)
+        self._module = load_module(source(shapes), device)
         self._attend = Attend(shapes.attention, device) if shapes.attention else None
 
     def serves(self, batch: Batch) -> bool:
@@ -451,9 +450,3 @@ class PrefillStep:
                 proj=proj, own=parts.own, prefix=parts.prefix, own_mass=parts.own_mass, prefix_mass=parts.prefix_mass,
                 y=y, heads=spec.heads, size=spec.head_dim, stride=stride, token=group.first))
         return y
-
-
-@cache
-def _module(text: str, device: torch.device) -> Module:
-    """Loaded once, for all copies of a model."""
-    return Module(text, device)

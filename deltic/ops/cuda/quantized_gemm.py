@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.driver import KernelArguments, Module
 from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
     MAX_GEMV_TOKENS,
@@ -174,7 +174,7 @@ def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], to
 
 
 def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
-              **values: Any) -> tuple[ProductPlan, args.PackedArgs]:
+              **values: Any) -> tuple[ProductPlan, KernelArguments]:
     gate = product.out == 2
     units = [len(part.data) for part in parts]
     whole, rest = [unit // blocks for unit in units], [unit % blocks for unit in units]

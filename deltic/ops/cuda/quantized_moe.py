@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.driver import Module, entry
 from deltic.ops.cuda.expert_stores import ExpertAddresses, TileStore
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, TWO_BLOCKS_SHARED_BYTES, WARPS
 from deltic.ops.cuda.moe import (
@@ -24,7 +24,6 @@ from deltic.ops.cuda.moe import (
     RealTokens,
     cpp_bool,
     filled_router,
-    kernel,
     maps_of,
     ring_slots,
     shape_of,
@@ -126,12 +125,12 @@ class PackedShape(ExpertsShape):
         common = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
         mixed = cpp_bool(any(kinds.gate != kinds.up for kinds in self._all))
         threads, behind = f"{WARPS * 32 + 32}, 2", -(-(self.ring_offset + 8 * (self.count + 1)) // 128) * 128
-        yield kernel("packed_gate", "PackedGate", threads,
+        yield entry("packed_gate", "PackedGate", threads,
                      f"packed_gate<{common}, {_bits(self._gate_kinds)}, {mixed}, {behind}>")
-        yield kernel("packed_down", "PackedDown", threads,
+        yield entry("packed_down", "PackedDown", threads,
                      f"packed_down<{common}, {_bits(self._down_kinds)}, {self.ring_offset}>")
         for kind in sorted(self.kinds):
-            yield kernel(f"unpack_experts_{kind.lower()}", "UnpackExperts", "256",
+            yield entry(f"unpack_experts_{kind.lower()}", "UnpackExperts", "256",
                          f"unpack_experts<{KINDS[kind].number}>")
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.arguments import ChoiceArgs
-from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
+from deltic.ops.cuda.driver import Module, headers, load_module, why_not_compiled
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import Sampled, Sampling
 
@@ -95,17 +95,12 @@ def _drawer(module: Module, rows: int, vocabulary: int, thread: int
 
 @cache
 def _module(device: torch.device) -> Module | None:
-    """Returns None if the kernels cannot be compiled."""
     why = why_not(device)
     if why:
         log.warning("on the GPU torch serves every draw: %s", why)
-    return None if why else Module(source(), device)
+    return None if why else load_module(source(), device)
 
 
 def why_not(device: torch.device) -> str | None:
     """Returns why torch samples; None if the kernels here do."""
-    try:
-        compile_source(source(), architecture(device))
-    except CompileError as error:
-        return f"the kernels cannot be compiled: {error}"
-    return None
+    return why_not_compiled(source(), device)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import CompileError, Module, headers, make_current
-from deltic.ops.cuda.kernel_config import entry
+from deltic.ops.cuda.driver import Module, entry, headers, make_current, module_or_none
 from deltic.ops.noise import keys_at
 
 MAX_NUMBERS = 1 << 14
@@ -128,8 +127,4 @@ def _on(device: torch.device, launch: Callable[[], None]) -> None:
 
 @cache
 def _module(device: torch.device) -> Module | None:
-    """Returns None if the kernels cannot be compiled."""
-    try:
-        return Module(source(), device)
-    except CompileError:
-        return None
+    return module_or_none(source(), device)

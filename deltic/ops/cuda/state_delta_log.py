@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
+from deltic.ops.cuda.driver import Module, entry, headers, module_or_none
 from deltic.ops.cuda.kernel_config import (
     STATES,
     WHOLE_STATE_SHARED_BYTES,
     WHOLE_STATE_THREADS,
-    entry,
     gdn_slice,
     state_header,
 )
@@ -63,61 +62,20 @@ class StateDeltaLog:
             new: NewDeltas) -> None:
         """Computes a layer's heads from projections [T, stride], normed and gated: y [T, values] bf16."""
         spec, state = mixer.spec, self._states[store]
-        log, kind = _log(state), "few" if proj.dtype == torch.float32 else "many"
-        heads = spec.value_heads * len(batch.source)
+        kind, heads = "few" if proj.dtype == torch.float32 else "many", spec.value_heads * len(batch.source)
         blocks = spec.value_dim // gdn_slice(spec, kind) * heads
-        self._module.launch(
-            f"k_gdn_verify_{kind}",
-            (blocks,),
-            128,
-            args.VerifyArgs(
-                proj=proj,
-                conv=mixer.conv,
-                decay=mixer.decay,
-                dt_bias=mixer.dt_bias,
-                norm=mixer.norm,
-                state=state.recurrent,
-                ring=state.conv,
-                y=y,
-                count=batch.count,
-                starts=batch.starts,
-                done=batch.done,
-                source=batch.source,
-                target=batch.target,
-                eps=spec.eps,
-                key_heads=spec.key_heads,
-                value_heads=spec.value_heads,
-                stride=stride,
-                tiled=int(spec.tiled),
-                heads=heads,
-                base=batch.base,
-                unit=batch.delta_log,
-                append=batch.append if batch.layout.appends else None,
-                inputs=log.inputs,
-                keys=log.keys,
-                updates=log.updates,
-                decays=log.decays,
-                new_inputs=new.inputs[store],
-                new_keys=new.keys[store],
-                new_decays=new.decays[store],
-                core=new.core,
-                ended=self._ended,
-            ),
-        )
+        self._module.launch(f"k_gdn_verify_{kind}", (blocks,), 128, args.VerifyArgs(
+            **gdn_arguments(mixer, state, batch, proj, stride, y), **_log_arguments(state, batch), heads=heads,
+            new_inputs=new.inputs[store], new_keys=new.keys[store], new_decays=new.decays[store], core=new.core,
+            ended=self._ended))
 
     def mix_decode_rows(self, mixer: GdnWeights, store: int, batch: Batch, proj: Tensor, stride: int, y: Tensor,
-                    blocks: int) -> None:
+                        blocks: int) -> None:
         """As `mix`, for many rows of one token whose states pass whole, in so many blocks. Entries go to the logs at
         once, which have room for them."""
-        spec, state = mixer.spec, self._states[store]
-        log, heads = _log(state), spec.value_heads * batch.source.shape[0]
+        state, heads = self._states[store], mixer.spec.value_heads * len(batch.source)
         self._module.launch("k_gdn_many_rings", (min(heads, blocks),), WHOLE_STATE_THREADS, args.OverRingsArgs(
-            proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
-            state=state.recurrent, ring=state.conv, y=y, count=batch.count, starts=batch.starts, done=batch.done,
-            source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
-            value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads, base=batch.base,
-            unit=batch.delta_log, append=batch.append if batch.layout.appends else None, inputs=log.inputs,
-            keys=log.keys, updates=log.updates, decays=log.decays),
+            **gdn_arguments(mixer, state, batch, proj, stride, y), **_log_arguments(state, batch), heads=heads),
             WHOLE_STATE_SHARED_BYTES)
 
     def end(self, batch: Batch, new: NewDeltas) -> None:
@@ -130,6 +88,23 @@ class StateDeltaLog:
             decays=log.decays, count=batch.count, starts=batch.starts, done=batch.done, unit=batch.delta_log,
             append=batch.append, channels=self._spec.channels, key_size=self._spec.keys,
             value_heads=self._spec.value_heads, tokens=tokens, units=len(log.keys)))
+
+
+def gdn_arguments(mixer: GdnWeights, state: StateView, batch: Batch, proj: Tensor, stride: int, y: Tensor
+                  ) -> dict[str, object]:
+    """Returns the members of `GdnArgs` except heads. proj [T, stride]: projections. y: receives the heads' outputs."""
+    spec = mixer.spec
+    return {
+        "proj": proj, "conv": mixer.conv, "decay": mixer.decay, "dt_bias": mixer.dt_bias, "norm": mixer.norm,
+        "state": state.recurrent, "ring": state.conv, "y": y, "count": batch.count, "starts": batch.starts,
+        "done": batch.done, "source": batch.source, "target": batch.target, "eps": spec.eps,
+        "key_heads": spec.key_heads, "value_heads": spec.value_heads, "stride": stride, "tiled": int(spec.tiled)}
+
+
+def _log_arguments(state: StateView, batch: Batch) -> dict[str, object]:
+    log = _log(state)
+    return {"base": batch.base, "unit": batch.delta_log, "append": batch.append if batch.layout.appends else None,
+            "inputs": log.inputs, "keys": log.keys, "updates": log.updates, "decays": log.decays}
 
 
 def _log(state: StateView) -> DeltaLogView:
@@ -174,9 +149,4 @@ def flush_source(state: str = "float") -> str:
 
 @cache
 def _module(device: torch.device, state: str) -> Module | None:
-    """Returns None if the kernel cannot be compiled."""
-    try:
-        compile_source(flush_source(state), architecture(device))
-    except CompileError:
-        return None
-    return Module(flush_source(state), device)
+    return module_or_none(flush_source(state), device)
