@@ -45,9 +45,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
 
 HEADER = """
 import torch
-from deltic.ops.cuda.driver import Arguments, Module, fields
-from deltic.ops.cuda.driver import headers
-class Pair(Arguments):
+from deltic.ops.cuda.driver import KernelArguments, Module, fields, headers
+class Pair(KernelArguments):
     _fields_ = fields("x y", "", "")
 def kernels(source):
     return Module(headers() + '''
