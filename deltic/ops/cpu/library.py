@@ -35,6 +35,10 @@ PACKED_FORMATS = frozenset({
 """GGUF types that the kernels can pack."""
 
 
+def _members(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
 class MatrixStruct(Structure):
     """`deltic_matrix`."""
 
@@ -51,10 +55,9 @@ class StepBatch(Structure):
     """`deltic_batch`."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "tokens", "logits", "emits", "table", "given")),
-        *((name, c_void_p) for name in ("ids", "positions", "starts", "done", "pages", "store", "source", "target",
-                                        "base", "ring", "append", "emit_row", "emit_length", "emit_slot",
-                                        "logit_tokens", "given_tokens", "given_rows")),
+        *_members(c_int64, "rows tokens logits emits table given"),
+        *_members(c_void_p, "ids positions starts done pages store source target base ring append emit_row emit_length "
+                            "emit_slot logit_tokens given_tokens given_rows"),
     )
 
 
@@ -62,9 +65,9 @@ class GdnLayer(Structure):
     """`deltic_gdn_layer`."""
 
     _fields_ = (
-        ("in_proj", LinearWeight), ("out_proj", LinearWeight),
-        *((name, c_void_p) for name in ("conv", "decay", "dt_bias", "norm")),
-        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "tiled")),
+        *_members(LinearWeight, "in_proj out_proj"),
+        *_members(c_void_p, "conv decay dt_bias norm"),
+        *_members(c_int64, "key_heads value_heads key_dim value_dim kernel tiled"),
         ("eps", c_float),
     )
 
@@ -73,8 +76,8 @@ class States(Structure):
     """`deltic_states`."""
 
     _fields_ = (
-        ("recurrent", c_void_p), ("conv", c_void_p), ("places", c_int64), ("type", c_int64),
-        *((name, c_void_p) for name in ("inputs", "keys", "updates", "decays")), ("slots", c_int64), ("units", c_int64),
+        *_members(c_void_p, "recurrent conv"), *_members(c_int64, "places type"),
+        *_members(c_void_p, "inputs keys updates decays"), *_members(c_int64, "slots units"),
     )
 
 
@@ -82,9 +85,8 @@ class AttentionLayer(Structure):
     """`deltic_attention_layer`."""
 
     _fields_ = (
-        ("qkv", LinearWeight), ("o_proj", LinearWeight), ("q_norm", c_void_p), ("k_norm", c_void_p),
-        ("bias", c_void_p),
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gate")), ("eps", c_float),
+        *_members(LinearWeight, "qkv o_proj"), *_members(c_void_p, "q_norm k_norm bias"),
+        *_members(c_int64, "heads kv_heads head_dim rotary_dim gate"), ("eps", c_float),
     )
 
 
@@ -104,7 +106,7 @@ class MoeLayer(Structure):
     """`deltic_moe_layer`."""
 
     _fields_ = (("router", LinearWeight), ("expert", POINTER(Expert)),
-                *((name, c_int64) for name in ("experts", "per_token", "shared", "normalised")),
+                *_members(c_int64, "experts per_token shared normalised"),
                 ("store", c_void_p), ("stored", c_int64), ("next", c_void_p))
 
 
@@ -124,28 +126,26 @@ class StoredLayer(Structure):
 class ExpertCounts(Structure):
     """`deltic_expert_counts`."""
 
-    _fields_ = tuple((name, c_int64) for name in ("bytes", "promotions", "refreshes", "waited", "reading", "predicted",
-                                                  "useful"))
+    _fields_ = _members(c_int64, "bytes promotions refreshes waited reading predicted useful")
 
 
 class BesideModel(Structure):
     """`deltic_beside_model`."""
 
-    _fields_ = (*((name, c_int64) for name in ("hidden", "size", "experts", "layers", "most")), ("weights", c_void_p))
+    _fields_ = (*_members(c_int64, "hidden size experts layers most"), ("weights", c_void_p))
 
 
 class MailboxStruct(Structure):
     """`deltic_mailbox`."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("request", "answer", "counts", "experts", "shares", "factors",
-                                                   "input", "sums"))
+    _fields_ = _members(c_void_p, "request answer counts experts shares factors input sums")
 
 
 class ModelLayer(Structure):
     """`deltic_layer`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "post_norm")),
+        *_members(c_void_p, "input_norm post_norm"),
         ("gdn", POINTER(GdnLayer)), ("states", POINTER(States)),
         ("attention", POINTER(AttentionLayer)), ("kv", POINTER(Kv)), ("gate_up", LinearWeight), ("down", LinearWeight),
         ("moe", POINTER(MoeLayer)),
@@ -178,8 +178,8 @@ class LayerNormStruct(Structure):
 class EncoderModelLayer(Structure):
     """`deltic_encoder_layer`."""
 
-    _fields_ = (*((name, LinearWeight) for name in ("qkv", "out", "up", "down")),
-                *((name, c_void_p) for name in ("qkv_bias", "out_bias", "up_bias", "down_bias")),
+    _fields_ = (*_members(LinearWeight, "qkv out up down"),
+                *_members(c_void_p, "qkv_bias out_bias up_bias down_bias"),
                 ("attention_norm", LayerNormStruct), ("output_norm", LayerNormStruct))
 
 
@@ -194,13 +194,13 @@ class VisionPart(Structure):
     """`deltic_vision_part`."""
 
     _fields_ = (("cosines", c_void_p), ("sines", c_void_p),
-                *((name, c_int64) for name in ("first_head", "end_head", "first", "end", "narrow")))
+                *_members(c_int64, "first_head end_head first end narrow"))
 
 
 class Drawing(Structure):
     """`deltic_drawing`."""
 
-    _fields_ = (*((name, c_void_p) for name in ("temperatures", "top_k", "top_p", "min_p", "keys")),
+    _fields_ = (*_members(c_void_p, "temperatures top_k top_p min_p keys"),
                 ("filtered", c_int64), ("tokens", c_void_p))
 
 
