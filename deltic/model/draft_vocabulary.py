@@ -111,7 +111,7 @@ class DraftVocabulary:
         base = len(tokens) - len(tokens) // _ADAPTIVE
         self._base = frozenset(tokens[:base])
         self._recent = OrderedDict((tokens[row], row) for row in reversed(range(base, len(tokens))))
-        """The other tokens and their rows: first those that were never seen, then the one that was seen longest ago."""
+        """The other tokens and their rows, least recently seen first; tokens never seen come before all."""
 
     def __contains__(self, token: object) -> bool:
         """True if the token has a row."""

@@ -165,10 +165,10 @@ def _trunk_norms(decoder: Decoder) -> dict[str, Tensor]:
     for layer in reversed(decoder.weights.layers):
         mixer = layer.mixer
         if isinstance(mixer, AttentionWeights):
-            found = {"layers.0.input_layernorm": layer.input_norm, "layers.0.post_attention_layernorm": layer.post_norm,
+            norms = {"layers.0.input_layernorm": layer.input_norm, "layers.0.post_attention_layernorm": layer.post_norm,
                      "layers.0.self_attn.q_norm": mixer.q_norm, "layers.0.self_attn.k_norm": mixer.k_norm,
                      "norm": decoder.weights.norm}
-            return {name: norm for name, norm in found.items() if norm is not None}
+            return {name: norm for name, norm in norms.items() if norm is not None}
     return {}
 
 

@@ -61,12 +61,12 @@ class VisionTower:
         turns = torch.cat([turned[grid] for grid in grids])
         yield from self.ops.vision(x, self.blocks, Scene(sizes, turns.cos(), turns.sin(), self.dtype))
         norm, up, down = self.merger
-        merged, found = self.config.merge_size ** 2, []
+        merged, embeddings = self.config.merge_size ** 2, []
         for some in x.split(most // merged * merged):
             normed = self._norm(some, norm).view(-1, self.config.hidden_size * merged)
-            found.append(self._linear(F.gelu(self._linear(normed, up)), down))
+            embeddings.append(self._linear(F.gelu(self._linear(normed, up)), down))
             yield
-        return torch.cat(found).float()
+        return torch.cat(embeddings).float()
 
     def _add_product(self, patches: Tensor, places: Tensor, x: Tensor) -> None:
         """Writes the patch embedding plus `places` to x."""

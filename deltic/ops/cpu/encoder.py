@@ -35,7 +35,7 @@ def encoder_run(pool: ThreadPool, weights: EncoderWeights) -> Callable[[Ragged, 
     layers = native_layers(weights.layers)
     model = EncoderModel(weights.places.shape[1], weights.heads, len(layers), layers, _norm(weights.norm), weights.eps)
 
-    def run(batch: Ragged, x: Tensor, _kept: object = weights) -> Tensor:
+    def run(batch: Ragged, x: Tensor, _borrowed: object = weights) -> Tensor:
         starts, x = batch.starts.contiguous(), x.float().contiguous()
         pool.call(library().deltic_encode, byref(model), address(starts), len(starts) - 1, address(x))
         return x

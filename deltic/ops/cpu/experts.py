@@ -103,15 +103,15 @@ class ExpertStore:
     def _structs(self) -> tuple[ctypes.Array[StoredLayer], list[object]]:
         """Returns the layers' structs, and what they borrow."""
         numbers = {path: number for number, path in enumerate(self.paths)}
-        structs, kept = (StoredLayer * len(self._layers))(), list[object]()
+        structs, borrowed = (StoredLayer * len(self._layers))(), list[object]()
         for struct, experts, slots in zip(structs, self._layers, self.slots, strict=True):
             first = experts[0]
             extents = (Extent * (3 * len(experts)))(*(
                 Extent(numbers[matrix.path], matrix.offset) for expert in experts for matrix in expert.matrices))
-            kept.append(extents)
+            borrowed.append(extents)
             struct.slots, struct.rows, struct.columns = slots, first.gate.rows, first.gate.columns
             struct.types, struct.extents = (c_int64 * 3)(*(matrix.type for matrix in first.matrices)), extents
-        return structs, kept
+        return structs, borrowed
 
     def _failure(self) -> Exception:
         file = c_int64()

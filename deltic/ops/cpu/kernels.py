@@ -140,10 +140,10 @@ def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> G
 
 def slots(view: StateView) -> States:
     """Returns the struct of a layer's slots and delta logs."""
-    ring = view.delta_log
-    parts = () if ring is None else (ring.inputs, ring.keys, ring.updates, ring.decays)
+    log = view.delta_log
+    parts = () if log is None else (log.inputs, log.keys, log.updates, log.decays)
     return States(address(view.recurrent), address(view.conv), view.conv.shape[1], KINDS[view.conv.dtype],
-                  *(map(address, parts) if ring else [None] * 4), len(view.conv), len(ring.keys) if ring else 0)
+                  *(map(address, parts) if log else [None] * 4), len(view.conv), len(log.keys) if log else 0)
 
 
 def wide_states(states: tuple[StateView, ...]) -> bool:
@@ -166,15 +166,15 @@ def gdn_mixer(pool: ThreadPool, x: Tensor, weights: GdnWeights, state: StateView
     return linear(pool, mixed.to(x.dtype), weights.out_proj).to(x.dtype)
 
 
-def flush_delta_log(pool: ThreadPool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
+def flush_delta_log(pool: ThreadPool, states: tuple[StateView, ...], source: int, log: int, base: int, done: int,
               target: int) -> None:
     if not states or states[0].conv.dtype not in KINDS or states[0].delta_log is None or not wide_states(states):
-        return TORCH.flush_delta_log(states, source, ring, base, done, target)
+        return TORCH.flush_delta_log(states, source, log, base, done, target)
     units, first = states[0].delta_log, states[0].recurrent
     shape = GdnLayer(key_heads=units.keys.shape[2], value_heads=first.shape[1], key_dim=first.shape[2],
                      value_dim=first.shape[3], kernel=1, tiled=units.tiled)
     layers = (States * len(states))(*map(slots, states))
-    pool.call(library().deltic_fold_ring, byref(shape), layers, len(states), source, ring, base, done, target)
+    pool.call(library().deltic_fold_ring, byref(shape), layers, len(states), source, log, base, done, target)
 
 
 def attention_layer(weights: AttentionWeights, projections: bool = False) -> AttentionLayer:

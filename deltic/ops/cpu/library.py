@@ -275,9 +275,9 @@ def _check_compiled(library: ctypes.CDLL, path: Path) -> None:
 
 def library() -> ctypes.CDLL:
     """Returns the library, which must exist."""
-    found = load()
-    assert not isinstance(found, str), found
-    return found
+    loaded = load()
+    assert not isinstance(loaded, str), loaded
+    return loaded
 
 
 class ThreadPool:
@@ -333,8 +333,8 @@ def made_once(kept: dict[Any, Any] | None, key: object, make: Callable[[], Resul
         return make()
     if key not in kept:
         kept[key] = make()
-    found: Result = kept[key]
-    return found
+    made: Result = kept[key]
+    return made
 
 
 def step_batch(batch: Batch) -> Any:
@@ -347,10 +347,10 @@ def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Tensor]]:
     tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
                batch.target, batch.base, batch.delta_log, batch.append, batch.emit_row, batch.emit_length,
                batch.emit_slot, batch.logit_tokens)
-    given = (batch.input_embeds.tokens, batch.input_embeds.rows) if batch.input_embeds else ()
-    borrowed = [tensor.contiguous() for tensor in (*tensors, *given)]
+    embeds = (batch.input_embeds.tokens, batch.input_embeds.rows) if batch.input_embeds else ()
+    borrowed = [tensor.contiguous() for tensor in (*tensors, *embeds)]
     struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.checkpoints, batch.pages.shape[1],
-                       len(given[0]) if given else 0, *(tensor.data_ptr() for tensor in borrowed))
+                       len(embeds[0]) if embeds else 0, *(tensor.data_ptr() for tensor in borrowed))
     return byref(struct), struct, borrowed
 
 

@@ -60,12 +60,12 @@ def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
          ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
     if not _own(pool, ops) or not _fits(decoder, views):
         return None
-    model, kept = _model(decoder, views)
+    model, borrowed = _model(decoder, views)
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
     # The cache key is the inner function `outputs`: a function that refers to itself would be a reference cycle and
     # hold the weights until garbage is collected.
-    def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
+    def run(batch: Batch, _borrowed: list[object] = borrowed) -> tuple[Tensor, Tensor | None]:
         logits, hidden, places = made_once(batch.kept, outputs, lambda: outputs(batch.layout))
         pool.call(library().deltic_forward, by_reference, step_batch(batch), *places)
         return logits, hidden
@@ -83,16 +83,16 @@ def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews,
     own = _own(pool, ops) and ops.store_kv == MethodType(kernels.store_kv, pool)
     if not own or not _fits(decoder, views) or not packed(weights.fc):
         return None
-    model, kept = _model(decoder, views)
+    model, borrowed = _model(decoder, views)
     head = MtpStruct(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
                address(weights.norm_hidden), address(weights.tokens))
-    kept += [weights, head, slots]
+    borrowed += [weights, head, slots]
     by_reference = byref(head)
 
     def follow(batch: Batch, hidden: Tensor) -> None:
         pool.call(library().deltic_mtp_follow, by_reference, step_batch(batch), address(hidden), address(slots))
 
-    def draft(batch: Batch, counts: Tensor, sampling: Sampling, _kept: list[object] = kept) -> Tensor:
+    def draft(batch: Batch, counts: Tensor, sampling: Sampling, _borrowed: list[object] = borrowed) -> Tensor:
         most = len(sampling.key) // len(counts)
         drawing, tokens, _ = made_once(sampling.kept, drawing_of, lambda: drawing_of(sampling, len(counts), most))
         pool.call(library().deltic_mtp_draft, by_reference, step_batch(batch), address(counts), most,
@@ -111,9 +111,9 @@ def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews,
 def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, list[object]]:
     """Returns the struct of a whole model, and what it borrows."""
     layers = (ModelLayer * len(decoder.layers))()
-    kept: list[object] = [layers, decoder, views]
+    borrowed: list[object] = [layers, decoder, views]
     for struct, layer in zip(layers, decoder.layers, strict=True):
-        _fill(struct, layer, views, kept)
+        _fill(struct, layer, views, borrowed)
     _predict(layers, decoder.layers)
     turns, axes = _frequencies(decoder.rope)
     assert isinstance(decoder.embedding, QTensor)
@@ -129,7 +129,7 @@ def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, lis
         decoder.rope.rotary_dim,
         decoder.eps,
     )
-    return model, [*kept, turns, axes, model]
+    return model, [*borrowed, turns, axes, model]
 
 
 def _own(pool: ThreadPool, ops: Ops) -> bool:
@@ -182,7 +182,7 @@ def _predict(structs: Iterable[ModelLayer], layers: Sequence[DecoderLayer]) -> N
             struct.moe.contents.next = addressof(following.moe.contents)
 
 
-def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, kept: list[object]) -> None:
+def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, borrowed: list[object]) -> None:
     mixer = layer.mixer
     struct.input_norm, struct.post_norm = address(layer.input_norm), address(layer.post_norm)
     if isinstance(layer.mlp, MoeWeights):
@@ -192,7 +192,7 @@ def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, kept: list
     if isinstance(mixer, GdnWeights):
         views.states[layer.store].check_order(mixer.spec)
         conv = mixer.conv.float().contiguous()
-        kept.append(conv)
+        borrowed.append(conv)
         struct.gdn = pointer(gdn_layer(mixer, conv, projections=True))
         struct.states = pointer(slots(views.states[layer.store]))
     else:

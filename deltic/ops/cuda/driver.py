@@ -42,17 +42,17 @@ def compile_source(source: str, architecture: str) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(byref(major), byref(minor))
     name = hashlib.sha256(f"{major.value}.{minor.value} {architecture} {source}".encode()).hexdigest()[:32]
-    kept = _cache_folder() / f"{name}.cubin"
+    cached = _cache_folder() / f"{name}.cubin"
     try:
-        return kept.read_bytes()
+        return cached.read_bytes()
     except OSError:
         pass
     code = _compile(library, source, architecture)
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as fresh:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as fresh:
             fresh.write(code)
-        os.replace(fresh.name, kept)
+        os.replace(fresh.name, cached)
     except OSError:
         pass  # compiled again next time
     return code
@@ -85,8 +85,8 @@ def _check_nvrtc(result: int) -> None:
 @cache
 def _nvrtc() -> ctypes.CDLL:
     """NVRTC of the package that torch depends on, or of a CUDA toolkit."""
-    found = sorted(path for entry in sys.path for path in Path(entry or ".").glob("nvidia/*/lib/libnvrtc.so.*"))
-    for name in (*map(str, reversed(found)), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
+    libraries = sorted(path for entry in sys.path for path in Path(entry or ".").glob("nvidia/*/lib/libnvrtc.so.*"))
+    for name in (*map(str, reversed(libraries)), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -256,9 +256,9 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may have."""
     if torch.cuda.get_device_capability(device) == (9, 0):
         return 227 << 10
-    found = c_int()
-    _check(_driver().cuDeviceGetAttribute(byref(found), _MOST_SHARED, device.index or 0))
-    return found.value
+    value = c_int()
+    _check(_driver().cuDeviceGetAttribute(byref(value), _MOST_SHARED, device.index or 0))
+    return value.value
 
 
 def _check(result: int) -> None:

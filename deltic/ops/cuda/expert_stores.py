@@ -161,16 +161,16 @@ def pack_pinned_stack(type: str, number: int, count: int, rows: int, columns: in
 
     rows: a multiple of 8. ModelError if the host has no room.
     """
-    memory, kept = torch.empty(0), type
+    memory, kind = torch.empty(0), type
     step = max(1, WEIGHTS_PER_PIECE // (rows * columns))
     for first in range(0, count, step):
         piece = pack_tiles(type, number, min(step, count - first) * rows, columns, row_bytes,
                            partial(read_from, read, first * rows * row_bytes), device)
         if first == 0:
-            memory, kept = pinned(count * rows // TILE_ROWS, piece.data.shape[1]), piece.type
+            memory, kind = pinned(count * rows // TILE_ROWS, piece.data.shape[1]), piece.type
         begin = first * rows // TILE_ROWS
         memory[begin:begin + len(piece.data)] = piece.data
-    return tuple(Tiles(kept, rows, columns, data, None) for data in memory.chunk(count))
+    return tuple(Tiles(kind, rows, columns, data, None) for data in memory.chunk(count))
 
 
 def take_stacks(weights: dict[str, Weight], layers: int) -> list[list[tuple[Tiles, ...]]]:

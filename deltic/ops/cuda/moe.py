@@ -139,9 +139,9 @@ class ExpertsShape:
 
     def grouped_entries(self) -> Iterator[str]:
         """Yields the sources of kernels for many tokens."""
-        who = self.template_args
-        yield entry("route", "Route", "256", f"route<{who}, {cpp_bool(self.normalised)}>")
-        yield entry("group", "Group", "1024", f"group<{who}>")
+        experts = self.template_args
+        yield entry("route", "Route", "256", f"route<{experts}, {cpp_bool(self.normalised)}>")
+        yield entry("group", "Group", "1024", f"group<{experts}>")
         yield entry("combine", "Combine", "256", "combine")
         for tile, stages in _STAGES.items():
             for kind, columns, rows in (("gate", self.hidden, 2 * self.size), ("down", self.size, self.hidden)):
@@ -227,15 +227,15 @@ class MoeOp:
             return
         name = "many" if tokens > MMA_TOKENS else "few"
         gated = torch.empty(tokens * shape.experts_per_token, shape.size, dtype=torch.bfloat16, device=residual.device)
-        given = {"x": residual, "scale": scale, "logits": logits, "weights": table.at.gate, "count": real.count,
+        common = {"x": residual, "scale": scale, "logits": logits, "weights": table.at.gate, "count": real.count,
                  "starts": real.starts, "eps": eps, "tokens": tokens, "first": first}
         host = table.at.host
         if host:
             self._module.launch("k_ask_host", (tokens,), WARPS * 32 + 32, args.AskHostArgs(
-                layer=table.at.layer, **host.request, **given))
+                layer=table.at.layer, **host.request, **common))
         group, slots, shared = shape.gate_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGateArgs(
-            wanted=table.at.wanted, y=gated, group=group, slots=slots, **given), shared)
+            wanted=table.at.wanted, y=gated, group=group, slots=slots, **common), shared)
         slots, shared = shape.down_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDownArgs(
             x=gated, logits=logits, weights=table.at.down, y=residual, count=real.count, starts=real.starts,
@@ -257,7 +257,7 @@ class MoeOp:
         share, weight = empty(pairs, dtype=torch.float32), empty(pairs, dtype=torch.float32)
         tiles = empty(shape.count + pairs // tile + 2, 4)
         ordered, gated = x.new_empty(pairs, shape.hidden), x.new_empty(pairs, shape.size)
-        given = x.new_empty(pairs, shape.hidden)
+        outputs = x.new_empty(pairs, shape.hidden)
         self._module.launch("k_route", (-(-tokens // 8),), 256, args.RouteArgs(
             logits=logits, expert=expert, place=place, counts=self._counts, share=share, count=real.count,
             starts=real.starts, tokens=tokens, stride=logits.shape[1]))
@@ -267,18 +267,18 @@ class MoeOp:
             rows=rows, tiles=tiles, total=total, weight=weight, count=real.count, starts=real.starts, tokens=tokens,
             hidden=shape.hidden, shift=tile.bit_length() - 1))
         for kind, source, target, maps in (("gate", ordered, gated, table.at.gate_maps),
-                                           ("down", gated, given, table.at.down_maps)):
+                                           ("down", gated, outputs, table.at.down_maps)):
             self._module.launch(f"k_grouped_{kind}_{tile}", (_resident(tile) * self._blocks,), WARPS * 32 + 32,
                                 args.GroupedArgs(
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
                 weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
                 ahead=self.ahead if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
                 _tile_bytes(tile))
-        found = torch.empty_like(x)
+        mixture = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.CombineArgs(
-            x=given, y=found, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
+            x=outputs, y=mixture, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
             each=shape.experts_per_token))
-        return found
+        return mixture
 
 
 def _store(weights: MoeWeights) -> PinnedExpertStore | None:
@@ -299,11 +299,11 @@ def _addresses(weights: MoeWeights, device: torch.device) -> ExpertAddresses:
 def maps_of(matrices: Iterable[Tensor], index: int) -> Tensor:
     """Returns descriptors for the tensor memory accelerator, uint8 [n, 128], on the matrices' device. index: 0 for
     gate_up, 1 for down matrices."""
-    found, device = bytearray(), torch.device("cpu")
+    maps, device = bytearray(), torch.device("cpu")
     for matrix in matrices:
-        found += tensor_map(matrix, BOX_ROWS[index], BOX_COLUMNS)
+        maps += tensor_map(matrix, BOX_ROWS[index], BOX_COLUMNS)
         device = matrix.device
-    return torch.frombuffer(found, dtype=torch.uint8).view(-1, 128).to(device)
+    return torch.frombuffer(maps, dtype=torch.uint8).view(-1, 128).to(device)
 
 
 def filled_router(weights: MoeWeights) -> Tensor:

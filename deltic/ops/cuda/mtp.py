@@ -85,12 +85,12 @@ def _keys_values(decoder: DecoderWeights, weights: MtpWeights) -> Weight:
 class _Drafts:
     """The recorded drafts of a bucket.
 
-    numbers: the graph's input, laid out as in kernels/draft.cuh. found: its output; tokens and accepted are views of
+    numbers: the graph's input, laid out as in kernels/draft.cuh. drafted: its output; tokens and accepted are views of
         it.
     """
 
     numbers: Tensor
-    found: Drafted
+    drafted: Drafted
     tokens: Tensor
     accepted: Tensor
     graph: torch.cuda.CUDAGraph
@@ -118,10 +118,10 @@ class MtpHeadOp:
         if batch.count is None:
             batch = replace(batch, count=torch.full((1,), batch.layout.rows, device=self._device))
         append = batch.append.long() if batch.layout.appends else None
-        kept = self.last if tokens <= MAX_KEPT_TOKENS else None
+        last = self.last if tokens <= MAX_KEPT_TOKENS else None
         x = torch.empty(tokens, 2 * self._size, dtype=torch.bfloat16, device=self._device)
         turns = torch.empty(tokens, self._weights.rope.rotary_dim, device=self._device)
-        self._enter(batch, x, turns, hidden, kept)
+        self._enter(batch, x, turns, hidden, last)
         kv, spec, kind = self._views.kv[self._layer.store], self._mixer.spec, "few"
         if tokens <= MAX_GEMV_TOKENS:
             joined = torch.empty(tokens, self._size, device=self._device)
@@ -132,7 +132,7 @@ class MtpHeadOp:
             joined, kind = torch.mm(x, self._step.plain(self._weights.fc).t(), out_dtype=torch.float32), "many"
             proj = self._step.linear(self._step.normed(joined, None, self._layer.input_norm), self._kv)
         self._module.launch(f"k_head_keys_{kind}", (tokens,), 256, args.HeadKeysArgs(
-            proj=proj, key_norm=self._mixer.k_norm, turns=turns, last=hidden if kept is None else kept,
+            proj=proj, key_norm=self._mixer.k_norm, turns=turns, last=hidden if last is None else last,
             slots=self._slots, keys=kv.keys, values=kv.values, count=batch.count, starts=batch.starts, done=batch.done,
             target=batch.target, append=append, pages=batch.pages, eps=spec.eps, kv_heads=spec.kv_heads,
             stride=2 * spec.kv, rotary=spec.rotary_dim, width=batch.pages.stride(0), size=self._size))
@@ -151,7 +151,7 @@ class MtpHeadOp:
         """As `MtpStep.draft_ahead`, for a step that had a bucket."""
         drafts = self._plan(batch, most, chosen, keys, temperature, keys.shape[1])
         drafts.graph.replay()
-        return drafts.found
+        return drafts.drafted
 
     def record(self, rows: int, pages: int, most: int) -> None:
         """Records the drafts of a bucket."""
@@ -161,14 +161,14 @@ class MtpHeadOp:
         size = 2 + 4 * rows + most * 5 * rows + rows * pages
         numbers = torch.zeros(size, dtype=torch.int64, device=self._device)
         numbers[0] = 1
-        found = Drafted(torch.zeros(2 * rows * (most + 1), dtype=torch.int64, device=self._device), rows, most)
-        each, first = found.numbers.split((2 * rows * most, 2 * rows))
+        drafted = Drafted(torch.zeros(2 * rows * (most + 1), dtype=torch.int64, device=self._device), rows, most)
+        each, first = drafted.numbers.split((2 * rows * most, 2 * rows))
         tokens, accepted = each.view(most, 2, rows), first.view(rows, 2)
         with torch.cuda.device(self._device):
             self._draft(numbers, rows, pages, tokens)
             graph, _ = record(lambda: self._draft(numbers, rows, pages, tokens), self._pool)
         self._pool = self._pool or graph.pool()
-        self._known[key] = _Drafts(numbers, found, tokens, accepted, graph)
+        self._known[key] = _Drafts(numbers, drafted, tokens, accepted, graph)
 
     def _plan(self, batch: Batch, most: int, chosen: Tensor | None, keys: Tensor, temperature: Tensor, width: int
               ) -> _Drafts:

@@ -191,14 +191,14 @@ def _packed_shape(weights: MoeWeights) -> PackedShape | None:
     common = {_kinds(shared)} if shared else set()
     sizes = {_sizes(part) for part in weights.parts}
     if isinstance(experts, tuple):
-        found = {_kinds(part) for part in experts}
+        own = {_kinds(part) for part in experts}
     elif isinstance(experts.store, TileStore):
-        found = {Kinds(*experts.store.types[experts.layer])}
+        own = {Kinds(*experts.store.types[experts.layer])}
         sizes.add((experts.store.size, experts.store.hidden))
     else:
         return None
-    routed, shared_one = (frozenset(kinds for kinds in some if kinds) for some in (found, common))
-    if len(routed) != 1 or None in found | common or len(sizes) != 1 or _PLAIN in _names(next(iter(routed))):
+    routed, shared_one = (frozenset(kinds for kinds in some if kinds) for some in (own, common))
+    if len(routed) != 1 or None in own | common or len(sizes) != 1 or _PLAIN in _names(next(iter(routed))):
         return None
     size, hidden = sizes.pop()
     shape = PackedShape(hidden, size, len(experts), weights.per_token, shared is not None, weights.normalised, routed,

@@ -96,18 +96,18 @@ def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, 
                device: str | torch.device) -> Tiles:
     """Packs like `quantized.pack_rows`, on `device`. type: one that is served, or BF16."""
     del number
-    kept = "Q8_0" if type in _AS_BYTES else type
+    kind = "Q8_0" if type in _AS_BYTES else type
     units = -(-rows // TILE_ROWS)
-    data = torch.empty(units, columns // TILE_COLUMNS * KINDS[kept].nbytes, dtype=torch.uint8, device=device)
+    data = torch.empty(units, columns // TILE_COLUMNS * KINDS[kind].nbytes, dtype=torch.uint8, device=device)
     step = max(TILE_ROWS, WEIGHTS_PER_PIECE // columns // TILE_ROWS * TILE_ROWS)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         raw = torch.as_tensor(read(first * row_bytes, count * row_bytes)).to(device).view(count, row_bytes)
         if count % TILE_ROWS:
             raw = torch.cat((raw, raw.new_zeros(-count % TILE_ROWS, row_bytes)))
-        tiles = _PACK[kept](_as_bytes(type, raw) if type in _AS_BYTES else raw)
+        tiles = _PACK[kind](_as_bytes(type, raw) if type in _AS_BYTES else raw)
         data[first // TILE_ROWS:first // TILE_ROWS + len(tiles)] = tiles
-    return Tiles(kept, rows, columns, data, None)
+    return Tiles(kind, rows, columns, data, None)
 
 
 def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_bytes: int,

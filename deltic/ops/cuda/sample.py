@@ -60,10 +60,11 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, id
     assert module is not None, "the kernels that draw cannot be compiled"
     parts = _parts(rows)
     scratch = torch.empty(3, rows * parts, dtype=torch.int64, device=logits.device)
-    given = ChoiceArgs(logits=logits, temperature=temperature, key=keys, ids=ids, score=scratch[0], bounds=scratch[1],
-                   token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
-    module.launch("k_choose_part", (parts, rows), 256, given, overlap=False)
-    module.launch("k_choose", (rows,), 32, given, overlap=False)
+    arguments = ChoiceArgs(
+        logits=logits, temperature=temperature, key=keys, ids=ids, score=scratch[0], bounds=scratch[1],
+        token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
+    module.launch("k_choose_part", (parts, rows), 256, arguments, overlap=False)
+    module.launch("k_choose", (rows,), 32, arguments, overlap=False)
 
 
 @cache
@@ -76,19 +77,20 @@ def _drawer(module: Module, rows: int, vocabulary: int, thread: int
     numbers = torch.empty(rows * (2 + 3 * parts), dtype=torch.int64, device=device)
     chosen: Tensor
     chosen, token, score, bounds = numbers.split((2 * rows, *(rows * parts,) * 3))
-    given = ChoiceArgs(logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token,
-                   chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
-    tokens, sound = chosen.view(2, -1)
-    steps = (module.prepare("k_choose_part", (parts, rows), 256, given),
-             module.prepare("k_choose", (rows,), 32, given))
+    arguments = ChoiceArgs(
+        logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token, chosen=chosen,
+        landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
+    tokens, healthy = chosen.view(2, -1)
+    steps = (module.prepare("k_choose_part", (parts, rows), 256, arguments),
+             module.prepare("k_choose", (rows,), 32, arguments))
 
     def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        given.logits, given.temperature = logits.data_ptr(), sampling.temperature.data_ptr()
-        given.key = sampling.key.data_ptr()
-        given.landing = None if sampling.landing is None else sampling.landing.data_ptr()
+        arguments.logits, arguments.temperature = logits.data_ptr(), sampling.temperature.data_ptr()
+        arguments.key = sampling.key.data_ptr()
+        arguments.landing = None if sampling.landing is None else sampling.landing.data_ptr()
         for step in steps:
             step()
-        return tokens, sound
+        return tokens, healthy
 
     return draw
 

@@ -42,11 +42,11 @@ def sender(host: Tensor, numbers: Tensor, tokens: int) -> Callable[[Tensor | Non
     module = _module(device) if 0 < count <= MAX_NUMBERS else None
     if module is None:
         return None
-    given = args.NumbersArgs(host=host, numbers=numbers, drawn=None, count=count, tokens=tokens)
-    launch = module.prepare("k_numbers", (-(-count // _BLOCK_NUMBERS),), 256, given)
+    arguments = args.NumbersArgs(host=host, numbers=numbers, drawn=None, count=count, tokens=tokens)
+    launch = module.prepare("k_numbers", (-(-count // _BLOCK_NUMBERS),), 256, arguments)
 
     def send(drawn: Tensor | None) -> None:
-        given.drawn = None if drawn is None else drawn.data_ptr()
+        arguments.drawn = None if drawn is None else drawn.data_ptr()
         _on(device, launch)
 
     return send
@@ -61,11 +61,11 @@ def mover(numbers: Tensor, rows: int, pages: int, tokens: int) -> Callable[[Tens
     module = _module(numbers.device) if numbers.is_cuda and tokens <= _MOST_TOKENS else None
     if module is None:
         return None
-    given = args.CursorsArgs(numbers=numbers, drawn=None, tokens=tokens, rows=rows, width=pages)
-    launch = module.prepare("k_cursors", (1,), _MOST_TOKENS, given)
+    arguments = args.CursorsArgs(numbers=numbers, drawn=None, tokens=tokens, rows=rows, width=pages)
+    launch = module.prepare("k_cursors", (1,), _MOST_TOKENS, arguments)
 
     def move(drawn: Tensor) -> None:
-        given.drawn = drawn.data_ptr()
+        arguments.drawn = drawn.data_ptr()
         _on(numbers.device, launch)
 
     return move
@@ -79,8 +79,10 @@ def row_keys(answers: Tensor, done: Tensor, keys: Tensor) -> None:
     if module is None:
         keys.copy_(keys_at(answers[:, None], done[:, None] + torch.arange(1, width + 1, device=keys.device)))
     else:
-        given = args.RowKeysArgs(answers=answers, done=done, keys=keys, rows=rows, width=width)
-        _on(keys.device, partial(module.launch, "k_row_keys", (-(-rows * width // 256),), 256, given, overlap=False))
+        arguments = args.RowKeysArgs(answers=answers, done=done, keys=keys, rows=rows, width=width)
+        _on(
+            keys.device, partial(module.launch, "k_row_keys", (-(-rows * width // 256),), 256, arguments, overlap=False)
+        )
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
@@ -91,12 +93,12 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
     make_current(device)  # the thread may not have used the device yet
     piece, read = _staging(device)
     piece.view(torch.uint8)[:host.nbytes] = host.contiguous().view(-1).view(torch.uint8)
-    found = torch.empty(count, dtype=torch.int64, device=device)
-    given = args.NumbersArgs(host=piece, numbers=found, drawn=None, count=count, tokens=0)
-    _on(device, partial(module.launch, "k_numbers", (-(-count // _BLOCK_NUMBERS),), 256, given, overlap=False))
+    copy = torch.empty(count, dtype=torch.int64, device=device)
+    arguments = args.NumbersArgs(host=piece, numbers=copy, drawn=None, count=count, tokens=0)
+    _on(device, partial(module.launch, "k_numbers", (-(-count // _BLOCK_NUMBERS),), 256, arguments, overlap=False))
     read.record(torch.cuda.current_stream(device))
     _buffers(device).append((piece, read))
-    return found.view(torch.uint8)[:host.nbytes].view(host.dtype).view(host.shape)
+    return copy.view(torch.uint8)[:host.nbytes].view(host.dtype).view(host.shape)
 
 
 def _staging(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:

@@ -112,14 +112,14 @@ def _log(state: StateView) -> DeltaLogView:
     return state.delta_log
 
 
-def flush_delta_log(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+def flush_delta_log(states: tuple[StateView, ...], source: int, log: int, base: int, done: int, target: int) -> None:
     """As `Ops.flush_delta_log`, with the bits of the kernels here; torch serves states that they do not know."""
     conv, state = states[0].conv, states[0].recurrent
     kind = STATES.get(state.dtype)
     known = conv.dtype == torch.bfloat16 and conv.shape[1] == 4 and conv.is_cuda and state.shape[3] % 4 == 0
     module = _module(conv.device, kind) if kind and known else None
     if module is None:
-        return flush_by_torch(states, source, ring, base, done, target)
+        return flush_by_torch(states, source, log, base, done, target)
     assert done - base <= RING
     first, (heads, key_dim, value_dim) = states[0], states[0].recurrent.shape[1:]
     view = _log(first)
@@ -128,8 +128,8 @@ def flush_delta_log(states: tuple[StateView, ...], source: int, ring: int, base:
     with torch.cuda.device(conv.device):
         module.launch("k_fold", (heads, 8, len(states)), 256, args.FoldArgs(
             source_state=first.recurrent[source], source_conv=conv[source], state=first.recurrent[target],
-            conv=conv[target], inputs=view.inputs[ring], keys=view.keys[ring], updates=view.updates[ring],
-            decays=view.decays[ring], key_heads=view.keys.shape[2], value_heads=heads, key_dim=key_dim,
+            conv=conv[target], inputs=view.inputs[log], keys=view.keys[log], updates=view.updates[log],
+            decays=view.decays[log], key_heads=view.keys.shape[2], value_heads=heads, key_dim=key_dim,
             value_dim=value_dim, channels=conv.shape[2], tiled=int(view.tiled), base=base, done=done,
             state_step=_step([state.recurrent for state in states]), conv_step=_step([state.conv for state in states]),
             **{f"{name}_step": step for name, step in steps.items()}), overlap=False)
@@ -137,9 +137,9 @@ def flush_delta_log(states: tuple[StateView, ...], source: int, ring: int, base:
 
 def _step(layers: list[Tensor]) -> int:
     """Elements from one layer's tensor to the next layer's; all distances must be equal."""
-    found = {second.data_ptr() - first.data_ptr() for first, second in pairwise(layers)} or {0}
-    assert len(found) == 1, "layers do not lie one after another"
-    return found.pop() // layers[0].element_size()
+    distances = {second.data_ptr() - first.data_ptr() for first, second in pairwise(layers)} or {0}
+    assert len(distances) == 1, "layers do not lie one after another"
+    return distances.pop() // layers[0].element_size()
 
 
 def flush_source(state: str = "float") -> str:

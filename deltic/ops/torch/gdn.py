@@ -211,19 +211,19 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
 
 
 def core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    """What lies between the projections: proj [T, C + values + 2 Hv] -> [T, values]."""
-    # the same tensor: nobody is behind, and that is known without waiting for the device
-    behind = batch.base is not batch.done and bool((batch.base < batch.done).any()) if state.delta_log else False
-    rings = state.delta_log is not None and (batch.layout.appends or behind)
-    return (reference.gdn_core if rings else _core)(proj, weights, state, batch)
+    """Computes a layer between its projections: proj [T, C + values + 2 Hv] -> [T, values]."""
+    # the same tensor: no row has entries, known without waiting for the device
+    has_entries = batch.base is not batch.done and bool((batch.base < batch.done).any()) if state.delta_log else False
+    uses_log = state.delta_log is not None and (batch.layout.appends or has_entries)
+    return (reference.gdn_core if uses_log else _core)(proj, weights, state, batch)
 
 
-def flush_delta_log(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
-    reference.flush_delta_log(states, source, ring, base, done, target)
+def flush_delta_log(states: tuple[StateView, ...], source: int, log: int, base: int, done: int, target: int) -> None:
+    reference.flush_delta_log(states, source, log, base, done, target)
 
 
 def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    """As `core`, of rows without rings."""
+    """As `core`, for rows without delta logs."""
     spec, plan = weights.spec, _plan(batch, state)
     qkv, z, beta, a = proj.split((spec.channels, spec.values, spec.value_heads, spec.value_heads), dim=-1)
     dtype = reference.wide(state.recurrent)
@@ -236,13 +236,15 @@ def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> 
 
 @dataclass(frozen=True, slots=True)
 class _ConvPlan:
-    """What a batch's geometry means for the convolution ring and the chunks; the same in every layer.
+    """Indices of the convolution rings and the chunks of a batch; the same in every layer.
 
-    Writes: the rows' targets, then the emits. slots [R + E]; places [R + E, W]; fresh [R + E, W, 1]: the value is
-    an input of this batch, at index inputs [R + E, W]; kept [R + E, W, 1]: it comes from ring `sources`.
-    Reads: window [R, W - 1]: places of the inputs before each row's chunk, oldest first; window_real [R, W - 1, 1]:
-    which of them exist (None: all). started [R]: the row has a state; any_new: perhaps not all rows have.
-    taps: see `_Taps`; None if the batch is not of single tokens in place.
+    Writes, the rows' targets first, then the emits: slots [R + E], places [R + E, W].
+    fresh [R + E, W, 1]: the value is an input of this batch, at index inputs [R + E, W].
+    kept [R + E, W, 1]: the value comes from the ring of `sources`.
+    Reads: window [R, W - 1]: places of the inputs before each row's chunk, oldest first.
+    window_real [R, W - 1, 1]: which of them exist (None: all).
+    started [R]: the row has a state. any_new: some row may have none.
+    taps: see `_Taps`; None unless all rows are single tokens in place.
     """
 
     slots: Tensor
@@ -261,8 +263,8 @@ class _ConvPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Taps:
-    """Single tokens on rings as wide as the kernel: row r writes its input at write[r] and then needs the whole
-    ring, whose place p meets tap index[r, p]."""
+    """Single tokens on rings as wide as the kernel: row r writes its input at write[r] and then reads the whole ring,
+    whose place p meets tap index[r, p]."""
 
     write: tuple[Tensor, Tensor]
     index: Tensor
@@ -311,7 +313,7 @@ def _taps(batch: Batch, width: int) -> _Taps | None:
 
 
 def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _ConvPlan) -> Tensor:
-    """Convolution and delta rule of all rows -> [T, Hv, Dv] in the dtype of the gates; moves the slots."""
+    """Convolution and delta rule of all rows -> [T, Hv, Dv] in the dtype of the gates; updates the slots."""
     singles, kernel = batch.layout.decode_rows, weights.spec.conv_kernel
     if plan.taps is not None and state.conv.shape[1] == kernel:
         mixed = _convolve_in_place(qkv, weights.conv, state, batch, plan.taps)
