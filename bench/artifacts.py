@@ -28,10 +28,8 @@ from common import record
 from deltic import RandomModel, Session
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.export.executorch.export import CHUNK, ExportForm, export
-from deltic.export.executorch.names import sidecar_of
-from deltic.export.opening import open_program
-from deltic.export.program import generation_config, hf_config
-from deltic.export.sidecar import write_json
+from deltic.export.executorch.runtime import sidecar_of
+from deltic.export.program import generation_config, hf_config, open_program, write_json
 from deltic.loader.dummy import random_weights
 
 PROMPT, CONTEXT = 64, 512

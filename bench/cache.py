@@ -26,7 +26,7 @@ from deltic.cache.manager import HybridCache
 from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.prefix_items import PrefixSource
+from deltic.cache.offload.types import PrefixSource
 from deltic.cache.radix_tree import PrefixTree
 from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
@@ -37,7 +37,6 @@ ANSWER, NEW = 24, 50
 METHODS = (
     "admit",
     "start_load",
-    "cached_length",
     "reserve_checkpoint",
     "commit_checkpoints",
     "release",

@@ -24,8 +24,7 @@ from common import environment, record
 _COMPILED = """
 import sys, time
 from pathlib import Path
-from deltic.export.conversation import ProgramConversation
-from deltic.export.opening import open_program
+from deltic.export.program import ProgramConversation, open_program
 from deltic.config import EngineConfig
 talk = ProgramConversation(open_program(Path(sys.argv[1]), EngineConfig()))
 talk.read([1])
@@ -45,8 +44,7 @@ Session(sys.argv[1], "float32", max_batch=1, max_context=2048).prefill([1])
 _SPEED = """
 import json, sys, time
 from pathlib import Path
-from deltic.export.conversation import ProgramConversation
-from deltic.export.opening import kind_of, open_program
+from deltic.export.program import ProgramConversation, kind_of, open_program
 from deltic.config import EngineConfig
 path, prompt, found = Path(sys.argv[1]), list(range(1, 65)), {}
 if kind_of(path):
@@ -108,7 +106,7 @@ def _models(folder: Path, preset: str, layers: int | None) -> tuple[Path, Path, 
     from deltic.export.program import hf_config
     from deltic.export.tvm.compiler import compile_model
     from deltic.loader.dummy import random_weights
-    from deltic.loader.hub import open_model
+    from deltic.loader.model_files import open_model
 
     model, compiled = folder / "model", folder / "compiled"
     if compiled.is_dir():

@@ -215,7 +215,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 def _deltic(settings: dict[str, Any]) -> Any:
     """The prefix cache is off: no prompt comes twice, and the peers keep nothing either."""
     from deltic import LLM, __version__
-    from deltic.cli.measure import Case, trial
+    from deltic.cli.bench import Case, trial
     from deltic.ops import explain
 
     started = time.perf_counter()

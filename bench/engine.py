@@ -19,7 +19,7 @@ from unittest.mock import patch
 from common import ROOT, Answer, Worker, environment, record, spread, work
 
 if TYPE_CHECKING:
-    from deltic.cli.measure import Case
+    from deltic.cli.bench import Case
     from deltic.engine.engine import Engine
     from deltic.params import Event
 
@@ -107,11 +107,11 @@ def _contexts(args: argparse.Namespace) -> None:
 
     from deltic.engine.step_plan import PlannedRow, StepPlan
     from deltic.params import PAGE
-    from deltic.runner.input_batch import BatchMemory, build
+    from deltic.runner.input_batch import InputBatch, build
 
     for context in (1_000, 262_000):
         pages = [list(range(index, context * 8 // PAGE + 16, 8)) for index in range(8)]
-        memory, times = BatchMemory(), list[float]()
+        memory, times = InputBatch(), list[float]()
         for step in range(20 if args.quick else 500):
             plan = StepPlan(tuple(PlannedRow((7,), context + step % PAGE, pages[row], row, 1) for row in range(8)))
             began = time.perf_counter()
@@ -138,9 +138,9 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from dataclasses import asdict
 
     from deltic import LLM, RandomModel
+    from deltic.cli.bench import Case, trial
     from deltic.cli.inspect import weight_bytes
     from deltic.cli.machine import peak_memory_mib
-    from deltic.cli.measure import Case, trial
 
     imported, seeds = peak_memory_mib(), count()
     model = RandomModel(settings["model"], settings["layers"]) if settings["model"] else None
@@ -160,7 +160,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
     """Medians over a trial's steps that only decode, in microseconds: of a step, and of what of it no kernel ran."""
-    from deltic.cli.measure import trial
+    from deltic.cli.bench import trial
     from deltic.ops.cpu.library import ThreadPool
 
     steps, inside, call, step = list[tuple[float, float]](), [0.0], ThreadPool.call, engine.step

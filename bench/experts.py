@@ -246,7 +246,7 @@ def figures(rounds: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, A
 
 def disk_rate(path: Path, file: Any, each: int, seconds: float = 1.0) -> float:
     """MB/s of reading pieces of the experts at random, past the page cache, with as many threads as deltic has."""
-    from deltic.ops.cpu.experts import READERS
+    from deltic.ops.cpu.experts import READER_THREADS
 
     size = max(4096, min(each, 1 << 20) // 4096 * 4096)
     stacks = [tensor for name, tensor in file.tensors.items() if name.endswith("_exps.weight")]
@@ -263,8 +263,8 @@ def disk_rate(path: Path, file: Any, each: int, seconds: float = 1.0) -> float:
         return done
 
     started = time.perf_counter()
-    with ThreadPoolExecutor(READERS) as pool:
-        done = sum(pool.map(read, range(READERS)))
+    with ThreadPoolExecutor(READER_THREADS) as pool:
+        done = sum(pool.map(read, range(READER_THREADS)))
     os.close(descriptor)
     return done / (time.perf_counter() - started) / 1e6
 

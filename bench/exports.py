@@ -24,7 +24,7 @@ from common import record
 
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.export.executorch.export import CHUNK, KINDS, ExportForm, export
-from deltic.export.executorch.mixers import Operators
+from deltic.export.executorch.network import Operators
 from deltic.loader.dummy import random_weights
 
 

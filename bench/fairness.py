@@ -191,7 +191,7 @@ def _long_seconds(engine: Engine, args: argparse.Namespace, draw: random.Random,
 def _plan(args: argparse.Namespace) -> None:
     """Milliseconds that planning a step takes while many wait for one prefix."""
     engine, draw = _engine(args), random.Random(9)
-    prefix, times, plan = _prompt(draw, engine.runtime, args.prefix), list[float](), engine.scheduler.plan
+    prefix, times, plan = _prompt(draw, engine.runtime, args.prefix), list[float](), engine.scheduler.schedule
     began = time.perf_counter()
     for index in range(args.waiting):
         engine.add(_request(f"r{index}", (*prefix, *_prompt(draw, engine.runtime, 8)), 4))

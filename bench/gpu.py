@@ -20,7 +20,7 @@ import torch
 from common import record
 from speculation import DEPTH, Forced, plain_runtime, serve
 
-from deltic.cli.floors import prompt_operations, step_bytes
+from deltic.cli.bench import prompt_operations, step_bytes
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load

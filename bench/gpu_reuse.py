@@ -42,7 +42,8 @@ def main() -> None:
         max_context=args.tokens + 2048, token_budget=args.budget))
     gc.collect()
     gc.freeze()  # as a server does
-    runtime.cache.prepare()
+    for tier in runtime.cache.tiers:
+        tier.prepare()
     pinned = list[float]()
     times: dict[str, list[float]] = {"cold": [], "warm": [], "host": []}
     engine, draw, vocabulary = Engine(runtime), random.Random(0), runtime.config.vocab_size

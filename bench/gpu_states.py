@@ -39,7 +39,8 @@ def main() -> None:
         device="cuda", dtype="bfloat16", memory="24GiB", max_batch=args.rows, max_context=256, speculate="off",
         state_dtype=args.state_dtype))
     pools = runtime.pools
-    assert runtime.defers_state_writes and pools.delta_logs is not None, "these kernels do not serve the model"
+    assert runtime.capabilities.defers_state_writes, "these kernels do not serve the model"
+    assert pools.delta_logs is not None
     for tensor in (pools.recurrent, pools.conv, *pools.delta_logs):
         tensor.normal_(0, 0.1)
     pools.delta_logs[3].uniform_(0.9, 1)
@@ -77,13 +78,13 @@ def _time(runtime: ModelRunner, batch: Batch, repeat: int) -> float:
     spec = layers[0].mixer.spec
     proj = torch.randn(batch.layout.tokens, spec.channels + spec.values + 2 * spec.value_heads, device="cuda",
                        dtype=torch.bfloat16)
-    work, times = step._begin(batch, "many"), []
+    work, times = step.begin(batch, "many"), []
     for run in range(repeat + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(TIMES):
             for layer in layers:
-                step._mix(layer, work, proj, proj.shape[1])
+                step.mix(layer, work, proj, proj.shape[1])
         end.record()
         torch.cuda.synchronize()
         if run:

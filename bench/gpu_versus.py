@@ -22,7 +22,7 @@ from torch import Tensor
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.ops.cuda import nvrtc
+from deltic.ops.cuda import driver
 from deltic.ops.cuda.graph import record as record_graph
 from deltic.ops.cuda.kernel_config import shapes_of
 from deltic.ops.types import Batch
@@ -53,7 +53,7 @@ def main() -> None:
         tensor.normal_(0, 0.1)
     padded = decoding(StepPlan((PlannedRow((7,), DONE, tuple(range(16)), 0, 1),)), pools.device).padded
     assert padded
-    batch, folders = step_of(padded), {"own": nvrtc.FOLDER}
+    batch, folders = step_of(padded), {"own": driver.FOLDER}
     folders |= {f"other {number}": folder for number, folder in enumerate(args.against, 1)}
     graphs = {name: _recorded(runtime, batch, folder) for name, folder in folders.items()}
     wanted = graphs["own"][1]
@@ -72,10 +72,10 @@ def _recorded(runtime: ModelRunner, batch: Batch, folder: Path) -> tuple[torch.c
     """The step with these kernels, and what it gives: logits and states."""
     pools = runtime.pools
     before = pools.recurrent.clone(), pools.conv.clone()
-    nvrtc.FOLDER = folder
+    driver.FOLDER = folder
     shapes = shapes_of(runtime.decoder.weights, runtime.views)
     assert shapes, "the kernels do not know the model"
-    step = steps.Step(runtime.decoder.weights, runtime.views, shapes, reads=False)
+    step = steps.DecodeStep(runtime.decoder.weights, runtime.views, shapes, reads=False)
     step(batch)  # loads all that it launches
     graph, (logits, _) = record_graph(lambda: step(batch))
     pools.recurrent.copy_(before[0]), pools.conv.copy_(before[1])

@@ -40,7 +40,7 @@ from deltic.chat.tokenizer import Tokenizer
 from deltic.config import ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.loader.gguf.convert import FILE_TYPES
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.load import load_gguf
+from deltic.loader.gguf.load import read_file
 from deltic.loader.hub import resolve
 
 EQUAL = ModelConfig(
@@ -129,7 +129,8 @@ def _check_weights(program: Path, name: str, shape: ModelConfig) -> Iterator[str
         paths = {type: Path(directory) / f"{type}.gguf" for type in FILE_TYPES}
         random_gguf(shape, list(paths.values()), list(paths), "float32", initializer_range=SPREAD)
         for type, path in paths.items():
-            ours, theirs = load_gguf(path, shape), load_gguf(_quantized(program, path, "F32"), shape)
+            ours = dict(read_file(path, shape))
+            theirs = dict(read_file(_quantized(program, path, "F32"), shape))
             wrong = [tensor for tensor in ours if not torch.equal(ours[tensor], theirs[tensor])]
             mine, chosen = _types(path), _types(_quantized(program, paths["F32"], type))
             moved = [f"{tensor} is {mine[tensor]}, llama.cpp chooses {chosen[tensor]}"

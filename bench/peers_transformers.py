@@ -88,7 +88,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 def _deltic(settings: dict[str, Any]) -> Any:
     from deltic import LLM, RandomModel, __version__
-    from deltic.cli.measure import Case, trial
+    from deltic.cli.bench import Case, trial
 
     llm = LLM(RandomModel(settings["preset"], settings["layers"]), dtype=settings["dtype"],
               threads=settings["threads"], max_batch=1, max_context=4096)

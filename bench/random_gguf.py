@@ -22,7 +22,8 @@ from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.convert import FILE_TYPES, Written, convert
 from deltic.loader.gguf.tokenizer import TokenizerTexts
-from deltic.loader.hub import ModelFiles, resolve
+from deltic.loader.hub import resolve
+from deltic.loader.model_files import ModelFiles
 
 
 def main() -> None:

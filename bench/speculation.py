@@ -35,7 +35,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.sequence import Sequence as Running
-from deltic.ops.drafted import Drafted
+from deltic.ops.mtp import Drafted
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.launch import InFlight
 from deltic.runner.model_runner import ModelRunner
@@ -59,7 +59,7 @@ class Forced:
     def __post_init__(self) -> None:
         self._random = random.Random(1)
         runner = self.head._head
-        self._ahead, runner.draft_ahead = runner.draft_ahead, self._draft_ahead  # type: ignore[assignment, method-assign]
+        self._pending, runner.draft_ahead = runner.draft_ahead, self._draft_ahead  # type: ignore[assignment, method-assign]
         self._known: dict[Running, torch.Tensor] = {}
         self._rows: list[torch.Tensor] = []
 
@@ -88,18 +88,18 @@ class Forced:
 
     def _draft_ahead(self, *args: Any) -> Drafted:
         """Make drafts right where they are, on the device: a small kernel for each row."""
-        drafted = self._ahead(*args)
+        drafted = self._pending(*args)
         each, first = drafted.numbers.split((2 * drafted.rows * drafted.drafts, 2 * drafted.rows))
         for row, table in enumerate(self._rows):
             torch.index_select(table[:drafted.drafts], 1, first[2 * row + 1:2 * row + 2],
                                out=each.view(drafted.drafts, 2, drafted.rows)[:, 0, row:row + 1])
         return drafted
 
-    def promise(self, wants: Wants) -> PendingDrafts | None:
-        return self.head.promise(wants)
+    def take_pending(self, wants: Wants) -> PendingDrafts | None:
+        return self.head.take_pending(wants)
 
-    def disagree(self, sequence: Running) -> None:
-        self.head.disagree(sequence)
+    def drop_pending(self, sequence: Running) -> None:
+        self.head.drop_pending(sequence)
 
     def forget(self, sequence: Running) -> None:
         self._known.pop(sequence, None)

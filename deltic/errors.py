@@ -45,22 +45,22 @@ class LongPromptError(RequestError):
 
 
 def too_long(tokens: int | str, reason: str) -> str:
-    """What is said of a prompt of so many tokens. reason: why no more, and what to do.
+    """Returns the message for a prompt of so many tokens. reason: the limit, and what to do.
 
-    Clients know by these words that a conversation has to be shortened: "prompt is too long", "maximum context length
-    is N tokens".
+    Clients recognise by these words that a conversation must be shortened: "prompt is too long", "maximum context
+    length is N tokens".
     """
     return f"the prompt is too long: it has {tokens} tokens {reason}"
 
 
 def context_bound(tokens: int) -> str:
-    """Why a prompt that fills a context of so many tokens is too long."""
+    """Returns the reason why a prompt that fills a context of so many tokens is too long."""
     return f"and the maximum context length is {tokens} tokens, answer included: shorten it, or raise `max_context`"
 
 
 @contextmanager
 def of_prompt(field: str) -> Iterator[None]:
-    """What is wrong with one of several prompts says with which."""
+    """Adds the field of one of several prompts to a RequestError."""
     try:
         yield
     except RequestError as error:
@@ -68,7 +68,7 @@ def of_prompt(field: str) -> Iterator[None]:
 
 
 class BusyError(DelticError):
-    """There is more work than a limit allows; the same request may be served later. retry_after: in so many seconds."""
+    """There is more work than a limit allows; the request may succeed later. retry_after: in seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -76,18 +76,18 @@ class BusyError(DelticError):
 
 
 class QuotaError(BusyError):
-    """One caller has as much at a time as it may have."""
+    """One caller has as many concurrent requests as it may have."""
 
 
 class UnavailableError(DelticError):
-    """The engine takes no requests: it was closed, or it has broken down."""
+    """The engine takes no requests: it was closed, or it failed."""
 
 
 class GenerationError(DelticError):
     """The engine gave up on an answer.
 
-    `output` is what there is of it, where the caller would have got an `Output`: the choices that ended well are
-    whole, the others say what went wrong.
+    `output`: what exists of the `Output`, if the caller would have got one: choices that ended well are whole, the
+    others carry their error.
     """
 
     def __init__(self, message: str, output: Any = None) -> None:
@@ -100,7 +100,7 @@ class DegenerateError(DelticError):
 
 
 def valid_text(value: object, field: str) -> str:
-    """The text that a request's field holds; RequestError for anything else, and for what is not valid Unicode."""
+    """Returns the text in a request's field; RequestError for another type or invalid Unicode."""
     if not isinstance(value, str):
         raise RequestError(f"{field} must be text, not {show(value)}", field)
     try:
@@ -112,7 +112,7 @@ def valid_text(value: object, field: str) -> str:
 
 
 def show(value: object) -> str:
-    """A value as a message quotes it: not without end, whoever gave it. No more of it is looked at than is shown."""
+    """Returns a value as a message quotes it, cut to a length; does not look at more of the value than it shows."""
     text = ""
     for piece in _spell(value):
         text += piece
@@ -122,7 +122,7 @@ def show(value: object) -> str:
 
 
 def _spell(value: object) -> Iterator[str]:
-    """The pieces of repr(value)."""
+    """Yields the pieces of repr(value)."""
     if type(value) is str:
         yield repr(value[:_SHOWN + 1])
     elif type(value) is list:
@@ -145,12 +145,12 @@ def _spell(value: object) -> Iterator[str]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust has panicked, which is no Exception."""
+    """True if the error is a panic of a Rust library, which is no Exception."""
     return type(error).__name__ == "PanicException"
 
 
 def forked_from(process: int) -> UnavailableError:
-    """What a process is told that was forked from the model's."""
+    """Returns the error for a process that was forked from the model's."""
     return UnavailableError(
         f"the model was loaded by process {process}, and this one was forked from it, without its threads: load the "
         "model here, or start processes with multiprocessing's \"spawn\" method")

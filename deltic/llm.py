@@ -1,4 +1,4 @@
-"""`LLM`: a model behind a few calls. Text in, text out, over the engine."""
+"""`LLM`: the Python API. Text in, text out, over the engine."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ from deltic.engine.arguments import (
 )
 from deltic.engine.engine import Engine
 from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
-from deltic.engine.mailbox import EventMailbox
 from deltic.engine.operator_profile import Profile, profiling
 from deltic.engine.options import engine_config
-from deltic.engine.worker import Worker
+from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
 from deltic.export.backend import ProgramModel
 from deltic.params import EngineRequest, Event, LogitsProcessor, Prompt, SamplingParams
@@ -56,8 +55,8 @@ log = logging.getLogger("deltic")
 TokenCallback = Callable[[int, int], bool]
 """Called with (row, token id) for each token of a batch; False stops that row alone."""
 
-_GATHERED = 64  # tokens after which a caller who waits for whole answers turns them into text, while the model goes on
-_CLOSING = 60.0  # seconds that `close` waits for the step that is running
+_GATHERED = 64  # tokens that gather before a caller that waits for whole answers turns them into text
+_CLOSING = 60.0  # seconds that `close` waits for the running step
 
 
 class FormatOptions(TypedDict, total=False):
@@ -97,7 +96,7 @@ _GENERATE_STREAM = ("prompt", "sampling", *FormatOptions.__annotations__)
 
 
 class _Generation:
-    """Some jobs that are asked for together, and what comes back. on_token: as in `generate`."""
+    """Requests that are submitted together, and their answers. on_token: as in `generate`."""
 
     def __init__(self, worker: Worker, jobs: Sequence[PreparedRequest], on_token: TokenCallback | None = None,
                  patience: int = _GATHERED) -> None:
@@ -107,7 +106,7 @@ class _Generation:
         self._worker, self._on_token, self._started = worker, on_token, False
 
     def start(self) -> None:
-        """Ask the engine, unless that was done. UnavailableError in a process where no answer will come."""
+        """Submits the requests, once. Raises UnavailableError in a forked process."""
         if self._started:
             self._worker.start()
         elif self._requests:
@@ -116,7 +115,7 @@ class _Generation:
 
     @property
     def outputs(self) -> list[ChatOutput]:
-        """Those that are whole."""
+        """The complete answers."""
         return [output for output in self.answers.outputs if output]
 
     @property
@@ -129,7 +128,7 @@ class _Generation:
         return self._take(events)
 
     def close(self) -> None:
-        """Abort what is still running."""
+        """Aborts the requests that still run."""
         running = [request.id for request, output in zip(self._requests, self.answers.outputs) if not output]
         if self._started and running and not self._worker.forked:
             self._worker.abort(running)
@@ -153,16 +152,15 @@ class _Generation:
 
 
 class Stream:
-    """The deltas of one answer as they come, for `for`, `next` and `async for`; `output` when all have come.
+    """An iterator over the deltas of one answer, for `for`, `next` and `async for`. `output` is set at the end.
 
-    Of several choices (n) they come as they are made, and `Delta.index` says whose each is.
-    Nothing runs before the first is asked for. `close`, leaving the loop and dropping the stream abort the request. A
-    stream is for one thread or task at a time, RequestError for others; `close` is for any. GenerationError at the end
-    if the engine gave up on the answer.
+    The deltas of several choices (n) are mixed; `Delta.index` is the choice. The request starts with the first `next`.
+    `close`, leaving the loop and dropping the stream abort it. One thread or task may read at a time, others get
+    RequestError; any thread may call `close`. Raises GenerationError at the end if the engine failed.
     """
 
     def __init__(self, llm: LLM, job: PreparedRequest) -> None:
-        self._llm = llm  # which must not be collected as long as somebody reads its answer
+        self._llm = llm  # keeps the model alive while its answer is read
         self._call = _Generation(llm.worker, [job], patience=1)
         self._deltas: deque[Delta] = deque()
         self._closed, self._turn = False, threading.Lock()
@@ -177,12 +175,12 @@ class Stream:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens so far, of all choices."""
+        """Tokens of all choices so far."""
         return self._call.answers.tokens
 
     def read(self, timeout: float | None = None) -> list[Delta]:
-        """All that has come since; waits for something, at most so many seconds. Nothing at the end: then `output` is
-        there, and says what went wrong, if anything."""
+        """Returns the deltas since the last call; waits for some, at most `timeout` seconds. Empty at the end: then
+        `output` is set, with the error if there was one."""
         if self._closed or self.output:
             return []
         with self._reading():
@@ -190,7 +188,7 @@ class Stream:
             return self._call.take(self._call.mailbox.get(timeout))
 
     def close(self) -> None:
-        """Abort what is still running."""
+        """Aborts the requests that still run."""
         if not self._closed:
             self._closed = True
             self._deltas.clear()
@@ -222,7 +220,7 @@ class Stream:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """What comes goes to one reader; another would wait forever."""
+        """Allows one reader at a time; a second one would wait forever."""
         if not self._turn.acquire(blocking=False):
             raise RequestError("this stream is being read by another thread or task: give each a stream of its own",
                                "stream")
@@ -245,19 +243,19 @@ class Stream:
         return self._deltas.popleft() if self._deltas else None
 
     def _over(self) -> bool:
-        """Whether nothing more comes; if the engine gave up, GenerationError, once."""
+        """True at the end. Raises GenerationError once if the engine failed."""
         if not self._closed and self.output:
             self._closed = True
             self.output.sound()
         return self._closed
 
     def __del__(self) -> None:
-        with suppress(Exception):  # half made, in a forked process, or at the interpreter's end
+        with suppress(Exception):  # partly constructed, in a forked process, or at the interpreter's end
             self.close()
 
 
 class LLM:
-    """A model ready to answer.
+    """A loaded model.
 
         llm = LLM()                                       # the embedded demo model
         llm = LLM("org/name", dtype="bfloat16", threads=8)  # a hub name, directory or GGUF file; fields of EngineConfig
@@ -269,21 +267,21 @@ class LLM:
         async for delta in llm.stream(messages): ...
 
     Conversations go to `chat`, `achat` and `stream`, raw prompts (texts or token ids) to `generate`, `agenerate` and
-    `generate_stream`. All of them may be called from any thread and any task, also while the model is being served:
-    one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
+    `generate_stream`. Any thread and any task may call them, also while the model is being served: one thread, the
+    `worker`, runs the model and batches concurrent calls.
 
-    config: in place of the model's config.json another such file, what one holds, or a `deltic.config.ModelConfig`.
-    weights: in place of those in the model's files all of its tensors, by the names that Hugging Face gives them, with
-        the vision tower and the draft head, if it shall have these.
-    Of the options, those of ChatConfig say how conversations are read, the others, of EngineConfig, how the model runs.
+    config: replaces the model's config.json: a path, its content, or a `deltic.config.ModelConfig`.
+    weights: replaces the model's tensors, by their Hugging Face names, with those of vision tower and draft head.
+    options: fields of ChatConfig (how conversations are read) and EngineConfig (how the model runs):
     history: "preserve" or "template", how prompts treat earlier answers: see `deltic.chat.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
-    thinking: whether to think, where a request does not say it; None: the template decides.
-    thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
-    tool_call_parser: "qwen", "json", "minimax", how the model writes tool calls; "auto": as its chat template does.
-    parse_special: let messages spell control tokens such as <|im_end|>, which are ordinary text otherwise.
-    Unknown options raise ConfigError, unusable models ModelError; requests that cannot be served RequestError; calls
-    after `close`, or in a process that was forked from the model's, UnavailableError.
+    thinking: default of requests; None: the template decides.
+    thinking_budget: default of requests: tokens that an answer may spend on thinking.
+    tool_call_parser: "qwen", "json" or "minimax", the form of tool calls; "auto": that of the chat template.
+    parse_special: messages may spell control tokens such as <|im_end|>, which are ordinary text otherwise.
+
+    Raises ConfigError for unknown options, ModelError for unusable models, RequestError for requests that cannot be
+    served, UnavailableError for calls after `close` or in a forked process.
     """
 
     def __init__(self, model: str | Path | RandomModel | None = None, *, revision: str | None = None,
@@ -303,16 +301,16 @@ class LLM:
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()
-        weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker sees to that end itself
+        weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker handles the interpreter's end itself
 
     @property
     def engine(self) -> Engine:
-        """The worker's engine, whose figures may be read; to do more with it, see `Worker.hold`."""
+        """The worker's engine. Its statistics may be read; for all else use `Worker.hold`."""
         return self.worker.engine
 
     @property
     def chat_processor(self) -> ChatProcessor:
-        """The tokenizer and chat template; ModelError if the model has none (random weights)."""
+        """The tokenizer and chat template. Raises ModelError if the model has none (random weights)."""
         if self._chat_processor is None:
             raise ModelError(f"{self.runtime.name} has no tokenizer: give token ids, or load a model with one")
         return self._chat_processor
@@ -374,7 +372,7 @@ class LLM:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
         long as anything is kept; returns its tokens. RequestError if they share none."""
         check_tools(tools)
-        prompt = self.chat_processor.opening(as_messages(messages, 0), tools=tools,
+        prompt = self.chat_processor.system_prefix(as_messages(messages, 0), tools=tools,
                                              variables=as_variables(variables, None))
         if not prompt:
             raise RequestError("there is nothing to pin: conversations share no beginning without a system message or "
@@ -495,7 +493,7 @@ def _chat_processor(runtime: ModelRunner | ProgramModel, template: str | Path | 
 
 
 def _with_words(runtime: ModelRunner | ProgramModel, tokenizer: Tokenizer) -> ModelRunner | ProgramModel:
-    """Let the tokenizer's ends of text end answers too: some configs name only one of them."""
+    """Adds the tokenizer's end-of-text tokens to those that end answers: some configs name only one of them."""
     if tokenizer.vocab_size > runtime.config.vocab_size:
         log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",
                     tokenizer.vocab_size, runtime.config.vocab_size)

@@ -1,6 +1,6 @@
-"""A plugin for `llm`: the models of a running `deltic serve`. Loaded by llm alone, through the package's entry point.
+"""A plugin for `llm`: the models of a running `deltic serve`. Only llm loads it, through the package's entry point.
 
-DELTIC_URL says where the server is, DELTIC_API_KEY with which key.
+DELTIC_URL: the server's address. DELTIC_API_KEY: its key.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from llm import hookimpl
 from llm.default_plugins.openai_models import AsyncChat, Chat
 
 _URL = "http://127.0.0.1:8000"
-_PATIENCE = 1.0  # seconds; llm asks each time that it starts
+_PATIENCE = 1.0  # seconds; each start of llm waits for it
 
 
 @hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """`deltic`: the server's first model; and `deltic/NAME` for each that it has, if it runs now."""
+    """Registers `deltic`, the server's first model, and `deltic/NAME` for each model of a running server."""
     base = os.environ.get("DELTIC_URL", _URL).rstrip("/") + "/v1"
     key = os.environ.get("DELTIC_API_KEY", "none")
     names = {"deltic": "default"} | {f"deltic/{name}": name for name in _names(base, key)}
@@ -35,7 +35,7 @@ def _model(kind: Callable[..., Any], id: str, name: str, base: str, key: str) ->
 
 
 def _names(base: str, key: str) -> list[str]:
-    """The models of the server; none if there is no answer."""
+    """Returns the names of the server's models; none if it does not answer."""
     try:
         with urlopen(Request(base + "/models", headers={"authorization": f"Bearer {key}"}), timeout=_PATIENCE) as found:
             return [str(model["id"]) for model in json.load(found)["data"]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import lm_eval.models  # noqa: F401  # they are registered first, or never
+import lm_eval.models  # noqa: F401  # registers lm_eval's own models first
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -23,13 +23,16 @@ _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=1)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 Pair = tuple[Any, Sequence[int], Sequence[int]]
-"""What was asked, the tokens of the context, those of the continuation."""
+"""The request, the tokens of the context, and those of the continuation."""
 
 
 @register_model("deltic")
 class DelticLM(TemplateLM):  # type: ignore[misc]
-    """A model that deltic runs. add_bos_token: texts begin with what the tokenizer puts before a raw prompt; None: as
-    the tokenizer itself has it. max_gen_toks: tokens of an answer for which a task says nothing."""
+    """A model that deltic runs.
+
+    add_bos_token: texts begin with what the tokenizer puts before a raw prompt; None: as the tokenizer says.
+    max_gen_toks: tokens of an answer if a task sets no limit.
+    """
 
     def __init__(self, model: str | None = None, pretrained: str | None = None, add_bos_token: bool | None = None,
                  max_gen_toks: int = 256, batch_size: Any = None, max_batch_size: Any = None, device: Any = None,
@@ -46,7 +49,7 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The token before a text without context."""
         before = self._words.around[0]
         bos = self._words.bos_id
         return before[0] if before else self.eot_token_id if bos is None else bos
@@ -111,7 +114,7 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def _params(self, wanted: dict[str, Any]) -> SamplingParams:
-        """What a task asks for, in our words; greedy unless it is to be drawn."""
+        """Returns a task's sampling; greedy unless it samples."""
         stops = wanted.get("until") or ()
         most = wanted.get("max_gen_toks", wanted.get("max_tokens", self._max_tokens))
         drawn = {name: wanted[name] for name in _SAMPLING if name in wanted} if wanted.get("do_sample") else {}
@@ -124,7 +127,7 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def _room(self) -> int:
-        """Tokens of a prompt."""
+        """Tokens of a prompt, at most."""
         return self.llm.engine.max_context - 1
 
 

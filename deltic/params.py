@@ -1,4 +1,4 @@
-"""Frozen values that cross room borders. No torch here."""
+"""Frozen values that cross package borders. No torch here."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ PAGE = 16
 CHUNK = 64
 """Tokens that the chunked delta rule takes at once."""
 RING = 16
-"""Entries that a replay ring holds: what came after the state that lies in its sequence's slot."""
+"""Entries of a state delta log: tokens after the state in the sequence's slot."""
 MAX_DRAFTS = 12
-"""Tokens that may be drafted at once: with the token before them they fit a replay ring, with room to spare."""
+"""Tokens that may be drafted at once: with the token before them they fit a delta log, with room to spare."""
 
 MOST_TOKENS = 1 << 31
-"""The largest limit or count of tokens that may be asked for."""
+"""The largest limit or count of tokens in a request."""
 
 Finish = Literal["stop", "length", "abort", "error"]
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Draft:
 
 
 Speculation = Auto | Mtp | Ngram | Draft | None
-"""How tokens are drafted that the model then verifies; None: not at all. Changes the speed of answers alone."""
+"""How tokens are drafted for the model to verify; None: not at all. Changes only the speed of answers."""
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -80,7 +79,7 @@ MAX_STOPS = 64
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. `None` means: as the model's generation_config.json says, else neutral.
+    """How tokens are chosen. `None`: as in the model's generation_config.json, otherwise neutral.
 
     temperature: 0 is greedy.
     top_k: 0 keeps all tokens. The order is: penalties, logit_bias, temperature, top_k, top_p, min_p, then one draw.
@@ -94,12 +93,12 @@ class SamplingParams:
     min_tokens: end-of-text tokens and stop ids are masked until so many tokens exist.
     max_tokens: `None` is as many as the context holds.
     logprobs: number of most probable tokens to report per position (0: the chosen token only; None: nothing).
-    prompt_logprobs: the same for the tokens of the prompt but the first; then all of it is processed, whatever of it
-        is known, and slowly.
+    prompt_logprobs: the same for the tokens of the prompt except the first; the whole prompt is then processed slowly,
+        without the prefix cache.
     n: independent answers; the prompt is processed once.
-    max_repeat: an answer ends, with reason "length", when its end is the same group of 1 to 128 tokens so many times in
-        a row; groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of dashes is
-        no such end. 0: never, else at least 2; `None`: as the engine's options say.
+    max_repeat: the answer ends, with reason "length", when it ends in the same group of 1 to 128 tokens so many times
+        in a row. Groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of dashes
+        is no such end. 0: never, otherwise at least 2; `None`: as in the engine's options.
     """
 
     temperature: float | None = None
@@ -127,7 +126,7 @@ class SamplingParams:
         if self.max_tokens == 0 and self.n > 1:
             raise RequestError("n needs max_tokens of at least 1", "n")
         if self.max_repeat == 1:
-            raise RequestError("max_repeat must be at least 2, or 0 for off: everything is there once", "max_repeat")
+            raise RequestError("max_repeat must be 0 (off) or at least 2", "max_repeat")
         if type(self.ignore_eos) is not bool:
             raise RequestError(f"ignore_eos must be True or False, not {show(self.ignore_eos)}", "ignore_eos")
         object.__setattr__(self, "stop", _listed("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
@@ -143,14 +142,14 @@ class SamplingParams:
             _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for token, bias in self.logit_bias.items()})
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Fill every `None` that `defaults` has a value for."""
+        """Fills every `None` for which `defaults` has a value."""
         missing = {f.name: defaults[f.name] for f in fields(self)
                    if getattr(self, f.name) is None and defaults.get(f.name) is not None}
         return replace(self, **missing) if missing else self
 
 
 def _number(name: str, value: Any, low: float, high: float, integer: bool = False) -> Any:
-    """The value, of whatever kind of number it is (numpy's, too), as Python's own; None where that is allowed."""
+    """Returns a number of any kind (also numpy's) as Python's own; None where it is allowed."""
     if value is None and name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
                                   "max_tokens", "logprobs", "prompt_logprobs", "max_repeat"):
         return None
@@ -165,7 +164,7 @@ def _number(name: str, value: Any, low: float, high: float, integer: bool = Fals
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
-    """The values of an option that takes several."""
+    """Returns the values of an option that takes several."""
     if values is None:
         return ()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
@@ -182,37 +181,39 @@ def _check_stops(stops: tuple[Any, ...]) -> None:
 
 
 class Matcher(Protocol):
-    """Decides, token by token, whether an answer is over. One instance per choice; the engine knows no text."""
+    """Decides, token by token, if an answer is over. One instance per choice; the engine knows no text."""
 
     def push(self, token: int, /) -> bool:
-        """Take the next token of the answer; True ends the answer with this token."""
+        """Takes the next token of the answer; True ends the answer with this token."""
 
 
 class ForcedTokens(Protocol):
-    """Puts tokens into an answer that the model did not choose. One instance per choice; what it forces must depend
-    on the tokens that it was given alone."""
+    """Puts tokens into an answer that the model did not choose. One instance per choice; the result must depend on the
+    pushed tokens alone."""
 
     def forced(self) -> int | None:
-        """The token that comes next, whatever the model says; None if the model may choose."""
+        """Returns the next token, whatever the model prefers; None if the model chooses."""
 
     def push(self, token: int, /) -> None:
-        """Take the next token of the answer, forced or chosen."""
+        """Takes the next token of the answer, forced or chosen."""
 
 
 class Constraint(Protocol):
-    """Says which tokens may come next in an answer, such as those with which it stays within a grammar. One instance
-    per choice; what it says must depend on the tokens that it was given alone. It may be asked in another thread than
-    it is given tokens in, never in two at once. What it raises ends its request; RequestError if that is to blame."""
+    """Restricts the next tokens of an answer, for example to a grammar. One instance per choice.
+
+    Results must depend on the pushed tokens alone. `allowed` and `push` may be called in different threads, but never
+    at the same time. An exception ends the request; raise RequestError if the request is to blame.
+    """
 
     def fitting(self, drafts: Sequence[int], /) -> int:
-        """How many of these tokens, one after the other, may come."""
+        """Returns how many of these tokens, one after the other, are allowed."""
 
     def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
-        """Which tokens may come next, and which after each of the drafts, which fit: bit t % 8 of byte t // 8 is token
-        t, those past the end are forbidden. None: all."""
+        """Returns masks of the next token and of the one after each draft; the drafts are allowed. Bit t % 8 of byte t
+        // 8 is token t; tokens past the end are forbidden. None: all are allowed."""
 
     def push(self, token: int, /) -> None:
-        """Take the next token of the answer."""
+        """Takes the next token of the answer."""
 
 
 LogitsProcessor = Callable[[list[int], Any], Any]
@@ -224,9 +225,9 @@ Positions = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Tokens of a prompt that stand for something that is seen.
+    """Tokens of a prompt that stand for an image or video.
 
-    start, count: its tokens. digest: of all that it is, in hex. content: what is encoded; only who encodes looks at it.
+    start, count: its tokens. digest: hash of the whole content, in hex. content: input of the vision tower.
     """
 
     start: int
@@ -241,15 +242,14 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model reads before it answers. Of text there are only ids.
+    """The input of a model. A prompt of text is ids alone.
 
-    ids: what the embedding table is asked for.
-    keys: what prefixes are compared by, one for each id: the id itself, or, where an id does not say what is read
-        there, a negative number made of what is (`content_keys`). Prompts whose keys begin alike must begin alike in
-        everything. None: the ids.
-    positions: the tokens' rotary positions; None: their places in the prompt.
-    offset: by how much the rotary positions of what follows the prompt differ from the places there.
-    pictures: whose rows stand in for embeddings of their tokens, in order. Of these the keys must be negative.
+    ids: looked up in the embedding table.
+    keys: compare prefixes, one for each id: the id itself, or a negative number made of the content if the id does not
+        identify it (`content_keys`). Prompts whose keys begin alike must begin alike in everything. None: the ids.
+    positions: the tokens' rotary positions; None: their indices.
+    offset: of the rotary positions after the prompt from the indices there.
+    pictures: their embeddings replace those of their tokens, in order. The keys of these tokens must be negative.
     """
 
     ids: tuple[int, ...]
@@ -262,13 +262,13 @@ class Prompt:
         if any(len(each) != len(self.ids) for each in (self.keys or self.ids, *(self.positions or ()))):
             raise RequestError("the prompt has more or fewer keys or positions than ids", "prompt")
         if self.keys is None and (self.positions or self.offset):
-            raise RequestError("the prompt has rotary positions of its own and no keys that tell of them", "prompt")
+            raise RequestError("the prompt has rotary positions of its own and no keys that identify them", "prompt")
         end = 0
         for picture in self.pictures:
             if not end <= picture.start < picture.end <= len(self.ids):
                 raise RequestError("the prompt's pictures overlap, have no tokens, or lie outside of it", "prompt")
             if self.keys is None or max(self.keys[picture.start:picture.end]) >= 0:
-                raise RequestError("the prompt has pictures without keys that tell of them", "prompt")
+                raise RequestError("the prompt has pictures without keys that identify them", "prompt")
             end = picture.end
 
     def __len__(self) -> int:
@@ -276,41 +276,39 @@ class Prompt:
 
 
 def content_keys(content: bytes, count: int) -> tuple[int, ...]:
-    """`Prompt.keys` of the tokens that stand for this content, such as a picture's size and pixels: all that they
-    depend on besides what comes before them. Negative, so that no id is equal, and 63 bits of a hash each, so that no
-    other content's is."""
+    """Returns `Prompt.keys` of tokens that stand for this content, such as an image's size and pixels: all that they
+    depend on besides what precedes them. Negative, so that no id is equal; 63 bits of a hash each, so that other
+    content differs."""
     return tuple(-1 - (int.from_bytes(blake2b(content, digest_size=8, salt=index.to_bytes(8, "little")).digest()) >> 1)
                  for index in range(count))
 
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """Wanted is a vector: the hidden state of the prompt's last token after the model's final norm."""
+    """Requests a vector: the hidden state of the prompt's last token after the model's final norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What the engine is asked: token ids in, token ids or a vector out.
+    """A request to the engine: token ids in, token ids or a vector out.
 
-    prompt: ids of text, or all that is to be said of other prompts.
-    output: how the tokens of answers are chosen, or that a vector is wanted; then all that is said of answers below is
-        of no matter.
-    stable_prefixes: prompt positions (counts of tokens) that following requests are expected to share.
-    matcher: makes the stop-string matcher of one choice, or None; called once for each choice, in their order. A
-        matcher has a token before the guide does, and before the token's event goes out.
-    guide: makes what forces tokens on one choice, or None; called as the matcher is.
-    constraint: makes what says which tokens may come in one choice, or None; called as the matcher is. Tokens that a
-        guide forces come nevertheless. Tokens that end the answer (min_tokens, ignore_eos) are held back only where
-        another one may come.
-    speculate: whether tokens may be drafted for this request; the answer is the same.
-    group: requests that came together name the same.
-    client: who asks, such as an address; "": each group is one of its own. Where places are short clients have equal
-        parts, and of a client's part its groups.
-    cache_salt: requests share cached prefixes only if they have the same salt. It does not change any token.
-    logits_processors: are called one after another, for each token that is to be drawn, with the tokens of prompt and
-        answer and the model's logits [V], a float32 tensor of the host, and return those to draw from, to which
-        penalties, bias and filters are applied. They run in another thread while other requests go on; what one raises
-        ends its request. Nothing is drafted for such a request.
+    prompt: ids of text, or a `Prompt`.
+    output: how the tokens of answers are chosen, or `Embed`, with which all fields about answers are ignored.
+    stable_prefixes: prompt positions (counts of tokens) that later requests are expected to share.
+    matcher: makes the stop-string matcher of one choice, or None; called once for each choice, in order. A matcher gets
+        a token before `guide` does, and before the token's event is sent.
+    guide: makes the `ForcedTokens` of one choice, or None; called like matcher.
+    constraint: makes the `Constraint` of one choice, or None; called like matcher. Forced tokens ignore it. Tokens that
+        end the answer (min_tokens, ignore_eos) are held back only if another one is allowed.
+    speculate: allow drafts; the answer is the same.
+    group: common to requests that came together.
+    client: such as an address; "": each group is a client. Under load clients get equal shares, and so do a client's
+        groups.
+    cache_salt: requests share cached prefixes only with the same salt. It changes no token.
+    logits_processors: called in order for each token to draw, with the tokens of prompt and answer and the model's
+        logits [V], a float32 tensor on the host; return the logits to draw from, before penalties, bias and filters.
+        They run in another thread while other requests go on; an exception ends the request. Nothing is drafted for
+        such a request.
     """
 
     id: str
@@ -333,15 +331,14 @@ class EngineRequest:
 
     @property
     def choices(self) -> int:
-        """How many answers are asked for."""
+        """Number of requested answers."""
         return self.output.n if isinstance(self.output, SamplingParams) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probability that the model gave to the token of the answer, chosen or forced, and to the most
-    probable ones, before the draw's filters and whatever a constraint allows. Also of tokens of a prompt; rank: of
-    these, the token's place among the most probable ones, from 1."""
+    """Natural-log probabilities of the answer's token, chosen or forced, and of the most probable ones, before filters
+    and constraints. rank: of a prompt's token among the most probable ones, from 1."""
 
     token: float
     top: tuple[tuple[int, float], ...] = ()
@@ -350,12 +347,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one choice: prompt, of those reused from the cache, and generated.
+    """Tokens of one choice: of the prompt, of it reused from the cache, and generated.
 
     drafted_tokens: drafts that speculation made.
-    accepted_tokens: those that the model accepted, all of them generated tokens. How many depends on the time that
-        steps took, so equal answers may differ in them.
-    reasoning_tokens: of those generated, what lies in think blocks; the engine, which knows no text, leaves it at 0.
+    accepted_tokens: drafts that the model accepted, which are generated tokens. Depends on timing, so equal answers may
+        differ in it.
+    reasoning_tokens: generated tokens in think blocks; the engine, which knows no text, leaves it at 0.
     queued_seconds: from the request's arrival to its first place in the batch.
     """
 
@@ -373,10 +370,11 @@ class TokenEvent:
     """One event of one choice of one request.
 
     token: the new token, or None if the event only ends the choice. A token that ends the answer (end of text, stop id,
-        the last token of a stop string) is still reported.
-    finish: set on the last event of the choice, together with `usage`; `error` says why if finish is "error".
-    refused: the same, where it is the request's own fault.
-    prompt: with the first event of the first choice, what `prompt_logprobs` asks for: one per token after the first.
+        the last token of a stop string) is reported too.
+    finish: set on the last event of the choice, together with `usage`; with finish "error", `error` is the reason.
+    refused: the reason if it is the request's own fault.
+    prompt: with the first event of the first choice, the result of `prompt_logprobs`: one entry per token after the
+        first.
     """
 
     request: str
@@ -392,9 +390,9 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class VectorEvent:
-    """The one event of a request for a vector, unless it ends as others do, with a `TokenEvent` that has no token.
+    """The one event of a request for a vector. A failed request ends with a `TokenEvent` without a token.
 
-    vector: float32 [H], of whatever length.
+    vector: float32 [H], not normalised.
     """
 
     request: str
@@ -413,13 +411,13 @@ Event = TokenEvent | VectorEvent
 
 
 def ring_base(base: int, done: int, chunk: int) -> int:
-    """How many tokens the state in a slot stands for after `chunk` tokens were appended to its replay ring, which held
-    those from `base` to `done`: they stay if all fit; else those before the chunk are folded into the state first."""
+    """Returns how many tokens the state in a slot stands for after `chunk` tokens were appended to its delta log, which
+    held those from `base` to `done`: unchanged if all fit; otherwise the entries before the chunk are flushed first."""
     return base if done + chunk - base <= RING else done
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many items two sequences of one type begin with in common. Strangers are told apart at once."""
+    """Returns the length of the common prefix of two sequences of one type. Fast if they differ early."""
     low, step, end = 0, 16, min(len(left), len(right))
     while low < end and left[low:low + step] == right[low:low + step]:
         low, step = low + step, 2 * step

@@ -1,4 +1,4 @@
-"""`Session`: one sequence by hand, over the same cache, batches and ops as the engine."""
+"""`Session`: one sequence, controlled by hand, over the same cache, batches and ops as the engine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from deltic.config import ModelConfig
 from deltic.engine.loading import ModelOverrides, RandomModel, load_any
 from deltic.engine.operator_profile import Profile, profiling
 from deltic.engine.options import engine_config
-from deltic.engine.step_plan import ImageSpan, PlannedRow, StepPlan, base_after
+from deltic.engine.step_plan import PlannedRow, StepPlan, base_after, image_spans, next_row
 from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
-from deltic.export.opening import kind_of
+from deltic.export.program import kind_of
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
 from deltic.runner.batch_logits import batch_logits
@@ -34,7 +34,7 @@ _FLAT = 1e-6
 _DENSE = torch.strided
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LAST = (1 << 30) - 1
-"""The largest rotary position: with what follows the positions stay within 32 bits."""
+"""The largest rotary position: those of later tokens must fit 32 bits."""
 
 LayerHook = Callable[[int, Tensor], Tensor | None]
 Args = ParamSpec("Args")
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 def _alone(method: Callable[Concatenate[Session, Args], Result]) -> Callable[Concatenate[Session, Args], Result]:
-    """The method, for one thread at a time of the process that loaded the model."""
+    """Restricts a method to one thread at a time, in the process that loaded the model."""
     @wraps(method)
     def locked(self: Session, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         if os.getpid() != self._process:
@@ -53,7 +53,7 @@ def _alone(method: Callable[Concatenate[Session, Args], Result]) -> Callable[Con
 
 
 class Session:
-    """Feed tokens, read logits. Needs no tokenizer.
+    """Takes tokens and returns logits. Needs no tokenizer.
 
         session = Session("org/name")
         logits = session.prefill([1, 2, 3])      # float32 [vocabulary], of the last token
@@ -61,16 +61,15 @@ class Session:
         snapshot = session.snapshot()
         session.commit([5, 6]); session.restore(snapshot)
 
-    Every token enters the state exactly once. Errors leave the session where it was. Several tokens at once, of which
-    perhaps only the first few are wanted:
+    Every token enters the state exactly once. An error leaves the session unchanged. To process several tokens of which
+    only the first few may be kept:
 
-        drafts = session.draft(7, 2)            # by the model's draft head, if it has one: what may follow 7
-        logits = session.verify([7, *drafts])   # float32 [3, vocabulary]; the session stays where it is
-        session.accept(2)                        # 7 and the first draft are in the state now, the second never was
+        drafts = session.draft(7, 2)            # the draft head's guess of two tokens after 7
+        logits = session.verify([7, *drafts])   # float32 [3, vocabulary]; the state does not change
+        session.accept(2)                        # adds 7 and the first draft to the state
 
-    A session has a model, a cache and a state of its own. Any thread may call it, and calls wait for each other; whose
-    tokens come first is for the callers to say; in a process that was forked from the one that loaded the model they
-    get UnavailableError. dtype: float32 if it is not given, of a compiled model its own. config, weights: as of `LLM`.
+    A session has its own model, cache and state. Any thread may call it; calls run one after another. Calls in a forked
+    process raise UnavailableError. dtype: default float32, or that of a compiled model. config, weights: as in `LLM`.
     """
 
     def __init__(self, model: str | Path | RandomModel | None = None, dtype: str | None = None, *,
@@ -86,13 +85,13 @@ class Session:
             raise ConfigError("batch_invariant is of no use here: a session computes what it is given at once, or "
                               "token by token if you step", "batch_invariant")
         self.runtime = load_any(model, chosen, revision, None, True, ModelOverrides(config, weights))
-        # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
+        # each step writes the state to the scratch slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert lease is not None and scratch is not None
         self._cache: SequenceCache = lease
         self._scratch: SequenceCache = scratch
         self._verified: PlannedRow | None = None
-        # by how much the next rotary position differs from the cursor; and at snapshots that are kept, by their slots
+        # the offset of the next rotary position from the cursor, and those of snapshots by slot
         self._shift, self._shifts = 0, dict[int, int]()
         self._lock, self._process = threading.RLock(), os.getpid()
 
@@ -103,40 +102,40 @@ class Session:
 
     @property
     def max_context(self) -> int:
-        """Tokens that the state can take."""
+        """Upper bound for the tokens in the state."""
         return self.runtime.memory.max_context
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that there are, and logits of each token."""
+        """The number of token ids, and of logits."""
         return self.runtime.config.vocab_size
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape, as its files say it."""
+        """The model's architecture, as in its files."""
         return self.runtime.config
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes, and where logits lie."""
+        """The device of the model and of the logits."""
         return self.runtime.device
 
     @property
     def has_vision(self) -> bool:
-        """Whether `prefill` takes prompts with pictures."""
+        """True if `prefill` takes prompts with images."""
         return self.runtime.encode is not None
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether `draft` has something to draft with."""
+        """True if the model has a draft head, for `draft`."""
         return self.runtime.mtp_runner is not None
 
     @_alone
     def prefill(self, tokens: Sequence[int] | Prompt, all_logits: bool = False) -> Tensor:
-        """Append tokens; returns the float32 logits of the last one [V], or of every one [n, V].
+        """Appends tokens. Returns the float32 logits of the last one [V], or of all [n, V].
 
-        A Prompt may have pictures, as `ChatProcessor.chat` makes them of messages; they are encoded first. Its rotary
-        positions go on where the session's are.
+        A Prompt may have images, as `ChatProcessor.chat` makes them from messages; they are encoded first. Its rotary
+        positions continue those of the session.
         """
         logits = self._feed(tokens, all_logits)
         return logits if all_logits else logits[-1]
@@ -210,7 +209,7 @@ class Session:
         if len(tokens) > MAX_DRAFTS + 1:
             raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
                                "tokens")
-        if not cache.attach_delta_log(lease):
+        if not cache.states.attach_delta_log(lease):
             raise RequestError("there is no room for a replay ring: raise memory", "memory")
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
@@ -259,7 +258,7 @@ class Session:
 
     @_alone
     def restore(self, snapshot: CacheSnapshot | None) -> None:
-        """Return to a snapshot, as often as wanted; None is the start."""
+        """Returns to a snapshot, any number of times; None: to the start."""
         if snapshot is not None:
             self._check_snapshot(snapshot)
         self._verified = None
@@ -269,22 +268,22 @@ class Session:
 
     @_alone
     def drop(self, snapshot: CacheSnapshot) -> None:
-        """Give a snapshot's memory back."""
+        """Releases a snapshot's memory."""
         self._check_snapshot(snapshot)
         del self._shifts[snapshot.slot]
-        self.runtime.cache.release_snapshot(snapshot)
+        self.runtime.cache.release(snapshot)
 
     def reset(self) -> None:
-        """Forget all tokens; snapshots stay."""
+        """Forgets all tokens. Snapshots stay valid."""
         self.restore(None)
 
     @contextmanager
     def hook(self, function: LayerHook) -> Iterator[None]:
-        """Within a `with` block: have the function called with the index of each layer and its output [n, hidden_size]
-        for the tokens that are processed, -1 for the embeddings; a tensor that it returns takes the output's place.
+        """Calls the function, within a `with` block, with the index of each layer and its output [n, hidden_size] for
+        the processed tokens; index -1 is the embeddings. A tensor that it returns replaces the output.
 
-        Layers are computed one by one meanwhile, which takes longer. Prompts longer than `token_budget` come in parts.
-        What the function raises ends the call, which leaves the session where it was.
+        Layers are computed one by one meanwhile, which is slower. Prompts longer than `token_budget` come in parts. An
+        exception of the function ends the call and leaves the session unchanged.
         """
         if not callable(function):
             raise RequestError(f"hook takes a function of (layer, output), not {show(function)}", "function")
@@ -299,14 +298,14 @@ class Session:
 
     @contextmanager
     def profile(self) -> Iterator[Profile]:
-        """Within a `with` block: the time of all calls, by phase and operator."""
+        """Measures all calls within a `with` block, by phase and operator."""
         with self._lock, profiling(self.runtime) as found:
             yield found
 
     @_alone
     def hidden_states(self, tokens: Sequence[int] | Prompt) -> Tensor:
-        """Append tokens; returns what each layer makes of them, float32 [layers + 1, n, hidden_size], as transformers'
-        `output_hidden_states` has it: the embeddings first, and the last one after the final norm."""
+        """Appends tokens. Returns the output of each layer, float32 [layers + 1, n, hidden_size], like transformers'
+        `output_hidden_states`: first the embeddings; the last one is after the final norm."""
         runtime, found = self._layered(), dict[int, list[Tensor]]()
         with self.hook(lambda layer, output: found.setdefault(layer, []).append(output.clone())):
             self._feed(tokens, False)
@@ -317,13 +316,13 @@ class Session:
 
     @_alone
     def recurrent_states(self) -> dict[int, Tensor]:
-        """Copies of the states of the recurrent layers at the present position by the index of the layer, float32
-        [value heads, key dim, value dim]; zeros at the start."""
+        """Returns copies of the recurrent layers' states at the current position by layer index, float32 [value heads,
+        key dim, value dim]; zeros at the start."""
         runtime, lease = self._layered(), self._cache
         if lease.unflushed:
             self._verified = None
-            runtime.cache.flush_delta_log(lease)
-        runtime.cache.flush_operations()
+            runtime.cache.states.flush(lease)
+        runtime.cache.operations.flush()
         runtime.pools.wait()
         states = runtime.pools.recurrent[:, lease.slot].float() if lease.done else torch.zeros_like(
             runtime.pools.recurrent[:, lease.slot], dtype=torch.float32)
@@ -334,25 +333,25 @@ class Session:
 
     @_alone
     def batch_logits(self, rows: Sequence[Sequence[int]], all_logits: bool = False) -> list[Tensor]:
-        """The logits of prompts of any length, each read from its start, together as far as there is room: of each the
-        last token's [V], or all [n, V]. The session stays where it is."""
+        """Returns the logits of independent prompts: of each the last token's [V], or all [n, V]. They are batched as
+        far as there is room. The session does not change."""
         if isinstance(rows, str) or not isinstance(rows, Sequence | Tensor):
             raise RequestError(f"rows must be a list of lists of token ids, not {show(rows)}", "rows")
         return batch_logits(self.runtime, [self._checked(row, 0) for row in rows], all_logits, _check_health)
 
     def _layered(self) -> ModelRunner:
-        """The model, if its layers can be looked at one by one."""
+        """Returns the model if its layers can be computed one by one."""
         runtime = self.runtime
         if not isinstance(runtime, ModelRunner):
             raise RequestError("a compiled model has no layers to look at: load the model itself", "model")
-        if runtime.experts is not None and runtime.device.type != "cpu":
+        if runtime.experts is not None and runtime.capabilities.overlaps:
             raise RequestError("layers cannot be looked at while experts lie beside a GPU: leave out `expert_memory`",
                                "expert_memory")
         return runtime
 
     def _feed(self, given: Sequence[int] | Prompt, all_logits: bool, rows: dict[str, Tensor] | None = None) -> Tensor:
-        """Process tokens in chunks. The state moves from the lease's slot into the scratch slot and on in there;
-        only when all is well do slots and cursor change (L3). rows: those that stand for pictures; None: make them."""
+        """Processes tokens in chunks. The states go to the scratch slot; slots and cursor change only at the end (L3).
+        rows: image embeddings by digest; None: computes them."""
         prompt = given if isinstance(given, Prompt) else None
         tokens, self._verified = self._checked(given.ids if isinstance(given, Prompt) else given), None
         if prompt and prompt.pictures and rows is None:
@@ -360,20 +359,23 @@ class Session:
         cache, lease, scratch, start = self.runtime.cache, self._cache, self._scratch, self.position
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        if (len(tokens) > 1 or self.runtime.hooks) and lease.unflushed and self.runtime.verifies:
-            cache.flush_delta_log(lease)  # which kernels for prompts take for granted
+        if (len(tokens) > 1 or self.runtime.hooks) and lease.unflushed and self.runtime.capabilities.verifies:
+            cache.states.flush(lease)  # kernels for prompts require that
         parts, size = [], self.runtime.options.token_budget
-        row = PlannedRow(
-            (), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, delta_log=lease.delta_log or 0
-        )
+        row = next_row(lease, (), 1, target=scratch.slot)
         for offset in range(0, len(tokens), size):
             end = min(offset + size, len(tokens))
-            row = replace(row, tokens=tuple(tokens[offset:end]), done=start + offset,
-                          rotary=self._rotary(prompt, offset, end), images=_seen(prompt, offset, end))
+            row = replace(
+                row,
+                tokens=tuple(tokens[offset:end]),
+                done=start + offset,
+                rotary=self._rotary(prompt, offset, end),
+                images=image_spans(prompt.pictures if prompt else (), offset, end),
+            )
             parts.append(self.runtime.run(self._batch(row, all_logits, rows)).clone())
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
-        cache.swap_slots(lease, scratch)
+        cache.states.swap(lease, scratch)
         lease.keys += (prompt and prompt.keys) or tokens
         if self.runtime.mtp_runner:
             self.runtime.mtp_runner.see(tokens)
@@ -382,12 +384,12 @@ class Session:
         return torch.cat(parts) if all_logits else parts[-1]
 
     def _batch(self, row: PlannedRow, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
-        self.runtime.cache.flush_operations()
+        self.runtime.cache.operations.flush()
         return build(StepPlan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
-                     rows_of=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
+                     image_rows=rows.__getitem__ if rows else None, verified=self.runtime.capabilities.verifies)
 
     def _rotary(self, prompt: Prompt | None, start: int, end: int) -> Positions | int:
-        """Of these tokens of what is appended: positions, or what makes them of their cache indices."""
+        """The rotary positions of appended tokens, or their offset from the cache indices."""
         if prompt is None or prompt.positions is None:
             return self._shift
         first = self.position + self._shift
@@ -406,7 +408,7 @@ class Session:
                 return found
 
     def _checked_rows(self, embeddings: Tensor) -> Tensor:
-        """As float32 in the host's memory."""
+        """Checks embeddings. Returns them as float32 on the host."""
         width = self.runtime.config.hidden_size
         if not isinstance(embeddings, Tensor) or not embeddings.dtype.is_floating_point or embeddings.layout != _DENSE:
             raise RequestError(f"embeddings must be a dense tensor of floating-point numbers [n, {width}], not "
@@ -421,11 +423,11 @@ class Session:
     def _check_snapshot(self, snapshot: CacheSnapshot) -> None:
         if not isinstance(snapshot, CacheSnapshot):
             raise RequestError(f"{show(snapshot)} is no snapshot: give what snapshot() returned", "snapshot")
-        if not self.runtime.cache.owns(snapshot):
+        if not self.runtime.cache.accounts.owns(snapshot):
             raise RequestError("this snapshot was dropped, or belongs to another session", "snapshot")
 
     def _checked(self, tokens: Sequence[int], position: int | None = None) -> list[int]:
-        """The tokens as integers, that are to come after so many others."""
+        """Checks tokens that follow `position` others. Returns them as integers."""
         position = self.position if position is None else position
         try:
             tokens = [index(token) for token in tokens]
@@ -444,7 +446,7 @@ class Session:
 
 
 def _checked_hook(function: LayerHook) -> LayerHook:
-    """The same, with what it returns looked at."""
+    """Wraps a hook so that its result is checked."""
     def called(layer: int, output: Tensor) -> Tensor | None:
         changed = function(layer, output)
         if changed is None:
@@ -456,18 +458,8 @@ def _checked_hook(function: LayerHook) -> LayerHook:
     return called
 
 
-def _seen(prompt: Prompt | None, start: int, end: int) -> tuple[ImageSpan, ...]:
-    """What of a prompt's pictures lies between two places of it, counted from the first."""
-    found = []
-    for picture in prompt.pictures if prompt else ():
-        first, last = max(picture.start, start), min(picture.end, end)
-        if first < last:
-            found.append(ImageSpan(first - start, last - first, picture.digest, first - picture.start))
-    return tuple(found)
-
-
 def _axes(positions: Tensor, count: int) -> Positions:
-    """Rotary positions of so many tokens."""
+    """Checks the rotary positions of so many tokens."""
     if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS or positions.layout != _DENSE:
         raise RequestError(f"positions must be a tensor of integers [3, {count}], not {_kind(positions)}", "positions")
     if positions.shape != (3, count) or not 0 <= int(positions.min()) <= int(positions.max()) <= _LAST:
@@ -477,7 +469,7 @@ def _axes(positions: Tensor, count: int) -> Positions:
 
 
 def _kind(value: object) -> str:
-    """What a value is that is no tensor, or not the right one."""
+    """Describes a wrong value for an error message."""
     return f"a tensor of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else show(value)
 
 

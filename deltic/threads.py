@@ -9,8 +9,8 @@ from contextlib import suppress
 
 
 def lower_priority(niceness: int) -> None:
-    """Lower the priority of the calling thread by `niceness` levels (19: lowest). Only Linux has priorities
-    of threads; elsewhere this does nothing."""
+    """Lowers the calling thread's priority by `niceness` levels (19: lowest). Does nothing except on Linux, where
+    threads have priorities."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from agent_sandbox import relay
 from support import odd_shape, with_sample
+from test_chat_history import EOS, TINY, TOKENIZER
 from test_server_harness import Served, serving
-from test_text_history import EOS, TINY, TOKENIZER
 
 from deltic.chat.processor import ChatProcessor
 from deltic.config import EngineConfig

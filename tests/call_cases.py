@@ -115,18 +115,18 @@ def state(router: OutputRouter, said: Sequence[Delta]) -> object:
 
 
 def _reader_state(reader: CallReader) -> object:
-    own = {name: "".join(value) if name in ("pieces", "_raw") else value for name, value in vars(reader).items()
-           if name not in ("arguments", "_doubt", "form", "tags")}
-    doubt = reader._doubt
+    own = {name: "".join(value) if name in ("pieces", "_all_text") else value for name, value in vars(reader).items()
+           if name not in ("arguments", "_possible_end", "form", "tags")}
+    possible = reader._possible_end
     out = reader.arguments.out
-    if doubt is None:
+    if possible is None:
         return own, _arguments_state(reader.arguments), _joined(out)
-    return (own, _arguments_state(reader.arguments), _joined(out[:doubt.said]), _joined(out[doubt.said:]),
-            "".join(doubt.since), _reader_state(doubt.before))
+    return (own, _arguments_state(reader.arguments), _joined(out[:possible.emitted]), _joined(out[possible.emitted:]),
+            "".join(possible.since), _reader_state(possible.before))
 
 
 def _arguments_state(arguments: ToolArguments) -> object:
-    return {name: "".join(value) if name in ("_text", "aside") else value for name, value in vars(arguments).items()
+    return {name: "".join(value) if name in ("_text", "outside") else value for name, value in vars(arguments).items()
             if name not in ("out", "_schemas")}
 
 

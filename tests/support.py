@@ -24,7 +24,11 @@ from deltic.chat.tokenizer_files import read_tokenizer_files
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import read_file
 from deltic.loader.gguf.tokenizer import TokenizerTexts
+from deltic.loader.names import expected_tensors
+from deltic.loader.safetensors import read_directory
 from deltic.ops.noise import gumbel, sample_key
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import PAGE, EngineRequest, SamplingParams, TokenEvent
@@ -159,6 +163,20 @@ def transformers_model(directory: Path, seed: int = 0, nested: bool = False, fam
     if nested:
         _nest(directory, kind.replace("ForCausalLM", "ForConditionalGeneration"), family)
     return model
+
+
+def load_directory(path: str | Path, config: ModelConfig, dtype: Any = "auto", device: Any = "cpu", progress: Any = None
+                   ) -> dict[str, Tensor]:
+    """All tensors of a safetensors directory, in the order of their shapes."""
+    tensors = dict(read_directory(path, config, dtype, device, progress))
+    return {name: tensors[name] for name in expected_tensors(config)}
+
+
+def load_gguf(source: GgufFile | str | Path, config: ModelConfig, dtype: Any = "auto", device: Any = "cpu",
+              progress: Any = None) -> dict[str, Tensor]:
+    """All tensors of a GGUF file, in the order of their shapes."""
+    tensors = dict(read_file(source, config, dtype, device, progress))
+    return {name: tensors[name] for name in expected_tensors(config)}
 
 
 def tiny_texts() -> TokenizerTexts:

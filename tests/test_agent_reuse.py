@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import Answers, fresh_pools, odd_shape, take
-from test_text_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOKENIZER, TOOLS, Talk, cut_small
+from test_chat_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOKENIZER, TOOLS, Talk, cut_small
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan

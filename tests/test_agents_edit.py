@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from agent_cases import Player, Room, Seen, Turn, call, from_npm, from_python, playing
-from test_text_history import TOKENIZER
+from test_chat_history import TOKENIZER
 
 from deltic.cache.memory_plan import grid_spacing
 from deltic.cli import main

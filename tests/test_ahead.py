@@ -69,7 +69,7 @@ def tell(engine: Engine, requests: Sequence[EngineRequest], meddle: Meddle = not
 def remains(engine: Engine) -> Any:
     """What is countable, and the prefixes that are kept."""
     stats, tree = engine.stats, engine.runtime.cache.tree
-    return (replace(stats, ahead=0, last_overhead=0.0),
+    return (replace(stats, async_steps=0, last_overhead=0.0),
             sorted(tuple(tokens_of(checkpoint)) for checkpoint in tree._checkpoints),
             engine.runtime.cache.pages.free, engine.runtime.cache.slots.free)
 
@@ -105,7 +105,7 @@ def test_l6_a_step_in_flight_changes_nothing(case: str, model: str) -> None:
     again = [replace(request, id=f"{request.id} again") for request in REQUESTS[case]]
     assert tell(found, REQUESTS[case]) == answers and remains(found) == remains(wanted)
     assert tell(found, again) == tell(wanted, again) and remains(found) == remains(wanted)
-    assert found.stats.ahead > (0 if case == "drafts" else 20) and not wanted.stats.ahead
+    assert found.stats.async_steps > (0 if case == "drafts" else 20) and not wanted.stats.async_steps
 
 
 def test_l6_who_waits_for_a_place_gets_it() -> None:
@@ -116,7 +116,7 @@ def test_l6_who_waits_for_a_place_gets_it() -> None:
     answers, others = tell(wanted, requests), tell(found, requests)
     assert {key: answer.tokens for key, answer in answers.items()} == {key: a.tokens for key, a in others.items()}
     assert wanted.stats.steps <= found.stats.steps <= 1.2 * wanted.stats.steps
-    assert found.stats.ahead > found.stats.steps / 2
+    assert found.stats.async_steps > found.stats.steps / 2
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -159,7 +159,7 @@ def test_what_is_shared_is_read_once_behind_steps_in_flight_too(same: int) -> No
         tell(engine, [plain("a", 1), *(replace(plain(f"r{index}", index), prompt=(*opening, index))
                                        for index in range(3))], arrive)
         read.append((engine.stats.prompt_tokens, engine.stats.reused_tokens))
-    assert engine.stats.ahead and read[0] == read[1]
+    assert engine.stats.async_steps and read[0] == read[1]
 
 
 def test_nobody_waits_for_two_long_steps() -> None:
@@ -201,7 +201,7 @@ def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: s
         found.append((answers, more))
         assert engine.runtime.cache.slots.free + len(engine.runtime.cache.accounts.spares) + len(
             engine.runtime.cache.tree._checkpoints) == engine.runtime.cache.slots.size
-    assert engine.stats.ahead
+    assert engine.stats.async_steps
     for one, other in zip(*found, strict=True):
         assert {key: answer.tokens for key, answer in one.items()} == {key: a.tokens for key, a in other.items()}
         if what == "abort":
@@ -227,7 +227,7 @@ def test_l3_a_prompt_that_is_taken_out_of_a_step_in_flight_keeps_its_state(what:
             again = replace(plain(f"again {read}", 3), prompt=(*long[:read], 7, 8))
             answers |= tell(engine, [again])
         found.append({key: answer.tokens for key, answer in answers.items() if key[0] != "long" or what == "pause"})
-    assert engine.stats.ahead and found[0] == found[1]
+    assert engine.stats.async_steps and found[0] == found[1]
 
 
 @pytest.mark.parametrize("pages", [12, 15, 18])
@@ -237,14 +237,14 @@ def test_l4_where_pages_are_short_nothing_is_launched_ahead_for_them(pages: int)
                 for request in REQUESTS["greedy and drawn"]]
     answers, others = tell(wanted, requests), tell(found, requests)
     assert {key: answer.tokens for key, answer in answers.items()} == {key: a.tokens for key, a in others.items()}
-    assert found.scheduler.preemptions and found.stats.ahead
+    assert found.scheduler.preemptions and found.stats.async_steps
 
 
 def test_without_spare_slots_steps_go_one_by_one() -> None:
     engine = engine_for(odd_runtime(), True, slots=1)
     assert len(engine.runtime.cache.accounts.spares) == 0
     tell(engine, REQUESTS["lengths"])
-    assert not engine.stats.ahead
+    assert not engine.stats.async_steps
 
 
 class Breaking(Watch):
@@ -265,11 +265,11 @@ def test_l8_a_step_that_fails_in_flight_fails_its_requests_when_it_is_due(at: in
     for ahead in (False, True):
         watch = Breaking(runtime_of(odd_runtime(), batch=BATCH))
         watch.at = at
-        engine = Engine(watch, ahead=ahead)  # type: ignore[arg-type]
+        engine = Engine(watch, overlap=ahead)  # type: ignore[arg-type]
         found.append(tell(engine, [plain("a", 1, max_tokens=6), plain("b", 2)]))
         later = tell(engine, [plain("c", 3)])
         assert later[("c", 0)].last.finish == "length"
-    assert engine.stats.ahead and found[0] == found[1]
+    assert engine.stats.async_steps and found[0] == found[1]
     assert found[0][("b", 0)].last.finish == "error"
 
 

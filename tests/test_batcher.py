@@ -19,7 +19,7 @@ DENSE: frozenset[Output] = frozenset({"dense"})
 class Model:
     """Notes the items of its batches, of four tokens each, and waits with them until it may go on."""
 
-    budget, ahead = 4, False
+    budget, overlaps = 4, False
 
     def __init__(self) -> None:
         self.batches, self.begun, self.free = list[list[int]](), threading.Event(), threading.Event()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltic.errors import ConfigError
-from deltic.runner.buckets import NAME, recorded_buckets
-from deltic.runner.input_batch import buckets
+from deltic.runner.cuda_graphs import NAME, buckets, recorded_buckets
 
 
 def test_without_a_file_all_are_recorded(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from test_prefix_tree import run_programs
 from torch import Tensor
 
 from deltic.cache.offload import index
-from deltic.cache.offload import item_folder as layout
+from deltic.cache.offload.directory import CacheDirectory, ModelLabel
 from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.index import TierIndex
 from deltic.cache.offload.types import FullError, StoredItem
@@ -54,7 +54,8 @@ def written(engine: Engine) -> None:
 
 
 def size_of(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    """Bytes of the items."""
+    return sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
@@ -352,7 +353,7 @@ def test_a_directory_that_can_only_be_read_is_read(open_path: Path, caplog: pyte
         assert len(lines_of(caplog, "cannot be written to")) == 1
 
     read_only(check, directory)
-    assert layout.read_label(directory / "deltic-prefixes" / "v1-ab") == layout.FolderLabel("a model")
+    assert CacheDirectory(directory).models() == [ModelLabel("ab", "a model")]
 
 
 def test_an_engine_over_a_directory_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ from hypothesis import given, settings
 from support import numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.cache.offload.deferred_open import DeferredRecords
+from deltic.cache.offload import identity
+from deltic.cache.offload.directory import CacheDirectory, ModelLabel
 from deltic.cache.offload.disk import DiskRecords, DiskStore
-from deltic.cache.offload.item_folder import WEIGHTS, FolderLabel, folders, read_label, root_of
-from deltic.chat.history_store import AnswerLog, AnswerRecord, digest_of
+from deltic.cache.offload.identity import FileMark, hash_file
+from deltic.cache.offload.types import StoredItem
+from deltic.chat.history_store import AnswerLog, AnswerRecord, ids_digest
 from deltic.cli import main
-from deltic.engine import identity
 from deltic.errors import ModelError
-from deltic.loader import fingerprint
 from deltic.loader.files import find_tensors
-from deltic.loader.fingerprint import FileMark, hash_file
 from deltic.loader.hub import resolve
 from deltic.ops.cpu.library import LEVELS, load
 
@@ -38,6 +37,10 @@ PROMPT = list(numbers(1, 100, 500))
 OTHER = list(numbers(2, 60, 500))
 Answer = tuple[int, tuple[int, ...]]
 BEST = 0 if isinstance(library := load(), str) else library.deltic_best_level()
+
+
+def models_of(directory: Path) -> list[ModelLabel]:
+    return CacheDirectory(directory).models()
 
 
 def open_llm(model: Any, directory: Path | None, **options: Any) -> LLM:
@@ -77,7 +80,7 @@ def kept(tmp_path: Path) -> Path:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files need not have lain for a while to be known again."""
-    monkeypatch.setattr(fingerprint, "_SETTLED", -1)
+    monkeypatch.setattr(identity, "_SETTLED", -1)
 
 
 @pytest.fixture
@@ -115,7 +118,7 @@ def test_a_model_of_which_one_number_was_changed_knows_nothing_of_the_other(tiny
     changed = answer(tiny, kept)
     assert changed == answer(tiny, None), "it resumed what the other model had kept"
     assert answer(tiny, kept) == (100, changed[1])
-    assert len(folders(root_of(kept))) == 2
+    assert len(models_of(kept)) == 2
 
 
 def test_a_gguf_file_of_which_one_number_was_changed(tmp_path: Path, kept: Path, settled: None) -> None:
@@ -169,7 +172,7 @@ def test_whatever_changes_bits_is_told_apart(change: dict[str, Any], kept: Path)
     model = options.pop("model")
     first = answer(RANDOM, kept)
     other = answer(model, kept, **options)
-    assert other[0] == 0 and len(folders(root_of(kept))) == 2
+    assert other[0] == 0 and len(models_of(kept)) == 2
     assert answer(RANDOM, kept) == (100, first[1]) and answer(model, kept, **options) == (100, other[1])
 
 
@@ -181,8 +184,8 @@ def test_another_level_of_instructions_is_told_apart(dtype: str, kept: Path) -> 
     assert answer(None, kept, dtype=dtype) == answer(None, None, dtype=dtype)
     assert answer(None, kept, cpu_level=lower, dtype=dtype) == (100, first[1])
     assert answer(None, kept, cpu_level=best, dtype=dtype)[0] == 100, "it is what auto chooses"
-    labels = {read_label(folder) for folder in folders(root_of(kept))}
-    assert labels == {FolderLabel("tiny", f"{dtype}, cpu kernels ({level})") for level in (lower, best)}
+    labels = {(model.label, model.about) for model in models_of(kept)}
+    assert labels == {("tiny", f"{dtype}, cpu kernels ({level})") for level in (lower, best)}
 
 
 def test_the_number_of_threads_changes_no_bit_and_is_no_part_of_it(tmp_path: Path) -> None:
@@ -190,8 +193,7 @@ def test_the_number_of_threads_changes_no_bit_and_is_no_part_of_it(tmp_path: Pat
     for threads in (1, 2, 3):
         directory = tmp_path / str(threads)
         answer(None, directory, threads=threads)
-        paths = [path for path in directory.rglob("*") if path.suffix in (".kv", ".state", ".final")]
-        content.append({str(path.relative_to(directory)): path.read_bytes() for path in paths})
+        content.append({path.name: path.read_bytes() for path in directory.rglob("*.safetensors")})
     assert len(content[0]) > 1 and content[0] == content[1] == content[2]
 
 
@@ -214,10 +216,10 @@ def test_a_file_is_hashed_once(tiny: Path, kept: Path, settled: None, hashed: li
 def test_a_file_that_was_just_written_is_hashed_again(
         tiny: Path, kept: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another change might not show in its times."""
-    monkeypatch.setattr(fingerprint, "_SETTLED", 3600 * 10**9)
+    monkeypatch.setattr(identity, "_SETTLED", 3600 * 10**9)
     answer(tiny, kept)
     answer(tiny, kept)
-    assert len(hashed) == 4 and not (root_of(kept) / WEIGHTS).exists()
+    assert len(hashed) == 4 and not remembered(kept)
 
 
 def test_without_a_directory_nothing_is_hashed(tiny: Path, hashed: list[str]) -> None:
@@ -225,26 +227,38 @@ def test_without_a_directory_nothing_is_hashed(tiny: Path, hashed: list[str]) ->
     assert not hashed
 
 
+def remembered(directory: Path) -> list[Any]:
+    with CacheDirectory(directory).read() as index:
+        return index.execute("SELECT * FROM digests").fetchall()
+
+
 def test_a_disk_image_with_equal_times_is_told_apart_by_samples(tmp_path: Path, settled: None) -> None:
-    path, memory = tmp_path / "weights", tmp_path / "memory"
+    path, directory = tmp_path / "weights", CacheDirectory(tmp_path)
     path.write_bytes(bytes(100_000))
-    known = identity.Memory(memory)
-    digest = known.digest(FileMark.of(path), lambda: False)
+    digest = identity.FileDigests(directory).digest(FileMark.of(path), lambda: False)
     path.write_bytes(bytes(50_000) + b"1" * 50_000)
-    text = json.loads(memory.read_text())
-    text[str(path)]["mark"] = json.loads(json.dumps(identity.asdict(FileMark.of(path))))
-    memory.write_text(json.dumps(text))
-    assert identity.Memory(memory).digest(FileMark.of(path), lambda: False) != digest
+    with directory.transaction() as index:
+        index.execute("UPDATE digests SET mark = ?", (json.dumps(astuple(FileMark.of(path))),))
+    assert identity.FileDigests(directory).digest(FileMark.of(path), lambda: False) != digest
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"%s": 5}', '{"%s": {"mark": {}, "sample": "", "digest": 5}}',
-                                  "[" * 100_000, "\0" * 10])
-def test_memories_that_make_no_sense(text: str, tmp_path: Path, settled: None) -> None:
-    path, memory = tmp_path / "weights", tmp_path / "memory"
+def test_digests_that_make_no_sense(tmp_path: Path, settled: None) -> None:
+    path, directory = tmp_path / "weights", CacheDirectory(tmp_path)
     path.write_bytes(b"content")
-    memory.write_text(text.replace("%s", str(path)))
-    first = identity.Memory(memory).digest(FileMark.of(path), lambda: False)
-    assert identity.Memory(memory).find(FileMark.of(path)) == first == hash_file(FileMark.of(path), lambda: False)
+    with directory.transaction() as index:
+        index.execute("INSERT INTO digests VALUES (?, 5, NULL, '')", (str(path),))
+    first = identity.FileDigests(directory).digest(FileMark.of(path), lambda: False)
+    assert identity.FileDigests(directory).find(FileMark.of(path)) == first
+    assert first == hash_file(FileMark.of(path), lambda: False)
+
+
+def test_a_bounded_number_of_digests_is_remembered(tmp_path: Path, settled: None,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_REMEMBERED", 3)
+    for number in range(5):
+        (tmp_path / str(number)).write_bytes(b"content")
+        identity.FileDigests(CacheDirectory(tmp_path)).digest(FileMark.of(tmp_path / str(number)), lambda: False)
+    assert [Path(row[0]).name for row in remembered(tmp_path)] == ["2", "3", "4"]
 
 
 @given(st.binary(max_size=400), st.data())
@@ -256,7 +270,7 @@ def test_every_byte_counts(tmp_path_factory: pytest.TempPathFactory, content: by
         path.write_bytes(content)
         return hash_file(FileMark.of(path), lambda: False)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fingerprint, "_PIECE", 64)
+        patched.setattr(identity, "_PIECE", 64)
         first = digest(content)
         assert digest(content) == first
         place = data.draw(st.integers(0, len(content)))
@@ -298,7 +312,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     found = Gate()
     monkeypatch.setattr(identity, "hash_file", found)
-    monkeypatch.setattr(identity, "_AT_ONCE", 0.0)
+    monkeypatch.setattr(identity, "_START_DELAY", 0.0)
     yield found
     found.open.set()
 
@@ -318,10 +332,10 @@ def test_a_start_does_not_wait_for_it(tiny: Path, kept: Path, gate: Gate) -> Non
     llm = open_llm(tiny, kept)
     assert gate.entered.wait(10) and ask(llm) == expected
     llm.engine.check()
-    assert not folders(root_of(kept))
+    assert not models_of(kept)
     gate.open.set()
     llm.close()
-    assert len(folders(root_of(kept))) == 1
+    assert len(models_of(kept)) == 1
     llm = open_llm(tiny, kept)
     await_tier(llm)
     assert ask(llm) == (100, expected[1])
@@ -349,7 +363,7 @@ def test_what_earlier_lives_kept_is_found_once_it_is_known(tiny: Path, kept: Pat
 def test_closing_does_not_wait_where_nothing_is_to_be_kept(tiny: Path, kept: Path, gate: Gate) -> None:
     llm = open_llm(tiny, kept)
     llm.close()
-    assert not gate.open.is_set() and not folders(root_of(kept))
+    assert not gate.open.is_set() and not models_of(kept)
 
 
 def test_files_that_change_while_they_are_loaded_keep_nothing(tiny: Path, kept: Path, gate: Gate,
@@ -367,7 +381,7 @@ def test_files_that_change_while_they_are_loaded_keep_nothing(tiny: Path, kept: 
         time.sleep(0.002)
     assert ask(llm)[1] == expected[1]
     llm.close()
-    assert "was changed after it had been loaded" in caplog.text and not folders(root_of(kept))
+    assert "was changed after it had been loaded" in caplog.text and not models_of(kept)
 
 
 def test_a_directory_that_cannot_be_used_is_known_before_anything_is_hashed(tiny: Path, gate: Gate,
@@ -379,34 +393,47 @@ def test_a_directory_that_cannot_be_used_is_known_before_anything_is_hashed(tiny
 
 
 def test_notes_wait_too(tmp_path: Path) -> None:
-    opening: Future[tuple[DiskStore, DiskRecords]] = Future()
-    notes = DeferredRecords(opening)
+    model: Future[str] = Future()
+    notes = DiskRecords(tmp_path, model)
     assert not notes.ready
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(lambda: notes.claim("ab") and notes.put("ab", b"text"))
         time.sleep(0.05)
         assert not written.done()
-        opening.set_result((DiskStore(tmp_path, "model", 1 << 20), DiskRecords(tmp_path, "model")))
+        model.set_result("model")
         written.result(10)
     assert notes.ready and notes.get("ab") == b"text" and notes.get("ef") is None and not notes.claim("ab")
     assert DiskRecords(tmp_path, "model").get("ab") == b"text"
 
 
-def test_notes_that_never_come() -> None:
-    opening: Future[tuple[DiskStore, DiskRecords]] = Future()
-    notes = DeferredRecords(opening)
-    opening.set_exception(ModelError("no"))
+def test_nothing_waits_for_the_digest_but_reading_and_writing(tmp_path: Path) -> None:
+    """Such as a prefix that is offered twice meanwhile."""
+    model: Future[str] = Future()
+    disk, item = DiskStore(tmp_path, model, 1 << 20), StoredItem("kv", "ab" * 16, "", 0, 3)
+    for known in (False, True):
+        disk.touch(item)
+        disk.delete(item)
+        disk.close()
+        assert disk.ready == known
+        if not known:
+            model.set_exception(ModelError("no"))
+
+
+def test_notes_that_never_come(tmp_path: Path) -> None:
+    model: Future[str] = Future()
+    notes = DiskRecords(tmp_path, model)
+    model.set_exception(ModelError("no"))
     notes.put("ab", b"text")
     assert notes.ready and not notes.claim("ab") and notes.get("ab") is None
 
 
 def test_notes_of_others_are_not_overlooked_while_they_are_unknown(tmp_path: Path) -> None:
     """What memory alone knows might have rivals on disk."""
-    opening: Future[tuple[DiskStore, DiskRecords]] = Future()
-    book = AnswerLog(DeferredRecords(opening), 100)
-    note = AnswerRecord("Paris.", "", (), array("i", [1, 2]), digest_of(array("i", [1, 2])))
+    model: Future[str] = Future()
+    book = AnswerLog(DiskRecords(tmp_path, model), 100)
+    note = AnswerRecord("Paris.", "", (), array("i", [1, 2]), ids_digest(array("i", [1, 2])))
     book.put("ab", note)
     assert book.find("ab") == []
-    opening.set_result((DiskStore(tmp_path, "model", 1 << 20), DiskRecords(tmp_path, "model")))
+    model.set_result("model")
     book.flush()
     assert book.find("ab") == [note]

@@ -69,7 +69,7 @@ def hashes(tokens: list[int]) -> list[int]:
 
 def read_state(cache: HybridCache, slot: int) -> int:
     """The hash in a slot, which every layer and part of it must agree on."""
-    cache.flush_operations()
+    cache.operations.flush()
     values = torch.cat([cache.pools.recurrent[:, slot].flatten(), cache.pools.conv[:, slot].flatten()]).unique()
     assert len(values) == 1, f"slot {slot} is mixed from several states: {values.tolist()}"
     return int(values[0])
@@ -77,7 +77,7 @@ def read_state(cache: HybridCache, slot: int) -> int:
 
 def read_kv(cache: HybridCache, pages: tuple[int, ...] | list[int], count: int) -> list[int]:
     """The first `count` K/V values of these pages, on which all layers must agree."""
-    cache.flush_operations()
+    cache.operations.flush()
     index = [pages[i // PAGE] * PAGE + i % PAGE for i in range(count)]
     pools = [pool.flatten(3).flatten(1, 2)[:, index] for pool in cache.pools.page_tensors]
     values = torch.cat([pool.transpose(1, 2).flatten(0, 1) for pool in pools])
@@ -86,7 +86,7 @@ def read_kv(cache: HybridCache, pages: tuple[int, ...] | list[int], count: int) 
 
 
 def write_kv(cache: HybridCache, pages: list[int], start: int, values: list[float]) -> None:
-    cache.flush_operations()
+    cache.operations.flush()
     index = [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, start + len(values))]
     for pool in cache.pools.page_tensors:
         flat = pool.flatten(1, 2)
@@ -94,22 +94,22 @@ def write_kv(cache: HybridCache, pages: list[int], start: int, values: list[floa
 
 
 def write_state(cache: HybridCache, slot: int, value: float) -> None:
-    cache.flush_operations()
+    cache.operations.flush()
     for pool in cache.pools.slot_tensors:
         pool[:, slot] = value
 
 
-def step(cache: HybridCache, lease: SequenceCache, tokens: list[int]) -> None:
+def step(cache: HybridCache, sequence: SequenceCache, tokens: list[int]) -> None:
     """What a step of the engine does: read the state, write K/V and state, commit."""
-    state = read_state(cache, lease.slot) if lease.done else 0
+    state = read_state(cache, sequence.slot) if sequence.done else 0
     values = []
     for token in tokens:
         state = advance(state, token)
         values.append(state)
-    write_kv(cache, lease.pages, lease.done, [float(value) for value in values])
-    write_state(cache, lease.slot, float(state))
-    lease.keys[lease.done:] = tokens
-    cache.commit(lease, len(tokens))
+    write_kv(cache, sequence.pages, sequence.done, [float(value) for value in values])
+    write_state(cache, sequence.slot, float(state))
+    sequence.keys[sequence.done:] = tokens
+    cache.commit(sequence, len(tokens))
 
 
 @dataclass(eq=False)
@@ -121,8 +121,8 @@ class Naive:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random programs over leases and snapshots, in pools so small that most of them meet a shortage. looks: how many
-    rules until the pools are looked at, for which all that is queued is carried out."""
+    """Random programs over sequences and snapshots, in pools so small that most of them meet a shortage. looks: number
+    of rules between two flushes of the queue, after which the pools are compared."""
 
     kind: type[HybridCache | CachePools] = HybridCache
     looks = 1
@@ -130,7 +130,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rules = 0
-        self.leases: dict[SequenceCache, Naive] = {}
+        self.sequences: dict[SequenceCache, Naive] = {}
         self.kept: dict[CacheSnapshot, Naive] = {}
         self.fresh = iter(range(1 << 30))
 
@@ -147,10 +147,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def free_slots(self) -> int:
-        return self.cache.slots.size - len(self.leases) - len(self.kept)
+        return self.cache.slots.size - len(self.sequences) - len(self.kept)
 
     def holders(self) -> Iterator[Naive]:
-        yield from self.leases.values()
+        yield from self.sequences.values()
         yield from self.kept.values()
 
     def copied(self, source: Naive) -> Naive:
@@ -161,8 +161,8 @@ class CacheMachine(RuleBasedStateMachine):
     def fits(self, source: Naive) -> bool:
         return self.free_slots > 0 and self.free_pages >= bool(len(source.tokens) % PAGE)
 
-    def lease(self, pick: int) -> tuple[SequenceCache, Naive]:
-        return list(self.leases.items())[pick % len(self.leases)]
+    def sequence(self, pick: int) -> tuple[SequenceCache, Naive]:
+        return list(self.sequences.items())[pick % len(self.sequences)]
 
     def snapshot(self, pick: int) -> tuple[CacheSnapshot, Naive]:
         return list(self.kept.items())[pick % len(self.kept)]
@@ -171,52 +171,52 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        """L4: a lease is granted exactly while a slot is free."""
-        expected, lease = self.free_slots > 0, self.cache.admit()
-        assert (lease is not None) == expected
-        if lease is not None:
-            assert lease.done == 0 and not lease.pages
-            self.leases[lease] = Naive()
+        """L4: a sequence is granted exactly while a slot is free."""
+        expected, sequence = self.free_slots > 0, self.cache.admit()
+        assert (sequence is not None) == expected
+        if sequence is not None:
+            assert sequence.done == 0 and not sequence.pages
+            self.sequences[sequence] = Naive()
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9), count=st.integers(1, 45))
     def reserve(self, pick: int, count: int) -> None:
         """L4: room is granted for as much as the free pages hold, and no more."""
-        lease, naive = self.lease(pick)
+        sequence, naive = self.sequence(pick)
         wanted = max(0, -(-(len(naive.tokens) + count) // PAGE) - len(naive.pages))
         naive.pages += [next(self.fresh) for _ in range(min(wanted, self.free_pages))]
         granted = min(count, len(naive.pages) * PAGE - len(naive.tokens))
-        assert self.cache.reserve(lease, count) == granted
+        assert self.cache.reserve(sequence, count) == granted
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9), tokens=st.lists(st.integers(0, 999), min_size=1, max_size=45))
     def run(self, pick: int, tokens: list[int]) -> None:
         """L1: a step writes what was granted and moves the cursor over it, once."""
-        lease, naive = self.lease(pick)
-        room = lease.covered - lease.done
+        sequence, naive = self.sequence(pick)
+        room = sequence.covered - sequence.done
         if room:
-            step(self.cache, lease, tokens[:room])
+            step(self.cache, sequence, tokens[:room])
             naive.tokens += tokens[:room]
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9), tokens=st.lists(st.integers(0, 999), min_size=1, max_size=45))
     def grow(self, pick: int, tokens: list[int]) -> None:
         """L1, L4: a whole step as the engine does it."""
         self.reserve(pick, len(tokens))
         self.run(pick, tokens)
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9))
     def scribble(self, pick: int) -> None:
         """L3: K/V written past the cursor and never committed leaves no trace."""
-        lease, _ = self.lease(pick)
-        write_kv(self.cache, lease.pages, lease.done, [NAN] * (lease.covered - lease.done))
+        sequence, _ = self.sequence(pick)
+        write_kv(self.cache, sequence.pages, sequence.done, [NAN] * (sequence.covered - sequence.done))
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9))
     def fork(self, pick: int) -> None:
         """L2: a fork has the K/V and the state of one and the same position."""
-        self.forked(*self.lease(pick))
+        self.forked(*self.sequence(pick))
 
     @precondition(lambda self: self.kept)
     @rule(pick=st.integers(0, 9))
@@ -226,58 +226,58 @@ class CacheMachine(RuleBasedStateMachine):
 
     def forked(self, source: SequenceCache | CacheSnapshot, naive: Naive) -> None:
         expected = self.fits(naive)
-        lease = self.cache.fork(source)
-        assert (lease is not None) == expected
-        if lease is not None:
-            self.leases[lease] = self.copied(naive)
+        sequence = self.cache.fork(source)
+        assert (sequence is not None) == expected
+        if sequence is not None:
+            self.sequences[sequence] = self.copied(naive)
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9))
     def keep(self, pick: int) -> None:
-        """L2: a snapshot keeps pages and state of the lease's position."""
-        lease, naive = self.lease(pick)
+        """L2: a snapshot keeps pages and state of the sequence's position."""
+        sequence, naive = self.sequence(pick)
         expected = self.fits(naive)
-        kept = self.cache.snapshot(lease)
+        kept = self.cache.snapshot(sequence)
         assert (kept is not None) == expected
         if kept is not None:
             self.kept[kept] = self.copied(naive)
 
-    @precondition(lambda self: self.leases and self.kept)
+    @precondition(lambda self: self.sequences and self.kept)
     @rule(pick=st.integers(0, 9), which=st.integers(0, 9))
     def restore(self, pick: int, which: int) -> None:
         """L2: recurrent state cannot be cut, only restored, together with its K/V."""
         self.restored(pick, *self.snapshot(which))
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9))
     def restart(self, pick: int) -> None:
         """L2: restoring nothing is the start."""
         self.restored(pick, None, Naive())
 
     def restored(self, pick: int, kept: CacheSnapshot | None, naive: Naive) -> None:
-        lease, own = self.lease(pick)
+        sequence, own = self.sequence(pick)
         others = {page for holder in self.holders() if holder is not own for page in holder.pages}
         room = self.cache.pages.size > len(others) or not len(naive.tokens) % PAGE
-        pages = list(lease.pages)
-        assert self.cache.restore(lease, kept) == room, "the lease's own pages are room too"
+        pages = list(sequence.pages)
+        assert self.cache.restore(sequence, kept) == room, "the sequence's own pages are room too"
         if room:
-            self.leases[lease] = self.copied(naive)
+            self.sequences[sequence] = self.copied(naive)
         else:
-            assert lease.pages == pages
+            assert sequence.pages == pages
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9))
     def release(self, pick: int) -> None:
         """L3: what is released leaves no trace in the accounts."""
-        lease, _ = self.lease(pick)
-        self.cache.release(lease)
-        del self.leases[lease]
+        sequence, _ = self.sequence(pick)
+        self.cache.release(sequence)
+        del self.sequences[sequence]
 
     @precondition(lambda self: self.kept)
     @rule(pick=st.integers(0, 9))
     def drop(self, pick: int) -> None:
         kept, _ = self.snapshot(pick)
-        self.cache.release_snapshot(kept)
+        self.cache.release(kept)
         del self.kept[kept]
 
     # What must hold after each of them
@@ -300,7 +300,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.look()
 
     def look(self) -> None:
-        holders: dict[Any, Naive] = {**self.leases, **self.kept}
+        holders: dict[Any, Naive] = {**self.sequences, **self.kept}
         for holder, naive in holders.items():
             assert list(holder.tokens) == naive.tokens and holder.done == len(naive.tokens)
             assert len(holder.pages) == len(naive.pages)
@@ -368,27 +368,30 @@ class GoesBackwards(CachePools):
 
 
 class CommitsTwice(HybridCache):
-    def commit(self, lease: SequenceCache, count: int, base: int | None = None) -> None:
-        lease.keys.append(0)
-        super().commit(lease, count + (lease.covered - lease.done > count), base)
+    def commit(self, sequence: SequenceCache, count: int, base: int | None = None) -> None:
+        sequence.keys.append(0)
+        super().commit(sequence, count + (sequence.covered - sequence.done > count), base)
 
 
 class PromisesMore(HybridCache):
-    def reserve(self, lease: SequenceCache, tokens: int) -> int:
-        super().reserve(lease, tokens)
+    def reserve(self, sequence: SequenceCache, tokens: int) -> int:
+        super().reserve(sequence, tokens)
         return tokens
 
 
 class LeaksPages(HybridCache):
-    def release_snapshot(self, snapshot: CacheSnapshot) -> None:
-        del self.accounts.snapshots[snapshot.slot]
-        self.slots.release([snapshot.slot])
+    def release(self, owner: Any, keep: bool = False, lasting: bool = True) -> Any:
+        if isinstance(owner, SequenceCache):
+            return super().release(owner, keep, lasting)
+        del self.accounts.snapshots[owner.slot]
+        self.slots.release([owner.slot])
 
 
 class CutsState(HybridCache):
-    def restore(self, lease: SequenceCache, snapshot: CacheSnapshot | None) -> bool:
-        done = super().restore(lease, snapshot)
-        self.accounts.queue[:] = [operation for operation in self.accounts.queue if not isinstance(operation, CopySlot)]
+    def restore(self, sequence: SequenceCache, snapshot: CacheSnapshot | None) -> bool:
+        done = super().restore(sequence, snapshot)
+        queued = self.operations.queued
+        queued[:] = [operation for operation in queued if not isinstance(operation, CopySlot)]
         return done
 
 
@@ -404,41 +407,41 @@ def test_the_machine_notices_a_broken_cache(kind: type[HybridCache | CachePools]
 
 
 def leased(cache: HybridCache, tokens: list[int]) -> SequenceCache:
-    lease = cache.admit()
-    assert lease is not None and cache.reserve(lease, len(tokens)) == len(tokens)
-    step(cache, lease, tokens)
-    return lease
+    sequence = cache.admit()
+    assert sequence is not None and cache.reserve(sequence, len(tokens)) == len(tokens)
+    step(cache, sequence, tokens)
+    return sequence
 
 
 @pytest.mark.parametrize("done", [0, 1, 15, 16, 17, 31, 32, 33])
 def test_l2_a_fork_shares_full_pages_and_copies_the_partial_one(done: int) -> None:
     cache = toy_cache(8, 3)
-    lease = leased(cache, list(range(done)))
-    fork = cache.fork(lease)
-    assert fork is not None and fork.slot != lease.slot
+    sequence = leased(cache, list(range(done)))
+    fork = cache.fork(sequence)
+    assert fork is not None and fork.slot != sequence.slot
     full = done // PAGE
-    assert fork.pages[:full] == lease.pages[:full]
-    assert not set(fork.pages[full:]) & set(lease.pages)
+    assert fork.pages[:full] == sequence.pages[:full]
+    assert not set(fork.pages[full:]) & set(sequence.pages)
     assert len(fork.pages) == -(-done // PAGE)
     cache.check()
 
 
 def test_l2_a_fork_does_not_take_pages_that_were_granted_but_not_written() -> None:
     cache = toy_cache(8, 3)
-    lease = leased(cache, list(range(20)))
-    assert cache.reserve(lease, 60) == 60
-    fork = cache.fork(lease)
+    sequence = leased(cache, list(range(20)))
+    assert cache.reserve(sequence, 60) == 60
+    fork = cache.fork(sequence)
     assert fork is not None and len(fork.pages) == 2 and cache.pages.free == 8 - 5 - 1
 
 
 def test_l2_branches_grow_apart_without_touching_each_other() -> None:
     cache = toy_cache(8, 3)
-    lease = leased(cache, list(range(20)))
-    fork = cache.fork(lease)
-    assert fork is not None and cache.reserve(fork, 9) == 9 and cache.reserve(lease, 9) == 9
+    sequence = leased(cache, list(range(20)))
+    fork = cache.fork(sequence)
+    assert fork is not None and cache.reserve(fork, 9) == 9 and cache.reserve(sequence, 9) == 9
     step(cache, fork, [500] * 9)
-    step(cache, lease, [600] * 9)
-    for holder, tail in ((lease, 600), (fork, 500)):
+    step(cache, sequence, [600] * 9)
+    for holder, tail in ((sequence, 600), (fork, 500)):
         expected = hashes([*range(20), *[tail] * 9])
         assert read_kv(cache, holder.pages, 29) == expected and read_state(cache, holder.slot) == expected[-1]
 
@@ -447,18 +450,18 @@ def test_l2_branches_grow_apart_without_touching_each_other() -> None:
 @pytest.mark.parametrize(("pages", "slots"), [(2, 5), (5, 1)])
 def test_l4_shortage_returns_none_and_changes_nothing(action: str, pages: int, slots: int) -> None:
     cache = toy_cache(pages, slots)
-    lease = leased(cache, list(range(20)))
-    before = (cache.pages.free, cache.slots.free, list(lease.pages), lease.slot)
-    assert getattr(cache, action)(lease) is None
-    assert (cache.pages.free, cache.slots.free, lease.pages, lease.slot) == before
+    sequence = leased(cache, list(range(20)))
+    before = (cache.pages.free, cache.slots.free, list(sequence.pages), sequence.slot)
+    assert getattr(cache, action)(sequence) is None
+    assert (cache.pages.free, cache.slots.free, sequence.pages, sequence.slot) == before
     cache.check()
-    assert read_kv(cache, lease.pages, 20) == hashes(list(range(20)))
+    assert read_kv(cache, sequence.pages, 20) == hashes(list(range(20)))
 
 
 def test_l4_a_snapshot_at_the_end_of_a_page_costs_no_page() -> None:
     cache = toy_cache(2, 2)
-    lease = leased(cache, list(range(32)))
-    assert cache.pages.free == 0 and cache.snapshot(lease) is not None
+    sequence = leased(cache, list(range(32)))
+    assert cache.pages.free == 0 and cache.snapshot(sequence) is not None
     cache.check()
 
 
@@ -473,103 +476,103 @@ def test_l4_reserve_grants_what_there_is() -> None:
 
 def test_l1_commit_past_the_granted_pages_is_refused() -> None:
     cache = toy_cache(3, 2)
-    lease = leased(cache, list(range(10)))
+    sequence = leased(cache, list(range(10)))
     with pytest.raises(AssertionError, match="past the granted pages"):
-        lease.keys += range(7)
-        cache.commit(lease, 7)
+        sequence.keys += range(7)
+        cache.commit(sequence, 7)
 
 
 def test_l1_commit_of_tokens_that_nobody_has_is_refused() -> None:
     cache = toy_cache(3, 2)
-    lease = leased(cache, list(range(10)))
+    sequence = leased(cache, list(range(10)))
     for count in (1, -1):
         with pytest.raises(AssertionError, match="does not have"):
-            cache.commit(lease, count)
+            cache.commit(sequence, count)
 
 
 def test_l1_a_lease_refers_to_the_list_of_its_sequence() -> None:
     cache = toy_cache(3, 2)
     tokens = list(range(10))
-    lease = cache.admit(tokens)
-    assert lease is not None and cache.reserve(lease, 12) == 12
-    step(cache, lease, tokens[:10])
+    sequence = cache.admit(tokens)
+    assert sequence is not None and cache.reserve(sequence, 12) == 12
+    step(cache, sequence, tokens[:10])
     tokens += [10, 11]
-    step(cache, lease, tokens[10:])
-    assert lease.keys is tokens and lease.tokens == tokens and lease.done == 12
+    step(cache, sequence, tokens[10:])
+    assert sequence.keys is tokens and sequence.tokens == tokens and sequence.done == 12
 
 
 def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
     cache = toy_cache(6, 2)
-    lease = leased(cache, list(range(20)))
-    kept = cache.snapshot(lease)
+    sequence = leased(cache, list(range(20)))
+    kept = cache.snapshot(sequence)
     assert kept is not None
     for tail in (700, 800):
-        assert cache.reserve(lease, 30) == 30
-        step(cache, lease, [tail] * 30)
-        assert cache.restore(lease, kept) and lease.done == 20
-        assert read_state(cache, lease.slot) == hashes(list(range(20)))[-1]
-    assert cache.restore(lease, None) and (lease.done, lease.pages) == (0, [])
-    cache.release_snapshot(kept)
+        assert cache.reserve(sequence, 30) == 30
+        step(cache, sequence, [tail] * 30)
+        assert cache.restore(sequence, kept) and sequence.done == 20
+        assert read_state(cache, sequence.slot) == hashes(list(range(20)))[-1]
+    assert cache.restore(sequence, None) and (sequence.done, sequence.pages) == (0, [])
+    cache.release(kept)
     cache.check()
     assert cache.pages.free == 6
 
 
 def test_restore_may_use_the_pages_that_the_lease_gives_back() -> None:
     cache = toy_cache(3, 2)
-    lease = leased(cache, list(range(5)))
-    kept = cache.snapshot(lease)
-    assert kept is not None and cache.reserve(lease, 27) == 27
-    step(cache, lease, [1] * 27)
+    sequence = leased(cache, list(range(5)))
+    kept = cache.snapshot(sequence)
+    assert kept is not None and cache.reserve(sequence, 27) == 27
+    step(cache, sequence, [1] * 27)
     assert cache.pages.free == 0
-    assert cache.restore(lease, kept), "the lease's own two pages are more than enough"
-    assert read_kv(cache, lease.pages, 5) == hashes(list(range(5)))
+    assert cache.restore(sequence, kept), "the sequence's own two pages are more than enough"
+    assert read_kv(cache, sequence.pages, 5) == hashes(list(range(5)))
     cache.check()
 
 
 def test_l8_a_holder_that_is_gone_cannot_be_used_again() -> None:
     cache = toy_cache(6, 4)
-    lease = leased(cache, list(range(5)))
-    kept = cache.snapshot(lease)
+    sequence = leased(cache, list(range(5)))
+    kept = cache.snapshot(sequence)
     assert kept is not None
-    cache.release_snapshot(kept)
-    again = cache.snapshot(lease)
+    cache.release(kept)
+    again = cache.snapshot(sequence)
     assert again is not None and again.slot == kept.slot
-    for use in (lambda: cache.release_snapshot(kept), lambda: cache.restore(lease, kept), lambda: cache.fork(kept)):
+    for use in (lambda: cache.release(kept), lambda: cache.restore(sequence, kept), lambda: cache.fork(kept)):
         with pytest.raises((AssertionError, KeyError, DelticError)):
             use()
         cache.check()
-    cache.release(lease)
+    cache.release(sequence)
     other = cache.admit()
-    assert other is not None and other.slot == lease.slot
+    assert other is not None and other.slot == sequence.slot
     with pytest.raises((AssertionError, KeyError)):
-        cache.release(lease)
+        cache.release(sequence)
     cache.check()
 
 
 def test_check_notices_a_partial_page_with_two_owners() -> None:
     cache = toy_cache(6, 3)
-    lease = leased(cache, list(range(5)))
+    sequence = leased(cache, list(range(5)))
     other = cache.admit()
     assert other is not None
-    cache.pages.share(lease.pages)
-    other.pages = list(lease.pages)
-    other.keys, other.done = lease.tokens, lease.done
+    cache.pages.share(sequence.pages)
+    other.pages = list(sequence.pages)
+    other.keys, other.done = sequence.tokens, sequence.done
     with pytest.raises(AssertionError, match="shared"):
         cache.check()
 
 
 @pytest.mark.parametrize("wreck", [
-    lambda cache, lease: cache.pages.take(1),
-    lambda cache, lease: cache.slots.take(1),
-    lambda cache, lease: lease.pages.pop(),
-    lambda cache, lease: setattr(lease, "done", 99),
-    lambda cache, lease: lease.keys.pop(),
+    lambda cache, sequence: cache.pages.take(1),
+    lambda cache, sequence: cache.slots.take(1),
+    lambda cache, sequence: sequence.pages.pop(),
+    lambda cache, sequence: setattr(sequence, "done", 99),
+    lambda cache, sequence: sequence.keys.pop(),
 ])
 def test_check_notices_wrong_accounts(wreck: Any) -> None:
     cache = toy_cache(6, 3)
-    lease = leased(cache, list(range(20)))
+    sequence = leased(cache, list(range(20)))
     cache.check()
-    wreck(cache, lease)
+    wreck(cache, sequence)
     with pytest.raises(AssertionError):
         cache.check()
 
@@ -578,72 +581,72 @@ def test_check_notices_wrong_accounts(wreck: Any) -> None:
 
 
 def test_units_that_nobody_took_cost_nothing() -> None:
-    ledger = BlockPool("page", 1 << 40)
-    assert ledger.take(200) == [*range(200)] and ledger.free == (1 << 40) - 200
-    ledger.release([7, 3])
-    assert ledger.take(4) == [3, 7, 200, 201] and not ledger.owned(202)
-    ledger.check(range(202))
-    with pytest.raises(AssertionError, match="page 202 is released but nobody owns it"):
-        ledger.release([202])
+    block_pool = BlockPool("page", 1 << 40)
+    assert block_pool.take(200) == [*range(200)] and block_pool.free == (1 << 40) - 200
+    block_pool.release([7, 3])
+    assert block_pool.take(4) == [3, 7, 200, 201] and not block_pool.owned(202)
+    block_pool.check(range(202))
+    with pytest.raises(AssertionError, match="page 202 is released but has no owner"):
+        block_pool.release([202])
     with pytest.raises(AssertionError, match="never taken"):
-        ledger.check(range(203))
+        block_pool.check(range(203))
 
 
 @pytest.mark.parametrize("size", [1, 70, 3000])
 def test_the_lowest_free_units_are_taken(size: int) -> None:
     """Against a set of them."""
-    ledger, draw, free, taken = BlockPool("page", size), random.Random(size), {*range(size)}, list[int]()
+    block_pool, draw, free, taken = BlockPool("page", size), random.Random(size), {*range(size)}, list[int]()
     for _ in range(400):
         count = draw.choice([1, 2, 64, 65, 500, size])
         if draw.random() < 0.5:
-            found = ledger.take(count)
+            found = block_pool.take(count)
             wanted = sorted(free)[:count] if count <= len(free) else None
             assert found == wanted
             taken += found or ()
             free -= {*(found or ())}
         else:
             draw.shuffle(taken)
-            ledger.release(taken[:count])
+            block_pool.release(taken[:count])
             free |= {*taken[:count]}
             del taken[:count]
-        assert ledger.free == len(free)
-    ledger.check(taken)
+        assert block_pool.free == len(free)
+    block_pool.check(taken)
 
 
 def test_ledger_takes_the_lowest_and_all_or_nothing() -> None:
-    ledger = BlockPool("unit", 4)
-    assert ledger.take(3) == [0, 1, 2] and ledger.take(2) is None and ledger.free == 1
-    ledger.release([1])
-    assert ledger.take(2) == [1, 3] and ledger.take(0) == [] and ledger.take() is None
+    block_pool = BlockPool("unit", 4)
+    assert block_pool.take(3) == [0, 1, 2] and block_pool.take(2) is None and block_pool.free == 1
+    block_pool.release([1])
+    assert block_pool.take(2) == [1, 3] and block_pool.take(0) == [] and block_pool.take() is None
 
 
 def test_ledger_frees_a_unit_with_its_last_owner() -> None:
-    ledger = BlockPool("unit", 2)
-    assert ledger.take(1) == [0]
-    ledger.share([0, 0])
-    ledger.release([0, 0])
-    assert ledger.free == 1
-    ledger.check([0])
-    ledger.release([0])
-    assert ledger.free == 2
-    ledger.check([])
+    block_pool = BlockPool("unit", 2)
+    assert block_pool.take(1) == [0]
+    block_pool.share([0, 0])
+    block_pool.release([0, 0])
+    assert block_pool.free == 1
+    block_pool.check([0])
+    block_pool.release([0])
+    assert block_pool.free == 2
+    block_pool.check([])
 
 
 def test_ledger_refuses_units_that_nobody_owns() -> None:
-    ledger = BlockPool("page", 2)
+    block_pool = BlockPool("page", 2)
     with pytest.raises(AssertionError, match="page 1 is released"):
-        ledger.release([1])
+        block_pool.release([1])
     with pytest.raises(AssertionError, match="page 0 is shared"):
-        ledger.share([0])
+        block_pool.share([0])
 
 
 def test_ledger_check_names_the_unit() -> None:
-    ledger = BlockPool("page", 3)
-    ledger.take(2)
-    with pytest.raises(AssertionError, match="1: 0 found, 1 booked"):
-        ledger.check([0])
-    with pytest.raises(AssertionError, match="0: 2 found, 1 booked"):
-        ledger.check([0, 0, 1])
+    block_pool = BlockPool("page", 3)
+    block_pool.take(2)
+    with pytest.raises(AssertionError, match="1: 0 found, 1 known"):
+        block_pool.check([0])
+    with pytest.raises(AssertionError, match="0: 2 found, 1 known"):
+        block_pool.check([0, 0, 1])
 
 
 # Memory split

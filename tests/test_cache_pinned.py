@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.cache.offload import pinned_memory
-from deltic.cache.offload.pinned_memory import PinnedMemory
+from deltic.cache.offload import host
+from deltic.cache.offload.host import PinnedMemory
 
 released: list[int] = []
 
 
 @pytest.fixture(autouse=True)
 def _small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_memory, "_REGION", 1 << 18)
+    monkeypatch.setattr(host, "_REGION_BYTES", 1 << 18)
 
 
 def memory(most: int = 1 << 20) -> PinnedMemory:
@@ -73,7 +73,7 @@ def test_regions_have_room_for_what_is_asked_for_and_end() -> None:
 
 
 def test_what_is_prepared_is_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_memory, "_SAMPLE", 1 << 18)
+    monkeypatch.setattr(host, "_FIRST_REGION_BYTES", 1 << 18)
     room = memory()
     for _ in range(2):
         room.prepare()
@@ -85,9 +85,9 @@ def test_what_is_prepared_is_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_takes_long_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region for each second, and there is patience for two."""
     seconds = iter(range(10))
-    monkeypatch.setattr(pinned_memory, "_SAMPLE", 1 << 18)
-    monkeypatch.setattr(pinned_memory, "_PATIENCE", 2.0)
-    monkeypatch.setattr(pinned_memory.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(host, "_FIRST_REGION_BYTES", 1 << 18)
+    monkeypatch.setattr(host, "_PREPARE_SECONDS", 2.0)
+    monkeypatch.setattr(host.time, "perf_counter", lambda: next(seconds))
     room = memory()
     room.prepare()
     assert [region.nbytes for region in room._regions] == [1 << 18, 2 << 18]

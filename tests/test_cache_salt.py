@@ -84,9 +84,9 @@ def test_nobody_waits_for_what_another_is_reading() -> None:
         engine.add(request)
     engine.step()
     holds = {
-        sequence.request.id: sequence.prefix_wait[1].request.id
+        sequence.request.id: sequence.queue.prefix_wait[1].request.id
         for sequence in engine.scheduler.waiting
-        if sequence.prefix_wait
+        if sequence.queue.prefix_wait
     }
     assert holds == {"2": "0", "3": "1"}
     found = drain(engine)
@@ -132,9 +132,8 @@ def test_drafters(kind: str) -> None:
         read += cached(engine, asked(f"{salt} {len(read)}", salt=salt))
         if isinstance(drafter, DraftModelProposer):
             cache = drafter._runtime.cache
-            known = [
-                cache.cached_length([*engine.keys_of(asked("", (*TEXT, 1), each))]) for each in ("mine", "yours", "")
-            ]
+            keys = [[*engine.keys_of(asked("", (*TEXT, 1), each))] for each in ("mine", "yours", "")]
+            known = [cache.tree.cached_length(each) for each in keys]
             assert [count > 0 for count in known] == [True, len(read) > 1, False]
     assert read == [0, 0, 150] and engine.speculator.stats.drafted_at
 

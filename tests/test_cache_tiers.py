@@ -29,9 +29,8 @@ from deltic.cache.offload import index as tier_index
 from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.prefix_items import LoadedPrefix, LostError, PrefixSource
 from deltic.cache.offload.tiers import LoadRequest
-from deltic.cache.offload.types import PrefixHash, StoredItem, TierStoreError
+from deltic.cache.offload.types import LoadedPrefix, LostError, PrefixHash, PrefixSource, StoredItem, TierStoreError
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
 from deltic.params import PAGE
@@ -297,7 +296,7 @@ def test_a_file_that_cannot_be_read_now_stays(code: int, tmp_path: Path, monkeyp
         raise OSError(code, "not now", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltic.cache.offload.item_folder.open_regular", refuse)
+        patch.setattr("deltic.cache.offload.disk.open_regular", refuse)
         fetch = LoadRequest(prompt, 0, (tier,))
         assert fetch.poll() and fetch.loaded is None
     assert sorted(tmp_path.rglob("*")) == files
@@ -416,19 +415,19 @@ class TierMachine(ReuseMachine):
 
     @rule(prompt=PROMPTS, room=st.integers(0, 80))
     def admit(self, prompt: Prefix, room: int) -> None:  # type: ignore[override]
-        known = self.cache.cached_length(prompt)
+        known = self.cache.tree.cached_length(prompt)
         fetch = self.cache.start_load(prompt)
         assert fetch.poll()
         loaded = fetch.loaded.done if fetch.loaded else 0
         assert not loaded or loaded > known
-        lease = self.cache.admit(prompt, room, fetch)
-        if lease is None:
-            assert room or self.loose_slots() <= 1 or self.leases or self.kept, "an empty cache refuses"
+        sequence = self.cache.admit(prompt, room, fetch)
+        if sequence is None:
+            assert room or self.loose_slots() <= 1 or self.sequences or self.kept, "an empty cache refuses"
             return
-        self.leases[lease] = Wanted(list(prompt[:lease.done]))
-        self.leases[lease].emitting |= set(lease.checkpoint_slots)
-        assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= max(known, loaded)
-        assert lease.source == ("host" if lease.done > known else "")
+        self.sequences[sequence] = Wanted(list(prompt[:sequence.done]))
+        self.sequences[sequence].emitting |= set(sequence.checkpoint_slots)
+        assert tuple(sequence.tokens) == prompt[:sequence.done] and sequence.done <= max(known, loaded)
+        assert sequence.source == ("host" if sequence.done > known else "")
 
     @rule()
     def forget_the_pools(self) -> None:
@@ -442,15 +441,15 @@ class TierMachine(ReuseMachine):
             tokens += part
             fetch = self.cache.start_load(tokens)
             assert fetch.poll()
-            lease = self.cache.admit(tokens, len(tokens), fetch)
-            if lease is None:
+            sequence = self.cache.admit(tokens, len(tokens), fetch)
+            if sequence is None:
                 return
-            rest = tokens[lease.done:]
-            if self.cache.reserve(lease, len(rest)) == len(rest):
-                step(self.cache, lease, rest)
-            assert read_kv(self.cache, lease.pages, lease.done) == hashes(tokens)[:lease.done]
-            assert not lease.done or read_state(self.cache, lease.slot) == hashes(tokens)[lease.done - 1]
-            self.cache.release(lease, keep=True)
+            rest = tokens[sequence.done:]
+            if self.cache.reserve(sequence, len(rest)) == len(rest):
+                step(self.cache, sequence, rest)
+            assert read_kv(self.cache, sequence.pages, sequence.done) == hashes(tokens)[:sequence.done]
+            assert not sequence.done or read_state(self.cache, sequence.slot) == hashes(tokens)[sequence.done - 1]
+            self.cache.release(sequence, keep=True)
             self.cache.clear()
 
 
@@ -465,22 +464,22 @@ def test_l2_a_cache_over_a_tier_equals_the_naive_model_in_thousands_of_programs(
 
 
 class RestoresNoState(HybridCache):
-    def _arrive(self, fetch: LoadRequest, room: int, known: int) -> Any:
+    def _admit_loaded(self, fetch: LoadRequest, room: int, known: int) -> Any:
         if fetch.loaded:
             wrong = {name: tensor * 0 for name, tensor in fetch.loaded.state.items()}
             fetch.loaded = replace(fetch.loaded, state=wrong)
-        return super()._arrive(fetch, room, known)
+        return super()._admit_loaded(fetch, room, known)
 
 
 class RestoresWrongRun(HybridCache):
     """The K/V of a run is that of the run before."""
 
-    def _arrive(self, fetch: LoadRequest, room: int, known: int) -> Any:
+    def _admit_loaded(self, fetch: LoadRequest, room: int, known: int) -> Any:
         if fetch.loaded and len(fetch.loaded.runs) > 1:
             runs = [(start, {name: tensor.roll(1, 1) for name, tensor in run.items()})
                     for start, run in fetch.loaded.runs]
             fetch.loaded = replace(fetch.loaded, runs=tuple(runs))
-        return super()._arrive(fetch, room, known)
+        return super()._admit_loaded(fetch, room, known)
 
 
 @pytest.mark.parametrize("kind", [RestoresNoState, RestoresWrongRun])
@@ -514,7 +513,7 @@ def check_answer(engine: Engine, cached: int | None = None) -> int:
 
 
 def files_of(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.suffix in (".kv", ".state", ".final"))
+    return sorted(directory.rglob("*.safetensors"), key=lambda path: (path.suffixes[0], path.name))
 
 
 def test_a_restarted_engine_reads_nothing_again(tmp_path: Path) -> None:
@@ -534,7 +533,7 @@ def test_l6_damaged_files_are_read_anew_and_replaced(damage: str, pick: int, tmp
     caplog.set_level(logging.WARNING, "deltic")
     check_answer(disk_engine(tmp_path))
     files = files_of(tmp_path)
-    assert [path.suffix for path in files] == [".final", ".kv", ".kv", ".state"]
+    assert [path.suffixes[0] for path in files] == [".final", ".kv", ".kv", ".state"]
     data = files[pick].read_bytes()
     match damage:
         case "truncate":
@@ -625,7 +624,7 @@ def test_the_budget_holds_across_restarts_and_models(tmp_path: Path) -> None:
             serve(engine, greedy(numbers(10 * round + seed, 70, 500), 3))
             engine.check()
         engine.close()
-        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 401_000
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) < 401_000
     assert engine.runtime.cache.tiers[0].evictions
 
 
@@ -665,9 +664,9 @@ def test_tensors_of_other_shapes_are_not_used() -> None:
         tier.offer(PrefixSource(tokens, lambda _, run=run: dict(run), lambda: dict(state)))
         fetch = cache.start_load((*tokens, 1))
         assert fetch.poll()
-        lease = cache.admit((*tokens, 1), 0, fetch)
-        assert lease is not None and lease.done == 0, name
-        cache.release(lease)
+        sequence = cache.admit((*tokens, 1), 0, fetch)
+        assert sequence is not None and sequence.done == 0, name
+        cache.release(sequence)
 
 
 def test_an_item_of_other_tokens_is_not_used() -> None:
@@ -678,7 +677,7 @@ def test_an_item_of_other_tokens_is_not_used() -> None:
     store._items["kv", key]["tokens"] = torch.tensor([1, 2, 4])
     entry = tier.find((1, 2, 3, 4))
     assert entry is not None
-    with pytest.raises(LostError, match="others than it says"):
+    with pytest.raises(LostError, match="not those of its key"):
         tier.fetch(entry).result()
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from support import transformers_model
 
-from deltic.cli import main
-from deltic.cli.doctor import deep
+from deltic.cli import doctor_model, main
 from deltic.config import PRESETS
 from deltic.loader.hub import resolve
 
@@ -43,7 +42,7 @@ def test_a_sound_model_keeps_its_context_over_three_turns(examine):
     assert finding["state"] == "ok"
     (model,) = report["models"]
     assert [turn["finish"] for turn in model["conversation"]] == ["stop"] * 3
-    assert [word in turn["answer"] for turn, (_, word) in zip(model["conversation"], deep.TURNS)] == [True] * 3
+    assert [word in turn["answer"] for turn, (_, word) in zip(model["conversation"], doctor_model.TURNS)] == [True] * 3
     assert model["conversation"][2]["cached_tokens"] > model["conversation"][1]["cached_tokens"] > 0
     assert model["faults"] == [] and model["architecture"] == "qwen3_5" and model["bytes"] > 1_000_000
     assert report["deltic"] and report["checks"]["python"].startswith("ok")
@@ -89,7 +88,7 @@ class Published:
         self.tokens = tuple(tokens)
 
     def generate(self, prompts, sampling):
-        assert prompts == [deep.published_answer()["prompt"]] and sampling.temperature == 0
+        assert prompts == [doctor_model.published_answer()["prompt"]] and sampling.temperature == 0
         return [type("Output", (), {"choices": [type("Choice", (), {"tokens": self.tokens, "text": "x"})]})]
 
 
@@ -97,15 +96,15 @@ class Published:
     (lambda ids: ids, 0, "all of 59"), (lambda ids: ids[:-1], 0, "all of 59"),
     (lambda ids: [*ids[:10], 1, *ids[11:]], 1, "10 of 59"), (lambda ids: ids[:5], 1, "5 of 59")])
 def test_the_published_answer_is_compared_token_by_token(change, faults, fact):
-    ids = deep.published_answer()["ids"]
+    ids = doctor_model.published_answer()["ids"]
     facts = {}
-    assert len([*deep._compared(Published(change(list(ids))), facts, exact=True)]) == faults
+    assert len([*doctor_model._compared(Published(change(list(ids))), facts, exact=True)]) == faults
     assert facts["golden"].startswith(fact.replace("59", str(len(ids))))
-    assert not [*deep._compared(Published(change(list(ids))), {}, exact=False)]
+    assert not [*doctor_model._compared(Published(change(list(ids))), {}, exact=False)]
 
 
 def test_what_is_known_of_the_published_answer():
-    known = deep.published_answer()
+    known = doctor_model.published_answer()
     assert "2fc06364715b967f1860aea9cf38778875588b17" in known["source"] and known["preset"] in PRESETS
     assert max(known["ids"]) < PRESETS[known["preset"]].vocab_size
     assert known["ids"][-1] in PRESETS[known["preset"]].eos_token_ids

@@ -53,7 +53,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == "deltic 0.1.0\n"
 
 
-def test_alone_it_explains_itself(capsys):
+def test_without_arguments_help_is_shown(capsys):
     assert main([]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("usage: deltic") and all(command in out for command in COMMANDS) and err == ""
@@ -225,7 +225,7 @@ def test_empty_stdin(monkeypatch, capsys):
     (["--", "tiny", "--"], ("tiny", "--"))])
 def test_where_the_prompt_may_stand(argv, words):
     args = command_parser("run").parse_mixed(argv)
-    assert run.words(args.model, args.prompt) == words
+    assert run.model_and_prompt(args.model, args.prompt) == words
 
 
 def test_paths_may_begin_with_a_dash(tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_long_arguments_are_quoted_briefly(argv, capsys):
     assert len(err) < 2000 and len(out) < 4000 and "Traceback" not in err
 
 
-def test_a_long_prompt_is_no_path(capsys):
+def test_a_long_prompt_is_not_a_path(capsys):
     assert "raise --max-context" in fails(["run", "word " * 3000, "--max-context", "64"], capsys)
 
 
@@ -264,18 +264,18 @@ def test_a_long_prompt_is_no_path(capsys):
     ("raise `max_context`", "raise --max-context"), ("(`memory`), or `ops`", "(--memory), or --ops"),
     ("use `device='cpu'`", "use --device cpu"), ("leave out `vision=False`", "leave out --no-vision"),
     ("with `allow_image_urls=True`", "with --allow-image-urls"), ("tensors `mtp.*`, `a b`", "tensors `mtp.*`, `a b`")])
-def test_options_that_the_library_names_are_shown_as_they_are_typed(said, typed):
+def test_keywords_in_messages_become_options(said, typed):
     assert as_typed(said) == typed
 
 
 @pytest.mark.parametrize("argv, said", [
     (["--max-context", "0"], "--max-context must be from 1"), (["--quant", "fp8"], "--quant fp8 is for NVIDIA GPUs"),
     (["--speculate", "foo"], "--speculate must be auto"), (["--aot-dir", ""], "--aot-dir is empty")])
-def test_what_an_option_cannot_be_is_said_of_the_option(argv, said, capsys):
+def test_wrong_values_are_reported_with_their_option(argv, said, capsys):
     assert f"error: {said}" in fails(["run", "hi", *argv], capsys)
 
 
-def test_options_in_the_log_are_shown_as_they_are_typed(capsys):
+def test_keywords_in_the_log_become_options(capsys):
     with logging_to_stderr(False):
         logging.getLogger("deltic").warning("%d MiB are too few (raise `host_memory`)", 5)
         try:
@@ -299,7 +299,7 @@ def test_a_used_port_is_found_before_loading(monkeypatch, capsys):
     assert "cannot listen on 127.0.0.1" in message and str(port) in message and "in use" in message
 
 
-def test_serve_hands_over(monkeypatch):
+def test_serve_passes_its_options_on(monkeypatch):
     calls, server = [], ModuleType("deltic.server.app")
     server.serve = lambda llm, host, listener, **options: calls.append(
         (llm.runtime.name, listener.getsockname()[0], options))
@@ -327,7 +327,7 @@ def test_inspect(capsys):
     assert facts["ops"]["mlp"] == "reference" and len(facts["ops"]) > 5
 
 
-def test_inspect_shows_who_drafts(capsys):
+def test_inspect_shows_the_source_of_drafts(capsys):
     for option, who, rings in (("mtp:2", "the model's draft head, up to 2 tokens at a time", True), ("off", "", False),
                                ("ngram", "n-grams, up to 4 tokens at a time", True),
                                ("draft:tiny:1", "the draft model tiny, which has 4.0 MiB of cache, up to 1", True)):
@@ -355,7 +355,7 @@ def test_inspect_a_shape_without_its_weights(monkeypatch, capsys):
     assert facts["memory"]["slot_bytes"] == 0 and facts["memory"]["max_context"] == 40960
 
 
-def test_an_exception_is_logged_in_a_line_and_with_verbose_at_length(capsys):
+def test_a_traceback_is_logged_only_with_verbose(capsys):
     for verbose in (False, True):
         with logging_to_stderr(verbose):
             try:

@@ -22,7 +22,8 @@ from starlette.routing import Route
 from test_server_harness import serving, tiny
 
 from deltic.cli import main
-from deltic.cli.batch import BatchError, Results, _Batch
+from deltic.cli.batch import Results, _Batch
+from deltic.cli.parser import UsageError
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SHORT = ("--threads", "1", "--dtype", "float32", "--memory", "64MiB", "--max-context", "2048", "--max-batch", "8")
@@ -59,7 +60,7 @@ def asked(count: int) -> list[dict[str, Any]]:
     return [line(f"ä{number}", url, **body) for number in range(count) for url, body in (forms[number % 3],)]
 
 
-def test_answers_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_equal_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = asked(9)
     bad = [line("method", CHAT, "GET"), line("url", "/v1/embeddings", input="x"), line("stream", TEXT, stream=True),
            line("body", TEXT, prompt=3), line("model", TEXT, prompt="x", model="other"),
@@ -74,7 +75,7 @@ def test_answers_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureF
             assert answer["error"] is None and answer["response"]["status_code"] == 200
             assert said(answer["response"]["body"]) == said(expected)
             assert answer["response"]["body"].keys() == expected.keys()
-    for name, text in (("method", "POST"), ("url", "/v1/embeddings"), ("stream", "whole"), ("none", "object")):
+    for name, text in (("method", "POST"), ("url", "/v1/embeddings"), ("stream", "complete"), ("none", "object")):
         assert found[name]["response"] is None and text in found[name]["error"]["message"]
     assert found["body"]["response"]["status_code"] == 400 and "prompt" in found["body"]["error"]["message"]
     assert found["model"]["response"]["status_code"] == 404
@@ -82,7 +83,7 @@ def test_answers_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureF
     assert "15 answers" in capsys.readouterr().err
 
 
-def test_the_command_says_whether_to_think_where_a_line_does_not(tmp_path: Path) -> None:
+def test_think_is_the_default_for_lines_without_it(tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0, "max_tokens": 12}
     lines = [line("silent", CHAT, **asked), line("not", CHAT, **asked, enable_thinking=False)]
     source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
@@ -92,7 +93,7 @@ def test_the_command_says_whether_to_think_where_a_line_does_not(tmp_path: Path)
     assert thoughts["silent"] and not thoughts["not"]
 
 
-def test_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = asked(6)
     source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     command = ["batch", str(source), str(target), *SHORT]
@@ -112,21 +113,21 @@ def test_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("lines", "text"), [
     ([line("a", TEXT), line("b", TEXT), "", line("a", TEXT)], "line 4 of"), ([line("a", TEXT), "{"], "line 2 of"),
-    (["[]"], "no JSON object"), ([line(3, TEXT)], "custom_id"), ([{"url": TEXT}], "custom_id"),
-    (["[" * 100_000], "no JSON object")])
-def test_requests_that_cannot_be_told_apart_are_refused_at_once(
+    (["[]"], "not a JSON object"), ([line(3, TEXT)], "custom_id"), ([{"url": TEXT}], "custom_id"),
+    (["[" * 100_000], "not a JSON object")])
+def test_wrong_lines_are_refused_before_loading(
         lines: list[Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     assert main(["batch", str(source), str(target)]) == 2
     assert text in capsys.readouterr().err and not target.exists()
 
 
-def test_what_is_no_file_of_answers_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_answers_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = write(tmp_path / "in.jsonl", *asked(1)), write(tmp_path / "other.txt", "notes")
     held = write(tmp_path / "held.jsonl")
     with held.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        for target, text in ((source, "has the requests"), (other, "line 1"), (tmp_path, "no file"),
+        for target, text in ((source, "has the requests"), (other, "line 1"), (tmp_path, "is not a file"),
                              (held, "another process"), (tmp_path / "no" / "out", "cannot be written")):
             before = target.read_bytes() if target.is_file() else b""
             assert main(["batch", str(source), str(target)]) == 2
@@ -134,7 +135,7 @@ def test_what_is_no_file_of_answers_is_left_alone(tmp_path: Path, capsys: pytest
             assert not before or target.read_bytes() == before
 
 
-def test_a_model_that_is_not_there_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = write(tmp_path / "in.jsonl", *asked(1)), tmp_path / "out.jsonl"
     assert main(["batch", str(source), str(target), "/no/such/model"]) == 2
     assert "/no/such/model" in capsys.readouterr().err and not target.exists()
@@ -146,7 +147,7 @@ def test_a_model_that_is_not_there_leaves_no_file(tmp_path: Path, capsys: pytest
     assert main(["batch", str(source), str(target), "/no/such/model"]) == 2 and target.exists(), "it was there before"
 
 
-def test_who_may_not_write_does_not_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_the_lock_does_not_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the file that another process has just made, nor does it write to one that was just deleted."""
     source, target = write(tmp_path / "in.jsonl", *asked(1)), tmp_path / "out.jsonl"
     lock = fcntl.flock
@@ -161,7 +162,7 @@ def test_who_may_not_write_does_not_delete(tmp_path: Path, monkeypatch: pytest.M
     for deleted in (False, True):
         target.unlink(missing_ok=True)
         monkeypatch.setattr(fcntl, "flock", later)
-        with pytest.raises(BatchError, match="another process"):
+        with pytest.raises(UsageError, match="another process"):
             Results(target, source)
         assert target.exists() != deleted
 
@@ -195,7 +196,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("number", "code"), [
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
-def test_a_signal_keeps_what_is_done(number: int, code: int, tmp_path: Path) -> None:
+def test_a_signal_keeps_complete_answers(number: int, code: int, tmp_path: Path) -> None:
     lines = [line("short", TEXT, prompt="x", max_tokens=2, ignore_eos=True),
              *(line(str(index), TEXT, prompt="x", max_tokens=2000, ignore_eos=True, max_repeat=0)
                for index in range(20))]
@@ -208,7 +209,8 @@ def test_a_signal_keeps_what_is_done(number: int, code: int, tmp_path: Path) -> 
             time.sleep(0.01)
         process.send_signal(number)
         _, err = process.communicate(timeout=30)
-    assert process.returncode == code and "goes on from here" in err and "Traceback" not in err, err
+    assert process.returncode == code and "Traceback" not in err, err
+    assert "run the same command again to continue" in err
     assert "short" in read(target) and len(read(target)) < 21
 
 
@@ -219,7 +221,7 @@ def stub(answer: Any) -> Starlette:
     return Starlette(routes=[Route(TEXT, endpoint, methods=["POST"])])
 
 
-def test_requests_are_read_as_they_are_needed(tmp_path: Path) -> None:
+def test_requests_are_read_on_demand(tmp_path: Path) -> None:
     taken, running, most = 0, 0, 0
 
     async def answer(body: Any) -> Response:
@@ -245,7 +247,7 @@ def test_requests_are_read_as_they_are_needed(tmp_path: Path) -> None:
     assert len(read(tmp_path / "out")) == 200 and 4 < most <= 8 and not running
 
 
-def test_a_server_without_room_is_asked_again_and_one_that_ended_is_not(tmp_path: Path) -> None:
+def test_a_full_server_is_retried_and_a_stopped_one_is_not(tmp_path: Path) -> None:
     error = {"error": {"message": "the engine has stopped", "type": "server_error", "param": None, "code": None}}
     turns = [JSONResponse(error, 503, {"retry-after": "0"}), JSONResponse({"id": "x"}), JSONResponse(error, 503)]
 
@@ -256,4 +258,4 @@ def test_a_server_without_room_is_asked_again_and_one_that_ended_is_not(tmp_path
         asyncio.run(_Batch(stub(answer), results, 1).answer(iter([line("a", TEXT, prompt="x")]), 1))
         with pytest.raises(ExceptionGroup) as found:
             asyncio.run(_Batch(stub(answer), results, 1).answer(iter([line("b", TEXT, prompt="x")]), 1))
-    assert found.group_contains(BatchError, match="the engine has stopped") and read(tmp_path / "out").keys() == {"a"}
+    assert found.group_contains(UsageError, match="the engine has stopped") and read(tmp_path / "out").keys() == {"a"}

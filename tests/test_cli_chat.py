@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from deltic.cli import chat, main
-from deltic.cli.answer import Screen
+from deltic.cli.output import Screen
 from deltic.engine.worker import Worker
 from deltic.llm import LLM
 from deltic.runner.model_runner import ModelRunner
@@ -77,7 +77,7 @@ def test_commands(monkeypatch, prompts, capsys):
     assert "forgotten" in err and "/reset" in err and "there is no command /fly" in err
 
 
-def test_a_path_is_no_command(monkeypatch, prompts):
+def test_a_path_is_not_a_command(monkeypatch, prompts):
     talk(monkeypatch, "/etc/hosts is what?\n")
     assert prompts == [[("user", "/etc/hosts is what?")]]
 
@@ -134,7 +134,7 @@ class Keys:
 
 def test_ctrl_c_at_the_prompt_hints_first_and_ends_then(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", Keys(KeyboardInterrupt, "Hi", KeyboardInterrupt, KeyboardInterrupt))
-    lines = chat._messages(chat._Typed())
+    lines = chat._messages(chat._TerminalLines())
     assert next(lines) == ("Hi", False)
     with pytest.raises(KeyboardInterrupt):
         next(lines)
@@ -143,12 +143,12 @@ def test_ctrl_c_at_the_prompt_hints_first_and_ends_then(monkeypatch, capsys):
 
 def test_ctrl_d_ends(monkeypatch):
     monkeypatch.setattr("builtins.input", Keys("Hi", EOFError))
-    assert list(chat._messages(chat._Typed())) == [("Hi", False)]
+    assert list(chat._messages(chat._TerminalLines())) == [("Hi", False)]
 
 
 def test_ctrl_c_drops_what_was_begun(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", Keys('"""one', KeyboardInterrupt, "Hi", '"""two', '  three"""  ', EOFError))
-    assert list(chat._messages(chat._Typed())) == [("Hi", False), ("two\n  three", True)]
+    assert list(chat._messages(chat._TerminalLines())) == [("Hi", False), ("two\n  three", True)]
 
 
 def test_messages_of_several_lines(monkeypatch, prompts):
@@ -180,20 +180,20 @@ def test_all_settings_are_shown(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("/set flavour sweet", "there is no setting 'flavour', but system, think, temperature"),
+    ("/set flavour sweet", "there is no setting 'flavour'; the settings are system, think, temperature"),
     ("/set temperature warm", "temperature must be a number, not 'warm'"), ("/set top_k 1.5", "must be an integer"),
     ("/set temperature -1", "temperature must be between"), ("/set think maybe", "think is one of on, off, default"),
     ("/save", "/save needs the name of a file"), ("/load", "/load needs"), ("/load /nowhere/x", "cannot be read"),
     ("/save /nowhere/x", "/nowhere/x cannot be written: No such file"),
     ("/save ~nouser/x", "~nouser/x cannot be written: No such file"), ("/load ~nouser/x", "cannot be read"),
-    ("/save a\0b", "'a\\x00b' is no name of a file"), ("/image a\0b", "is no name of a file"),
+    ("/save a\0b", "'a\\x00b' is not the name of a file"), ("/image a\0b", "is not the name of a file"),
 ])
-def test_commands_that_cannot_be_obeyed(line, words, monkeypatch, capsys, prompts):
+def test_wrong_commands_are_explained(line, words, monkeypatch, capsys, prompts):
     talk(monkeypatch, line + "\nHi\n", code=1)
     assert words in capsys.readouterr().err and prompts == [[("user", "Hi")]]
 
 
-def test_a_conversation_is_saved_and_taken_up_again(monkeypatch, prompts, capsys, tmp_path, served):
+def test_a_conversation_is_saved_and_loaded(monkeypatch, prompts, capsys, tmp_path, served):
     """Its file is a request that the server takes."""
     path = tmp_path / "talk.json"
     talk(monkeypatch, f"Hi\nAnd \"you\"?\n/save {path}\n", "--system", "Be kind", "--think")
@@ -209,14 +209,14 @@ def test_a_conversation_is_saved_and_taken_up_again(monkeypatch, prompts, capsys
 
 @pytest.mark.parametrize("text", ["", "{", "7", '{"messages": 3}', '["hi"]', '[{"role": "bird", "content": "hi"}]',
                                   '[{"content": "hi"}]', '[{"role": "user", "content": 7}]', "[" * 99999])
-def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(text, monkeypatch, prompts, capsys, tmp_path):
+def test_other_files_are_neither_loaded_nor_overwritten(text, monkeypatch, prompts, capsys, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(text)
     talk(monkeypatch, f"/load {path}\nHi\n", code=1)
     assert prompts == [[("user", "Hi")]]
     if '"role"' not in text:
         talk(monkeypatch, f"/save {path}\n", code=1)
-        assert "no conversation: choose another name" in capsys.readouterr().err and path.read_text() == text
+        assert "not a conversation: choose another name" in capsys.readouterr().err and path.read_text() == text
 
 
 @pytest.fixture(params=[["chat"], ["run", "tiny"]], ids=["chat", "run"])

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+import deltic.embeddings.compiled  # noqa: F401  before `parse_target` is replaced
 from deltic.cli import main
 from deltic.errors import ConfigError, DelticError
 from deltic.export.tvm import compiler, targets
-from deltic.loader import hub
+from deltic.loader import model_files
 from deltic.loader.gguf import convert, mmproj
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 
 
 @pytest.fixture
@@ -31,17 +32,17 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
             raise errors[0]
         return compiler.Compiled(1, 2)
 
-    monkeypatch.setattr("deltic.cli.compile.need", lambda extra: None)
+    monkeypatch.setattr("deltic.cli.export.require_extra", lambda extra: None)
     monkeypatch.setattr(compiler, "compile_model", compile_model)
-    monkeypatch.setattr(targets, "find_goal", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
+    monkeypatch.setattr(targets, "parse_target", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
     return errors
 
 
 @pytest.mark.parametrize(("error", "said"), [
     (ConfigError("target 'foo' is not supported", "target"), "target 'foo'"),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "out cannot be written: No space left on device")])
-def test_what_fails_may_be_tried_again(error: BaseException, said: str, compiling: list[BaseException], tmp_path: Path,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_compile_can_be_repeated(error: BaseException, said: str, compiling: list[BaseException],
+                                          tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiling.append(error)
     argv = ["compile", "tiny", "-o", str(tmp_path / "out")]
     assert main(argv) == 2 and said in capsys.readouterr().err and not list(tmp_path.iterdir())
@@ -50,7 +51,7 @@ def test_what_fails_may_be_tried_again(error: BaseException, said: str, compilin
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and len(list((tmp_path / "out").iterdir())) == 3
 
 
-def test_what_is_there_is_replaced_when_all_went_well(compiling: list[BaseException], tmp_path: Path) -> None:
+def test_old_files_are_replaced(compiling: list[BaseException], tmp_path: Path) -> None:
     for name in ("rt.so", "params_shard_9.bin", "notes.txt"):
         (tmp_path / name).write_text("old")
     argv = ["compile", "tiny", "-o", str(tmp_path), "--force"]
@@ -62,7 +63,7 @@ def test_what_is_there_is_replaced_when_all_went_well(compiling: list[BaseExcept
         "rt.so": "new", "params_shard_0.bin": "new", "config.json": "new", "notes.txt": "old"}
 
 
-def test_no_directory_stays_of_what_fails(compiling: list[BaseException], tmp_path: Path) -> None:
+def test_a_failed_compile_leaves_no_directory(compiling: list[BaseException], tmp_path: Path) -> None:
     compiling.append(ConfigError("no", "target"))
     argv = ["compile", "tiny", "-o", str(tmp_path / "new" / "newer" / "out")]
     assert main(argv) == 2 and not list(tmp_path.iterdir())
@@ -70,13 +71,13 @@ def test_no_directory_stays_of_what_fails(compiling: list[BaseException], tmp_pa
     assert main(argv) == 0 and [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_what_is_no_directory_is_said_before_the_work(compiling: list[BaseException], tmp_path: Path,
+def test_a_wrong_output_is_refused_before_the_work(compiling: list[BaseException], tmp_path: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     compiling.append(AssertionError("it was compiled"))
     for number, make in enumerate((os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere"))):
         make(path := tmp_path / str(number))
         assert main(["compile", "tiny", "-o", str(path)]) == 2
-        assert f"{path} is no directory" in capsys.readouterr().err
+        assert f"{path} is not a directory" in capsys.readouterr().err
 
 
 def test_templates_of_an_older_model_do_not_stay(compiling: list[BaseException], tmp_path: Path,
@@ -97,7 +98,7 @@ def test_templates_of_an_older_model_do_not_stay(compiling: list[BaseException],
         "config.json", "rt.so", "params_shard_0.bin", "additional_chat_templates/new.jinja"}
 
 
-def test_no_room_is_said_before_the_work(compiling: list[BaseException], tmp_path: Path,
+def test_missing_disk_space_is_reported_before_the_work(compiling: list[BaseException], tmp_path: Path,
                                          monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     compiling.append(AssertionError("it was compiled"))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -108,7 +109,7 @@ def test_no_room_is_said_before_the_work(compiling: list[BaseException], tmp_pat
 @pytest.mark.parametrize(("target", "said"), [
     ("foo", "target 'foo' is not supported"), ("", "only llvm"), ("llvm foo", "'foo' must be of the form -mcpu=NAME"),
     ("llvm -mcpu=foo", "LLVM knows no processor 'foo'"), ("llvm -foo=1", "is not one that TVM knows")])
-def test_a_target_is_looked_at_before_the_model(target: str, said: str, tmp_path: Path,
+def test_a_target_is_checked_before_the_model(target: str, said: str, tmp_path: Path,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tvm", reason="the extra deltic[tvm] is not installed")
     assert main(["compile", "no/such/model", "--target", target, "-o", str(tmp_path / "out")]) == 2
@@ -125,8 +126,8 @@ def test_no_model_without_its_tower_and_no_tower_alone(there: bool, tmp_path: Pa
         return path.write_text("tower")
 
     model, tower = tmp_path / "m.gguf", tmp_path / "mmproj-m.gguf"
-    seeing = replace(hub.open_model("tiny"), vision=SimpleNamespace())  # type: ignore[arg-type]
-    monkeypatch.setattr(hub, "open_model", lambda source, revision: seeing)
+    seeing = replace(model_files.open_model("tiny"), vision=SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(model_files, "open_model", lambda source, revision: seeing)
     monkeypatch.setattr(mmproj, "write_mmproj", full)
     assert main(["convert", "tiny", str(model)]) == 2 and "mmproj-m.gguf cannot" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

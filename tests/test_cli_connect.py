@@ -19,9 +19,9 @@ from test_server_harness import serving, tiny
 from deltic import LLM
 from deltic.cli import main
 from deltic.cli.clients import CLIENTS
+from deltic.cli.files import replace_file
 from deltic.cli.parser import UsageError
-from deltic.cli.settings import replace_file
-from deltic.server.model_registry import ModelSet, ModelSource
+from deltic.server.models import ModelSet, ModelSource
 
 CONTEXT = 2048
 
@@ -76,7 +76,7 @@ def test_settings_name_server_model_and_context(client, connect, home, served):
     assert f"{served.url}/v1" in texts or client == "claude-code"
 
 
-def test_a_model_that_is_not_loaded_yet_is_asked_for_its_context(home, capsys):
+def test_a_model_is_loaded_to_get_its_context(home, capsys):
     """A server of several models loads them when they are asked for."""
     def load() -> LLM:
         return LLM(threads=1, memory="16MiB", max_context=CONTEXT)
@@ -100,14 +100,14 @@ def test_every_client_is_shown_without_writing(connect, home, served):
     assert not list(home.iterdir())
 
 
-def test_what_is_shown_is_what_is_written(connect, home):
+def test_shown_settings_equal_written_ones(connect, home):
     shown = connect("opencode").out
     connect("opencode", "--write")
     path = home / ".config/opencode/opencode.json"
     assert shown == f"# {path}\n{path.read_text()}\n"
 
 
-def test_settings_are_added_to_and_kept_beside(connect, home):
+def test_settings_are_merged_with_a_backup(connect, home):
     path = home / ".config/opencode/opencode.json"
     path.parent.mkdir(parents=True)
     before = '{"theme": "dark", "provider": {"mine": {"name": "é"}, "deltic": {"name": "old", "extra": 1}}}'
@@ -120,7 +120,7 @@ def test_settings_are_added_to_and_kept_beside(connect, home):
     backup = path.with_name("opencode.json.backup")
     assert backup.read_text() == before and str(backup) in said.err
     assert {other.stat().st_mode & 0o777 for other in (path, backup)} == {0o640}
-    assert "already says so" in connect("opencode", "--write").err
+    assert "has these settings already" in connect("opencode", "--write").err
     connect("opencode", "--write", "--api-key", "secret")
     assert {other.name for other in path.parent.iterdir()} == {path.name, backup.name, f"{backup.name}1"}
     assert backup.read_text() == before and "secret" in path.read_text()
@@ -138,11 +138,11 @@ def test_toml_keeps_its_comments(connect, home):
     assert "# mine" in path.read_text() and "# the best" in path.read_text()
 
 
-def test_lists_of_models_are_added_to_by_name(connect, home):
+def test_lists_of_models_are_merged_by_name(connect, home):
     path = home / ".continue/config.yaml"
     path.parent.mkdir()
     path.write_text("name: Mine  # a comment\nmodels:\n- name: other\n  model: x\n- name: deltic\n  model: old\n")
-    assert "comments only there" in connect("continue", "--write").err
+    assert "comments are only there" in connect("continue", "--write").err
     after = read(path)
     assert after["name"] == "Mine" and after["schema"] == "v1"
     assert [(model["name"], model["model"]) for model in after["models"]] == [("other", "x"), ("deltic", "tiny")]
@@ -159,7 +159,7 @@ def test_lists_of_models_are_added_to_by_name(connect, home):
     ("continue", ".continue/config.yaml", "just words"),
     ("llm", ".config/io.datasette.llm/extra-openai-models.yaml", "a: 1\n"),
 ])
-def test_what_cannot_be_read_is_refused_and_left_alone(client, name, text, connect, home):
+def test_an_unreadable_file_is_left_alone(client, name, text, connect, home):
     path = home / name
     path.parent.mkdir(parents=True, exist_ok=True)
     content = text if isinstance(text, bytes) else text.encode()
@@ -209,7 +209,7 @@ def test_answers_of_other_servers(answer, hint, home, capsys, monkeypatch):
     (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak HTTP as it should (BadStatusLine)"),
     (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nff\r\n{", "should (IncompleteRead)"),
     (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "lists no models")])
-def test_what_does_not_speak_http(answer, hint, home, capsys):
+def test_servers_that_do_not_speak_http(answer, hint, home, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         def reply():
             connection, _ = server.accept()
@@ -241,7 +241,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         replace_file(tmp_path / "nowhere" / "x.json", "{}", 0o600)
 
 
-def test_who_is_no_deltic_server(home, capsys, served):
+def test_servers_that_are_not_deltic(home, capsys, served):
     for arguments, hint in (
             (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1.*start one with deltic serve"),
             (["--url", "ftp://x"], "--url: must be like http"),

@@ -64,7 +64,7 @@ def test_vectors_on_standard_output(place: Path, wanted: Any, capsys: pytest.Cap
     np.testing.assert_array_equal(np.float32([json.loads(line) for line in lines]), wanted["passage"])
 
 
-def test_what_was_interrupted_goes_on(place: Path, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_an_interrupted_run_is_continued(place: Path, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                       capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(embed, "_WINDOW", 4)
     encode, texts = encoder_module.Encoder.encode, list[str]()
@@ -82,12 +82,12 @@ def test_what_was_interrupted_goes_on(place: Path, wanted: Any, tmp_path: Path, 
     monkeypatch.setattr(encoder_module.Encoder, "encode", lambda self, window, **options: (
         texts.extend(window), encode(self, window, **options))[1])
     assert main(argv) == 0 and texts == LINES[8:]
-    assert "8 vectors are there already" in capsys.readouterr().err
+    assert "8 vectors exist already" in capsys.readouterr().err
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
     assert [path.name for path in tmp_path.iterdir()] == ["out.npy"]
 
 
-def test_what_was_begun_in_another_way_begins_anew(place: Path, wanted: Any, tmp_path: Path) -> None:
+def test_a_part_of_another_job_is_discarded(place: Path, wanted: Any, tmp_path: Path) -> None:
     (tmp_path / "out.npy.part").write_bytes(b"\1" * 400)
     (tmp_path / "out.npy.part.json").write_text("{}")
     assert main(["embed", str(place / "bert"), str(place / "texts.txt"), "-o", str(tmp_path / "out.npy")]) == 0
@@ -105,7 +105,7 @@ def test_one_writer_at_a_time(place: Path, wanted: Any, tmp_path: Path, capsys: 
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
 
 
-def test_a_full_disk_is_told_by_name(place: Path, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_a_full_disk_is_reported_by_name(place: Path, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                      capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["embed", str(place / "bert"), str(place / "texts.txt"), "-o", str(tmp_path / "out.npy")]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=40))
@@ -123,7 +123,7 @@ def test_a_full_disk_is_told_by_name(place: Path, wanted: Any, tmp_path: Path, m
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
     assert code == 2 and "out.npy cannot be written: File too large" in capsys.readouterr().err
-    assert main(argv) == 0 and "are there already" in capsys.readouterr().err
+    assert main(argv) == 0 and "exist already" in capsys.readouterr().err
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
     assert [path.name for path in tmp_path.iterdir()] == ["out.npy"]
 
@@ -164,7 +164,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_done(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+def test_wrong_arguments_are_explained(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
                              case: str) -> None:
     argv, message = WRONG[case]
     monkeypatch.chdir(place)

@@ -100,7 +100,7 @@ def test_standard_input_and_a_table(file: Path, monkeypatch: pytest.MonkeyPatch,
     (b"", [], "too few tokens"), (b"a\xff", [], r"not valid UTF-8 \(byte 1\)"), (None, [], "cannot be read"),
     (b"text", ["--window", "100000"], "--window 100000 is more than"), (b"text", ["--window", "1"], "--window"),
     (b"text", ["--window", "8", "--stride", "8"], "at most 7"), (b"text", ["--random", "qwen3.5-0.8b"], "random")])
-def test_l8_what_cannot_be_scored_is_explained(content: bytes | None, argv: list[str], words: str, tmp_path: Path,
+def test_l8_wrong_texts_and_windows_are_explained(content: bytes | None, argv: list[str], words: str, tmp_path: Path,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "text"
     if content is not None:

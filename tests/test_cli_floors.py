@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support import moe_runtime, odd_runtime, qwen3_runtime
 
-from deltic.cli.floors import floors, prompt_operations, step_bytes
-from deltic.cli.measure import Case
+from deltic.cli.bench import Case, bounds_of, prompt_operations, step_bytes
 from deltic.config import ModelConfig
 from deltic.ops.types import MoeWeights
 from deltic.runner.model_runner import ModelRunner
@@ -53,8 +52,8 @@ def test_a_prompt_is_two_operations_for_each_weight() -> None:
     assert prompt_operations(config, 4096) > 4096 * prompt_operations(config, 1)
 
 
-def test_what_is_allowed_goes_by_both() -> None:
-    found = floors(odd_runtime(), Case(64, 16, 2))
+def test_the_bound_is_speed_over_bytes() -> None:
+    found = bounds_of(odd_runtime(), Case(64, 16, 2))
     allowed = 2 * found["memory_gb_per_second"] * 1e9 / (found["step_mib"] * (1 << 20))
     assert found["allowed_decode_tokens_per_second"] == pytest.approx(allowed, rel=0.1)
     assert "multiply_tflops" not in found, "that is for GPUs"

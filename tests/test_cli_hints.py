@@ -13,7 +13,7 @@ from test_cli import fails
 from test_server_harness import serving, tiny
 
 from deltic.cli import COMMANDS, command_parser, foreign, main
-from deltic.cli.config_file import words
+from deltic.cli.config_file import options_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ def test_help_fits_two_screens(command, capsys, monkeypatch):
     assert 5 < len(shown(capsys, command, "--help").splitlines()) <= 100
 
 
-def test_what_the_short_help_leaves_out_is_in_the_others(capsys):
+def test_options_hidden_from_the_short_help_are_in_the_others(capsys):
     short, whole, limits = (shown(capsys, "serve", option) for option in ("-h", "--help-all", "--help-limits"))
     options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", whole, re.MULTILINE))
     hidden = {name for name in options if name not in short}
@@ -43,6 +43,12 @@ def test_what_the_short_help_leaves_out_is_in_the_others(capsys):
                        if name.startswith("--") and not name.startswith(("--no-", "--random", "--layers"))}
     assert "--max-body-mib" in limits and "--port" not in limits
     assert "--help-limits" in short and "--help-all" in short and "--port" in short
+
+
+@pytest.mark.parametrize(("command", "usage"), [("serve", "[MODEL]"), ("run", "[MODEL] [PROMPT]"),
+                                                ("eval", "MODEL FILE")])
+def test_usage_shows_which_arguments_are_required(command, usage, capsys):
+    assert shown(capsys, command, "--help").startswith(f"usage: deltic {command} [OPTION ...] {usage}\n")
 
 
 # Hints
@@ -61,29 +67,29 @@ def test_what_the_short_help_leaves_out_is_in_the_others(capsys):
     (["serve", "--max-model-len", "1"], "--max-model-len of vLLM is --max-context here"),
     (["serve", "--context-length", "1"], "--context-length of SGLang is --max-context here"),
     (["run", "hi", "--max_new_tokens", "3"], "--max_new_tokens of ExecuTorch is --max-tokens here")])
-def test_what_others_call_it_gets_a_hint(argv, hint, capsys):
+def test_names_of_other_engines_get_a_hint(argv, hint, capsys):
     assert hint in fails(argv, capsys)
 
 
 def test_every_hint_names_an_option_that_there_is():
     known = {name for command in COMMANDS for name in command_parser(command)._option_string_actions}
-    for table in foreign.FOREIGN.values():
+    for table in foreign.options().values():
         for theirs, ours in table.items():
             assert not ours.startswith("-") or ours in known, (theirs, ours)
             assert all(option in known for option in re.findall(r"--[a-z][a-z-]+", ours)), ours
     assert set(foreign.ALIASES.values()) | set(foreign.COMMANDS.values()) <= set(COMMANDS)
 
 
-def test_no_option_of_ours_is_taken_for_another():
+def test_no_option_has_a_foreign_name():
     """A hint would never be shown for one that exists."""
     known = {name for name in command_parser("serve")._option_string_actions if name.startswith("--")}
-    assert not known & {name for table in foreign.FOREIGN.values() for name in table}
+    assert not known & {name for table in foreign.options().values() for name in table}
 
 
-def test_the_page_for_those_who_come_is_up_to_date():
+def test_the_migration_page_is_up_to_date():
     found = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
     assert found == foreign.page(), "docs/migrate.md is stale: run `python -m deltic.cli.docs`"
-    assert {"vLLM", "llama.cpp", "Ollama", "vllm-mlx", "RLX", "ExecuTorch", "ailoy"} <= set(foreign.FOREIGN)
+    assert {"vLLM", "llama.cpp", "Ollama", "vllm-mlx", "RLX", "ExecuTorch", "ailoy"} <= set(foreign.options())
 
 
 # Commands as in Ollama
@@ -141,9 +147,9 @@ models = {small = "qwen3.5:0.8b"}
 
 
 @pytest.mark.parametrize("suffix", FILE)
-def test_a_file_says_what_could_be_typed(suffix, tmp_path, monkeypatch):
+def test_a_file_has_the_options_of_the_command_line(suffix, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("deltic.cli.serve.run", lambda args: seen.append(args) or 0)
+    monkeypatch.setattr("deltic.cli.serve.run_serve", lambda args: seen.append(args) or 0)
     path = tmp_path / f"serve{suffix}"
     path.write_text(FILE[suffix])
     assert main(["serve", "--config", str(path)]) == 0
@@ -168,6 +174,6 @@ def test_a_file_that_cannot_be_used(text, message, tmp_path, capsys):
     assert re.search(message, fails(["serve", "--config", str(path)], capsys))
 
 
-def test_an_empty_file_says_nothing(tmp_path):
+def test_an_empty_file_has_no_options(tmp_path):
     (tmp_path / "a.yaml").write_text("")
-    assert words(command_parser("serve"), tmp_path / "a.yaml", False) == []
+    assert options_of(command_parser("serve"), tmp_path / "a.yaml", False) == []

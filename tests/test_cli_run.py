@@ -10,7 +10,7 @@ import pytest
 
 from deltic.chat.deltas import AnswerCall, Delta
 from deltic.cli import main
-from deltic.cli.answer import AnswerTiming, Screen
+from deltic.cli.output import AnswerTiming, Screen
 from deltic.runner.model_runner import ModelRunner
 
 SHORT = ["--max-tokens", "6", "--threads", "1"]
@@ -27,7 +27,7 @@ def as_json(capsys, *argv, code=0):
     return json.loads(out)
 
 
-def test_stdout_is_the_answer_and_nothing_else(capsys):
+def test_stdout_has_only_the_answer(capsys):
     out, err = run(capsys, "Hi", *SHORT)
     answer = as_json(capsys, "Hi", *SHORT)
     assert out == answer["text"] + ("" if answer["text"].endswith("\n") else "\n")
@@ -162,7 +162,7 @@ def test_thinking_is_dimmed_on_a_terminal(capsys, monkeypatch):
     assert capsys.readouterr().err == "\x1b[2mHm\x1b[0m"
 
 
-def test_text_comes_out_at_once(monkeypatch):
+def test_text_is_printed_at_once(monkeypatch):
     class Pipe(io.StringIO):
         flushes = 0
 

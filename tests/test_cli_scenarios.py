@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import fresh_pools, numbers, odd_runtime, small_runtime
 
 from deltic.cache.manager import HybridCache
+from deltic.cli import bench as command
 from deltic.cli import main
-from deltic.cli.bench_run import BenchRun, Restartable, Summary, Timed, medians, run_scenario, serve
-from deltic.cli.scenarios import SCENARIOS, Ask, RequestGroup, Scenario, Script, Sizes, advance, drawing, rehearse
-from deltic.cli.table import grid
+from deltic.cli.output import grid
 from deltic.engine.engine import Engine
 from deltic.errors import DelticError
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+from scenarios import (  # noqa: E402
+    SCENARIOS,
+    Ask,
+    BenchRun,
+    RequestGroup,
+    Restartable,
+    Scenario,
+    Script,
+    Sizes,
+    Summary,
+    Timed,
+    advance,
+    drawing,
+    medians,
+    rehearse,
+    run_scenario,
+    serve,
+)
+
+sys.path.remove(str(BENCH))
 
 SYSTEM, TURN, NEW = 70, 21, 20
 SMALL = ["--prompt-tokens", str(SYSTEM), "--turn-tokens", str(TURN), "--new-tokens", str(NEW), "--dtype", "float32",
@@ -119,7 +143,7 @@ def test_the_report_says_what_was_measured(capsys: Any) -> None:
     assert result["requests"][0]["total_ms"] == pytest.approx(first[1], abs=1e-3)
 
 
-def test_people_get_a_table_and_a_sentence(capsys: Any) -> None:
+def test_without_json_a_table_and_a_sentence_are_printed(capsys: Any) -> None:
     argv = [argument for argument in SMALL if argument != "--json"]
     assert main(["bench", *argv, "--scenario", "multi-turn", "--turns", "2"]) == 0
     out, err = capsys.readouterr()
@@ -147,12 +171,22 @@ def test_bad_options(argv: list[str], message: str, capsys: Any) -> None:
     assert out == "" and err.startswith("deltic: error: ") and message in err
 
 
+def test_the_command_names_the_scenarios() -> None:
+    assert tuple(SCENARIOS) == command.SCENARIOS
+
+
+def test_without_a_checkout_the_scenarios_are_missing(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("deltic.cli.bench._SCENARIO_SCRIPT", tmp_path / "scenarios.py")
+    assert main(["bench", "--scenario", "edit"]) == 2
+    assert "run it in a checkout" in capsys.readouterr().err
+
+
 # Scripts
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("turns", [1, 2, 3, 7])
-def test_a_rehearsal_is_like_the_play(name: str, turns: int) -> None:
+def test_a_rehearsal_has_the_shape_of_the_run(name: str, turns: int) -> None:
     sizes, scenario = Sizes(9, 5, 3, turns, 2), SCENARIOS[name]
     planned, run, draw = rehearse(scenario, sizes), [], drawing(3, 1000)
     script, answers = scenario.script(sizes, draw), None
@@ -195,7 +229,7 @@ def test_a_message_drops_the_thinking_of_the_steps_before() -> None:
     assert all(prompts[step][:len(prompts[step - 1])] == prompts[step - 1] for step in (1, 2, 3))
 
 
-# The run_scenario
+# Runs
 
 
 class Fixed:
@@ -215,14 +249,14 @@ class Fixed:
         return Engine(replace(runtime, cache=HybridCache(pools)))
 
 
-def test_a_restart_that_leaves_nothing_is_told_from_one_that_does() -> None:
+def test_a_restart_without_a_disk_reuses_nothing() -> None:
     model = Fixed()
     run = run_scenario(model, SCENARIOS["restart"], Sizes(30, 10, 5, 2))
     assert model.restarts == 1 and [timed.cached_tokens for timed in run.requests] == [0, 44, 0]
     assert run.summary.computed_tokens == 40 + 11 + 70
 
 
-def test_a_play_starts_from_nothing_and_leaves_the_engine_in_order() -> None:
+def test_a_run_starts_empty_and_leaves_the_engine_consistent() -> None:
     model, ticks = Fixed(), []
     first = run_scenario(model, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3), progress=lambda: ticks.append(1))
     assert len(ticks) == 4
@@ -246,7 +280,7 @@ def test_all_requests_of_a_group_are_answered_in_order() -> None:
     assert answers == alone and all(len(answer) == 6 for answer in answers)
 
 
-def test_a_failed_request_ends_the_play() -> None:
+def test_a_failed_request_ends_the_run() -> None:
     model = Fixed()
 
     def broken(*_: Any) -> Any:

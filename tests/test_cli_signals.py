@@ -45,7 +45,7 @@ except BaseException:
 
 @pytest.mark.parametrize("swallows", [True, False])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_library_is_loaded_to_its_end(name, code, swallows, tmp_path, monkeypatch, capsys):
+def test_a_signal_waits_for_an_import(name, code, swallows, tmp_path, monkeypatch, capsys):
     """Stopped on the way it would pass for broken, or nobody would hear of the signal."""
     def check_fragile(args):
         import fragile  # noqa: F401
@@ -68,7 +68,7 @@ def test_a_library_is_loaded_to_its_end(name, code, swallows, tmp_path, monkeypa
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_who_insists_does_not_wait_for_a_library(tmp_path, monkeypatch):
+def test_a_second_signal_does_not_wait_for_an_import(tmp_path, monkeypatch):
     def check_slow(args):
         import fragile  # noqa: F401
 
@@ -80,7 +80,7 @@ def test_who_insists_does_not_wait_for_a_library(tmp_path, monkeypatch):
     assert main(["doctor"]) == 130 and time.monotonic() - began < 5
 
 
-def test_what_a_shell_runs_in_the_background_does_not_hear_of_ctrl_c(monkeypatch):
+def test_a_background_job_ignores_ctrl_c(monkeypatch):
     def check_something(args):
         signal.raise_signal(signal.SIGINT)
 

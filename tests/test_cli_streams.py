@@ -14,9 +14,8 @@ import pytest
 
 from deltic.chat.deltas import AnswerCall, Delta
 from deltic.cli import main, run
-from deltic.cli.answer import Screen
+from deltic.cli.output import Screen, takes_colors, takes_escapes
 from deltic.cli.parser import UsageError, text
-from deltic.cli.terminal import takes_colors, takes_escapes
 from deltic.params import Usage
 
 ROOT = Path(__file__).parents[1]
@@ -26,14 +25,14 @@ ECHO = """
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace as Of
-from deltic.cli import answer, main, run
+from deltic.cli import main, output, run
 from deltic.chat.deltas import Delta
 from deltic.params import Usage
 
 def read_answer(llm, ask, show):
     show(Delta("content", repr(ask())))
     choice = Of(text="", reasoning="", calls=(), finish="stop", error=None, usage=Usage(1, 0, 1))
-    return Of(output=Of(choices=[choice])), answer.AnswerTiming(0.0, 1)
+    return Of(output=Of(choices=[choice])), output.AnswerTiming(0.0, 1)
 
 class Model(nullcontext):
     def __init__(self, name):
@@ -77,7 +76,7 @@ def test_the_prompt_may_come_on_stdin(argv, given, shown):
 
 
 @pytest.mark.parametrize("argv", [["word"], ["tiny", "word"], ["a/b", "word"]])
-def test_nobody_waits_for_stdin_where_a_prompt_is_given(argv):
+def test_stdin_is_not_read_with_a_prompt(argv):
     reading, writing = os.pipe()
     try:
         assert echo("run", *argv, stdin=reading).stdout.endswith("'word')\n")
@@ -86,7 +85,7 @@ def test_nobody_waits_for_stdin_where_a_prompt_is_given(argv):
         os.close(writing)
 
 
-def test_a_service_has_nothing_to_say():
+def test_dev_null_is_not_a_prompt():
     for argv in ([], [TINY], ["tiny"], ["Qwen/Qwen3.5-0.8B"], ["qwen3.5:0.8b"]):
         done = echo("run", *argv, shell="</dev/null")
         assert done.returncode == 2 and "the prompt is missing" in done.stderr
@@ -113,34 +112,34 @@ def test_a_model_without_a_prompt_is_a_chat_on_a_terminal_alone(word, terminal, 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     if terminal:
-        assert run.words(word, None) == (word, None)
+        assert run.model_and_prompt(word, None) == (word, None)
     else:
         with pytest.raises(UsageError, match="the prompt is missing"):
-            run.words(word, None)
+            run.model_and_prompt(word, None)
 
 
 @pytest.mark.parametrize("word", PROMPTS, ids=lambda word: word[:30])
 def test_text_is_a_prompt_wherever_it_is_typed(word, monkeypatch):
-    assert run.words(word, None) == (None, word)
+    assert run.model_and_prompt(word, None) == (None, word)
     monkeypatch.setattr(run, "on_terminal", lambda: True)
-    assert run.words(word, None) == (None, word)
+    assert run.model_and_prompt(word, None) == (None, word)
 
 
 def test_a_terminal_is_not_read(monkeypatch):
     monkeypatch.setattr(run, "on_terminal", lambda: True)
     with pytest.raises(UsageError, match="the prompt is missing"):
-        run.words(None, None)
+        run.model_and_prompt(None, None)
 
 
 @pytest.mark.parametrize("files", [["adapter_config.json"], ["model.safetensors"], ["x.GGUF"], ["config.json"]])
 def test_a_directory_that_was_meant_as_a_model_is_no_prompt(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "word").mkdir()
-    assert run.words("word", None) == (None, "word")
+    assert run.model_and_prompt("word", None) == (None, "word")
     for name in files:
         (tmp_path / "word" / name).write_bytes(b"")
     with pytest.raises(UsageError, match="'word' is a model"):
-        run.words("word", None)
+        run.model_and_prompt("word", None)
 
 
 def test_a_file_may_be_a_pipe(tmp_path, capsys):
@@ -186,7 +185,7 @@ def test_errors_move_no_cursor(capsys):
     assert "\\x1b[2J\\u202ex must end in .gguf" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_said(tmp_path):
+def test_a_full_disk_is_reported(tmp_path):
     for argv, more in (([], {}), (["--help"], {}), (["run", "--help"], {}), (["run", "hi"], {}),
                        (["run", "hi"], {"PYTHONUNBUFFERED": ""})):
         done = echo(*argv, shell=">/dev/full", env=os.environ | more)
@@ -200,7 +199,7 @@ CALL = AnswerCall("call_1", "f", "{}")
 
 @pytest.mark.parametrize(("finish", "calls", "shown"), [("stop", (CALL,), "tool_calls"), ("stop", (), "stop"),
                                                         ("length", (CALL,), "length"), ("error", (), "error")])
-def test_json_says_that_there_are_calls(finish, calls, shown):
+def test_json_has_the_finish_reason_of_calls(finish, calls, shown):
     choice = SimpleNamespace(text="", reasoning="", calls=calls, finish=finish, error=None, usage=Usage(1, 0, 1))
     assert run._as_json("tiny", choice, {})["finish_reason"] == shown
 

@@ -22,9 +22,9 @@ from test_server_harness import CALL, THOUGHT, USER, Scripted, Served, scripted,
 
 from deltic import Encoder
 from deltic.chat.deltas import AnswerCall
-from deltic.server.embeddings.service import EmbeddingService
-from deltic.server.fields import IGNORED_HEADER
-from deltic.server.ollama.formatting import OllamaFormatter
+from deltic.server.embeddings import EmbeddingService
+from deltic.server.ollama import OllamaFormatter
+from deltic.server.routing import IGNORED_HEADER
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 TOOLS: list[Any] = [{"type": "function", "function": {
@@ -102,7 +102,7 @@ def test_a_call_that_was_cut_is_no_call() -> None:
     """Arguments are objects here, so that there is nothing to show of half of one."""
     calls = [AnswerCall("1", "weather", '{"city": "Oslo"}'), AnswerCall("2", "weather", '{"city": "Os'),
              AnswerCall("3", "weather", ""), AnswerCall("4", "weather", "[]")]
-    message = OllamaFormatter("tiny", True, None).said("", "", calls)["message"]
+    message = OllamaFormatter("tiny", True, None).answer("", "", calls)["message"]
     assert [(call["id"], call["function"]["arguments"]) for call in message["tool_calls"]] == [
         ("1", {"city": "Oslo"}), ("3", {})]
 
@@ -219,7 +219,7 @@ def test_models(client: Client, served: Served) -> None:
     (lambda client: client.generate("tiny", "a", suffix="b"), 400, "suffix needs a model"),
     (lambda client: client.generate("tiny", "a", template="{{ .Prompt }}"), 400, "template is not supported"),
     (lambda client: client.generate("tiny", "a", raw=True, context=[5]), 400, "context cannot be had"),
-    (lambda client: client.embed("tiny", "x"), 404, "no model of vectors"),
+    (lambda client: client.embed("tiny", "x"), 404, "no embedding model"),
     (lambda client: client.push("tiny"), 404, "is not served here"),
 ])
 def test_errors_have_ollama_s_form(call: Any, status: int, said: str) -> None:

@@ -257,7 +257,8 @@ def test_slow_masks_take_turns_by_client() -> None:
             return [None]
 
     def asking(client: str) -> Any:
-        return SimpleNamespace(client=client, constraint=Waits(client), mask=None, mask_seconds=1.0, answering=True)
+        return SimpleNamespace(client=client, constraint=Waits(client), answering=True,
+                               sampler=SimpleNamespace(mask=None, mask_seconds=1.0))
 
     sequences = [asking("flood") for _ in range(60)]
     masks.begin(sequences)
@@ -266,7 +267,7 @@ def test_slow_masks_take_turns_by_client() -> None:
     masks.begin(sequences)
     free.set()
     for sequence in sequences:
-        assert sequence.mask.result(60) == [None]
+        assert sequence.sampler.mask.result(60) == [None]
     assert made.index("other") == 1
 
 
@@ -282,7 +283,7 @@ def test_a_mask_that_waits_is_dropped_with_its_answer() -> None:
     held = False
     for _ in range(20_000):
         engine.step()
-        masks = [sequence.mask for name in "ab" for sequence in engine._sequences[name]]
+        masks = [sequence.sampler.mask for name in "ab" for sequence in engine._sequences[name]]
         held = len(slow.asked) == 2 and all(masks) and [mask.running() or mask.done() for mask in masks if mask] == [
             True, False]
         if held:

@@ -13,17 +13,16 @@ from support import numbers
 from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.ops.cuda.staging import MOST, _pieces, on_device
+from deltic.ops.cuda.staging import MAX_NUMBERS, _pieces, on_device
 from deltic.ops.types import PAGE, Layout
+from deltic.runner.cuda_graphs import buckets, draft_buckets
 from deltic.runner.input_batch import (
-    BatchMemory,
+    DeviceTokens,
+    InputBatch,
     PageTable,
-    Promised,
-    buckets,
     build,
     decodes,
     decoding,
-    draft_buckets,
     draft_pages,
     power_of_two,
     step_of,
@@ -113,7 +112,7 @@ def test_steps_one_after_another_have_the_memory_of_their_bucket() -> None:
     """Each holds what one of its own would, whatever came before; a token that is not known comes from what was drawn.
     A second memory writes to the same places on the device, where a graph reads them."""
     draw, places = Random(4), dict[tuple[int, int, int | None], torch.Tensor]()
-    memories, drawn, seen = (BatchMemory(places), BatchMemory(places)), torch.arange(1000, 1100), set[int]()
+    memories, drawn, seen = (InputBatch(places), InputBatch(places)), torch.arange(1000, 1100), set[int]()
     for _ in range(200):
         rows = [
             PlannedRow(
@@ -161,7 +160,7 @@ def test_what_a_bucket_of_drafts_holds() -> None:
         PlannedRow((9, 10), 30, (7, 8), 4, 2, base=30, delta_log=9, append=True, rotary=-2),
     )
     assert verifies(StepPlan(rows)) and not decodes(StepPlan(rows))
-    memory = BatchMemory()
+    memory = InputBatch()
     for _ in range(2):
         batch = verifying(StepPlan(rows), CPU, memory, hidden=True)
     padded = batch.padded
@@ -183,9 +182,9 @@ def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
     rows = (PlannedRow((6, -1, -1), 14, (5, 6), 2, 3, base=9, delta_log=8, append=True, drafts=2),
             PlannedRow((9, -1), 30, (7, 8), 4, 2, base=30, delta_log=9, append=True, drafts=1))
     numbers = torch.arange(100, 120)
-    memory = BatchMemory()
+    memory = InputBatch()
     for places in ([3, 1, 7, 0, 12], [19, 18, 17, 16, 15]):
-        batch = build(StepPlan(rows), CPU, drawn=Promised(numbers, places), memory=memory, verified=True)
+        batch = build(StepPlan(rows), CPU, drawn=DeviceTokens(numbers, places), memory=memory, verified=True)
         assert batch.ids.tolist() == [100 + place for place in places]
         assert batch.padded
         assert step_of(batch.padded).ids[5:].tolist() == [100 + places[-1]] * 3, "those that fill up are the last one"
@@ -221,7 +220,7 @@ def test_tokens_that_are_not_known_behind_a_step() -> None:
     behind = tuple(replace(row, base=18, delta_log=3 + row.slot) for row in plain)
     prompt = PlannedRow((5, 6, 7), 0, (50,), 5, 1)
     for rows, bucket in ((plain, True), (behind, False), ((*plain, prompt), False), ((*behind, prompt), False)):
-        batch = build(StepPlan(rows), device, drawn=drawn, memory=BatchMemory(), verified=True)
+        batch = build(StepPlan(rows), device, drawn=drawn, memory=InputBatch(), verified=True)
         assert (batch.padded is not None) == bucket
         assert batch.ids.tolist() == [90, 80, *(prompt.tokens if prompt in rows else ())]
 
@@ -262,7 +261,7 @@ def test_a_page_table_is_changed_by_what_has_changed() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch finds no CUDA device"))])
-@pytest.mark.parametrize("count", [1, 40, 1024, 1025, 3000, MOST, MOST + 1])
+@pytest.mark.parametrize("count", [1, 40, 1024, 1025, 3000, MAX_NUMBERS, MAX_NUMBERS + 1])
 def test_numbers_come_to_their_place(count: int, device: str) -> None:
     """Again and again, with tokens among them that only the device knows, and without."""
     tokens = min(16, (count - 1) // 2)
@@ -281,7 +280,7 @@ def test_numbers_come_to_their_place(count: int, device: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (2, MOST // 2), (MOST + 1,)])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (2, MAX_NUMBERS // 2), (MAX_NUMBERS + 1,)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
 def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """While copies of another stream are on their way, too, which it does not wait for; again and again."""
@@ -296,7 +295,7 @@ def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dty
         copied.record()
     found = [on_device(each, device) for each in host]
     torch.cuda.current_stream().synchronize()
-    assert copied.query() == (host[0].nbytes > 8 * MOST), "it came in turn"
+    assert copied.query() == (host[0].nbytes > 8 * MAX_NUMBERS), "it came in turn"
     for each, other in zip(host, found, strict=True):
         assert other.is_cuda and other.dtype == dtype and torch.equal(each, other.cpu())
     assert len(_pieces(device)) <= 64

@@ -42,7 +42,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     model, quant, count = MODELS[request.param]
     loaded = load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=8, max_context=1024,
                                       speculate="mtp:4", quant=quant, draft_vocab=count, prefix_cache=False))
-    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    assert loaded.capabilities.verifies, "the kernels do not serve this model, or not its head"
     assert loaded.mtp and loaded.mtp.vocabulary and len(loaded.mtp.head) < loaded.config.vocab_size
     yield loaded
     torch.cuda.empty_cache()
@@ -172,7 +172,7 @@ def test_answers_stay_while_rows_change(runtime: ModelRunner, rows: int, monkeyp
         engine.check()
     assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
     assert engine.speculator.drafter is drafter, "drafting failed and was switched off"
-    assert vocabulary.copied > before + 20 and len(drafted) > 20 and engine.stats.ahead > engine.stats.steps / 3
+    assert vocabulary.copied > before + 20 and len(drafted) > 20 and engine.stats.async_steps > engine.stats.steps / 3
     assert sum(engine.speculator.stats.drafted_at) > 50
 
 

@@ -21,9 +21,8 @@ from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError
 from deltic.ops import reference
 from deltic.ops.cuda import arguments
-from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.moe import ALL, ExpertsShape, MoeOp, Real, shape_of
-from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
+from deltic.ops.cuda.driver import CompileError, Module, compile_source, headers
+from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, MoeOp, RealTokens, shape_of
 from deltic.ops.types import MlpWeights, MoeWeights
 from deltic.params import SamplingParams
 from deltic.runner.input_batch import build
@@ -120,7 +119,7 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return residual, normed, (normed @ self.weights.router.double().t()).float()
 
-    def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
+    def few(self, residual: Tensor, logits: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
         found = residual.clone()
         self.experts.gemv_rows(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
         return found
@@ -174,10 +173,10 @@ def test_many_tokens_on_all_multiprocessors(tokens: int) -> None:
     assert sum(not torch.equal(experts.gemm_rows(weights, x), wanted) for _ in range(20)) == 0
 
 
-def rows(*chunks: int, filling: int) -> Real:
+def rows(*chunks: int, filling: int) -> RealTokens:
     """Rows of so many tokens, and others that only fill up."""
     starts = [sum(chunks[:row]) for row in range(len(chunks) + 1)]
-    return Real(torch.tensor([len(chunks)], device="cuda"),
+    return RealTokens(torch.tensor([len(chunks)], device="cuda"),
                 torch.tensor(starts + starts[-1:] * filling, device="cuda"))
 
 
@@ -355,7 +354,7 @@ def test_same_answers_with_drafts(cap: int | None) -> None:
     loaded = load(RandomModel(shape=config, head=True, initializer_range=0.05), EngineConfig(
         device="cuda", dtype="bfloat16", memory="1GiB", max_batch=16, max_context=2048, speculate="mtp:4",
         expert_cap=cap, expert_compute="card" if cap else "auto"))
-    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    assert loaded.capabilities.verifies, "the kernels do not serve this model, or not its head"
     requests = [replace(greedy(numbers(seed, 30 + seed, 5003), 40, str(seed)), output=SamplingParams(
         temperature=0.8 * (seed % 2), seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(3)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}

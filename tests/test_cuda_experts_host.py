@@ -22,14 +22,13 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference
 from deltic.ops.cpu import missing
+from deltic.ops.cpu.experts import OffloadedExperts
 from deltic.ops.cpu.library import library
-from deltic.ops.cpu.offloaded_experts import OffloadedExperts
-from deltic.ops.cuda import arguments, cpu_experts
-from deltic.ops.cuda.cpu_experts import HostExperts
-from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.expert_store import PinnedExpertStore, hosted_experts
-from deltic.ops.cuda.moe import ALL, ExpertsShape, MoeOp, Real, shape_of
-from deltic.ops.cuda.nvrtc import headers
+from deltic.ops.cuda import arguments, expert_cache
+from deltic.ops.cuda.driver import Module, headers
+from deltic.ops.cuda.expert_cache import HostExperts
+from deltic.ops.cuda.expert_stores import PinnedExpertStore, hosted_experts
+from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, MoeOp, RealTokens, shape_of
 from deltic.ops.types import MoeWeights
 from deltic.runner.expert_offload import host_share
 from deltic.runner.input_batch import build
@@ -73,8 +72,8 @@ def test_models_on_the_card_have_none_of_it() -> None:
     for shape in HOSTED:
         plain = replace(shape, host=False)
         assert "_host(" in source(shape) and "_host(" not in source(plain)
-        assert [*plain.few_entries()] == [text.replace(", true>(a)", ">(a)") for text in shape.few_entries()][:4]
-        assert shape.offset == plain.offset and shape.gate_plan(5, 132) == plain.gate_plan(5, 132)
+        assert [*plain.gemv_entries()] == [text.replace(", true>(a)", ">(a)") for text in shape.gemv_entries()][:4]
+        assert shape.ring_offset == plain.ring_offset and shape.gate_plan(5, 132) == plain.gate_plan(5, 132)
 
 
 @pytest.mark.slow
@@ -141,9 +140,9 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return residual, normed, (normed @ self.weights.router.double().t()).float()
 
-    def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
+    def few(self, residual: Tensor, logits: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
         if self.store.host:
-            self.store.host.beside.wake()
+            self.store.host.cpu_experts.wake()
         found = residual.clone()
         self.experts.gemv_rows(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
         torch.cuda.synchronize()
@@ -152,7 +151,7 @@ class Mixture:
     @property
     def threads(self) -> OffloadedExperts:
         assert self.store.host
-        return self.store.host.beside
+        return self.store.host.cpu_experts
 
 
 @pytest.fixture(scope="module", params=[(shape, share) for shape in (*SHAPES, TRUE) for share in (1.0, 0.5)], ids=str)
@@ -385,7 +384,7 @@ def test_answers(record_property: Any) -> None:
 
 @needs_card
 def test_a_host_that_ends_is_an_error_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_experts, "PATIENCE", 0.1)
+    monkeypatch.setattr(expert_cache, "HOST_TIMEOUT", 0.1)
     runtime = loaded(SOME_PASS, 5, "host")
     engine = Engine(runtime)
     for seed in range(3):

@@ -45,10 +45,10 @@ def test_whole_states(runtime: ModelRunner, blocks: int, moved: bool, real: int)
     before = StateView(state.recurrent.clone(), state.conv.clone())
     batch = batch_of([3 + 7 * row if row % 9 else 0 for row in range(100)], real, moved)
     proj = randn(100, spec.channels + spec.values + 2 * spec.value_heads, seed=3, dtype=torch.bfloat16)
-    work = step._begin(batch, "many")
-    known, step._blocks = step._blocks, blocks
-    step._mix(layer, work, proj, proj.shape[1])
-    step._blocks = known
+    work = step.begin(batch, "many")
+    known, step.blocks = step.blocks, blocks
+    step.mix(layer, work, proj, proj.shape[1])
+    step.blocks = known
     wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
                                    for name in ("conv", "decay", "dt_bias", "norm")})
     slow = StateView(before.recurrent.double(), before.conv.double())
@@ -98,7 +98,7 @@ def row_of(index: int, place: Place, tokens: int, deferred: bool) -> PlannedRow:
 def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) -> None:
     """Outputs token by token, and the states in the end."""
     step, layer, pools, count = served(runtime), runtime.decoder.weights.layers[0], runtime.pools, 40
-    assert isinstance(layer.mixer, GdnWeights) and runtime.defers_state_writes and pools.delta_logs
+    assert isinstance(layer.mixer, GdnWeights) and runtime.capabilities.defers_state_writes and pools.delta_logs
     spec, state = layer.mixer.spec, runtime.views.states[0]
     for tensor in pools.delta_logs:
         tensor.fill_(float("nan"))
@@ -116,11 +116,11 @@ def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) 
             batch = step_of(padded)
             proj = randn(padded.rows, spec.channels + spec.values + 2 * spec.value_heads, seed=tokens,
                          dtype=torch.bfloat16)
-            work = step._begin(batch, "many")
-            assert work.fresh is None
-            known, step._blocks = step._blocks, blocks
-            step._mix(layer, work, proj, proj.shape[1])
-            step._blocks = known
+            work = step.begin(batch, "many")
+            assert work.new_deltas is None
+            known, step.blocks = step.blocks, blocks
+            step.mix(layer, work, proj, proj.shape[1])
+            step.blocks = known
             outputs.append(work.y.view(-1)[:count * spec.values].clone())
             for place, row in zip(places, rows, strict=True):
                 place.advance(row)
@@ -128,7 +128,7 @@ def test_deferred_updates_have_the_same_bits(runtime: ModelRunner, blocks: int) 
         for index, place in enumerate(places):
             if place.behind:
                 row = row_of(index, place, 21, deferred)
-                runtime.decoder.ops.fold_ring(
+                runtime.decoder.ops.flush_delta_log(
                     runtime.views.states[:1], row.slot, row.delta_log, row.done - place.behind, row.done, row.slot
                 )
         slots = [place.slot for place in places]
@@ -146,7 +146,7 @@ def test_answers_with_deferred_updates(model: str | None, speculate: str) -> Non
                            speculate=speculate, prefix_cache=False)
     runtime = load(model and RandomModel(model, 4), options)
     runtime.warm_up()
-    assert runtime.defers_state_writes and runtime.graphs
+    assert runtime.capabilities.defers_state_writes and runtime.graphs
     recorded = runtime.graphs.buckets
     requests = [greedy(numbers(seed, 5 + 3 * seed, runtime.config.vocab_size), 30 + 3 * (seed % 11), str(seed))
                 for seed in range(50)]

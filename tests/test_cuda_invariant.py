@@ -41,7 +41,7 @@ def check_same(found: Answers, wanted: Answers) -> None:
 
 def test_steps_are_recorded_for_few_rows(runtime: ModelRunner) -> None:
     fresh = replace(runtime)
-    assert not fresh.verifies and not fresh.defers_state_writes and fresh.step is not None
+    assert not fresh.capabilities.verifies and not fresh.capabilities.defers_state_writes and fresh.step is not None
     fresh.warm_up()
     assert fresh.graphs
     recorded = fresh.graphs.buckets

@@ -69,15 +69,15 @@ COLUMNS = (192, 576, 1024, 2560, 4096, 3584, 9216)
 def products() -> Module:
     known = [heads_product(spec, 8) for spec in HEADS]
     shapes = Shapes((*known, *some_products(*COLUMNS)), None, None)
-    assert not shapes.squeezed
+    assert not shapes.limits_registers
     return Module(shapes.source(), torch.device("cuda"))
 
 
 @pytest.fixture(scope="module")
-def squeezed() -> Module:
+def limits_registers() -> Module:
     """With few registers."""
     shapes = Shapes(tuple(some_products(2560, 9216)), None, None)
-    assert shapes.squeezed
+    assert shapes.limits_registers
     return Module(shapes.source(), torch.device("cuda"))
 
 
@@ -139,8 +139,8 @@ def test_products(products: Module, columns: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 9])
 @pytest.mark.parametrize("columns", [2560, 9216])
-def test_products_with_few_registers(squeezed: Module, columns: int, tokens: int) -> None:
-    test_products(squeezed, columns, tokens)
+def test_products_with_few_registers(limits_registers: Module, columns: int, tokens: int) -> None:
+    test_products(limits_registers, columns, tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16])
@@ -241,9 +241,9 @@ def test_gdn(runtime: ModelRunner, done: list[int], moved: bool) -> None:
     few = len(done) <= 16
     proj = randn(len(done), spec.channels + spec.values + 2 * spec.value_heads, seed=3,
                  dtype=torch.float32 if few else torch.bfloat16)
-    work = step._begin(batch, "few" if few else "many")
+    work = step.begin(batch, "few" if few else "many")
     work.y.fill_(NAN)
-    step._mix(layer, work, proj, proj.shape[1])
+    step.mix(layer, work, proj, proj.shape[1])
     wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
                                    for name in ("conv", "decay", "dt_bias", "norm")})
     wanted = proj.double()
@@ -252,7 +252,7 @@ def test_gdn(runtime: ModelRunner, done: list[int], moved: bool) -> None:
     core = reference.gdn_core if runtime.name == "tiny" else torch_gdn._core
     output = core(wanted, wide, slow, replace(batch, memo={}))
     found = work.y.view(-1)[:output.numel()].view(output.shape)
-    if step._spreads(spec, work):
+    if step.splits_heads(spec, work):
         found = normed_slices(work.core, spec)
     assert error(found, output) < 5e-3
     assert error(state.recurrent, slow.recurrent) < 2e-5
@@ -282,9 +282,9 @@ def test_states_do_not_drift(runtime: ModelRunner) -> None:
         batch = batch_of([done % (64 * PAGE)], 1)
         cursor = batch.done * 0 + done
         batch = replace(batch, done=cursor, base=cursor)
-        work = step._begin(batch, "few")
-        step._mix(layer, work, proj[done:done + 1], proj.shape[1])
-        found.append(work.core.clone() if step._spreads(spec, work) else work.y[:, :spec.values].float())
+        work = step.begin(batch, "few")
+        step.mix(layer, work, proj[done:done + 1], proj.shape[1])
+        found.append(work.core.clone() if step.splits_heads(spec, work) else work.y[:, :spec.values].float())
     weights = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
                                       for name in ("conv", "decay", "dt_bias", "norm")})
     slow = StateView(torch.zeros_like(state.recurrent[:2]).double(), torch.zeros_like(state.conv[:2]).double())
@@ -293,7 +293,7 @@ def test_states_do_not_drift(runtime: ModelRunner) -> None:
         chunk = prompt_of(first, LAST, slot)
         outputs.append(torch_gdn._core(proj[first:first + LAST].double(), weights, slow, chunk))
     wanted, mine = torch.cat(outputs), torch.cat(found)
-    if step._spreads(spec, work):
+    if step.splits_heads(spec, work):
         mine = normed_slices(mine, spec)
     assert error(mine[-LAST:], wanted[-LAST:]) < 4e-6
     assert error(state.recurrent[int(batch.source)], slow.recurrent[0]) < 4e-6
@@ -317,10 +317,10 @@ def test_attention(runtime: ModelRunner, done: list[int]) -> None:
     slow = KvView(kv.keys.double(), kv.values.double())
     width = spec.queries * 2 + 2 * spec.kv
     proj = randn(len(done), width, seed=3, dtype=torch.float32 if few else torch.bfloat16)
-    work = step._begin(batch, "few" if few else "many")
+    work = step.begin(batch, "few" if few else "many")
     for tensor in (work.y, work.mixed, work.mass):
         tensor.fill_(NAN)
-    step._mix(layer, work, proj, width)
+    step.mix(layer, work, proj, width)
     table = reference.rope(batch.positions.cpu(), runtime.decoder.weights.rope)
     half = table.cos.shape[1] // 2
     assert error(work.turns, torch.cat((table.cos[:, :half], table.sin[:, :half]), 1)) < 1e-6

@@ -28,11 +28,8 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference as ref
-from deltic.ops.cuda import long_attention
-from deltic.ops.cuda import prefill as prompts_module
-from deltic.ops.cuda.driver import KernelArguments, Module, fields
-from deltic.ops.cuda.kernel_config import entry
-from deltic.ops.cuda.nvrtc import headers
+from deltic.ops.cuda import prefill
+from deltic.ops.cuda.driver import KernelArguments, Module, entry, fields, headers
 from deltic.ops.kv import FP8, is_finite, rounded
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import PAGE, AttentionWeights, Batch, KvView, Padded, Rope
@@ -66,7 +63,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 def drafting() -> ModelRunner:
     """With a draft head."""
     loaded = load(None, options(memory="256MiB", max_batch=4, max_context=600, speculate="mtp:3", prefix_cache=False))
-    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    assert loaded.capabilities.verifies, "the kernels do not serve this model, or not its head"
     loaded.warm_up()
     return loaded
 
@@ -173,10 +170,10 @@ def test_decode_attention(runtime: ModelRunner, done: list[int]) -> None:
     width = spec.queries * 2 + 2 * spec.kv
     # bfloat16 numbers, whose sums of squares round alike
     proj = randn(len(done), width, seed=3, dtype=torch.bfloat16).to(torch.float32 if few else torch.bfloat16)
-    work = step._begin(batch, "few" if few else "many")
+    work = step.begin(batch, "few" if few else "many")
     for tensor in (work.y, work.mixed, work.mass):
         tensor.fill_(NAN)
-    step._mix(layer, work, proj, width)
+    step.mix(layer, work, proj, width)
     output = reference(runtime, layer, proj, batch, slow)
     assert error(work.y.view(-1)[:output.numel()].view(output.shape), output) < 6e-3
     check_stored(kv, slow, before, batch)
@@ -190,10 +187,9 @@ def test_prompt_attention(runtime: ModelRunner, shape: list[tuple[int, int]], la
                           monkeypatch: pytest.MonkeyPatch) -> None:
     """With stale NaN wherever nothing may be read."""
     if large:
-        monkeypatch.setattr(long_attention, "_LARGE", 60 * 60)
-        monkeypatch.setattr(long_attention, "_LONG", 60)
-        for module in (long_attention, prompts_module):
-            monkeypatch.setattr(module, "GRAIN", 128)
+        monkeypatch.setattr(prefill, "_LARGE", 60 * 60)
+        monkeypatch.setattr(prefill, "_LONG", 60)
+        monkeypatch.setattr(prefill, "PREFIX_GRAIN", 128)
     prompts, layer, batch = prompts_of(runtime), runtime.decoder.weights.layers[3], prompt_of(shape)
     kv, spec = runtime.views.kv[0], layer.mixer.spec
     scatter(kv)
@@ -241,9 +237,9 @@ def test_every_kernel_writes_the_same_bytes(runtime: ModelRunner) -> None:
         for index in range(tokens):
             flat = torch.tensor([1, 5, *[done + index] * 3, 0, 1, done + index, int(places[index]), 0, 0, *pages],
                                 device="cuda")
-            work = step._begin(step_of(Padded(flat, 1, len(pages))), kind)
+            work = step.begin(step_of(Padded(flat, 1, len(pages))), kind)
             dtype = torch.float32 if kind == "few" else torch.bfloat16
-            step._mix(layer, work, proj[index:index + 1].to(dtype), width)
+            step.mix(layer, work, proj[index:index + 1].to(dtype), width)
             outputs.append(work.y.view(-1)[:spec.queries].clone())
         return bytes_of(kv), torch.stack(outputs)
 
@@ -255,9 +251,9 @@ def test_every_kernel_writes_the_same_bytes(runtime: ModelRunner) -> None:
     padded = verifying(StepPlan((row,)), torch.device("cuda")).padded
     assert padded
     batch = step_of(padded)
-    work = step._begin(replace(batch, base=batch.done), "few")
+    work = step.begin(replace(batch, base=batch.done), "few")
     assert batch.layout.tokens == tokens
-    step._mix(layer, work, proj.float(), width)
+    step.mix(layer, work, proj.float(), width)
     verified = bytes_of(kv)
     assert torch.equal(work.y.view(-1)[:mixed.numel()].view(mixed.shape), mixed), "what new tokens read is rounded, too"
     reset()
@@ -278,7 +274,7 @@ def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
              "speculate": "off"}
     size = MODELS[model]
     one, many = (Session(size and replace(size, head=False), **given) for _ in range(2))
-    assert many.runtime.verifies and many.runtime.pools.keys.dtype == FP8
+    assert many.runtime.capabilities.verifies and many.runtime.pools.keys.dtype == FP8
     prompt, tokens = numbers(1, 20, one.vocab_size), numbers(2, 60, one.vocab_size)
     for session in (one, many):
         session.prefill(prompt)

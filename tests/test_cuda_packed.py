@@ -22,15 +22,14 @@ from deltic.engine.loading import RandomModel, load
 from deltic.errors import ConfigError
 from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.convert import convert
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
 from deltic.ops.cuda.arguments import EnterArgs
 from deltic.ops.cuda.decode import DecodeStep
-from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda.driver import Module, architecture, compile_source
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Shapes, gdn_slice
-from deltic.ops.cuda.nvrtc import compile_source
-from deltic.ops.cuda.quantized import PackedMultiply, launch, product_of, unpack
-from deltic.ops.cuda.quantized_gemm import KINDS, PLAIN_KINDS, Tiles, form, tiles_of
+from deltic.ops.cuda.quantized_gemm import PackedMultiply, launch, product_of, unpack
+from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, Tiles, tiles_form, tiles_of
 from deltic.ops.types import GdnSpec
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.model_runner import ModelRunner
@@ -250,7 +249,7 @@ def test_a_model_in_float8(tmp_path: Path) -> None:
     """Answers as of the same numbers in bfloat16, and the same alone and together."""
     sources = random_weights(SHAPE, "float32", initializer_range=0.08)
     rounded = {name: weight.dequantize() if isinstance(weight, Tiles) else weight
-               for name, weight in quantize_tensors(iter(sources.items()), FP8, SHAPE, form("cpu")).items()}
+               for name, weight in quantize_tensors(iter(sources.items()), FP8, SHAPE, tiles_form("cpu")).items()}
     file = str(file_of(rounded, "BF16", tmp_path))  # type: ignore[arg-type]
     packed, plain = load(file, options(quant="fp8")), load(file, options())
     assert isinstance(packed.step, DecodeStep) and {"FP8", "Q8_0"} <= {*packed.decoder.weight_kinds()}

@@ -29,16 +29,15 @@ from deltic.loader.gguf.blocks import BY_NAME, decode
 from deltic.loader.gguf.convert import convert
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import load_packed, unserved_experts
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8_TYPE, quantize_tensors
 from deltic.model.decoder import build as build_decoder
 from deltic.ops import reference, select
-from deltic.ops.cuda import arguments, quantized_gemm
-from deltic.ops.cuda.driver import Module, architecture
-from deltic.ops.cuda.moe import ALL, ExpertsShape, Real
-from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.cuda.quantized_gemm import KINDS, Tiles, pack_stack
+from deltic.ops.cuda import arguments, quantized_tiles
+from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
+from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, RealTokens
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape, knows_packed, scratch_bytes
+from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_stack
 from deltic.ops.types import Block, MlpWeights, MoeWeights
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
@@ -164,7 +163,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_experts_of_a_file_become_tiles(file: Path) -> None:
     """Also if they are quantized at load; and all layers have one set of kernels."""
-    form, opened = quantized_gemm.form("cpu"), GgufFile.open(file)
+    form, opened = quantized_tiles.tiles_form("cpu"), GgufFile.open(file)
     assert not unserved_experts(opened, form)
     weights = {"file": load_packed(opened, SMALL, form=form),
                "quantized": quantize_tensors(random_tensors(SMALL, "bfloat16"), "q4_k", SMALL, form)}
@@ -241,7 +240,7 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return reference.moe(normed, replace(self.weights, router=self.weights.router.double()))
 
-    def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
+    def few(self, residual: Tensor, logits: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
         """What is given to the residual."""
         found = residual.clone()
         self.experts.gemv_rows(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
@@ -352,7 +351,7 @@ def test_tiles_take_the_bytes_of_their_bits() -> None:
     assert wanted <= held < 1.02 * wanted
     experts = QuantizedMoeOp(Module(source(TRUE), device), TRUE, [weights], BLOCKS)
     added = torch.cuda.memory_allocated() - before - held - scratch_bytes(257, 512, 2048)
-    assert 0 <= added < 8 << 20 and experts.in_passes
+    assert 0 <= added < 8 << 20 and experts.max_gemv_tokens
 
 
 # Whole models

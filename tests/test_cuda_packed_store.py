@@ -31,12 +31,12 @@ from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import load_packed
 from deltic.loader.quantize import quantize_tensors
-from deltic.ops.cuda import card_store, quantized_gemm, tile_store
+from deltic.ops.cuda import expert_cache, expert_stores, quantized_tiles
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.moe import ALL, Real, shape_of
-from deltic.ops.cuda.quantized_gemm import KINDS, Tiles, pack_stack
+from deltic.ops.cuda.expert_stores import TileStore, pack_pinned_stack, pinned_form, pointers_of, rows_of, take_stacks
+from deltic.ops.cuda.moe import ALL_REAL, RealTokens, shape_of
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape
-from deltic.ops.cuda.tile_store import TileStore, form, pack_beside, pointers_of, rows_of, take_stacks
+from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_stack
 from deltic.ops.types import MlpWeights, MoeWeights
 from deltic.runner.expert_offload import check_experts
 from deltic.runner.input_batch import build
@@ -67,7 +67,7 @@ def cardless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(tile_store, "pinned", lambda rows, columns: torch.empty(rows, columns, dtype=torch.uint8))
+    monkeypatch.setattr(expert_stores, "pinned", lambda rows, columns: torch.empty(rows, columns, dtype=torch.uint8))
 
 
 def packed(kind: str, count: int, rows: int, columns: int, seed: int) -> tuple[tuple[Tiles, ...], tuple[Tiles, ...]]:
@@ -75,13 +75,13 @@ def packed(kind: str, count: int, rows: int, columns: int, seed: int) -> tuple[t
     flat = random_blocks(kind, count * rows, columns, seed).reshape(-1)
     given: tuple[Any, ...] = (kind, BY_NAME[kind].id, count, rows, columns, BY_NAME[kind].size(columns),
                               lambda start, size: flat[start:start + size])
-    return pack_stack(*given, "cpu"), pack_beside(*given, torch.device("cpu"))
+    return pack_stack(*given, "cpu"), pack_pinned_stack(*given, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_0"])
 def test_tiles_come_to_the_host_a_few_at_a_time(kind: str, cardless: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in (1, 3 * 16 * 512, 1 << 24):
-        monkeypatch.setattr(tile_store, "PIECE", piece)
+        monkeypatch.setattr(expert_stores, "WEIGHTS_PER_PIECE", piece)
         wanted, found = packed(kind, 7, 16, 512, 1)
         assert [(own.type, own.shape) for own in found] == [(own.type, own.shape) for own in wanted]
         lie = rows_of(found)
@@ -97,7 +97,7 @@ def test_stacks_of_both_halves_lie_between_each_other(cardless: None) -> None:
     assert torch.equal(rows_of(ups), torch.stack([own.data.flatten() for own in ups]))
     assert pointers_of([rows_of(gates), rows_of(ups)]).tolist() == [
         [gate.data.data_ptr(), up.data.data_ptr()] for gate, up in zip(gates, ups, strict=True)]
-    with pytest.raises(AssertionError, match="here and there"):
+    with pytest.raises(AssertionError, match="equal distances"):
         rows_of([both[0], both[1], both[3]])
 
 
@@ -187,8 +187,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_experts_are_taken_out_of_a_models_weights(file: Path, cardless: None) -> None:
     device = torch.device("cpu")
-    for weights in (load_packed(GgufFile.open(file), SMALL, form=form(device)),
-                    quantize_tensors(random_tensors(SMALL, "bfloat16"), "q4_k", SMALL, form(device))):
+    for weights in (load_packed(GgufFile.open(file), SMALL, form=pinned_form(device)),
+                    quantize_tensors(random_tensors(SMALL, "bfloat16"), "q4_k", SMALL, pinned_form(device))):
         store = TileStore(take_stacks(weights, 4), device, 1)
         assert not any(".experts." in name for name in weights) and any("shared_expert" in name for name in weights)
         assert (store.count, store.size, store.hidden) == (24, 256, 512)
@@ -203,7 +203,7 @@ def test_memory_stays_pinned_as_long_as_somebody_has_some_of_it(monkeypatch: pyt
                               cudaHostUnregister=known.remove)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     for size in (64, 8 << 20):
-        view = card_store.pinned(3, size).view(torch.bfloat16).chunk(3)[1].view(-1)[4:]
+        view = expert_cache.pinned(3, size).view(torch.bfloat16).chunk(3)[1].view(-1)[4:]
         gc.collect()
         assert len(known) == 1 and 0 < view.data_ptr() - known[0] < 2 * size
         del view
@@ -211,7 +211,7 @@ def test_memory_stays_pinned_as_long_as_somebody_has_some_of_it(monkeypatch: pyt
         assert not known
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda address, size, flags: 1)
     with pytest.raises(ModelError, match="8 MiB of the host's memory for experts cannot be pinned"):
-        card_store.pinned(1, 8 << 20)
+        expert_cache.pinned(1, 8 << 20)
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ NAMES = ["Q4_K", "Q5_K", "plain shared", "none shared, halves of two kinds"]
 def beside(stack: Sequence[Any]) -> list[Tiles]:
     """The same tiles in pinned memory of the host."""
     rows = stack[0].data.shape[0]
-    memory = card_store.pinned(rows * len(stack), stack[0].data.shape[1])
+    memory = expert_cache.pinned(rows * len(stack), stack[0].data.shape[1])
     for own, tile in zip(memory.chunk(len(stack)), stack, strict=True):
         own.copy_(tile.data)
     return [replace(tile, data=own) for own, tile in zip(memory.chunk(len(stack)), stack, strict=True)]
@@ -279,8 +279,14 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return residual, (normed @ self.weights.router.double().t()).float().contiguous()
 
-    def few(self, experts: QuantizedMoeOp, weights: MoeWeights, residual: Tensor, logits: Tensor, real: Real = ALL
-            ) -> Tensor:
+    def few(
+        self,
+        experts: QuantizedMoeOp,
+        weights: MoeWeights,
+        residual: Tensor,
+        logits: Tensor,
+        real: RealTokens = ALL_REAL,
+    ) -> Tensor:
         found = residual.clone()
         experts.gemv_rows(weights, found, self.scale, 1e-6, logits, real)
         return found
@@ -441,20 +447,20 @@ def test_what_cannot_be_is_refused(file: Path) -> None:
 @needs_card
 def test_loading_takes_little_of_the_card(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than all experts do, and in the end none for them."""
-    monkeypatch.setattr(quantized_gemm, "PIECE", 1 << 18)
-    monkeypatch.setattr(tile_store, "PIECE", 1 << 18)
+    monkeypatch.setattr(quantized_tiles, "WEIGHTS_PER_PIECE", 1 << 18)
+    monkeypatch.setattr(expert_stores, "WEIGHTS_PER_PIECE", 1 << 18)
     device = torch.device("cuda", torch.cuda.current_device())
     many = replace(SMALL, experts=ExpertsConfig(64, 4, 256, 256), num_hidden_layers=8,
                    layer_types=SMALL.layer_types * 2)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    weights = quantize_tensors(random_tensors(many, "bfloat16", device="cuda"), "q8_0", many, form(device))
+    weights = quantize_tensors(random_tensors(many, "bfloat16", device="cuda"), "q8_0", many, pinned_form(device))
     peak, held = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     stacks = take_stacks(weights, 8)
     size = sum(matrix.nbytes for layer in stacks for stack in layer for matrix in stack)
     assert size == 8 * 64 * 3 * 256 * 512 * 2176 // 2048 and peak < size and held < size / 3
     assert all(matrix.data.is_pinned() for layer in stacks for stack in layer for matrix in stack[:1])
     del weights, stacks
-    found = load_packed(GgufFile.open(file), SMALL, form=form(device))
+    found = load_packed(GgufFile.open(file), SMALL, form=pinned_form(device))
     assert all(matrix.data.is_pinned() for layer in take_stacks(found, 4) for stack in layer for matrix in stack[:1])

@@ -15,14 +15,13 @@ from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops import reference
-from deltic.ops.cuda import long_attention
-from deltic.ops.cuda import prefill as prompts_module
+from deltic.ops.cuda import prefill
 from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.prefill import PrefillStep, plan_of
 from deltic.ops.quantized import QTensor
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch import gdn as torch_gdn
-from deltic.ops.torch.delta import Gates, chunked, cut
+from deltic.ops.torch.gdn import Gates, chunked, cut
 from deltic.ops.types import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights, KvView, Rope, StateView
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
@@ -51,8 +50,8 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 
 
 def prompts_of(runtime: ModelRunner) -> PrefillStep:
-    assert isinstance(runtime.step, DecodeStep) and runtime.step._prompts, "the kernels do not serve this model"
-    return runtime.step._prompts
+    assert isinstance(runtime.step, DecodeStep) and runtime.step.prefill, "the kernels do not serve this model"
+    return runtime.step.prefill
 
 
 def batch_of(shape: list[tuple[int, int]], emits: dict[int, list[int]] | None = None, moved: bool = False) -> Batch:
@@ -116,12 +115,12 @@ def test_gdn(runtime: ModelRunner, case: str, moved: bool) -> None:
 
 
 def mix(prompts: PrefillStep, layer: object, proj: Tensor, batch: Batch) -> Tensor:
-    work, mixer = prompts._work(batch, plan_of(batch), _turns(prompts._step, batch)), layer.mixer
+    work, mixer = prompts._buffers(batch, plan_of(batch), _turns(prompts._step, batch)), layer.mixer
     return (prompts._gdn if isinstance(mixer, GdnWeights) else prompts._attention)(layer, mixer, proj, work)
 
 
 def _turns(step: DecodeStep, batch: Batch) -> Tensor:
-    table = reference.rope(batch.positions.cpu(), step._decoder.rope)
+    table = reference.rope(batch.positions.cpu(), step.decoder.rope)
     half = table.cos.shape[1] // 2
     return torch.cat((table.cos[:, :half], table.sin[:, :half]), 1).cuda()
 
@@ -166,10 +165,9 @@ def test_delta_rule_alone(runtime: ModelRunner, slow_decay: bool) -> None:
 def test_attention(runtime: ModelRunner, shape: list[tuple[int, int]], large: bool,
                    monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(long_attention, "_LARGE", 60 * 60)
-        monkeypatch.setattr(long_attention, "_LONG", 60)
-        monkeypatch.setattr(long_attention, "GRAIN", 128)
-        monkeypatch.setattr(prompts_module, "GRAIN", 128)
+        monkeypatch.setattr(prefill, "_LARGE", 60 * 60)
+        monkeypatch.setattr(prefill, "_LONG", 60)
+        monkeypatch.setattr(prefill, "PREFIX_GRAIN", 128)
     prompts, layer = prompts_of(runtime), runtime.decoder.weights.layers[3]
     assert isinstance(layer.mixer, AttentionWeights)
     kv, spec, batch = runtime.views.kv[0], layer.mixer.spec, batch_of(shape)

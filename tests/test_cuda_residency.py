@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from deltic.ops.cuda.residency import Exchange, Residency
+from deltic.ops.cuda.expert_cache import Exchange, Residency
 
 LAYERS, COUNT, SLOTS = 3, 11, 4
 

@@ -17,30 +17,28 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, encoder, mtp, nvrtc, prefill, staging, state_delta_log
-from deltic.ops.cuda.driver import KernelArguments
+from deltic.ops.cuda import arguments, driver, encoder, mtp, prefill, staging, state_delta_log
+from deltic.ops.cuda.driver import FOLDER, CompileError, KernelArguments, compile_source
+from deltic.ops.cuda.encoder import tower_source
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
-    MOST,
-    PASSING_ROOM,
+    MAX_GEMV_TOKENS,
     STATES,
     STORE,
     WARPS,
+    WHOLE_STATE_SHARED_BYTES,
     Multiply,
     Shapes,
     heads_product,
     states_at_once,
 )
-from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
-from deltic.ops.cuda.quantized import PackedMultiply
+from deltic.ops.cuda.quantized_gemm import PackedMultiply
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
 from deltic.ops.cuda.sample import source
-from deltic.ops.cuda.tower import tower_source
 from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
 
-steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("decode", "sample"))
-"""The modules; the package has functions of these names."""
+steps = import_module("deltic.ops.cuda.decode")
 
 MODELS = {
     "tiny": (192, 576, GdnSpec(3, 6, 32, 32, 4, 1e-6), AttentionSpec(4, 2, 64, 16, True, 1e-6)),
@@ -125,7 +123,7 @@ def test_the_structs_of_rows_with_rings_begin_as_that_without(name: str) -> None
     assert [member for member, _ in given._fields_] == [*members("Gdn"), *members(f"{name} : Gdn")]
 
 
-@pytest.mark.parametrize("tokens", range(1, MOST + 1))
+@pytest.mark.parametrize("tokens", range(1, MAX_GEMV_TOKENS + 1))
 @pytest.mark.parametrize("name", MODELS)
 def test_products_fit(name: str, tokens: int) -> None:
     for product in shapes_of(name).products:
@@ -164,7 +162,7 @@ def test_models_fit(name: str) -> None:
 
 def test_a_packed_mixture_fits() -> None:
     shapes = packed_mixture()
-    assert shapes.experts and shapes.experts.known and shapes.shared <= BLOCK and not shapes.squeezed
+    assert shapes.experts and shapes.experts.known and shapes.shared <= BLOCK and not shapes.limits_registers
     text = shapes.source()
     for name in ("k_packed_gate", "k_packed_down", "k_route", "k_grouped_gate_128", "k_unpack_experts_q8_0"):
         assert text.count(f" {name}(") == 1, name
@@ -176,7 +174,7 @@ def test_a_kernels_name_says_what_it_is() -> None:
         for product in shapes_of(name).products:
             sources: dict[str, str] = {}
             for tokens in range(1, product.most + 1):
-                text = product.source(tokens, shapes_of(name).squeezed)
+                text = product.source(tokens, shapes_of(name).limits_registers)
                 assert sources.setdefault(product.name(tokens), text) == text
             assert all(text in shapes_of(name).source() for text in sources.values())
 
@@ -203,14 +201,16 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # where prompts are read; and eight heads of queries to one of keys have no room on the older cards
     newer = part == "prompts" or name == "packed mixture"
     if name == "packed mixture":
-        text = replace(packed_mixture(), rings=True).source()
+        text = replace(packed_mixture(), delta_logs=True).source()
     elif model in MODELS:
-        shapes = replace({"packed": packed_shapes, "float8": float8_shapes}.get(part, shapes_of)(model), rings=True)
+        shapes = replace(
+            {"packed": packed_shapes, "float8": float8_shapes}.get(part, shapes_of)(model), delta_logs=True
+        )
         text = {"": shapes.source, "packed": shapes.source, "float8": shapes.source,
                 "prompts": lambda: prefill.source(shapes), "drafts": lambda: mtp.source(shapes)}[part]()
     else:
-        text = {"draws": source, "numbers": staging.source, "folds": state_delta_log.fold_source,
-                "encoder": lambda: encoder.source(1000), "towers": lambda: tower_source(1152, 72)}[name]()
+        text = {"draws": source, "numbers": staging.source, "folds": state_delta_log.flush_source,
+                "encoder": lambda: encoder.encoder_source(1000), "towers": lambda: tower_source(1152, 72)}[name]()
     compiles(text, tmp_path, newer)
 
 
@@ -230,8 +230,8 @@ def test_sources_for_bfloat16_states_compile(name: str, tmp_path: Path, monkeypa
     """Of what reads or writes states."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if name == "folds":
-        return compiles(state_delta_log.fold_source(STATES[torch.bfloat16]), tmp_path, False)
-    shapes = replace(shapes_of(name), products=(), attention=None, rings=True, state=STATES[torch.bfloat16])
+        return compiles(state_delta_log.flush_source(STATES[torch.bfloat16]), tmp_path, False)
+    shapes = replace(shapes_of(name), products=(), attention=None, delta_logs=True, state=STATES[torch.bfloat16])
     for text in (shapes.source(), prefill.source(shapes)):
         compiles(text, tmp_path, text == prefill.source(shapes))
 
@@ -241,7 +241,7 @@ def test_states_that_pass_through_a_block_fill_it() -> None:
     gdn = MODELS["4B"][2]
     for dtype, state in STATES.items():
         count = states_at_once(gdn, state)
-        assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == PASSING_ROOM > MULTIPROCESSOR // 2
+        assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == WHOLE_STATE_SHARED_BYTES > MULTIPROCESSOR // 2
         assert f"gdn_many<128, {count}, false>" in replace(shapes_of("4B"), state=state).source()
 
 
@@ -272,12 +272,11 @@ def test_torch_serves_where_a_kernel_is_broken_and_everybody_is_told(
     shutil.copytree(FOLDER, broken)
     (broken / "common.cuh").write_text("this is no kernel", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(nvrtc, "FOLDER", broken)
-    for module in (steps, draws):
-        monkeypatch.setattr(module, "architecture", lambda _: "sm_90a")
+    monkeypatch.setattr(driver, "FOLDER", broken)
+    monkeypatch.setattr(driver, "architecture", lambda _: "sm_90a")
     monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny"))
     monkeypatch.setattr(steps, "shared_memory", lambda _: BLOCK)
-    monkeypatch.setattr(steps, "_reads_prompts", lambda _: True)
+    monkeypatch.setattr(steps, "_serves_prefill", lambda _: True)
     decoder: Any = SimpleNamespace(embedding=torch.zeros(1), norm=torch.zeros(1))
     views, ops = CacheViews((), ()), select((), "cuda")
     assert ops.step(ops, decoder, views) is None

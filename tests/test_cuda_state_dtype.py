@@ -57,7 +57,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRun
     """The same model over bfloat16 states, and over float32."""
     small, plain = (load(MODELS[request.param], options(state_dtype=state)) for state in ("bfloat16", "float32"))
     assert small.pools.recurrent.dtype == BF16 and plain.pools.recurrent.dtype == torch.float32
-    assert small.pools.conv.dtype == BF16 and small.defers_state_writes and plain.defers_state_writes
+    assert small.pools.conv.dtype == BF16
+    assert small.capabilities.defers_state_writes and plain.capabilities.defers_state_writes
     yield small, plain
     torch.cuda.empty_cache()
 
@@ -123,13 +124,13 @@ def run_layer(runtime: ModelRunner, batch: Batch, proj: Tensor, blocks: int | No
     step, layer = served(runtime), runtime.decoder.weights.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
     spec, kind = layer.mixer.spec, "few" if proj.dtype == torch.float32 else "many"
-    work = step._begin(batch, kind)
+    work = step.begin(batch, kind)
     fill_with_nan(work)
-    known, step._blocks = step._blocks, blocks or step._blocks
-    step._mix(layer, work, proj, proj.shape[1])
-    step._blocks = known
-    step._end(work)
-    if step._spreads(spec, work):
+    known, step.blocks = step.blocks, blocks or step.blocks
+    step.mix(layer, work, proj, proj.shape[1])
+    step.blocks = known
+    step.end(work)
+    if step.splits_heads(spec, work):
         return normed_slices(work.core, spec)
     return work.y.view(-1)[:len(proj) * spec.values].view(len(proj), spec.values)
 
@@ -237,11 +238,11 @@ def test_folding(runtime: ModelRunner) -> None:
     fill(runtime)
     pools, states = runtime.pools, runtime.views.states
     slow, before = [in_float64(state) for state in states], pools.recurrent[:, :SLOTS].clone()
-    runtime.decoder.ops.fold_ring(states, 3, 1, 19, 30, 5)
-    runtime.decoder.ops.fold_ring(states, 4, 2, 0, 7, 4)
+    runtime.decoder.ops.flush_delta_log(states, 3, 1, 19, 30, 5)
+    runtime.decoder.ops.flush_delta_log(states, 4, 2, 0, 7, 4)
     for layer, exact in enumerate(slow):
-        reference.fold_ring((exact,), 3, 1, 19, 30, 5)
-        reference.fold_ring((exact,), 4, 2, 0, 7, 4)
+        reference.flush_delta_log((exact,), 3, 1, 19, 30, 5)
+        reference.flush_delta_log((exact,), 4, 2, 0, 7, 4)
         check_states(pools.recurrent[layer], exact.recurrent, before[layer], [4, 5], 2e-3)
         for slot, first in ((5, 26), (4, 3)):
             places = [position % 4 for position in range(first, first + 4)]
@@ -285,7 +286,7 @@ def test_prompts(pair: tuple[ModelRunner, ModelRunner], case: str, moved: bool) 
 def test_the_kernels_serve_it(runtime: ModelRunner) -> None:
     who = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
     assert who["step"] == "cuda" and runtime.graphs is not None
-    assert served(runtime)._prompts is not None and served(runtime)._rings is not None
+    assert served(runtime).prefill is not None and served(runtime).delta_log is not None
 
 
 def test_more_states_fit() -> None:
@@ -371,7 +372,7 @@ def test_drafts(drafter: str) -> None:
     """Over rings, whose states are written when these are full; of what float32 states answer most are right."""
     given = {"memory": "512MiB", "max_batch": 4, "max_context": 600, "speculate": "mtp:3", "prefix_cache": False}
     small, plain = (load(None, options(state_dtype=state, **given)) for state in ("bfloat16", "float32"))
-    assert small.verifies and small.pools.recurrent.dtype == BF16
+    assert small.capabilities.verifies and small.pools.recurrent.dtype == BF16
     requests = [greedy(numbers(seed, 30 + seed, 500), 50, str(seed)) for seed in range(3)]
     wanted = tokens_of(serve(plain_of(plain), requests))
     engine = Engine(small, Known(wanted, 1.0) if drafter == "known" else None, FixedDraftLength(3))

@@ -20,9 +20,9 @@ def test_what_comes_from_the_host_is_what_was_there(spans: int, pinned: bool, mo
     """Where pages lie one after another, and as if they lay all over the pool; in pinned memory, and where there is
     none left."""
     monkeypatch.setattr("deltic.cache.tensors._SPANS", spans)
-    monkeypatch.setattr("deltic.cache.offload.device_copies._PIECE", 100_000)
+    monkeypatch.setattr("deltic.cache.offload.host._STAGING_BYTES", 100_000)
     if not pinned:
-        monkeypatch.setattr("deltic.cache.offload.pinned_memory.PinnedMemory.tensor", lambda memory, like: None)
+        monkeypatch.setattr("deltic.cache.offload.host.PinnedMemory.tensor", lambda memory, like: None)
     runtime = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", host_memory="256MiB",
                                       max_batch=2, max_context=4096, speculate="off"))
     prompt = numbers(5, 1500, runtime.config.vocab_size)

@@ -8,7 +8,7 @@ import torch
 
 from deltic.loader import fp8
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, decode
-from deltic.ops.cuda.quantized_gemm import KINDS, Tiles, pack_tiles, serves, tiles_of
+from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_tiles, serves, tiles_of
 
 TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL", "FP8")
 

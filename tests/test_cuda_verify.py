@@ -41,7 +41,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     model, quant = SIZES[request.param]
     loaded = load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=16, max_context=2048,
                                       speculate="mtp:4", quant=quant))
-    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    assert loaded.capabilities.verifies, "the kernels do not serve this model, or not its head"
     yield loaded
     torch.cuda.empty_cache()
 
@@ -59,7 +59,8 @@ CASES = {
 
 def fill_with_nan(work: Any) -> None:
     """A step's memory, of which a test of one layer writes the others' never."""
-    for tensor in (work.y, work.core, *((work.fresh.inputs, work.fresh.keys, work.fresh.decays) if work.fresh else ())):
+    new = work.new_deltas
+    for tensor in (work.y, work.core, *((new.inputs, new.keys, new.decays) if new else ())):
         tensor.fill_(float("nan"))
 
 
@@ -67,7 +68,7 @@ def fill_with_nan(work: Any) -> None:
 @torch.inference_mode()
 def test_rings(runtime: ModelRunner, case: str) -> None:
     step, layer, pools = runtime.step, runtime.decoder.weights.layers[0], runtime.pools
-    assert isinstance(step, DecodeStep) and isinstance(layer.mixer, GdnWeights) and step._rings
+    assert isinstance(step, DecodeStep) and isinstance(layer.mixer, GdnWeights) and step.delta_log
     for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.delta_logs or ()))):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
     state, spec = runtime.views.states[0], layer.mixer.spec
@@ -91,10 +92,10 @@ def test_rings(runtime: ModelRunner, case: str) -> None:
             state.delta_log.tiled,
         ),
     )
-    work = step._begin(batch, kind)
+    work = step.begin(batch, kind)
     fill_with_nan(work)
-    step._mix(layer, work, proj, proj.shape[1])
-    step._end(work)
+    step.mix(layer, work, proj, proj.shape[1])
+    step.end(work)
     wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
                                    for name in ("conv", "decay", "dt_bias", "norm")})
     wanted = proj.double()
@@ -128,7 +129,7 @@ def test_folding_has_the_bits_of_replaying(runtime: ModelRunner) -> None:
     over_state = pools.recurrent[:, 3].clone()
     for tensor, old in zip((pools.recurrent, pools.conv), before, strict=True):
         tensor.copy_(old)
-    ops.fold_ring(runtime.views.states, 3, 1, 19, 30, 5)
+    ops.flush_delta_log(runtime.views.states, 3, 1, 19, 30, 5)
     batch = verifying(StepPlan((replace(row, slot=5, base=30),)), pools.device).padded
     assert batch and over
     folded = runtime.step(step_of(batch))
@@ -166,7 +167,7 @@ def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
     options = {"dtype": "bfloat16", "device": "cuda", "memory": "1GiB", "max_context": 1024, "speculate": "off"}
     size, options["quant"] = SIZES[model]
     one, many = (Session(size and replace(size, head=False), **options) for _ in range(2))
-    assert many.runtime.verifies
+    assert many.runtime.capabilities.verifies
     prompt, tokens, rng = numbers(1, 20, one.vocab_size), numbers(2, 90, one.vocab_size), random.Random(3)
     for session in (one, many):
         session.prefill(prompt)
@@ -259,7 +260,9 @@ def test_same_answers_with_drafts(runtime: ModelRunner, rows: int) -> None:
         assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
         stats = engine.speculator.stats
         assert engine.speculator.drafter and sum(stats.drafted_at) > 50
-        assert drafter or engine.stats.ahead > engine.stats.steps / 3, "no step was launched behind one with drafts"
+        assert drafter or engine.stats.async_steps > engine.stats.steps / 3, (
+            "no step was launched behind one with drafts"
+        )
         if drafter:
             assert sum(stats.accepted_at) > 0.3 * sum(stats.drafted_at)
 
@@ -309,7 +312,7 @@ def test_a_model_with_a_head_drafts_by_itself(quant: str) -> None:
     """With the default of `speculate`, whatever the model's own weights are."""
     loaded = load(SMALL, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=4, max_context=512,
                                       quant=quant))
-    assert loaded.verifies and loaded.mtp_runner and loaded.mtp_runner.ahead
+    assert loaded.capabilities.verifies and loaded.mtp_runner and loaded.mtp_runner.drafts_on_device
     engine = Engine(loaded, MtpProposer(loaded, loaded.mtp_runner, 3), FixedDraftLength(3))
     requests = [greedy(numbers(seed, 40, 500), 40, str(seed)) for seed in range(3)]
     wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
@@ -344,7 +347,7 @@ def test_same_answers_whoever_rests(seed: int) -> None:
         take(answers, engine.step())
         engine.check()
     assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
-    assert engine.stats.ahead > 10 and engine.speculator.drafter
+    assert engine.stats.async_steps > 10 and engine.speculator.drafter
 
 
 class EndsAt:
@@ -384,7 +387,7 @@ def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state() -> None:
         shares.append((sum(found.speculator.stats.accepted_at) - counts[1])
                       / (sum(found.speculator.stats.drafted_at) - counts[0]))
     # prompts of random numbers, of which few answers are easy to foresee
-    assert found.stats.ahead > found.stats.steps / 3 and sum(shares) > 0.1 * len(shares), shares
+    assert found.stats.async_steps > found.stats.steps / 3 and sum(shares) > 0.1 * len(shares), shares
 
 
 QUESTION = "<|im_start|>user\nWhat is the capital of {}?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from deltic.config import ModelConfig
-from deltic.config.speculation import parse_speculation
+from deltic.config.engine import parse_speculation
 from deltic.errors import ConfigError
 from deltic.params import Auto, Draft, Mtp, Ngram
 from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, Growth

@@ -29,7 +29,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.convert import convert
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 from deltic.model.draft_vocabulary import NOTHING, DraftVocabulary, Tokens, draftable
 from deltic.ops import backends
 from deltic.ops.cpu import missing

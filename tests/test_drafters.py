@@ -132,7 +132,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int)
         assert answers[f"a{index}", 0].tokens == list(answer.tokens)
         usage = usage_of(answers, f"a{index}")
         assert usage.accepted_tokens == usage.drafted_tokens > 0, "what lies behind the answer's end does not count"
-    assert not drafter._leases and drafter._runtime.cache.idle
+    assert not drafter._caches and drafter._runtime.cache.idle
     drafter._runtime.cache.check()
 
 
@@ -150,7 +150,7 @@ def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, .
     leases = []
     for _ in range(12):
         [drafts] = drafter.draft([(sequence, 4)])
-        leases.append(drafter._leases[sequence])
+        leases.append(drafter._caches[sequence])
         sequence.tokens += [*drafts[:wrong], (drafts[wrong] + 1) % 509, *more]
         found = drafter.draft([(sequence, 4)])
         assert found == fresh.draft([(sequence, 4)])
@@ -265,7 +265,7 @@ def test_a_draft_model_with_room_for_one_reads_nothing_twice(short: str) -> None
     answers = drain(engine)
     for index in range(3):
         same_tokens(reference(odd_runtime(), numbers(index, 100, 509), 30 + index), answers[f"r{index}", 0].tokens)
-    assert 100 <= sum(read) <= 3 * 140 and not drafter._leases and not drafter._refused
+    assert 100 <= sum(read) <= 3 * 140 and not drafter._caches and not drafter._refused
 
 
 # Options

@@ -11,7 +11,7 @@ import torch
 
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import row_keys
-from deltic.ops.drafted import Drafted
+from deltic.ops.mtp import Drafted
 from deltic.ops.noise import answer_key, sample_key
 from deltic.params import SamplingParams
 from deltic.runner.launch import InFlight, ScheduledSequence
@@ -31,7 +31,7 @@ class Running:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7))
 
 
-def promise_of(*rows: list[int]) -> tuple[Any, list[Any]]:
+def pending_of(*rows: list[int]) -> tuple[Any, list[Any]]:
     """Each row: the token that its drafts follow, its position, the drafts; and sequences that this is true of."""
     sequences = [Running([1, row[0]], row[1]) for row in rows]
     places: Any = {sequence: (sequence.cache, place) for place, sequence in enumerate(sequences)}
@@ -47,10 +47,10 @@ def promise_of(*rows: list[int]) -> tuple[Any, list[Any]]:
 
 
 def test_drafts_are_taken_as_far_as_they_are_wanted() -> None:
-    promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
-    assert promise.covers([first, second]) and promise.follows(first) and promise.follows(second)
-    assert promise.drafts(first, 3) == (6, 7, 8) and promise.drafts(second, 1) == (1,)
-    assert promise.drafts(second, 5) == (1, 2, 3)
+    pending, (first, second) = pending_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    assert pending.covers([first, second]) and pending.follows(first) and pending.follows(second)
+    assert pending.drafts(first, 3) == (6, 7, 8) and pending.drafts(second, 1) == (1,)
+    assert pending.drafts(second, 5) == (1, 2, 3)
 
 
 def test_drafts_lie_as_the_device_writes_them() -> None:
@@ -63,38 +63,38 @@ def test_drafts_lie_as_the_device_writes_them() -> None:
 
 
 def test_a_step_can_take_them_from_where_they_are() -> None:
-    promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    pending, (first, second) = pending_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
     rows = [
         PlannedRow((9, -1, -1), 31, (0, 1), 0, 3, drafts=2),
         PlannedRow((5, -1, -1, -1), 20, (0, 1), 1, 4, drafts=3),
     ]
-    numbers, places = promise.promised(rows, [second, first])
+    numbers, places = pending.on_device(rows, [second, first])
     assert numbers[places].tolist() == [9, 1, 2, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("change", [{"tokens": [1, 6]}, {"done": 21}, {"cache": object()}])
 def test_drafts_of_other_tokens_are_not_taken(change: dict[str, Any]) -> None:
     """A stop, a guide or a constraint has cut what was drawn, or the sequence was preempted."""
-    promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    pending, (first, second) = pending_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
     for name, value in change.items():
         setattr(first, name, value)
-    assert not (promise.covers([first, second]) and promise.follows(first))
-    assert promise.covers([second]) and promise.follows(second)
-    assert not promise.covers([Running([5], 20)])
+    assert not (pending.covers([first, second]) and pending.follows(first))
+    assert pending.covers([second]) and pending.follows(second)
+    assert not pending.covers([Running([5], 20)])
 
 
 def test_drafts_of_a_step_that_another_one_has_followed_are_gone() -> None:
     """While drafts do not pay there are steps without."""
-    promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
-    nothing: Any = SimpleNamespace(ahead=True)
+    pending, (first, second) = pending_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    nothing: Any = SimpleNamespace(drafts_on_device=True)
     drafter, wants = MtpProposer(nothing, nothing, 3), [(first, 3), (second, 3)]
-    drafter._ahead = promise
-    assert drafter.promise(wants) is promise and drafter.promise(wants) is None
-    drafter._ahead = promise
+    drafter._pending = pending
+    assert drafter.take_pending(wants) is pending and drafter.take_pending(wants) is None
+    drafter._pending = pending
     drafter.draft_ahead(
         InFlight(StepPlan((PlannedRow((5,), 20, (0, 1), 0, 1), PlannedRow((9,), 31, (0, 1), 1, 1))), [])
     )
-    assert drafter.promise(wants) is None
+    assert drafter.take_pending(wants) is None
 
 
 def share_of(row: PlannedRow, covered: int) -> ScheduledSequence:

@@ -24,11 +24,13 @@ from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, PlannedRow, StepPlan
-from deltic.ops.drafted import Drafted
-from deltic.ops.types import Batch
+from deltic.ops.mtp import Drafted
+from deltic.ops.types import (
+    Batch,
+)
 from deltic.params import PAGE, RING, EngineRequest
 from deltic.runner import launch
-from deltic.runner.input_batch import BatchMemory, Promised, build
+from deltic.runner.input_batch import DeviceTokens, InputBatch, build
 from deltic.runner.launch import InFlight, Launcher
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
@@ -54,7 +56,7 @@ class Foreseeing:
 
     def __init__(self, limit: int, answers: dict[str, list[int]], right: Right) -> None:
         self.limit, self._answers, self._right = limit, answers, right
-        self._ahead: PendingDrafts | None = None
+        self._pending: PendingDrafts | None = None
 
     def _drafts(self, sequence: Sequence, place: int, count: int) -> list[int]:
         """Of the tokens from this place on."""
@@ -63,11 +65,11 @@ class Foreseeing:
         return [token if self._right(place + index) else (token + 1) % 200 for index, token in enumerate(found)]
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        self._ahead = None
+        self._pending = None
         return [self._drafts(sequence, len(sequence.tokens), count) for sequence, count in wants]
 
     def draft_ahead(self, flight: InFlight) -> None:
-        self._ahead = None
+        self._pending = None
         rows, batch = flight.plan.rows, flight.batch
         most = max((row.drafts for row in rows), default=0)
         if not most or batch is None or flight.drawn is None or not all(
@@ -83,16 +85,16 @@ class Foreseeing:
             drafted.numbers[at:at + 2] = torch.tensor([int(flight.drawn[start + right]), done])
             for draft, token in enumerate(self._drafts(share.sequence, done + 1, most)):
                 drafted.numbers[drafted.draft_at(place, draft)] = token
-            share.ahead = True
+            share.drafted_next = True
         arrived: Any = SimpleNamespace(synchronize=lambda: None)
         places = {share.sequence: (share.cache, place) for place, share in enumerate(flight.scheduled)}
-        self._ahead = PendingDrafts(places, drafted, drafted.numbers.clone(), arrived)
+        self._pending = PendingDrafts(places, drafted, drafted.numbers.clone(), arrived)
 
-    def promise(self, wants: Wants) -> PendingDrafts | None:
-        ahead, self._ahead = self._ahead, None
+    def take_pending(self, wants: Wants) -> PendingDrafts | None:
+        ahead, self._pending = self._pending, None
         return ahead if ahead and ahead.covers(sequence for sequence, _ in wants) else None
 
-    def disagree(self, sequence: Sequence) -> None:
+    def drop_pending(self, sequence: Sequence) -> None:
         raise AssertionError("there is no head that could be told")
 
     def forget(self, sequence: Sequence) -> None:
@@ -154,12 +156,12 @@ SELDOM = {"lengths", "forced", "penalties", "choices", "many"}
 @pytest.mark.covering
 def test_l6_drafts_behind_drafts_change_nothing(case: str, pattern: str, model: str) -> None:
     """Neither the answers, nor what is kept, nor what is answered from there."""
-    requests, wanted = REQUESTS[case], Engine(runtime_of(MODELS[model](), **limits_of()), ahead=False)
+    requests, wanted = REQUESTS[case], Engine(runtime_of(MODELS[model](), **limits_of()), overlap=False)
     answers = tell(wanted, requests)
     found = drafting(MODELS[model](), {name: answers[name, 0].tokens for name, _ in answers}, PATTERNS[pattern])
     assert content(tell(found, requests)) == content(answers)
     assert case == "many" or prefixes(found) == prefixes(wanted)  # of many some have to go, and not at the same time
-    assert found.stats.ahead >= (1 if case in SELDOM else found.stats.steps / 3)
+    assert found.stats.async_steps >= (1 if case in SELDOM else found.stats.steps / 3)
     assert found.speculator.drafter, "it has failed"
     again = following(requests, answers)
     assert content(tell(found, again)) == content(tell(wanted, again))
@@ -174,8 +176,8 @@ def prefixes(engine: Engine) -> Any:
 def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state(last: int) -> None:
     """Although the device has gone on behind it, from where more drafts were right."""
     requests = [replace(drafted(2, "a", max_tokens=60), matcher=partial(EndingAt, last))]
-    long = tell(Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False), [drafted(2, "a", max_tokens=60)])
-    wanted = Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False)
+    long = tell(Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False), [drafted(2, "a", max_tokens=60)])
+    wanted = Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False)
     answers, found = tell(wanted, requests), drafting(odd_runtime(), {"a": long["a", 0].tokens}, PATTERNS["often"])
     assert content(tell(found, requests)) == content(answers) and prefixes(found) == prefixes(wanted)
     again = following(requests, answers)
@@ -191,7 +193,7 @@ def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state(last: int) 
 def test_a_sequence_is_taken_out_while_its_step_is_in_flight(step: int, meddling: str) -> None:
     """What it has answered is right, and so is what is answered from there."""
     requests, wanted = REQUESTS["one"] + [drafted(4, "b", max_tokens=70)], Engine(
-        runtime_of(odd_runtime(), **limits_of()), ahead=False)
+        runtime_of(odd_runtime(), **limits_of()), overlap=False)
     late, answers = drafted(5, "late", max_tokens=9), tell(wanted, [*REQUESTS["one"], drafted(4, "b", max_tokens=70)])
     answers |= tell(wanted, [late])
     found, in_flight = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers},
@@ -199,7 +201,7 @@ def test_a_sequence_is_taken_out_while_its_step_is_in_flight(step: int, meddling
 
     def meddle(engine: Engine, now: int) -> None:
         if now == step:
-            in_flight.append(engine._flight is not None and engine._flight.promise is not None)
+            in_flight.append(engine._flight is not None and engine._flight.pending is not None)
             if meddling == "abort":
                 engine.abort("a")
             elif meddling == "pause":
@@ -244,7 +246,7 @@ def test_l6_whatever_comes_between(seed: int) -> None:
     """Requests come, are taken out, rest and go on whenever they like, in few pages, with a tier behind them."""
     draw = Random(seed)
     requests, names, gone = any_requests(draw, seed), [f"r{index}" for index in range(8)], set[str]()
-    answers = tell(Engine(runtime_of(odd_runtime(), batch=4, slots=60, pages=400), ahead=False), [*requests.values()])
+    answers = tell(Engine(runtime_of(odd_runtime(), batch=4, slots=60, pages=400), overlap=False), [*requests.values()])
     found = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers},
                      draw.choice([*PATTERNS.values()]), draw.choice([1, 2, 3, 5, 7]),
                      tiers=[TierIndex(HostStore(1 << 22), threads=False)] * draw.randrange(2),
@@ -285,12 +287,12 @@ def test_l6_whatever_comes_between(seed: int) -> None:
 
 def test_where_there_is_no_page_more_the_step_waits() -> None:
     requests = [drafted(seed, name, max_tokens=60) for seed, name in enumerate("abcd", 1)]
-    wanted = Engine(runtime_of(odd_runtime(), **limits_of(pages=14)), ahead=False)
+    wanted = Engine(runtime_of(odd_runtime(), **limits_of(pages=14)), overlap=False)
     answers = tell(wanted, requests)
     found = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers}, PATTERNS["right"], pages=14)
     others = tell(found, requests)
     assert {key: a.tokens for key, a in others.items()} == {key: a.tokens for key, a in answers.items()}
-    assert found.scheduler.preemptions and found.stats.ahead
+    assert found.scheduler.preemptions and found.stats.async_steps
 
 
 def test_no_step_reaches_past_the_end_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +307,7 @@ def test_no_step_reaches_past_the_end_of_an_answer(monkeypatch: pytest.MonkeyPat
         return launched(launcher, plan, sequences, *args, **named)
 
     requests = [drafted(seed, name, max_tokens=10 + seed) for seed, name in enumerate("abc", 1)]
-    answers = tell(Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False), requests)
+    answers = tell(Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False), requests)
     monkeypatch.setattr(Launcher, "launch", launch)
     known = {name: answers[name, 0].tokens for name, _ in answers}
     assert content(tell(drafting(odd_runtime(), known, PATTERNS["often"]), requests)) == content(answers) and behind
@@ -313,7 +315,7 @@ def test_no_step_reaches_past_the_end_of_an_answer(monkeypatch: pytest.MonkeyPat
 
 def test_who_comes_does_not_wait_for_those_who_draft() -> None:
     requests, late = [drafted(2, "a", max_tokens=90)], drafted(5, "late", max_tokens=9)
-    answers = tell(Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False), [*requests, late])
+    answers = tell(Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False), [*requests, late])
     found = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers}, PATTERNS["wrong"])
     begun = list[int]()
 
@@ -323,17 +325,17 @@ def test_who_comes_does_not_wait_for_those_who_draft() -> None:
         begun.extend([step] * any(sequence.generated for sequence in engine._sequences.get("late", ())))
 
     assert content(tell(found, requests, meddle)) == content(answers)
-    assert found.stats.ahead > 40 and begun[0] <= 24
+    assert found.stats.async_steps > 40 and begun[0] <= 24
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 7, 8, 12])
 def test_more_drafts_than_the_ring_takes_twice_wait(depth: int) -> None:
     requests = REQUESTS["one"]
-    wanted = Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False)
+    wanted = Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False)
     answers = tell(wanted, requests)
     found = drafting(odd_runtime(), {"a": answers["a", 0].tokens}, PATTERNS["often"], depth)
     assert content(tell(found, requests)) == content(answers)
-    assert (found.stats.ahead > 5) == (2 * depth + 2 <= RING)
+    assert (found.stats.async_steps > 5) == (2 * depth + 2 <= RING)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
@@ -347,8 +349,8 @@ def test_the_cursors_of_a_batch_are_moved(device: str) -> None:
         PlannedRow((UNKNOWN,) * 2, 30, (7, 8, 3), 4, 2, base=30, delta_log=9, append=True, drafts=1, accepts=3),
     ]
     drawn = torch.tensor([11, 16, 12, 13, 14, 21, 30, 22], device=device)
-    for memory in (BatchMemory(), BatchMemory()):
-        batch = build(StepPlan(tuple(rows)), drawn.device, drawn=Promised(drawn, [0, 2, 3, 4, 5, 7]), memory=memory)
+    for memory in (InputBatch(), InputBatch()):
+        batch = build(StepPlan(tuple(rows)), drawn.device, drawn=DeviceTokens(drawn, [0, 2, 3, 4, 5, 7]), memory=memory)
         assert batch.ids.tolist() == [11, 12, 13, 14, 21, 22] and batch.done.tolist() == [16, 30]
         assert batch.positions.tolist() == [[116, 117, 118, 119, 30, 31]] * 3 and batch.base.tolist() == [9, 30]
         assert batch.store.tolist() == [*range(6 * PAGE, 6 * PAGE + 4), 8 * PAGE + 14, 8 * PAGE + 15]

@@ -123,7 +123,7 @@ def test_an_end_whose_logits_are_known_is_no_vector() -> None:
         assert cached(event) == len(INSTRUCTION)
     engine.runtime.cache.clear()
     run(engine, ask("a", prompt))
-    assert engine.runtime.cache.cached_length((*prompt, 1)) == len(INSTRUCTION)
+    assert engine.runtime.cache.tree.cached_length((*prompt, 1)) == len(INSTRUCTION)
     again = serve(engine, EngineRequest("answer", prompt, GREEDY, (40,)))["answer", 0]
     same_tokens(reference(odd_runtime(), prompt, 12), again.tokens)
 
@@ -140,7 +140,7 @@ def test_the_same_text_many_times_at_once() -> None:
 @pytest.mark.parametrize("change", ["preempted", "paused", "ahead"])
 def test_whatever_happens_to_it(change: str) -> None:
     prompts = [(*INSTRUCTION, *numbers(3 + seed, 90, 500)) for seed in range(4)]
-    engine = Engine(runtime_of(odd_runtime(), budget=32, pages=20, context=200), ahead=change == "ahead" or None)
+    engine = Engine(runtime_of(odd_runtime(), budget=32, pages=20, context=200), overlap=change == "ahead" or None)
     for seed in range(4 if change == "preempted" else 0):
         engine.add(EngineRequest(f"answer{seed}", numbers(seed, 28, 500), replace(GREEDY, max_tokens=40)))
     for index, prompt in enumerate(prompts):
@@ -174,7 +174,7 @@ def test_l8_a_vector_that_is_no_number_fails_its_request_alone() -> None:
     sick = found["sick"]
     assert isinstance(sick, TokenEvent) and sick.finish == "error" and "NaN" in (sick.error or "")
     right("odd", found["sound"], TEXTS[1])
-    assert engine.stats.failed == 1 and engine.runtime.cache.cached_length((*INSTRUCTION, 1)) == 0
+    assert engine.stats.failed == 1 and engine.runtime.cache.tree.cached_length((*INSTRUCTION, 1)) == 0
 
 
 def test_it_may_be_aborted_and_refused() -> None:

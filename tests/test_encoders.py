@@ -242,7 +242,7 @@ def test_long_pairs_are_cut_as_tokenizers_does(plain: dict[str, Any], first: int
     with Encoder(plain["bert"][0]) as encoder:
         item, = encoder.texts.pairs(texts[0], [texts[1]])
     encoding = wanted.encode(*texts)
-    assert list(item.ids) == encoding.ids and list(item.kinds) == encoding.type_ids
+    assert list(item.ids) == encoding.ids and list(item.token_types) == encoding.type_ids
 
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
@@ -410,7 +410,7 @@ def test_l8_whatever_ends_the_thread_leaves_nobody_waiting(plain: dict[str, Any]
         job = encoder.submit([Item((2, 6, 3))] * 50)
         with pytest.raises(UnavailableError, match="the model's thread has ended: ValueError"):
             job.future.result(20)
-        with pytest.raises(UnavailableError, match=r"the model's thread has ended.*load it anew"):
+        with pytest.raises(UnavailableError, match=r"the model's thread has ended.*load it again"):
             encoder.encode("w1")
 
 
@@ -569,7 +569,7 @@ def test_a_stored_tokenizer_that_is_none_is_named(panics: bool, monkeypatch: pyt
 
 def test_columns_of_outliers_keep_their_weights() -> None:
     """Of a block with a column that weighs much, that column is more exact, and the others are as good as before."""
-    from deltic.embeddings.rounding import q8_0_blocks
+    from deltic.embeddings.weights import q8_0_blocks
     from deltic.loader.gguf.blocks import BY_NAME, decode
 
     rng = torch.Generator().manual_seed(0)

@@ -26,8 +26,8 @@ from deltic.embeddings.decoder import _AFTER, _BEFORE, _INSTRUCTION
 from deltic.embeddings.open import is_encoder
 from deltic.engine.memory import plan_memory
 from deltic.errors import ConfigError, ModelError, RequestError
-from deltic.server.embeddings.app import create_encoder_app
-from deltic.server.embeddings.service import EmbeddingService
+from deltic.server.app import create_encoder_app
+from deltic.server.embeddings import EmbeddingService
 
 TEXTS = ["w1", "w2 w3 w4 w5 w6", " ".join(WORDS[:60]), "w7 w8"]
 

@@ -168,7 +168,7 @@ def test_a_file_of_llama_cpp_s_converter(place: Path, tmp_path: Path, family: st
             assert list(file.text_items([text])[0].ids) == list(directory.text_items([text])[0].ids), text
         assert (file.encode(SAID) == directory.encode(SAID)).all()
         pair, other = (encoder.texts.pairs("w1 w2", ["w3"])[0] for encoder in (file, directory))
-        assert (list(pair.ids), list(pair.kinds)) == (list(other.ids), list(other.kinds))
+        assert (list(pair.ids), list(pair.token_types)) == (list(other.ids), list(other.token_types))
 
 
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_K_M", "F16"])

@@ -48,7 +48,7 @@ def start(model: Path | RandomModel, folder: Path, **options: Any) -> tuple[torc
     kept, given = loading.quantize_tensors, {"quant": "q8_0", "threads": 1, "memory": "16MiB", **options}
     # a file that was changed in the last two seconds might change again without a trace
     with patch.object(loading, "quantize_tensors", quantize), patch(
-            "deltic.loader.fingerprint.FileMark.settled", True):
+            "deltic.cache.offload.identity.FileMark.settled", True):
         session = Session(model if isinstance(model, RandomModel) else str(model), aot_dir=str(folder), **given)
     return session.prefill([1, 2, 3, 4, 5]).clone(), bool(made)
 
@@ -76,7 +76,7 @@ def test_what_differs_is_packed_anew(model: Path, tmp_path: Path, change: dict[s
 
 def test_another_version_or_kernel_packs_anew(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(model, tmp_path)
-    monkeypatch.setattr("deltic.engine.identity.__version__", "0.0.0")
+    monkeypatch.setattr("deltic.cache.offload.identity.__version__", "0.0.0")
     assert start(model, tmp_path)[1]
 
 
@@ -93,7 +93,7 @@ def test_changed_weights_are_packed_anew(model: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_may_still_change_are_not_kept(model: Path, tmp_path: Path) -> None:
-    with patch("deltic.loader.fingerprint.FileMark.settled", False):
+    with patch("deltic.cache.offload.identity.FileMark.settled", False):
         Session(str(model), quant="q8_0", threads=1, aot_dir=str(tmp_path))
     assert not list(tmp_path.iterdir())
 

@@ -16,10 +16,11 @@ from deltic.cache.tensors import allocate
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.ops import backends
+from deltic.ops.capabilities import Capabilities
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import PAGE
 from deltic.runner.image_embeds import Encode
-from deltic.runner.input_batch import Numbers
+from deltic.runner.input_batch import BucketNumbers
 from deltic.runner.model import Model
 from deltic.spec_decode.mtp import MtpRunner
 from deltic.spec_decode.proposers import NgramProposer
@@ -48,9 +49,8 @@ class Successor:
     mtp_runner: MtpRunner | None = None
     draft: Model | None = None
     encode: Encode | None = None
-    verifies: bool = False
-    defers_state_writes: bool = False
-    numbers: Numbers = field(default_factory=dict)
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    numbers: BucketNumbers = field(default_factory=dict)
     steps: int = 0
 
     @property

@@ -251,7 +251,7 @@ def test_a_state_that_somebody_waits_for_is_kept_before_its_reader_is_done() -> 
     engine.step()
     assert len(engine.scheduler.running) == 1, "it pays to wait"
     assert steps_to(engine, "other") <= 3
-    assert engine.runtime.cache.cached_length(ask("third", 600, 50).prompt) == 600
+    assert engine.runtime.cache.tree.cached_length(ask("third", 600, 50).prompt) == 600
     engine.add(ask("third", 600, 50))
     assert steps_to(engine, "third") == 1
 

@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_models import QWEN3, SHAPES, gguf_tensors, metadata_of
 from safetensors.torch import save_file
-from support import odd_shape, tiny_texts
+from support import load_directory, load_gguf, odd_shape, tiny_texts
 from test_gguf_metadata import CORPUS, TINY, tokenizer_metadata
 
 from deltic import LLM, SamplingParams
@@ -28,14 +28,12 @@ from deltic.loader.gguf.blocks import BY_NAME, decode
 from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.loader.gguf.convert import FILE_TYPES, Written, convert
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.load import load_gguf
 from deltic.loader.gguf.metadata import config_to_gguf, tokenizer_to_gguf
 from deltic.loader.gguf.names import gguf_name
 from deltic.loader.gguf.quantize import _ENCODERS, quantize
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
 from deltic.loader.gguf.write import NewTensor, write_gguf
-from deltic.loader.hub import ModelFiles, open_model
-from deltic.loader.safetensors import load_directory
+from deltic.loader.model_files import ModelFiles, open_model
 
 THEIRS = [name for name in _ENCODERS if name not in ("Q4_K", "Q5_K", "Q6_K")]
 STEP = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "Q4_1": 1.02 / 15,
@@ -400,7 +398,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     before = path.read_bytes()
     (tmp_path / "link").symlink_to(tmp_path)
     assert main(["convert", str(path), str(tmp_path / "link" / path.name), "--force", "--type", "Q4_0"]) == 2
-    assert "is a file of SRC, which would be gone" in capsys.readouterr().err and path.read_bytes() == before
+    assert "is a file of SRC and would be overwritten" in capsys.readouterr().err and path.read_bytes() == before
 
 
 @pytest.mark.parametrize(("argv", "message"), [

@@ -1,4 +1,4 @@
-"""Vision towers in GGUF files: found beside the text model's, the same numbers, names as llama.cpp has them."""
+"""Vision towers in GGUF files: found find_mmproj the text model's, the same numbers, names as llama.cpp has them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from deltic.cli import main
 from deltic.errors import ConfigError, ModelError, RequestError
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.mmproj import beside, gguf_names, load_mmproj, write_mmproj
+from deltic.loader.gguf.mmproj import find_mmproj, gguf_names, load_mmproj, write_mmproj
 from deltic.loader.gguf.write import NewTensor, write_gguf
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 from deltic.loader.vision import expected_tower
 from deltic.ops.quantized import QTensor, host_form
 
@@ -135,7 +135,7 @@ def test_left_out(converted: Path) -> None:
 def test_found_by_its_name(tmp_path: Path, text: str, others: list[str], found: int | None) -> None:
     for name in (text, *others):
         (tmp_path / name).touch()
-    assert beside(tmp_path / text) == (None if found is None else tmp_path / others[found])
+    assert find_mmproj(tmp_path / text) == (None if found is None else tmp_path / others[found])
 
 
 @pytest.mark.parametrize(("key", "value", "message"), [
@@ -145,7 +145,7 @@ def test_found_by_its_name(tmp_path: Path, text: str, others: list[str], found: 
     ("clip.vision.projection_dim", 8, "belongs to another model"),
     ("clip.vision.block_count", 3, "'v.blk.2.ln1.weight' is absent"),
     ("clip.vision.block_count", 1, "has no place in the tower"),
-    ("clip.vision.feed_forward_length", 99, "asks for"),
+    ("clip.vision.feed_forward_length", 99, "requires"),
     ("clip.vision.image_mean", [0.5, 0.5], "must be three numbers"),
     ("deltic.films", '{"fps": 0}', "deltic.films cannot be used: fps must be"),
     ("deltic.films", "[]", "deltic.films cannot be used"), ("deltic.films", 5, "deltic.films cannot be used"),
@@ -169,13 +169,13 @@ def test_files_that_cannot_be_used(converted: Path, tmp_path: Path, key: str, va
 
 
 def test_pipes_are_not_waited_for(converted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text, beside = tmp_path / "it.gguf", tmp_path / "mmproj-it.gguf"
+    text, find_mmproj = tmp_path / "it.gguf", tmp_path / "mmproj-it.gguf"
     text.symlink_to(converted)
-    os.mkfifo(beside)
+    os.mkfifo(find_mmproj)
     said = "mmproj-it.gguf cannot be read: it is not a plain file"
     assert open_model(str(tmp_path)).vision is None and said in caplog.text
     with pytest.raises(ModelError, match=re.escape(said)):
-        open_model(str(text), mmproj=str(beside))
+        open_model(str(text), mmproj=str(find_mmproj))
     text.unlink()
     os.mkfifo(text)
     with pytest.raises(ModelError, match=r"/it\.gguf cannot be read: it is not a plain file"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_models import BLOCKY, GGUF_NAMES, QWEN3, SHAPES, add_value, gguf_tensors, metadata_of, write, write_model
-from support import odd_shape
+from support import load_gguf, odd_shape
 
 from deltic.config import LinearConfig
 from deltic.errors import ModelError
@@ -16,8 +16,7 @@ from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.load import load_gguf
-from deltic.loader.gguf.names import gguf_name, place
+from deltic.loader.gguf.names import gguf_name, tensor_target
 from deltic.loader.names import expected_head, expected_tensors, tensor_dtype
 from deltic.loader.safetensors import TORCH_DTYPES
 
@@ -66,7 +65,7 @@ def quantized_model(path, config, kind):
     tensors = gguf_tensors(config, random_weights(config, "float32"))
     expected, kinds = {}, {}
     for name, array in tensors.items():
-        where = place(name, config.architecture, config.layer_types)
+        where = tensor_target(name, config.architecture, config.layer_types)
         if array.ndim == 2 and "conv1d" not in name:
             rows = rng.integers(0, 256, (len(array), BY_NAME[kind].size(array.shape[1])), dtype=np.uint8)
             blocks = rows.reshape(-1).view(LAYOUTS[kind])
@@ -131,8 +130,8 @@ def test_the_draft_head_stays_apart(tmp_path):
     assert_same(load_gguf(file, config), weights, config)
     for name, tensor in draft.items():
         theirs, form = gguf_name(name, config.architecture, config.layer_types)
-        assert place(theirs, config.architecture, config.layer_types).names == (name,)
-        assert place(theirs, config.architecture, config.layer_types).mtp
+        assert tensor_target(theirs, config.architecture, config.layer_types).names == (name,)
+        assert tensor_target(theirs, config.architecture, config.layer_types).mtp
         stored = torch.from_numpy(file.tensors[theirs].read().view(np.float32).reshape(file.tensors[theirs].shape))
         assert torch.allclose(form.to_ours(stored, config), tensor, atol=1e-6), name
 
@@ -153,7 +152,7 @@ WRONG = {
     "tensor 'output.weight' is missing": lambda t: t.pop("output.weight"),
     "tensor 'model.layers.1.self_attn.q_proj.weight' is given twice": lambda t: t.update(
         {"blk.1.attn_qkv.weight": np.concatenate([t[f"blk.1.attn_{part}.weight"] for part in "qkv"])}),
-    "tensor 'blk.0.ssm_conv1d.weight' has shape [112, 5], but the metadata asks for [112, 4]": lambda t: t.update(
+    "tensor 'blk.0.ssm_conv1d.weight' has shape [112, 5], but the metadata requires [112, 4]": lambda t: t.update(
         {"blk.0.ssm_conv1d.weight": np.zeros((112, 5), np.float32)}),
     "tensor 'blk.0.ssm_a': decays (ssm_a) must be negative": lambda t: t.update({"blk.0.ssm_a": -t["blk.0.ssm_a"]}),
     "tensor 'blk.0.ssm_a' is of type I32, which is not supported": lambda t: t.update(
@@ -198,7 +197,7 @@ def test_names_are_those_of_the_converter(shape):
     for name, theirs in found.items():
         asked = name.replace("dt_bias", "dt_proj.bias")  # so renamed before the table is asked
         assert table.get_name(asked, (".weight", ".bias")) == theirs, name
-        assert place(theirs, config.architecture, config.layer_types).names == (name,)
+        assert tensor_target(theirs, config.architecture, config.layer_types).names == (name,)
     assert len(set(found.values())) == len(found)
 
 
@@ -212,7 +211,7 @@ def test_names_of_the_draft_head_are_those_of_the_converter():
         wanted = (f"{gguf.TENSOR_NAMES[known].format(bid=6)}.weight" if known else
                   table.get_name(name.replace("mtp.layers.0", "model.layers.6"), (".weight",)))
         assert gguf_name(name, config.architecture, config.layer_types)[0] == wanted
-        assert place(wanted, config.architecture, config.layer_types).names == (name,)
+        assert tensor_target(wanted, config.architecture, config.layer_types).names == (name,)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_moe"])
@@ -226,7 +225,7 @@ def test_names_of_experts(architecture):
         name = f"model.layers.1.mlp.{part}.weight"
         theirs, form = gguf_name(name, architecture, kinds)
         assert theirs == table.get_name(name, (".weight",))
-        assert place(theirs, architecture, kinds).names == (name,) and form.heads is None
+        assert tensor_target(theirs, architecture, kinds).names == (name,) and form.heads is None
 
 
 @pytest.mark.parametrize("name", [
@@ -235,7 +234,7 @@ def test_names_of_experts(architecture):
 def test_unknown_names_are_refused(name):
     config = odd_shape()
     with pytest.raises(ModelError, match="has no place"):
-        place(name, config.architecture, config.layer_types)
+        tensor_target(name, config.architecture, config.layer_types)
 
 
 def test_names_that_files_have_no_place_for():

@@ -19,7 +19,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_models import gguf_tensors, metadata_of, write
 from safetensors.torch import save_file
-from support import TAU, numbers, odd_shape, same_logits, session_over, tiny_texts
+from support import TAU, load_gguf, numbers, odd_shape, same_logits, session_over, tiny_texts
 from test_gguf_model import WRONG, changed
 from test_ops_linear_cpu import rounded
 from torch import Tensor
@@ -31,9 +31,9 @@ from deltic.loader.dummy import random_weights
 from deltic.loader.gguf import load as loading
 from deltic.loader.gguf.convert import FILE_TYPES, convert
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.load import load_gguf, load_packed
+from deltic.loader.gguf.load import load_packed
 from deltic.loader.gguf.names import ROPE_FACTORS
-from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.names import expected_tensors
 from deltic.ops import explain
 from deltic.ops.cpu import library, missing, overlay
@@ -321,7 +321,7 @@ def test_large_files_stay_packed(written: Written, monkeypatch: pytest.MonkeyPat
     path = written("three to a key", "Q8_0")
     size = sum(tensor.nbytes for tensor in GgufFile.open(path).tensors.values())
     for limit, types in ((size, {"Q8_0"}), (size + 1, {"F32"})):
-        monkeypatch.setattr(loading, "_LARGE", limit)
+        monkeypatch.setattr(loading, "_PACKED_SIZE", limit)
         assert types_of(path) == types
     assert types_of(path, packed_weights="off") == {"F32"}
 
@@ -371,7 +371,7 @@ def test_a_draft_model_is_quantized_unless_it_is_already(written: Written, kind:
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_files_of_plain_numbers_are_quantized_even_if_large(written: Written, kind: str,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_LARGE", 0)
+    monkeypatch.setattr(loading, "_PACKED_SIZE", 0)
     assert types_of(written("three to a key", kind)) == {kind}
     assert types_of(written("three to a key", kind), quant="q8_0") == {"Q8_0"}
 
@@ -422,7 +422,7 @@ LOADING = """
 import json, resource, sys, torch
 from deltic.config import EngineConfig
 from deltic.engine.loading import load
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 from gguf_models import BLOCKY, gguf_tensors, metadata_of, write, write_model
-from support import numbers
+from support import load_directory, numbers
 from test_gguf_metadata import TINY, tokenizer_metadata
 
 from deltic import LLM, SamplingParams
 from deltic.chat.deltas import AnswerCall
 from deltic.errors import ModelError
 from deltic.loader.dummy import random_weights
-from deltic.loader.hub import open_model
-from deltic.loader.safetensors import load_directory
+from deltic.loader.model_files import open_model
 
 QUESTION = "What is the capital of France?"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)

@@ -28,8 +28,8 @@ from support import (
     session_over,
     small_runtime,
 )
+from test_chat_support import QWEN_LIKE
 from test_server_harness import USER, Served, serving, tiny
-from test_text_support import QWEN_LIKE
 
 from deltic import LLM, SamplingParams
 from deltic.chat.conversation import Conversation

@@ -30,7 +30,7 @@ ALLOWED = {
     "ops": {"errors", "params"},
     "loader": {"ops", "threads", *_BASE},
     "model": {"ops", *_BASE},
-    "cache": {"ops", *_BASE},
+    "cache": {"ops", "threads", *_BASE},
     "vision": _BASE,
     "chat": {"vision", *_BASE},
     "export": {"cache", "loader", "model", "ops", *_BASE},
@@ -119,9 +119,9 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 @pytest.mark.parametrize("names", [
-    "params", "errors", "config", "engine/scheduler", "engine/policy", "engine/quantum",
+    "params", "errors", "config", "engine/scheduler", "engine/policy",
     *(f"cache/{name}" for name in ("block_accounts", "block_pool", "handles", "manager", "memory_plan", "offload/tiers",
-                                   "operations", "radix_tree")),
+                                   "operations", "radix_tree", "state_slots")),
 ])
 def test_policy_knows_no_torch(names: str) -> None:
     """Pure rooms can be tested by brute force, and a command line built without torch."""
@@ -225,7 +225,7 @@ def test_every_backend_serves_every_op() -> None:
 
 def test_nothing_in_the_oracle_is_borrowed() -> None:
     """What ref is compared with must not be ref, nor the other way round, but for the keyed noise both must share."""
-    shared = tuple(f"deltic.ops.{name}" for name in ("types", "encoder_layers", "noise", "quantized"))
+    shared = tuple(f"deltic.ops.{name}" for name in ("types", "encoder", "mtp", "noise", "quantized"))
     wrong = [name for _, name in imports(TREES[ROOT / "ops" / "reference.py"])
              if name.startswith("deltic.ops.") and not name.startswith(shared)]
     assert set(wrong) <= {"deltic.ops.Ops"}
@@ -274,7 +274,7 @@ def test_messages_name_options_as_python_has_them() -> None:
             continue
         docs = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
         helps = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-                 and node.func.id in ("_option", "_limit")]
+                 and node.func.id in ("_option", "_limit", "_device", "_memory", "_scheduling", "_weights", "_experts")]
         silent = {id(part) for node in (*docs, *helps) for part in ast.walk(node)}
         found += [f"{shown(path)}:{node.lineno}" for node in ast.walk(tree) if id(node) not in silent
                   and isinstance(node, ast.Constant) and isinstance(node.value, str) and typed.search(node.value)]

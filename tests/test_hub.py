@@ -11,12 +11,13 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
+from support import load_directory
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from deltic.errors import ModelError
-from deltic.loader.hub import open_model, resolve
+from deltic.loader.hub import resolve
+from deltic.loader.model_files import open_model
 from deltic.loader.repository import select
-from deltic.loader.safetensors import load_directory
 
 TEXT = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
@@ -174,6 +175,9 @@ class Hub:
             raise error
         return str(self.directory)
 
+    def verify_repo_checksums(self, repository, revision, token):
+        return SimpleNamespace(mismatches=[])
+
     def try_to_load_from_cache(self, repository, filename, revision):
         return f"/cache/{filename}" if filename in self.cached else None
 
@@ -269,8 +273,8 @@ def test_what_is_downloaded(case):
 
 @pytest.mark.parametrize("names, wanted, said", [
     (["adapter_config.json", "adapter_model.safetensors"], None, "org/name is an adapter .LoRA. and no model: merge"),
-    (["consolidated.safetensors", "params.json"], None, "no weights that are read here"),
-    (["model.onnx"], None, "org/name has no weights that are read here"),
+    (["consolidated.safetensors", "params.json"], None, "no weights that can be read"),
+    (["model.onnx"], None, "org/name has no weights that can be read"),
     (["model.safetensors"], "Q8_0", "has no GGUF files: leave out :Q8_0"),
     (["a-Q2_K.gguf", "b-Q3_K.gguf"], None, "several GGUF files; name one, as org/name:NAME, of 'a-Q2_K.gguf', 'b-Q3_K"),
     (["a-Q2_K.gguf"], "Q3_K", "not one GGUF file of this type or name: 'Q3_K'; .* 'a-Q2_K.gguf'"),

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 from hub_cases import COMMIT, REPOSITORY, local_hub
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from deltic import LLM
 from deltic.cli import main
 from deltic.errors import ModelError
-from deltic.loader import checksums
 from deltic.loader.hub import resolve
 
 WEIGHTS = bytes(range(256)) * 40
@@ -34,15 +32,15 @@ def hub(cache, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def hashed(monkeypatch):
-    """The names of the files that were hashed."""
-    names, digest = [], checksums._digest
+def verified(monkeypatch):
+    """The commits that were compared with the hub's checksums."""
+    commits, verify = [], HfApi.verify_repo_checksums
 
-    def spy(file, progress):
-        names.append(file.name)
-        return digest(file, progress)
-    monkeypatch.setattr(checksums, "_digest", spy)
-    return names
+    def spy(self, repository, **options):
+        commits.append(options["revision"])
+        return verify(self, repository, **options)
+    monkeypatch.setattr(HfApi, "verify_repo_checksums", spy)
+    return commits
 
 
 def fetch():
@@ -56,52 +54,62 @@ def files_below(directory: Path) -> list[str]:
 # Checksums
 
 
-def test_what_is_whole_is_hashed_once(hub, hashed):
+def test_a_download_is_verified_once(hub, verified):
     path = fetch()
     assert (path / "model.safetensors").read_bytes() == WEIGHTS and path.name == COMMIT
-    assert sorted(hashed) == sorted(hub.asked) == ["config.json", "model.safetensors"]
-    assert fetch() == path and len(hashed) == 2
+    assert sorted(hub.asked) == ["config.json", "model.safetensors"] and verified == [COMMIT]
+    assert fetch() == path and len(verified) == 1
 
 
-def test_what_other_programs_downloaded_is_hashed_too(hub, hashed, cache):
+def test_downloads_of_other_programs_are_verified(hub, verified):
     path = fetch()
     (path.parents[1] / ".deltic-checked").unlink()
-    assert fetch() == path and len(hashed) == 4 and len(hub.asked) == 2
+    assert fetch() == path and len(verified) == 2 and len(hub.asked) == 2
 
 
-@pytest.mark.parametrize(("name", "kind"), [("model.safetensors", "SHA-256"), ("config.json", "git's SHA-1")])
-def test_what_comes_damaged_is_deleted_and_named(name, kind, hub, hashed, cache):
+def test_a_file_that_is_downloaded_later_is_verified(hub, verified):
+    hub.files = {"a-Q8_0.gguf": WEIGHTS, "b-Q4_0.gguf": WEIGHTS[::-1]}
+    resolve(f"{REPOSITORY}:Q8_0", progress=False)
+    hub.sent["b-Q4_0.gguf"] = WEIGHTS
+    with pytest.raises(ModelError, match=r"damaged: b-Q4_0\.gguf"):
+        resolve(f"{REPOSITORY}:Q4_0", progress=False)
+    assert len(verified) == 2
+
+
+@pytest.mark.parametrize(("name", "kind"), [("model.safetensors", "sha256"), ("config.json", "git-sha1")])
+def test_damaged_files_are_deleted_and_named(name, kind, hub, cache):
     whole = hub.files[name]
     hub.sent[name] = whole[:-1] + b"!"
     for _ in range(2):
-        with pytest.raises(ModelError, match=rf"{REPOSITORY} has come damaged: {name} \({kind} .*\. What is damaged is "
-                                             rf"not used; `deltic pull {REPOSITORY}` fetches it again"):
+        with pytest.raises(ModelError, match=rf"{REPOSITORY} is damaged: {name} \({kind} .*\. Damaged files are "
+                                             rf"not used; `deltic pull {REPOSITORY}` fetches them again"):
             fetch()
         assert name not in files_below(cache)
     hub.sent.clear()
     assert (fetch() / name).read_bytes() == whole
-    assert hashed.count(name) == 3 and len(hashed) == 4
 
 
-def test_all_that_is_damaged_is_named_at_once(hub):
+def test_all_damaged_files_are_named_at_once(hub):
     hub.sent = {"model.safetensors": WEIGHTS[::-1], "config.json": b"[]"}
     with pytest.raises(ModelError, match=r"(?s)config.json.*model.safetensors|model.safetensors.*config.json"):
         fetch()
 
 
-def test_a_file_that_changes_after_it_was_found_right_is_hashed_again(hub, hashed):
-    path = fetch()
-    real = (path / "model.safetensors").resolve()
-    real.write_bytes(b"?" * len(WEIGHTS))
-    os.utime(real, (1, 1))
-    with pytest.raises(ModelError, match="damaged"):
-        fetch()
+def test_a_hub_that_goes_away_before_the_verification(hub, monkeypatch):
+    """The unverified copy is not used."""
+    def offline(self, repository, **options):
+        raise ConnectionResetError(104, "reset")
+    with monkeypatch.context() as patch:
+        patch.setattr(HfApi, "verify_repo_checksums", offline)
+        with pytest.raises(ModelError, match="cannot be reached"):
+            fetch()
+    assert fetch().name == COMMIT
 
 
-def test_marks_that_are_no_marks(hub, hashed):
+def test_a_corrupt_list_of_verified_commits(hub, verified):
     path = fetch()
     (path.parents[1] / ".deltic-checked").write_bytes(b"\xff\0" * 1000)
-    assert fetch() == path and len(hashed) == 4
+    assert fetch() == path and len(verified) == 2
 
 
 # GGUF files
@@ -172,7 +180,7 @@ def test_rm_asks(hub, cache, capsys, monkeypatch):
 
 def test_rm_takes_a_branch_or_the_beginning_of_a_commit(hub, capsys):
     fetch()
-    assert "no revision 'v9' here, but main" in command(capsys, "rm", REPOSITORY, "--revision", "v9", code=2).err
+    assert "no revision 'v9' here; it has main" in command(capsys, "rm", REPOSITORY, "--revision", "v9", code=2).err
     command(capsys, "rm", REPOSITORY, "--revision", COMMIT[:8], "--yes")
     fetch()
     command(capsys, "rm", REPOSITORY, "--revision", "main", "--yes")
@@ -181,7 +189,7 @@ def test_rm_takes_a_branch_or_the_beginning_of_a_commit(hub, capsys):
 
 def test_pull_again_after_damage(hub, capsys):
     hub.sent["config.json"] = b"[]"
-    assert "fetches it again" in command(capsys, "pull", REPOSITORY, code=2).err
+    assert "fetches them again" in command(capsys, "pull", REPOSITORY, code=2).err
     hub.sent.clear()
     assert (Path(command(capsys, "pull", REPOSITORY).out.strip()) / "config.json").read_bytes() == b"{}"
 

@@ -15,7 +15,7 @@ from deltic.ops import backends
 from deltic.ops.noise import sample_key
 from deltic.ops.types import PAGE, Batch, Sampled, Sampling
 from deltic.params import SamplingParams
-from deltic.runner.input_batch import BatchMemory, build
+from deltic.runner.input_batch import InputBatch, build
 from deltic.runner.sampling import SampleRow, SamplingTable, sampling_of
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def next_row(draw: Random, row: PlannedRow) -> PlannedRow:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_batch(seed: int) -> None:
-    draw, memory, rows, last, again = Random(seed), BatchMemory(), list[PlannedRow](), None, 0
+    draw, memory, rows, last, again = Random(seed), InputBatch(), list[PlannedRow](), None, 0
     for _ in range(400):
         rows = [next_row(draw, row) if draw.random() < 0.9 else replace(row, slot=row.slot + 1) for row in rows]
         if not rows or draw.random() < 0.03:

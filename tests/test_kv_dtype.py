@@ -21,23 +21,22 @@ from support import drain, fresh_pools, greedy, numbers, odd_runtime, small_runt
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.directory import CacheDirectory
+from deltic.cache.offload.disk import DiskStore, encode
 from deltic.cache.offload.host import HostStore
+from deltic.cache.offload.identity import Identity
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.item_file import encode
-from deltic.cache.offload.item_folder import FolderLabel, folders, read_label, root_of
 from deltic.cache.offload.types import StoredItem
 from deltic.cache.operations import CopyPage
 from deltic.cache.tensors import page_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
-from deltic.engine.identity import Identity
 from deltic.engine.memory import plan_memory
 from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
 from deltic.ops import Ops, backends, reference
-from deltic.ops.cuda.nvrtc import FOLDER
+from deltic.ops.cuda.driver import FOLDER
 from deltic.ops.kv import FP8, is_finite, rounded, store, take
 from deltic.ops.torch.attention import _attend
 from deltic.ops.types import KvView
@@ -300,14 +299,14 @@ def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, dtype)
         assert len(tiers) == 1 and notes is not None
         tiers[0].store.write(StoredItem("kv", "0" * 32, "", 0, 1), {"keys": torch.ones(1).to(dtype)})
-    labels = {read_label(folder) for folder in folders(root_of(tmp_path))}
-    assert {label.about.partition(",")[0] for label in labels if isinstance(label, FolderLabel)} == {
+    labels = CacheDirectory(tmp_path).models()
+    assert {label.about.partition(",")[0] for label in labels} == {
         "bfloat16", "float8_e4m3fn"}
 
 
 def test_files_are_safetensors() -> None:
     from safetensors.torch import load
 
-    content = b"".join(bytes(piece) for piece in encode(StoredItem("kv", "0" * 32, "", 0, 256), {"keys": EVERY}))
+    content = b"".join(bytes(piece) for piece in encode({"keys": EVERY}))
     assert BytesIO(content).getbuffer().nbytes > 256
     assert same_bits(load(content)["keys"], EVERY)

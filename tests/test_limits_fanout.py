@@ -10,10 +10,10 @@ import pytest
 from test_server_harness import USER, Scripted, serving, tiny
 
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
-from deltic.server import request_handle as handles
-from deltic.server.request_handle import RequestHandle, UnreadLimits
+from deltic.server import async_engine as handles
+from deltic.server.async_engine import QueueLimits, RequestHandle
 
-UNBOUND = UnreadLimits(1 << 20, 60, lambda: None)
+UNBOUND = QueueLimits(1, 0, 1, unread=1 << 20, unread_seconds=60)
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), [
@@ -75,7 +75,7 @@ def test_an_echo_is_as_large_as_a_body_may_be() -> None:
 def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
     async def read() -> tuple[list[int], int]:
         handle = RequestHandle(
-            [EngineRequest("a", (1,), SamplingParams())], 0, UNBOUND, lambda _: None, lambda *_: None
+            [EngineRequest("a", (1,), SamplingParams())], UNBOUND, abort=lambda _: None, pause=lambda *_: None
         )
         for _ in range(999):
             handle.take(TokenEvent("a", 0, 5))
@@ -95,4 +95,4 @@ def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
         return sizes, turns
 
     sizes, turns = asyncio.run(read())
-    assert sum(sizes) == 1000 and max(sizes) <= handles._TURN and turns >= len(sizes) - 1
+    assert sum(sizes) == 1000 and max(sizes) <= handles.TURN and turns >= len(sizes) - 1

@@ -181,7 +181,7 @@ def test_each_client_has_its_turn() -> None:
         assert begun == ["many 0", "few 0"], "one of each in a turn of the loop"
         for _ in range(60):
             await asyncio.sleep(0)
-        assert not turns._waiting
+        assert not len(turns)
 
     asyncio.run(run())
     assert begun[2:4] == ["many 1", "few 1"] and begun[4:] == [f"many {number}" for number in range(2, 50)]

@@ -30,9 +30,8 @@ from deltic.errors import BusyError, DelticError, RequestError
 from deltic.server.pictures import DECODER_MIB, HeldBytes, PictureDecoder, PictureShare
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.images import DecodeJob, PixelBudget, decode
-from deltic.vision.patches import Pixels
-from deltic.vision.reader import Reading
-from deltic.vision.sizes import target_size
+from deltic.vision.preprocess import Pixels, target_size
+from deltic.vision.prompt import Reading
 
 __all__ = ["directory"]
 
@@ -292,9 +291,9 @@ def test_work_ends_when_nobody_wants_it() -> None:
     async def work() -> None:
         decoder = PictureDecoder(Limits())
         task = asyncio.create_task(decoder.read("one", reading(*[slow] * 6)))
-        while not (decoder._all and decoder._all[0]._child):
+        while not (decoder.processes and decoder.processes[0]._child):
             await asyncio.sleep(0.01)
-        child = decoder._all[0]._child
+        child = decoder.processes[0]._child
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -355,7 +354,7 @@ def test_what_is_held_is_counted_once() -> None:
         share.take(20)
         share.take(20)
     held.free("two", 20)
-    assert held.total() == 0 and not held._by_client
+    assert held.total() == 0
     assert held.take("one", 49) and not held.take("two", 26) and held.take("two", 25)
 
 
@@ -425,9 +424,9 @@ def test_a_server_that_stops_waits_for_no_picture(llm: LLM) -> None:
     with serving(llm) as stopping:
         waiting = [stopping.send("/v1/chat/completions", **asking(*[slow] * 6)) for _ in range(4)]
         decoder = stopping.app.state.models.pictures
-        wait_until(lambda: bool(decoder._all and decoder._all[0]._child))
-        child = decoder._all[0]._child
-    assert child.returncode is not None and not any(process._child for process in decoder._all)
+        wait_until(lambda: bool(decoder.processes and decoder.processes[0]._child))
+        child = decoder.processes[0]._child
+    assert child.returncode is not None and not any(process._child for process in decoder.processes)
     for raw in waiting:
         raw.close()
 

@@ -31,7 +31,7 @@ def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.Monk
         scheduler = tiny().engine.scheduler
         wait_until(lambda: len(scheduler.paused) == 30, 60)
         assert not scheduler.running and not scheduler.waiting
-        waiting = [len(handle._events) for handle in served.bridge._handles.values()]
+        waiting = [handle.unread for handle in served.bridge.handles]
         assert len(waiting) == 30 and max(waiting) < 64 + 32
         for _ in range(5):
             assert served.client.chat.completions.create(model="tiny", messages=USER, max_tokens=8).choices[0]

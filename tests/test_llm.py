@@ -17,8 +17,8 @@ from deltic import LLM, RandomModel, SamplingParams
 from deltic.chat.deltas import join
 from deltic.chat.processor import ChatConfig
 from deltic.engine.engine import Engine
+from deltic.engine.loading import StartTimes
 from deltic.engine.sequence import Sequence
-from deltic.engine.start_times import StartTimes
 from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError
 from deltic.llm import Stream

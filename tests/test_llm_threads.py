@@ -26,8 +26,7 @@ from torch import Tensor
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.engine.engine import Engine
-from deltic.engine.mailbox import EventMailbox
-from deltic.engine.worker import Worker
+from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import GenerationError, RequestError, UnavailableError
 from deltic.llm import ChatOutput
 from deltic.ops.types import Batch

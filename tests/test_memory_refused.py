@@ -99,7 +99,7 @@ def test_a_step_without_memory_costs_one_request(ahead: bool, monkeypatch: pytes
     runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, budget=64, slots=40)
     short = [greedy(numbers(index, 20, 500), 30, name=f"short{index}", seed=index) for index in range(3)]
     alone = {key: answer.tokens for request in short for key, answer in serve(runtime, [request]).items()}
-    engine, answers, run, failed = Engine(runtime, ahead=ahead), Answers(), ModelRunner.run_hidden, list[int]()
+    engine, answers, run, failed = Engine(runtime, overlap=ahead), Answers(), ModelRunner.run_hidden, list[int]()
 
     def refuse(self: ModelRunner, batch: Batch) -> Any:
         found = run(self, batch)
@@ -162,7 +162,7 @@ def test_what_was_not_copied_is_not_found_afterwards(where: str, monkeypatch: py
     assert len(errors) == (where == "a step"), "memory ran out for one of them, or for nobody's step"
     assert all(answers[name, 0].tokens == list(tokens) for name, tokens in wanted.items() if name not in errors)
     engine.check()
-    assert not runtime.cache.poisoned and not runtime.cache.pools.held  # type: ignore[attr-defined]
+    assert not runtime.cache.operations.poisoned and not runtime.cache.pools.held  # type: ignore[attr-defined]
 
 
 def test_a_look_at_a_prefix_without_memory_costs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

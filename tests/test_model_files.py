@@ -14,7 +14,7 @@ import torch
 import transformers
 from gguf_models import SHAPES, gguf_tensors, metadata_of, write
 from safetensors.torch import load_file, save_file
-from support import odd_shape, transformers_model
+from support import load_directory, load_gguf, odd_shape, transformers_model
 from test_gguf_metadata import TINY, tokenizer_metadata
 
 from deltic.chat.tokenizer_files import read_tokenizer_files
@@ -22,11 +22,10 @@ from deltic.errors import ModelError
 from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.load import load_gguf, load_packed
-from deltic.loader.gguf.mmproj import beside
+from deltic.loader.gguf.load import load_packed
+from deltic.loader.gguf.mmproj import find_mmproj
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
-from deltic.loader.hub import open_model
-from deltic.loader.safetensors import load_directory
+from deltic.loader.model_files import open_model
 
 ODD = odd_shape()
 ZEROS = np.zeros((8, 8), np.float32)
@@ -116,7 +115,7 @@ def test_a_tower_is_found_further_up(text, tower, found, tmp_path):
     for name in (text, tower):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert beside(tmp_path / text) == (tmp_path / tower if found else None)
+    assert find_mmproj(tmp_path / text) == (tmp_path / tower if found else None)
 
 
 # Several forms in one directory
@@ -252,12 +251,12 @@ REFUSALS = {
     "adapter": (adapter, r"is an adapter \(LoRA\) and no model: merge it into its base model 'Qwen/Qwen3.5-0.8B'"),
     "git-lfs weights": (pointer("model.safetensors"), "is a git-lfs pointer and not the file itself: run `git"),
     "git-lfs config": (pointer("config.json"), "config.json is a git-lfs pointer"),
-    "MLX": (config(quantization={"group_size": 64, "bits": 4}), "a quantized MLX model, which is not read; take"),
+    "MLX": (config(quantization={"group_size": 64, "bits": 4}), "quantized MLX models are not supported; take"),
     **{method: (config(quantization_config={"quant_method": method, "bits": 4}),
-                f"quant_method '{method}' is not read, .*; take the unquantized checkpoint .*or a GGUF file")
+                f"quant_method '{method}' is not supported, .*; take the unquantized checkpoint .*or a GGUF file")
        for method in ("awq", "gptq", "bitsandbytes", "compressed-tensors", "mxfp4", "hqq", "auto-round", "exl3")},
-    "tensors of a quantization": (packed, r"qweight' is part of a quantization that is not read: take the unquantized"),
-    "the authors' form": (instead("params.json"), "in the form of its authors"),
+    "tensors of a quantization": (packed, r"qweight' is part of an unsupported quantization: take the unquantized"),
+    "the authors' form": (instead("params.json"), "in the original format of its authors"),
     "ONNX": (instead("onnx/model.onnx"), "has only ONNX weights"),
     "diffusers": (instead("model_index.json"), "is a diffusers pipeline"),
     "a training": (inside, r"holds no model itself, but its folders do: name .*/checkpoint-9"),

@@ -12,12 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from support import TAU, Mismatch, lively, numbers, same_logits, session_over, stepwise_logits, transformers_model
+from support import (
+    TAU,
+    Mismatch,
+    lively,
+    load_directory,
+    numbers,
+    same_logits,
+    session_over,
+    stepwise_logits,
+    transformers_model,
+)
 from torch import Tensor
 
 from deltic.config import EngineConfig
 from deltic.engine.loading import load
-from deltic.loader.safetensors import load_directory
 from deltic.model.decoder import build
 from deltic.ops import Ops, backends, reference
 from deltic.ops.types import Batch, GdnWeights, Rope, RopeSpec, StateView

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gguf_models import gguf_tensors, metadata_of, write
 from safetensors.torch import load_file, save_file
-from support import moe_shape, numbers, session_over, tiny_texts
+from support import load_directory, load_gguf, moe_shape, numbers, session_over, tiny_texts
 from test_gguf_metadata import TINY, tokenizer_metadata
 from test_mtp_weights import save_shards
 from torch import Tensor
@@ -28,12 +28,11 @@ from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.convert import convert
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.load import load_gguf, load_packed
-from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.gguf.load import load_packed
+from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head
 from deltic.loader.names import expected_tensors
-from deltic.loader.quantize import quantize_tensors, quantize_weights
-from deltic.loader.safetensors import load_directory
+from deltic.loader.quantize import quantize_tensors
 from deltic.ops.cpu import missing
 from deltic.ops.quantized import QTensor
 from deltic.ops.types import MoeWeights
@@ -164,7 +163,7 @@ def test_converted_files_stay_packed(tmp_path: Path, kind: str) -> None:
 def test_quantized_as_it_is_loaded_like_the_file(tmp_path: Path) -> None:
     file = converted(tmp_path, BLOCKY, "Q4_K_M")
     wanted = load_packed(file, BLOCKY)
-    found = quantize_weights(random_weights(BLOCKY, "float32"), "q4_k", BLOCKY)
+    found = quantize_tensors(iter(random_weights(BLOCKY, "float32").items()), "q4_k", BLOCKY)
     for name in (f"model.layers.1.mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down")):
         ours, theirs = found[name], wanted[name]
         assert isinstance(ours, tuple) and isinstance(theirs, tuple)
@@ -233,7 +232,7 @@ def test_too_much_and_what_contradicts(tmp_path: Path) -> None:
     whole = random_weights(CONFIG, "float32")
     layer = "model.layers.0.mlp.experts."
     cases: dict[str, dict[str, Tensor]] = {
-        "4 experts, config.json says 3": {f"{layer}3.up_proj.weight": torch.zeros(10, 12)},
+        "4 experts, but 3 in config.json": {f"{layer}3.up_proj.weight": torch.zeros(10, 12)},
         r"expert 1 is F32 \[9, 12\], others are F32 \[10, 12\]": {f"{layer}1.up_proj.weight": torch.zeros(9, 12)},
         "expert 1 is BF16": {f"{layer}1.up_proj.weight": torch.zeros(10, 12, dtype=torch.bfloat16)},
         "given twice, as a whole and expert by expert": {f"{layer}up_proj.weight": torch.zeros(3, 10, 12)},

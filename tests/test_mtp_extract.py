@@ -25,7 +25,8 @@ from deltic.config import ModelConfig
 from deltic.errors import DelticError, ModelError
 from deltic.loader import mtp_head
 from deltic.loader.dummy import random_head, random_weights
-from deltic.loader.hub import open_checkpoint, open_model
+from deltic.loader.hub import open_checkpoint
+from deltic.loader.model_files import open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head
 
 TEXT: dict[str, Any] = {
@@ -145,7 +146,7 @@ def test_what_the_command_refuses(source: Path, tmp_path: Path, capsys: pytest.C
     (tmp_path / "taken" / "mtp.safetensors").mkdir(parents=True)
     for argv, message in ((["extract", str(source), "x.bin"], "x.bin must end in .safetensors"),
                           (["extract", str(source), ""], "argument DST: is empty"),
-                          (["extract", str(source), str(tmp_path / "taken"), "--force"], "is a directory itself"),
+                          (["extract", str(source), str(tmp_path / "taken"), "--force"], "is a directory; name a file"),
                           (["extract", str(source), str(tmp_path / "b.safetensors"), "--revision", "main"],
                            "leave out the revision (main)"),
                           (["extract", str(source), "/nowhere/x.safetensors"], "there is no directory '/nowhere'"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import numbers, odd_shape, transformers_model
+from support import load_directory, numbers, odd_shape, transformers_model
 from torch import Tensor, nn
 
 from deltic import Session
@@ -22,8 +22,7 @@ from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.names import canonical_head, expected_head, packed_parts, split_packed
-from deltic.loader.quantize import quantize_weights
-from deltic.loader.safetensors import load_directory
+from deltic.loader.quantize import quantize_tensors
 from deltic.model.decoder import Decoder, build
 from deltic.model.mtp_head import MtpHead, build_head
 from deltic.ops import Ops, backends
@@ -330,7 +329,7 @@ def test_quantized_heads_draft_too() -> None:
              for name, tensor in tensors.items()}
     assert set(kinds.values()) == {"Q8_0", "F32"}
     plain = head_of(config, "cpu", {**tensors})[1]
-    packed = head_of(config, "cpu", quantize_weights(tensors, "q4_k", config))[1]
+    packed = head_of(config, "cpu", quantize_tensors(iter(tensors.items()), "q4_k", config))[1]
     tokens, hidden = numbers(0, PROMPT + DEPTH, config.vocab_size), torch.randn(PROMPT, config.hidden_size)
     left, right = (drafted(mtp, config, tokens, hidden) for mtp in (plain, packed))
     assert 0 < error(left, right) < 0.1

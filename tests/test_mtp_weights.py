@@ -15,7 +15,7 @@ import pytest
 import torch
 from gguf_models import QWEN3, gguf_tensors, metadata_of, write, write_model
 from safetensors.torch import save_file
-from support import odd_shape, tiny_texts
+from support import load_directory, odd_shape, tiny_texts
 
 from deltic.cli import main
 from deltic.config import GenerationDefaults, ModelConfig
@@ -25,9 +25,8 @@ from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.convert import FILE_TYPES, convert
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.metadata import config_to_gguf
-from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.names import canonical, canonical_head, expected_head, expected_tensors, is_norm, optional_head
-from deltic.loader.safetensors import load_directory
 from deltic.ops.cpu import missing
 from deltic.ops.quantized import QTensor
 
@@ -215,7 +214,7 @@ WRONG: dict[str, Any] = {
     rf"tensors of the multi-token-prediction head are missing in .*such as '{FC}'.*deltic mtp extract":
         lambda t: t.pop(FC),
     rf"1 tensors .*such as '{UP}'": lambda t: t.pop(UP),
-    rf"mtp\.safetensors: tensor '{FC}' has shape \[40, 79\].*asks for \[40, 80\]":
+    rf"mtp\.safetensors: tensor '{FC}' has shape \[40, 79\].*requires \[40, 80\]":
         lambda t: t.update({FC: t[FC][:, :79].clone()}),
     r"tensor 'mtp\.norm\.weight' is stored as I32": lambda t: t.update(
         {"mtp.norm.weight": torch.zeros(40, dtype=torch.int32)}),
@@ -246,7 +245,7 @@ def test_wrong_files_are_named(tmp_path: Path, trunk: Tensors, head: Tensors) ->
     save_file(trunk, tmp_path / "model.safetensors")
     save_file(head, tmp_path / "a.safetensors")
     save_file(head, tmp_path / "b.safetensors")
-    with pytest.raises(ModelError, match=r"several files with a .*head: a\.safetensors, b\.safetensors; call the one"):
+    with pytest.raises(ModelError, match=r"several files with a .*head: a\.safetensors, b\.safetensors; rename"):
         head_in(files_of(tmp_path))
     (tmp_path / "b.safetensors").unlink()
     (tmp_path / "mtp.safetensors").write_bytes(b"\xff" * 20)
@@ -278,7 +277,7 @@ def test_other_files_that_cannot_be_read_are_passed_over(tmp_path: Path, trunk: 
     save_file(head, tmp_path / "z.safetensors")
     (tmp_path / "adapter.safetensors").write_bytes(b"\xff" * 20)
     assert_same(head, head_in(files_of(tmp_path)))
-    assert "not looked at for a draft head" in caplog.text and "adapter.safetensors" in caplog.text
+    assert "skipped in the search for a draft head" in caplog.text and "adapter.safetensors" in caplog.text
 
 
 # GGUF

@@ -18,9 +18,8 @@ from deltic.cli.parser import UsageError
 from deltic.config import ARCHITECTURES, ModelConfig, architecture
 from deltic.config.aliases import FORMATS, GENERATIONS
 from deltic.errors import ModelError
-from deltic.export.program import hf_config
-from deltic.export.sidecar import write_json
-from deltic.export.tvm.metadata import CONFIG, Metadata, read_config, write_config
+from deltic.export.program import hf_config, write_json
+from deltic.export.tvm.artifact import CONFIG, Metadata, read_config, write_config
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.metadata import config_to_gguf
 
@@ -50,7 +49,7 @@ def of_compiled(name: str, folder: Path) -> str:
 def of_library(name: str) -> str:
     """What a compiled library says of itself."""
     metadata = Metadata("v2", "qwen3_5", "q0f32", (("w", (2, 3), "float32"),), 64, 64, 10, "x86_64")
-    return Metadata.of({**json.loads(metadata.to_json()), "model_type": name}, parameters=True).architecture
+    return Metadata.from_mapping({**json.loads(metadata.to_json()), "model_type": name}).architecture
 
 
 def of_gguf(name: str) -> str:
@@ -92,9 +91,9 @@ def test_formats_of_configs(name: str, meant: str) -> None:
 @pytest.mark.parametrize(("name", "meant"), [("q0f32", "float32"), ("q0f16", "float16"), ("fp16", "float16")])
 def test_formats_of_compiled_weights(name: str, meant: str) -> None:
     metadata = Metadata("v1", "qwen3", name, (), 64, 64, 10, "x86_64")
-    assert Metadata.of(metadata.plain(), parameters=False).quantization == meant
+    assert Metadata.from_mapping(metadata.mapping()).quantization == meant
     with pytest.raises(ModelError, match="quantization 'q5f16_7' is not known"):
-        Metadata.of({**metadata.plain(), "quantization": "q5f16_7"}, parameters=False)
+        Metadata.from_mapping({**metadata.mapping(), "quantization": "q5f16_7"})
 
 
 def arguments(*words: str) -> argparse.Namespace:

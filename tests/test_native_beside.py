@@ -16,7 +16,7 @@ from op_cases import same_bits
 from torch import Tensor
 
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.offloaded_experts import TOKENS, OffloadedExperts
+from deltic.ops.cpu.experts import MAX_TOKENS, OffloadedExperts
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -80,7 +80,7 @@ def everyone(request: Request) -> list[int]:
 def test_sums(hidden: int, size: int, level: int) -> None:
     of = beside(hidden, size, level=level)
     for layer in range(LAYERS):
-        for tokens in (1, 2, 5, TOKENS):
+        for tokens in (1, 2, 5, MAX_TOKENS):
             request = Request(hidden, tokens)
             found, wanted = request.ask(of, layer, everyone(request)).double(), request.wanted(of._weights[layer], size)
             for token, mine in enumerate(request.experts):
@@ -93,7 +93,7 @@ def test_sums(hidden: int, size: int, level: int) -> None:
 
 @pytest.mark.parametrize(("hidden", "size"), SIZES[1:4])
 def test_a_tokens_bits_are_its_own(hidden: int, size: int) -> None:
-    request, found = Request(hidden, TOKENS), list[Tensor]()
+    request, found = Request(hidden, MAX_TOKENS), list[Tensor]()
     for threads in (1, 2, 3, 4):
         of = beside(hidden, size, threads)
         found.append(request.ask(of, 1, everyone(request)))
@@ -114,7 +114,7 @@ def test_nobody_wants_anything() -> None:
 
 
 def test_what_was_computed_is_counted() -> None:
-    of, request = beside(64, 8), Request(64, TOKENS)
+    of, request = beside(64, 8), Request(64, MAX_TOKENS)
     request.ask(of, 0, everyone(request))
     known = len({expert for mine in request.experts for expert in mine})
     assert of.computed() == known and of.computing() > 0
@@ -132,7 +132,7 @@ def test_a_request_without_sense_is_answered_with_nan(change: tuple[str, int]) -
     of.ask(0, 2)
     assert bool(of.sums.isnan().all())
     assert same_bits(request.ask(of, 0, [0, 1]), well)
-    for layer, tokens in ((LAYERS, 2), (0, TOKENS + 1)):
+    for layer, tokens in ((LAYERS, 2), (0, MAX_TOKENS + 1)):
         of.sums.zero_()
         of.ask(layer, tokens)
         assert bool(of.sums.isnan().all())
@@ -203,7 +203,7 @@ def test_threads_end() -> None:
 
 
 def test_the_interpreter_ends_while_threads_listen() -> None:
-    code = ("import torch, os; from deltic.ops.cpu.offloaded_experts import OffloadedExperts\n"
+    code = ("import torch, os; from deltic.ops.cpu.experts import OffloadedExperts\n"
             "of = OffloadedExperts([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (3, 0))\n"
             "of.ask(0, 0)\n"
             "child = os.fork()\n"

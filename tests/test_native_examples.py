@@ -17,7 +17,7 @@ import conftest
 import device_abi
 import pytest
 
-from deltic.config.engine import _CPU_LEVELS
+from deltic.config.engine import CPU_LEVELS
 from deltic.errors import ConfigError
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.ops.cpu import library, missing
@@ -219,4 +219,4 @@ def test_constants_agree() -> None:
     assert len(types) > 10 and all(BY_NAME[name].id == number for name, number in types.items())
     levels = re.findall(r"DELTIC_(\w+)", re.findall(r"enum \{( DELTIC_PORTABLE[^}]*)\}", HEADER)[0])
     assert levels.pop() == "LEVELS"
-    assert tuple(level.removesuffix("_LEVEL").lower() for level in levels) == library.LEVELS == _CPU_LEVELS[1:]
+    assert tuple(level.removesuffix("_LEVEL").lower() for level in levels) == library.LEVELS == CPU_LEVELS[1:]

@@ -187,7 +187,7 @@ FORK = """
 import os, sys
 import test_native_pool as tests
 weight, x, wanted = tests.alone()
-pool = tests.Pool(tests.best_level(), int(sys.argv[1]))
+pool = tests.ThreadPool(tests.best_level(), int(sys.argv[1]))
 assert tests.same_bits(tests.kernels.linear(pool, x, weight), wanted)
 child = os.fork()
 for _ in range(50):

@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from deltic.cli import main
-from deltic.cli.scenarios import SCENARIOS
+from deltic.cli.bench import SCENARIOS
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.kernels import fold_ring
+from deltic.ops.cpu.kernels import flush_delta_log
 from deltic.ops.types import GdnSpec, GdnWeights
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.model_runner import ModelRunner
@@ -197,7 +197,7 @@ def test_no_drift_with_rejected_drafts() -> None:
         batch = replace(build_batch([row]).batch, source=place, target=place, delta_log=torch.tensor([0]))
         outputs.append(core(piece, WEIGHTS, view, batch)[:right])
         done, base = done + right, row.after
-    fold_ring(pool(), (view,), 1, 0, base, done, 1)
+    flush_delta_log(pool(), (view,), 1, 0, base, done, 1)
     wanted, last = plain_run(1)
     assert torch.equal(torch.cat(outputs), wanted) and torch.equal(view.recurrent[1], last)
 

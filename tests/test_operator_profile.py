@@ -160,7 +160,7 @@ BENCH = ["bench", "--prompt-tokens", "80", "--new-tokens", "4", "--batch", "3", 
 
 
 def test_bench_shows_a_profile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.cli.bench.floors", lambda *_: {})  # takes seconds, and is not looked at
+    monkeypatch.setattr("deltic.cli.bench.bounds_of", lambda *_: {})  # takes seconds, and is not looked at
     assert main([*BENCH, "--speculate", "off", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     phases = found["profile"]["phases"]  # "mixed" too, where a prompt is read in chunks beside an answer

@@ -81,7 +81,7 @@ def test_extreme_gates_and_norms(dtype: torch.dtype) -> None:
 
 def test_what_is_missing_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.ops.cpu.load", lambda: "install g++")
-    kernels = ("pack", "add_norm", "gdn_mixer", "fold_ring", "attention_mixer", "store_kv", "mlp", "moe", "head",
+    kernels = ("pack", "add_norm", "gdn_mixer", "flush_delta_log", "attention_mixer", "store_kv", "mlp", "moe", "head",
                "sample", "step", "mtp_step", "vision")
     assert missing() == dict.fromkeys(kernels, "install g++")
     assert explain(select())["gdn_mixer"] == "torch (install g++)" and explain(select())["rope"] == "torch"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +23,7 @@ from deltic.loader.gguf import quantize as quantize_module
 from deltic.loader.gguf.blocks import BY_NAME, decode
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.gguf.quantize import _encode, quantize, quantize_in_pieces
-from deltic.loader.quantize import SCHEMES, quantize_weights
+from deltic.loader.quantize import SCHEMES, quantize_tensors
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import library
 from deltic.ops.quantized import QTensor
@@ -185,10 +186,9 @@ def mixed_shape() -> ModelConfig:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_gets_the_types_of_a_file(scheme: str, dtype: Any) -> None:
     config = mixed_shape()
-    weights = random_weights(config, dtype)
-    sources = dict(weights)
-    found = quantize_weights(weights, scheme, config)
-    assert not weights and list(found) == list(sources)
+    sources = random_weights(config, dtype)
+    found = quantize_tensors(iter(sources.items()), scheme, config)
+    assert list(found) == list(sources)
     kinds = set()
     for name, source in sources.items():
         type, tensor = target_of(name, tuple(source.shape), config, FILE_TYPES[SCHEMES[scheme]]).type, found[name]
@@ -207,7 +207,7 @@ def test_a_model_gets_the_types_of_a_file(scheme: str, dtype: Any) -> None:
 def test_matrices_that_fit_no_blocks_stay_as_they_are(scheme: str, shape: str) -> None:
     config = SHAPES[shape]
     sources = random_weights(config, "float32")
-    for name, tensor in quantize_weights(dict(sources), scheme, config).items():
+    for name, tensor in quantize_tensors(iter(sources.items()), scheme, config).items():
         packed = isinstance(tensor, QTensor)
         assert packed == (sources[name].ndim == 2 and sources[name].shape[1] % 32 == 0), name
         assert packed or tensor is sources[name]
@@ -217,18 +217,16 @@ def test_sources_go_as_their_turn_comes() -> None:
     config = mixed_shape()
     weights = random_weights(config, "float32")
     matrices = {name: weakref.ref(tensor) for name, tensor in weights.items() if tensor.ndim == 2}
-    sizes = [tensor.nbytes for tensor in weights.values()]
-    steps: list[tuple[int, int]] = []
 
-    def progress(done: int, total: int) -> None:
-        steps.append((done, total))
-        deadline = time.monotonic() + 10  # threads let go of the last piece a moment after its result is there
-        while any(reference() is not None for name, reference in matrices.items() if name not in weights):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+    def popped() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in list(weights):
+            deadline = time.monotonic() + 10  # threads let go of the last piece a moment after its result is there
+            while any(reference() is not None for name, reference in matrices.items() if name not in weights):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            yield name, weights.pop(name)
 
-    quantize_weights(weights, "q8_0", config, progress)
-    assert steps == [(done, sum(sizes)) for done in np.cumsum(sizes).tolist()]
+    assert quantize_tensors(popped(), "q8_0", config) and not weights
 
 
 def test_a_tensor_that_cannot_be_held_is_named() -> None:
@@ -236,4 +234,4 @@ def test_a_tensor_that_cannot_be_held_is_named() -> None:
     weights = random_weights(config, "bfloat16")
     weights["model.layers.1.self_attn.k_proj.weight"][3, 5] = 1e6
     with pytest.raises(ModelError, match=r"tensor 'model\.layers\.1\.self_attn\.k_proj\.weight': it has values that"):
-        quantize_weights(weights, "q4_k", config)
+        quantize_tensors(iter(weights.items()), "q4_k", config)

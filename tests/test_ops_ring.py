@@ -205,14 +205,14 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch
 @given(st.integers(0, 1000), st.booleans())
 def test_the_reference_has_the_bits_of_plain_steps(seed: int, tiled: bool) -> None:
     weights = gdn_weights(seed, torch.float32, replace(GDN, tiled=tiled))
-    assert World(reference.gdn_core, weights, torch.float32, seed, 40, 2).history(reference.fold_ring, sound)
+    assert World(reference.gdn_core, weights, torch.float32, seed, 40, 2).history(reference.flush_delta_log, sound)
 
 
 _level = by_level(each_level)
 
 
-def fold_ring(*arguments: Any) -> None:
-    kernels.fold_ring(pool(), *arguments)
+def flush_delta_log(*arguments: Any) -> None:
+    kernels.flush_delta_log(pool(), *arguments)
 
 
 @needs_kernels
@@ -225,7 +225,7 @@ def test_the_kernels_have_the_bits_of_plain_steps(spec: GdnSpec, dtype: torch.dt
     for count in (1, 2, 5):
         with using(threads=count):
             world.restart(dtype)
-            assert world.history(fold_ring, sound)
+            assert world.history(flush_delta_log, sound)
 
 
 @needs_kernels
@@ -240,7 +240,7 @@ def test_rows_that_are_cut_by_the_kernels_windows() -> None:
         world.step([Turn(first, long, long, False), Turn(others[1], 16, 9, True, 9), Turn(others[2], 4, 2, True)])
         world.step([Turn(others[0], 1, 1, True), Turn(others[1], 7, 7, True), Turn(others[2], 6, 6, False)])
         for sequence in world.sequences:
-            world.fold(sequence, fold_ring, True)
+            world.fold(sequence, flush_delta_log, True)
         assert world.same
 
 
@@ -282,8 +282,8 @@ def leaked_input(ring: DeltaLogView, unit: int, base: int, done: int, rejected: 
 
 
 BUGS = [rounded_updates, doubled_decay, dropped_entry, repeated_entry, leaked_draft, leaked_input]
-CORES = [pytest.param(reference.gdn_core, reference.fold_ring, id="reference"),
-         pytest.param(core, fold_ring, id="cpu", marks=needs_kernels)]
+CORES = [pytest.param(reference.gdn_core, reference.flush_delta_log, id="reference"),
+         pytest.param(core, flush_delta_log, id="cpu", marks=needs_kernels)]
 
 
 @pytest.mark.parametrize(("run", "fold"), CORES)
@@ -299,22 +299,22 @@ def test_a_leaked_conv_input_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     world = World(reference.gdn_core, gdn_weights(2, torch.float32), torch.float32, 2, 40, 2)
     monkeypatch.setattr(reference, "advance_conv", lambda ring, chunk, done, length: original(
         ring, chunk.roll(1, 0), done, length))
-    assert not world.history(reference.fold_ring, sound)
+    assert not world.history(reference.flush_delta_log, sound)
 
 
 # Memory
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpu", marks=needs_kernels)])
-def test_fold_ring_writes_the_target_in_every_layer(backend: str) -> None:
+def test_flushing_writes_the_target_in_every_layer(backend: str) -> None:
     case = build_batch([Row(1, 12, ring=12), Row(1, 21, ring=16), Row(1, 30, ring=3), Row(1, 4, ring=0)], 3)
-    fold = backends()[backend].fold_ring
+    fold = backends()[backend].flush_delta_log
     for index, row in enumerate(case.rows):
         source, unit = int(case.batch.source[index]), int(case.batch.delta_log[index])
         for target in (source, 0):
             before = tuple(state_view(replace(case, seed=seed), torch.bfloat16) for seed in (1, 2))
             wanted, views = tuple(map(clone_state, before)), tuple(map(clone_state, before))
-            reference.fold_ring(wanted, source, unit, row.base, row.done, target)
+            reference.flush_delta_log(wanted, source, unit, row.base, row.done, target)
             fold(views, source, unit, row.base, row.done, target)
             others = [slot for slot in range(case.slots) if slot != target]
             places = conv_places(row.done, views[0].conv.shape[1])
@@ -332,7 +332,7 @@ def test_a_ring_in_another_order_than_its_layer_is_refused(backend: str) -> None
     case = build_batch([Row(2, 0, append=True)])
     view, x = state_view(case, torch.float32), hidden_states(case, torch.float32)
     weights = gdn_weights(1, torch.float32, replace(GDN, tiled=True))
-    with pytest.raises(ValueError, match=r"RingView\.tiled is False"):
+    with pytest.raises(ValueError, match=r"DeltaLogView\.tiled is False"):
         backends()[backend].gdn_mixer(x, weights, view, case.batch)
 
 

@@ -10,10 +10,10 @@ from native_pools import best_level
 from torch import Tensor
 
 from deltic.ops import backends, reference
+from deltic.ops.cpu import encoder as compiled
 from deltic.ops.cpu import missing
-from deltic.ops.cpu import tower as compiled
 from deltic.ops.cpu.library import LEVELS, ThreadPool
-from deltic.ops.encoder_layers import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
+from deltic.ops.encoder import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
 
 SHAPES = {"heads of 4": (1, 4, 10, (1, 2, 3)), "of 12": (5, 12, 33, (13, 1, 40)), "of 64": (3, 64, 96, (481, 12)),
           "of 72": (2, 72, 64, (130, 1030)), "of 40": (2, 40, 50, (960, 17))}
@@ -102,8 +102,8 @@ def test_bits_do_not_depend_on_slices_and_neighbours(dtype: torch.dtype, monkeyp
     weights, alone = packed(plain), x[481:].clone()
     together = x.clone()
     list(compiled.vision(ThreadPool(best_level(), 2), together, weights, scene))
-    monkeypatch.setattr("deltic.ops.cpu.tower._SLICE", 1e7)
-    monkeypatch.setattr("deltic.ops.cpu.tower._QUERIES", 96)
+    monkeypatch.setattr("deltic.ops.cpu.encoder._SLICE", 1e7)
+    monkeypatch.setattr("deltic.ops.cpu.encoder._QUERIES", 96)
     part = Scene((1500,), scene.cos[481:], scene.sin[481:], dtype)
     assert sum(1 for _ in compiled.vision(ThreadPool(best_level(), 1), alone, weights, part)) > 100
     assert torch.equal(alone, together[481:])

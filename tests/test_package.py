@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -35,8 +36,32 @@ def test_the_package_says_that_it_is_typed() -> None:
 
 
 def test_the_readme_has_no_links_that_a_package_page_breaks() -> None:
-    relative = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("https://")]
+    """Pictures may be relative: a page without them shows what they are called."""
+    relative = re.findall(r"(?<!!)\[[^]]*\]\((?!https://)([^)]+)\)", README)
     assert not relative
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]:
+        text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for link in re.findall(r"\]\(((?!https?://)[^)\s]+)\)", text):
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
+def test_the_plot_is_that_of_the_results() -> None:
+    plot = runpy.run_path(str(ROOT / "bench" / "plot.py"))
+    assert (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8") == plot["svg"]()
 
 
 def test_what_is_tested_is_within_the_bounds() -> None:

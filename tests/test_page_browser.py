@@ -19,7 +19,7 @@ from test_vision_chat import llm, served
 from vision_models import directory
 
 from deltic import LLM
-from deltic.server.model_registry import ModelSet, ModelSource
+from deltic.server.models import ModelSet, ModelSource
 
 __all__ = ["directory", "llm", "served"]
 

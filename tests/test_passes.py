@@ -19,8 +19,8 @@ from deltic.errors import ConfigError, RequestError
 from deltic.params import Embed, EngineRequest
 from deltic.runner import launch
 from deltic.runner.input_batch import FEW_ROWS, build, has_bucket
+from deltic.runner.launch import passes
 from deltic.runner.model_runner import ModelRunner
-from deltic.runner.passes import passes
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime}
 PAGES = (3, 4, 5)
@@ -100,7 +100,7 @@ def mixed(vocabulary: int) -> list[EngineRequest]:
 def test_answers_are_the_same(name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name]()
     requests = mixed(model.config.vocab_size)
-    wanted = tell(Engine(runtime_of(model), ahead=ahead), requests)
+    wanted = tell(Engine(runtime_of(model), overlap=ahead), requests)
     seen = list[StepPlan]()
 
     def watched(plan: StepPlan, *args: Any, **options: Any) -> Any:
@@ -108,7 +108,7 @@ def test_answers_are_the_same(name: str, ahead: bool, monkeypatch: pytest.Monkey
         return build(plan, *args, **options)
 
     monkeypatch.setattr(launch, "build", watched)
-    found = tell(Engine(invariant(model), ahead=ahead), requests)
+    found = tell(Engine(invariant(model), overlap=ahead), requests)
     assert found.keys() == wanted.keys()
     for key, answer in found.items():
         assert answer.events == wanted[key].events, key

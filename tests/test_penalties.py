@@ -43,16 +43,16 @@ def choices_of(params: SamplingParams, prompt: List[int], eos: List[int] = ()) -
 def plainly(draw: SampleRow) -> dict[int, tuple[float, float]]:
     """Repetition and offset of every token that is changed, from all tokens at once."""
     sequence, params, changes = draw.sequence, draw.sequence.sampling, dict[int, list[float]]()
-    counts = Counter([*sequence.tokens[len(sequence.request.prompt):], *draw.ahead])
+    counts = Counter([*sequence.tokens[len(sequence.request.prompt):], *draw.drafts])
     if params.repetition_penalty not in (None, 1.0):
-        for token in {*sequence.tokens, *draw.ahead}:
+        for token in {*sequence.tokens, *draw.drafts}:
             changes[token] = [float(params.repetition_penalty or 1.0), 0.0]
     if params.presence_penalty or params.frequency_penalty:
         for token, count in counts.items():
             changes.setdefault(token, [1.0, 0.0])[1] -= params.presence_penalty + params.frequency_penalty * count
     for token, bias in params.logit_bias.items():
         changes.setdefault(token, [1.0, 0.0])[1] += bias if bias > -100 else -math.inf
-    if sequence.generated + len(draw.ahead) < params.min_tokens:
+    if sequence.generated + len(draw.drafts) < params.min_tokens:
         for token in sequence.eos:
             changes.setdefault(token, [1.0, 0.0])[1] = -math.inf
     return {token: (repetition, offset) for token, (repetition, offset) in changes.items()}
@@ -127,7 +127,7 @@ def test_logits_are_what_all_tokens_so_far_make_of_them(seed: int, backend: str)
 
 def test_nothing_wanted_is_nothing_kept() -> None:
     sequence = sequence_of(SamplingParams(repetition_penalty=1.0, min_tokens=4), [1, 2])
-    assert sampling_of([SampleRow(sequence)], CPU, VOCABULARY).adjust is None and sequence.penalties is None
+    assert sampling_of([SampleRow(sequence)], CPU, VOCABULARY).adjust is None and sequence.sampler.penalties is None
     ends = sequence_of(SamplingParams(min_tokens=1), [1, 2], eos=[7])
     assert sampling_of([SampleRow(ends)], CPU, VOCABULARY).adjust is not None
     ends.append(3)

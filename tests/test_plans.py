@@ -20,8 +20,8 @@ from torch import Tensor
 from deltic.cache.manager import HybridCache
 from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.prefix_items import LoadedPrefix
 from deltic.cache.offload.tiers import StoreRequest
+from deltic.cache.offload.types import LoadedPrefix
 from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, RestoreItem, StoreItem, operation_of, plain
 from deltic.cache.tensors import CachePools
 from deltic.engine.engine import Engine
@@ -101,8 +101,8 @@ class Recorder:
         return getattr(self.runtime, name)
 
     def watch(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        cache, planned, hold = self.runtime.cache, engine.scheduler.plan, CachePools.hold
-        flush = cache.flush_operations
+        cache, planned, hold = self.runtime.cache, engine.scheduler.schedule, CachePools.hold
+        flush = cache.operations.flush
 
         def plan() -> Any:
             found = planned()
@@ -110,7 +110,7 @@ class Recorder:
             return found
 
         def flushed() -> None:
-            self.plans.append(StepPlan((), tuple(cache.accounts.queue)).to_json())
+            self.plans.append(StepPlan((), tuple(cache.operations.queued)).to_json())
             flush()
 
         def held(pools: CachePools, content: object) -> int:
@@ -119,8 +119,8 @@ class Recorder:
                 self.arrived[number] = content
             return number
 
-        monkeypatch.setattr(engine.scheduler, "plan", plan)
-        monkeypatch.setattr(cache, "flush_operations", flushed)
+        monkeypatch.setattr(engine.scheduler, "schedule", plan)
+        monkeypatch.setattr(cache.operations, "flush", flushed)
         monkeypatch.setattr(CachePools, "hold", held)
 
     def run(self, batch: Batch) -> Tensor:

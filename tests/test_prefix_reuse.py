@@ -183,7 +183,8 @@ def test_side_requests_take_the_place_of_what_no_prompt_will_repeat(slots: int) 
     for number in range(3, 9):
         last = conversation(engine, number)
         side_request(engine, 900 + number)
-        assert engine.runtime.cache.cached_length((*last, 9)) == len(last), "the conversation's last checkpoint is gone"
+        known = engine.runtime.cache.tree.cached_length((*last, 9))
+        assert known == len(last), "the conversation's last checkpoint is gone"
 
 
 def test_side_requests_beside_a_running_conversation_do_not_take_its_last_checkpoint() -> None:
@@ -197,10 +198,10 @@ def test_side_requests_beside_a_running_conversation_do_not_take_its_last_checkp
     while any(name.startswith("side") for name in engine._sequences):
         engine.step()
         engine.check()
-        assert engine.runtime.cache.cached_length((*last, 9)) == len(last)
+        assert engine.runtime.cache.tree.cached_length((*last, 9)) == len(last)
     engine.abort("main")
     drain(engine)
-    assert engine.runtime.cache.cached_length((*last, 9)) == len(last)
+    assert engine.runtime.cache.tree.cached_length((*last, 9)) == len(last)
 
 
 def test_positions_that_a_conversation_has_passed_go_first() -> None:
@@ -216,20 +217,20 @@ def test_pinned_prompts_outlive_everything_else() -> None:
     engine = engine_for(slots=5, batch=1)
     prompt = numbers(3, 90, 400)
     serve(engine, turn("pin", prompt, 90, count=0))
-    assert engine.runtime.cache.pin(prompt) and not engine.runtime.cache.pin(prompt[:50])
+    assert engine.runtime.cache.tree.pin(prompt) and not engine.runtime.cache.tree.pin(prompt[:50])
     for seed in range(20):
         side_request(engine, 900 + seed)
-    assert engine.runtime.cache.cached_length((*prompt, 1)) == 90
+    assert engine.runtime.cache.tree.cached_length((*prompt, 1)) == 90
 
 
 def test_a_pinned_prompt_gives_way_rather_than_stop_everything(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_for(pages=8, slots=4, batch=1, context=8 * PAGE)
     prompt = numbers(3, 60, 400)
     serve(engine, greedy(prompt, 0))
-    assert engine.runtime.cache.pin(prompt)
+    assert engine.runtime.cache.tree.pin(prompt)
     found = serve(engine, greedy(numbers(4, 100, 400), 20))
     assert found[("a", 0)].last.finish == "length"
-    assert "the pinned prompt of 60 tokens gives way" in caplog.text
+    assert "the pinned prompt of 60 tokens is evicted" in caplog.text
 
 
 # What is not kept, and what is given up

@@ -340,7 +340,7 @@ def tokens_of(checkpoint: Checkpoint) -> list[int]:
 
 @dataclass(eq=False)
 class Wanted:
-    """A lease's history and the positions that it emits."""
+    """A sequence's history and the positions that it emits."""
 
     tokens: list[int] = field(default_factory=list)
     emitting: set[int] = field(default_factory=set)
@@ -356,118 +356,120 @@ class ReuseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rules = 0
-        self.leases: dict[SequenceCache, Wanted] = {}
+        self.sequences: dict[SequenceCache, Wanted] = {}
         self.kept: dict[CacheSnapshot, list[int]] = {}
 
     @initialize(pages=st.sampled_from((12, 6, 4, 9, 2, 20)), slots=st.sampled_from((6, 4, 3, 8, 2)))
     def start(self, pages: int, slots: int) -> None:
         self.cache = toy_cache(pages, slots, self.kind)
 
-    def lease(self, pick: int) -> tuple[SequenceCache, Wanted]:
-        return list(self.leases.items())[pick % len(self.leases)]
+    def sequence(self, pick: int) -> tuple[SequenceCache, Wanted]:
+        return list(self.sequences.items())[pick % len(self.sequences)]
 
     def loose_slots(self) -> int:
-        held = len(self.leases) + len(self.kept) + sum(len(naive.emitting) for naive in self.leases.values())
+        held = len(self.sequences) + len(self.kept) + sum(len(naive.emitting) for naive in self.sequences.values())
         return self.cache.slots.size - held
 
     @rule(prompt=PROMPTS, room=st.integers(0, 80))
     def admit(self, prompt: Prefix, room: int) -> None:
         """L2: what is resumed is a prefix of the prompt, at the deepest kept position."""
         match = self.cache.tree.match(prompt)
-        known = self.cache.cached_length(prompt)
-        lease = self.cache.admit(prompt, room)
-        if lease is None:
-            assert room or self.loose_slots() <= 1 or self.leases or self.kept, "an empty cache refuses"
+        known = self.cache.tree.cached_length(prompt)
+        sequence = self.cache.admit(prompt, room)
+        if sequence is None:
+            assert room or self.loose_slots() <= 1 or self.sequences or self.kept, "an empty cache refuses"
             return
-        self.leases[lease] = Wanted(list(prompt[:lease.done]))
-        given_up = self.cache.cached_length(prompt) < known
+        self.sequences[sequence] = Wanted(list(prompt[:sequence.done]))
+        given_up = self.cache.tree.cached_length(prompt) < known
         assert known == (match.checkpoint.done if match.checkpoint else 0)
-        assert lease.done == known or (given_up and lease.done < known), "a kept position is there and not used"
-        assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= known and lease.shared <= match.shared
-        assert self.cache.pages.free * PAGE + lease.covered >= room
+        assert sequence.done == known or (given_up and sequence.done < known), "a kept position is there and not used"
+        assert tuple(sequence.tokens) == prompt[:sequence.done]
+        assert sequence.done <= known and sequence.shared <= match.shared
+        assert self.cache.pages.free * PAGE + sequence.covered >= room
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9), tokens=KEPT, data=st.data())
     def grow(self, pick: int, tokens: Prefix, data: st.DataObject) -> None:
         """L1, L4: a step as the engine does it, with positions whose state is emitted."""
-        lease, naive = self.lease(pick)
-        room = self.cache.reserve(lease, len(tokens))
+        sequence, naive = self.sequence(pick)
+        room = self.cache.reserve(sequence, len(tokens))
         assert room <= len(tokens)
         if not room:
             return
         for offset in data.draw(st.lists(st.integers(1, room), max_size=2)):
-            self.emit(lease, naive, lease.done + offset, list(tokens[:offset]))
-        step(self.cache, lease, list(tokens[:room]))
+            self.emit(sequence, naive, sequence.done + offset, list(tokens[:offset]))
+        step(self.cache, sequence, list(tokens[:room]))
         naive.tokens += tokens[:room]
 
-    def emit(self, lease: SequenceCache, naive: Wanted, position: int, fresh: list[int]) -> None:
-        slot = self.cache.reserve_checkpoint(lease, position)
+    def emit(self, sequence: SequenceCache, naive: Wanted, position: int, fresh: list[int]) -> None:
+        slot = self.cache.reserve_checkpoint(sequence, position)
         assert slot is None or position not in naive.emitting
         if slot is not None:
             naive.emitting.add(position)
             write_state(self.cache, slot, float(hashes([*naive.tokens, *fresh])[-1]))
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9), known=st.booleans())
     def keep_emitted(self, pick: int, known: bool) -> None:
         """known: the logits of the last token are."""
-        lease, naive = self.lease(pick)
-        self.cache.commit_checkpoints(lease, torch.ones(3) if known else None)
+        sequence, naive = self.sequence(pick)
+        self.cache.commit_checkpoints(sequence, torch.ones(3) if known else None)
         naive.emitting.clear()
-        assert not lease.checkpoint_slots
+        assert not sequence.checkpoint_slots
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9), keep=st.booleans())
     def release(self, pick: int, keep: bool) -> None:
-        lease, naive = self.lease(pick)
+        sequence, naive = self.sequence(pick)
         checkpoints = len(self.cache.tree)
-        self.cache.release(lease, keep)
-        del self.leases[lease]
+        self.cache.release(sequence, keep)
+        del self.sequences[sequence]
         assert len(self.cache.tree) - checkpoints <= bool(keep and naive.tokens)
         if keep and naive.tokens:
-            assert self.cache.cached_length([*naive.tokens, 9]) == len(naive.tokens), "what was just kept is not known"
+            known = self.cache.tree.cached_length([*naive.tokens, 9])
+            assert known == len(naive.tokens), "what was just kept is not known"
 
-    @precondition(lambda self: self.leases or self.kept)
+    @precondition(lambda self: self.sequences or self.kept)
     @rule(pick=st.integers(0, 9))
     def fork(self, pick: int) -> None:
-        source = [*self.leases, *self.kept][pick % (len(self.leases) + len(self.kept))]
-        lease = self.cache.fork(source)
-        if lease is not None:
-            self.leases[lease] = Wanted(list(source.tokens))
+        source = [*self.sequences, *self.kept][pick % (len(self.sequences) + len(self.kept))]
+        sequence = self.cache.fork(source)
+        if sequence is not None:
+            self.sequences[sequence] = Wanted(list(source.tokens))
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 9))
     def snapshot(self, pick: int) -> None:
-        lease, naive = self.lease(pick)
-        kept = self.cache.snapshot(lease)
+        sequence, naive = self.sequence(pick)
+        kept = self.cache.snapshot(sequence)
         if kept is not None:
             self.kept[kept] = list(naive.tokens)
 
-    @precondition(lambda self: self.leases and self.kept)
+    @precondition(lambda self: self.sequences and self.kept)
     @rule(pick=st.integers(0, 9), which=st.integers(0, 9))
     def restore(self, pick: int, which: int) -> None:
-        lease, naive = self.lease(pick)
+        sequence, naive = self.sequence(pick)
         if naive.emitting:
             self.keep_emitted(pick, False)
         kept = list(self.kept)[which % len(self.kept)]
-        room = self.room_for_a_page(lease)
-        restored = self.cache.restore(lease, kept)
-        assert restored or not room, "restore fails although the tree, or the lease itself, could give a page"
+        room = self.room_for_a_page(sequence)
+        restored = self.cache.restore(sequence, kept)
+        assert restored or not room, "restore fails although the tree, or the sequence itself, could give a page"
         if restored:
             naive.tokens = list(self.kept[kept])
 
-    def room_for_a_page(self, lease: SequenceCache) -> bool:
-        """Whether holders other than this lease leave a page. (Checkpoints may be locked: count only without any.)"""
+    def room_for_a_page(self, sequence: SequenceCache) -> bool:
+        """True if other owners leave a page. (Checkpoints may be locked: count only without any.)"""
         if any(checkpoint.locks for checkpoint in self.cache.tree._checkpoints):
             return False
-        others = {page for holder in (*self.leases, *self.kept) if holder is not lease for page in holder.pages}
+        others = {page for holder in (*self.sequences, *self.kept) if holder is not sequence for page in holder.pages}
         return len(others) < self.cache.pages.size
 
     @precondition(lambda self: self.kept)
     @rule(pick=st.integers(0, 9))
     def drop(self, pick: int) -> None:
         kept = list(self.kept)[pick % len(self.kept)]
-        self.cache.release_snapshot(kept)
+        self.cache.release(kept)
         del self.kept[kept]
 
     @invariant()
@@ -486,8 +488,8 @@ class ReuseMachine(RuleBasedStateMachine):
 
     def all_hold_their_own_history(self) -> None:
         """L1, L2, L3: cursor, tokens, state and K/V of each holder are the naive model's."""
-        histories: dict[Any, list[int]] = {lease: naive.tokens for lease, naive in self.leases.items()} | self.kept
-        for holder, tokens in histories.items():
+        histories: dict[Any, list[int]] = {owner: naive.tokens for owner, naive in self.sequences.items()}
+        for holder, tokens in (histories | self.kept).items():
             assert list(holder.tokens) == tokens
             expected = hashes(tokens)
             assert read_kv(self.cache, holder.pages, holder.done) == expected
@@ -503,10 +505,10 @@ class ReuseMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.look()
-        for lease in [*self.leases]:
-            self.cache.release(lease)
+        for sequence in [*self.sequences]:
+            self.cache.release(sequence)
         for kept in [*self.kept]:
-            self.cache.release_snapshot(kept)
+            self.cache.release(kept)
         while self.cache.tree.evict():
             pass
         self.cache.check()
@@ -552,10 +554,10 @@ class ForgetsState(CachePools):
 class KeepsWrongPosition(HybridCache):
     """K/V without its state: the end's state is kept for an earlier position."""
 
-    def release(self, lease: SequenceCache, keep: bool = False) -> None:
-        if keep and lease.done > PAGE:
-            lease.done -= 1
-        super().release(lease, keep)
+    def release(self, sequence: SequenceCache, keep: bool = False) -> None:
+        if keep and sequence.done > PAGE:
+            sequence.done -= 1
+        super().release(sequence, keep)
 
 
 @pytest.mark.parametrize("kind", [SharesTails, ForgetsState, KeepsWrongPosition, GoesBackwards])
@@ -565,53 +567,53 @@ def test_the_machine_notices_a_cache_that_breaks_l2(kind: type[HybridCache | Cac
         reuse_programs(kind, 300, looks, report_multiple_bugs=False, phases=PHASES)
 
 
-def lease_of(cache: HybridCache, tokens: list[int]) -> SequenceCache:
-    lease = cache.admit(tokens)
-    assert lease is not None
-    rest = tokens[lease.done:]
-    assert cache.reserve(lease, len(rest)) == len(rest)
-    step(cache, lease, rest)
-    return lease
+def sequence_of(cache: HybridCache, tokens: list[int]) -> SequenceCache:
+    sequence = cache.admit(tokens)
+    assert sequence is not None
+    rest = tokens[sequence.done:]
+    assert cache.reserve(sequence, len(rest)) == len(rest)
+    step(cache, sequence, rest)
+    return sequence
 
 
 @pytest.mark.parametrize("done", [1, 15, 16, 17, 32, 33])
 def test_l2_a_kept_prefix_is_resumed_where_it_ended(done: int) -> None:
     cache = toy_cache(12, 4)
-    cache.release(lease_of(cache, list(range(done))), keep=True)
-    lease = cache.admit(range(done + 5))
-    assert lease is not None and lease.done == done
-    assert read_kv(cache, lease.pages, done) == hashes(list(range(done)))
-    assert read_state(cache, lease.slot) == hashes(list(range(done)))[-1]
+    cache.release(sequence_of(cache, list(range(done))), keep=True)
+    sequence = cache.admit(range(done + 5))
+    assert sequence is not None and sequence.done == done
+    assert read_kv(cache, sequence.pages, done) == hashes(list(range(done)))
+    assert read_state(cache, sequence.slot) == hashes(list(range(done)))[-1]
     cache.check()
 
 
 def test_l4_a_kept_prefix_never_costs_a_lone_sequence_its_room() -> None:
     """A pool of one context, and a prompt that extends a kept prefix and needs every page of it."""
     cache = toy_cache(4, 2)
-    cache.release(lease_of(cache, list(range(20))), keep=True)
-    lease = cache.admit(range(64))
-    assert lease is not None
-    assert cache.reserve(lease, 64 - lease.done) == 64 - lease.done
+    cache.release(sequence_of(cache, list(range(20))), keep=True)
+    sequence = cache.admit(range(64))
+    assert sequence is not None
+    assert cache.reserve(sequence, 64 - sequence.done) == 64 - sequence.done
 
 
 def test_a_refused_admission_leaves_the_tree_alone() -> None:
     """What cannot be had in any case is no reason to forget what is kept."""
     cache = toy_cache(8, 4)
-    cache.release(lease_of(cache, list(range(100, 130))), keep=True)
-    held = lease_of(cache, list(range(60)))
-    assert cache.admit(range(500, 505), room=128) is None
-    assert cache.cached_length(range(100, 131)) == 30, "the tree was emptied for nothing"
+    cache.release(sequence_of(cache, list(range(100, 130))), keep=True)
+    held = sequence_of(cache, list(range(60)))
+    assert cache.admit(range(500, 505), min_tokens=128) is None
+    assert cache.tree.cached_length(range(100, 131)) == 30, "the tree was emptied for nothing"
     cache.release(held)
 
 
 def test_an_admission_that_is_refused_for_its_own_prefix_leaves_the_others() -> None:
     """The pages of the prefix to resume at cannot be given up for it."""
     cache = toy_cache(8, 6)
-    cache.release(lease_of(cache, list(range(100, 116))), keep=True)
-    cache.release(lease_of(cache, list(range(64))), keep=True)
-    held = lease_of(cache, list(range(200, 232)))
-    assert cache.admit(range(70), room=128) is None
-    assert cache.cached_length(range(100, 117)) == 16, "the tree was emptied for nothing"
+    cache.release(sequence_of(cache, list(range(100, 116))), keep=True)
+    cache.release(sequence_of(cache, list(range(64))), keep=True)
+    held = sequence_of(cache, list(range(200, 232)))
+    assert cache.admit(range(70), min_tokens=128) is None
+    assert cache.tree.cached_length(range(100, 117)) == 16, "the tree was emptied for nothing"
     cache.release(held)
 
 
@@ -619,30 +621,30 @@ def test_an_admission_that_is_refused_for_its_own_prefix_leaves_the_others() -> 
 @pytest.mark.parametrize("done", [49, 60, 63, 64])
 def test_l4_a_lone_sequence_starts_even_if_its_own_prefix_fills_the_pool(done: int, slots: int) -> None:
     cache = toy_cache(4, slots)
-    cache.release(lease_of(cache, list(range(done))), keep=True)
-    lease = cache.admit(range(done + 1))
-    assert lease is not None, "nothing runs, and nothing ever will"
-    assert read_kv(cache, lease.pages, lease.done) == hashes(list(range(lease.done)))
+    cache.release(sequence_of(cache, list(range(done))), keep=True)
+    sequence = cache.admit(range(done + 1))
+    assert sequence is not None, "nothing runs, and nothing ever will"
+    assert read_kv(cache, sequence.pages, sequence.done) == hashes(list(range(sequence.done)))
     cache.check()
 
 
 def test_l2_restore_may_use_the_pages_of_the_tree() -> None:
     cache = toy_cache(4, 4)
-    lease = lease_of(cache, list(range(5)))
-    kept = cache.snapshot(lease)
-    assert kept is not None and cache.restore(lease, None)
-    cache.release(lease_of(cache, list(range(100, 145))), keep=True)
+    sequence = sequence_of(cache, list(range(5)))
+    kept = cache.snapshot(sequence)
+    assert kept is not None and cache.restore(sequence, None)
+    cache.release(sequence_of(cache, list(range(100, 145))), keep=True)
     assert cache.pages.free == 0
-    assert cache.restore(lease, kept), "the tree did not give way"
+    assert cache.restore(sequence, kept), "the tree did not give way"
     cache.check()
 
 
 def test_l3_positions_emitted_past_the_cursor_leave_no_trace() -> None:
     cache = toy_cache(8, 6)
-    lease = lease_of(cache, list(range(5)))
-    assert cache.reserve(lease, 30) == 30
-    assert cache.reserve_checkpoint(lease, 20) is not None and cache.reserve_checkpoint(lease, 7) is not None
-    cache.commit_checkpoints(lease)
+    sequence = sequence_of(cache, list(range(5)))
+    assert cache.reserve(sequence, 30) == 30
+    assert cache.reserve_checkpoint(sequence, 20) is not None and cache.reserve_checkpoint(sequence, 7) is not None
+    cache.commit_checkpoints(sequence)
     cache.check()
     assert len(cache.tree) == 0
 
@@ -650,7 +652,7 @@ def test_l3_positions_emitted_past_the_cursor_leave_no_trace() -> None:
 def test_without_reuse_nothing_is_kept_or_found() -> None:
     cache = toy_cache(8, 4)
     cache.reuse = False
-    lease = lease_of(cache, list(range(20)))
-    assert cache.reserve_checkpoint(lease, 25) is None
-    cache.release(lease, keep=True)
-    assert len(cache.tree) == 0 and cache.cached_length(range(30)) == 0 and cache.pages.free == 8
+    sequence = sequence_of(cache, list(range(20)))
+    assert cache.reserve_checkpoint(sequence, 25) is None
+    cache.release(sequence, keep=True)
+    assert len(cache.tree) == 0 and cache.tree.cached_length(range(30)) == 0 and cache.pages.free == 8

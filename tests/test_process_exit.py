@@ -93,7 +93,7 @@ LAST_OWNERS = {
 
 
 @pytest.mark.parametrize("owner", LAST_OWNERS)
-def test_the_process_waits_for_memory_that_is_being_given_back(owner: str, ends: dict[str, list[Any]]) -> None:
+def test_the_process_waits_for_memory_being_freed(owner: str, ends: dict[str, list[Any]]) -> None:
     """The thread that computes has ended, but for what it was the last to hold: that takes its time."""
     name = "deltic-engine" if owner == "llm" else "deltic-texts"
     assert ends[owner] == [0, f"gone in {name}\n", ""]

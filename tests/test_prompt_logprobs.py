@@ -126,8 +126,8 @@ def test_a_large_one_leaves_others_their_steps() -> None:
     for index in range(3):
         engine.add(EngineRequest(str(index), numbers(7 + index, 12, runtime.config.vocab_size),
                            SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)))
-    plans, plan = [], engine.scheduler.plan
-    engine.scheduler.plan = lambda: plans.append(plan()) or plans[-1]  # type: ignore
+    plans, plan = [], engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: plans.append(plan()) or plans[-1]  # type: ignore
     answers: Any = {}
     for _ in range(12):
         for event in engine.step():

@@ -143,9 +143,9 @@ def test_in_chunks_with_neighbours(model: str, budget: int, params: str) -> None
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_step_ahead(model: str) -> None:
-    engine = Engine(runtime_of(MODELS[model]()), ahead=True)
+    engine = Engine(runtime_of(MODELS[model]()), overlap=True)
     right(model, serve(engine, request())["a", 0].tokens)
-    assert engine.stats.ahead > COUNT // 2
+    assert engine.stats.async_steps > COUNT // 2
 
 
 def test_choices_fork_it() -> None:
@@ -225,7 +225,7 @@ def test_a_draft_model_reads_the_same_positions() -> None:
         right("odd", found[name, 0].tokens)
         usage = usage_of(found, name)
         assert usage.drafted_tokens == usage.accepted_tokens > 10
-    known = [draft.cache.cached_length(prompt.keys or ()) for prompt in (PROMPT, other_picture())]
+    known = [draft.cache.tree.cached_length(prompt.keys or ()) for prompt in (PROMPT, other_picture())]
     assert known[0] >= len(OPENING) + 20 and known[1] == len(OPENING)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from real_models import documents, in_transformers, smollm2
+from support import load_gguf
 from torch import Tensor
 
 from deltic import LLM, SamplingParams
@@ -20,8 +21,7 @@ from deltic.chat.tokenizer import Tokenizer
 from deltic.chat.tokenizer_files import TokenizerFiles
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.load import load_gguf
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 from deltic.ops.cpu import missing
 from deltic.session import Session
 

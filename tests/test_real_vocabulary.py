@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from real_models import place
-from test_text_support import QWEN_LIKE
+from test_chat_support import QWEN_LIKE
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 

@@ -20,7 +20,7 @@ from deltic.cli.options import engine_options
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.repeats import LONGEST, Repeats
+from deltic.engine.sequence import LONGEST, Repeats
 from deltic.errors import ConfigError, RequestError
 from deltic.params import EngineRequest
 from deltic.runner.model_runner import ModelRunner
@@ -223,4 +223,4 @@ def test_on_the_command_line(command: str, capsys: pytest.CaptureFixture[str]) -
     given = engine_options(command_parser(command).parse_mixed([*words, "--max-repeat", "4"]))
     assert given == {"max_repeat": 4}
     assert main([command, *words, "--max-repeat", "1"]) == 2
-    assert "--max-repeat must be at least 2, or 0 for off" in capsys.readouterr().err
+    assert "--max-repeat must be 0 (off) or at least 2" in capsys.readouterr().err

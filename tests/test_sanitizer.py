@@ -45,8 +45,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
 
 HEADER = """
 import torch
-from deltic.ops.cuda.driver import KernelArguments, Module, fields
-from deltic.ops.cuda.nvrtc import headers
+from deltic.ops.cuda.driver import KernelArguments, Module, fields, headers
 class Pair(KernelArguments):
     _fields_ = fields("x y", "", "")
 def kernels(source):

@@ -26,6 +26,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import StepPlan
 from deltic.ops import backends
+from deltic.ops.capabilities import Capabilities
 from deltic.ops.types import Batch
 from deltic.params import PAGE, EngineRequest, SamplingParams
 
@@ -78,7 +79,7 @@ class Toy:
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
                                        max_stall_ms=None, batch_invariant=False)
         self.mtp_runner, self.encode, self.numbers = None, None, {}
-        self.verifies = self.defers_state_writes = False
+        self.capabilities = Capabilities()
         self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(), experts=None)
         self.generation = SimpleNamespace(eos_token_ids=(), sampling=dict)
         self.sample = ops.sample
@@ -136,9 +137,10 @@ class Checked(Engine):
     def __init__(self, toy: Toy) -> None:
         super().__init__(toy)  # type: ignore[arg-type]
         self.toy, self.chunks = toy, []
+        self.scheduler.times = None  # it must not depend on how busy the machine is
         self.arrivals: dict[Sequence, int] = {}
         self.held: set[Sequence] = set()
-        self._plan, self.scheduler.plan = self.scheduler.plan, self._checked_plan  # type: ignore[method-assign]
+        self._plan, self.scheduler.schedule = self.scheduler.schedule, self._checked_plan  # type: ignore[method-assign]
 
     def _checked_plan(self) -> tuple[StepPlan, list[Sequence]]:
         before = self.order()
@@ -148,7 +150,10 @@ class Checked(Engine):
         assert before == after, "the order of arrival is lost"
         assert len(plan.rows) == len(sequences) == len(set(map(id, sequences)))
         if before:
-            working = [*sequences, *(sequence for sequence in self.scheduler.running if sequence.logits is not None)]
+            working = [
+                *sequences,
+                *(sequence for sequence in self.scheduler.running if sequence.sampler.logits is not None),
+            ]
             assert working, "work is waiting and nothing runs"
             assert self.scheduler.running[0] in working, "the oldest sequence stands still"
         self.check_rows(plan, sequences)
@@ -160,7 +165,9 @@ class Checked(Engine):
         queue = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in queue:
             self.arrivals.setdefault(sequence, len(self.arrivals))
-        self.held.update(sequence for sequence in queue if sequence.prefix_wait or sequence.choice or sequence.rest)
+        self.held.update(
+            sequence for sequence in queue if sequence.queue.prefix_wait or sequence.choice or sequence.queue.rest
+        )
         queue = [sequence for sequence in queue if sequence not in self.held]
         numbers = [self.arrivals[sequence] for sequence in queue]
         assert numbers == sorted(numbers), "a younger sequence has overtaken an older one"

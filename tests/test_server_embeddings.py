@@ -22,9 +22,8 @@ from test_server_harness import serving, tiny
 from deltic import Encoder
 from deltic.config import Limits
 from deltic.embeddings.types import Item
-from deltic.server.app import create_app
-from deltic.server.embeddings.app import create_encoder_app
-from deltic.server.embeddings.service import EmbeddingService
+from deltic.server.app import create_app, create_encoder_app
+from deltic.server.embeddings import EmbeddingService
 from deltic.server.run import Server, listen, url_of
 
 TEXTS = ["w1 w2", "w3", "w4 w5 w6 w7"]

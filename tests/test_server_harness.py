@@ -154,7 +154,7 @@ class Served:
 
     def __init__(self, url: str, server: Server, app: Starlette, thread: threading.Thread) -> None:
         self.url, self.server, self.app, self.thread = url, server, app, thread
-        self.bridge: AsyncEngine = getattr(app.state, "bridge", None)  # type: ignore[assignment]  # of an only model
+        self.bridge: AsyncEngine = app.state.engine  # of an only model
         self.http = httpx.Client(base_url=url, timeout=30)
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
 
@@ -172,8 +172,7 @@ class Served:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The server's event loop."""
-        assert self.bridge._loop
-        return self.bridge._loop
+        return self.bridge.loop
 
     @contextmanager
     def clock(self) -> Iterator[Callable[[float], None]]:

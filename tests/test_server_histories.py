@@ -19,7 +19,7 @@ from deltic.config import Limits
 from deltic.errors import RequestError
 from deltic.server.content import ContentReader
 from deltic.server.documents import DocumentTexts, digest
-from deltic.server.fields import IGNORED_HEADER
+from deltic.server.routing import IGNORED_HEADER
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.documents import reader_process
 

@@ -22,8 +22,7 @@ from test_server_harness import USER, Scripted, Served, read_all, serving, tiny,
 from deltic.errors import ConfigError, DelticError, UnavailableError
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
 from deltic.server.app import serve
-from deltic.server.async_engine import AsyncEngine
-from deltic.server.request_handle import RequestHandle, UnreadLimits
+from deltic.server.async_engine import AsyncEngine, QueueLimits, RequestHandle
 from deltic.server.run import listen
 
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
@@ -232,8 +231,9 @@ def test_signals_end_the_server_and_not_the_process() -> None:
 def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> None:
     """Whoever reads is cancelled so many turns of the loop after an event: it ends, or was done before."""
     async def read() -> bool:
-        unread = UnreadLimits(64, 60, lambda: None)
-        handle = RequestHandle([EngineRequest("r", (1,), SamplingParams())], 0, unread, lambda _: None, lambda *_: None)
+        limits = QueueLimits(1, 0, 1, unread=64, unread_seconds=60)
+        handle = RequestHandle([EngineRequest("r", (1,), SamplingParams())], limits, abort=lambda _: None,
+                               pause=lambda *_: None)
         reader = asyncio.ensure_future(anext(handle))
         for _ in range(3):
             await asyncio.sleep(0)
@@ -251,7 +251,7 @@ def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> No
 def test_a_server_that_cannot_start_says_so_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
-    def start(bridge: AsyncEngine) -> None:
+    def start(engine: AsyncEngine) -> None:
         raise RuntimeError("no more threads")
 
     monkeypatch.setattr(AsyncEngine, "start", start)
@@ -265,7 +265,7 @@ FAILING = """
 import sys; sys.path.insert(0, "tests")
 from deltic.cli import main
 from deltic.server.async_engine import AsyncEngine
-def start(bridge): raise RuntimeError("no more threads")
+def start(engine): raise RuntimeError("no more threads")
 AsyncEngine.start = start
 sys.exit(main(["serve", "tiny", "--port", "0", "--memory", "64MiB"]))
 """
@@ -280,6 +280,6 @@ def test_a_start_that_failed_is_no_success() -> None:
 def test_a_signal_that_comes_before_it_is_ready_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     start = AsyncEngine.start
-    monkeypatch.setattr(AsyncEngine, "start", lambda bridge: (start(bridge), signal.raise_signal(signal.SIGTERM)))
+    monkeypatch.setattr(AsyncEngine, "start", lambda engine: (start(engine), signal.raise_signal(signal.SIGTERM)))
     serve(Scripted("one").model(), port=0, drain_seconds=0, on_ready=said.append)
     assert not said

@@ -22,9 +22,9 @@ from deltic.config import Limits
 from deltic.engine.engine import Engine
 from deltic.engine.stats import WINDOW, Distribution, Histogram, Pace, TierUsage, TokenMeter, snapshot
 from deltic.ops.stored import ExpertStatistics
+from deltic.server.app import create_encoder_app
 from deltic.server.body import BodyReader
-from deltic.server.embeddings.app import create_encoder_app
-from deltic.server.embeddings.service import EmbeddingService, Services
+from deltic.server.embeddings import EmbeddingService, Services
 from deltic.server.metrics import ended_early, exposition
 from deltic.server.request_log import RequestLog
 
@@ -227,7 +227,7 @@ def test_latencies_and_ends_are_counted(served: Served) -> None:
 
 def test_choices_that_never_began_end_too() -> None:
     meter = TokenMeter()
-    meter.end(SimpleNamespace(arrived=0.0, finish="abort"), 2)  # type: ignore[arg-type]
+    meter.end(SimpleNamespace(times=SimpleNamespace(arrived=0.0), finish="abort"), 2)  # type: ignore[arg-type]
     assert meter.finishes == {"stop": 0, "length": 0, "abort": 3, "error": 0}
     assert sum(meter.latency.read().counts) == 1
 
@@ -379,8 +379,8 @@ def test_the_pace_is_that_of_the_last_whole_seconds() -> None:
 def test_a_meter_observes_the_first_token_of_the_first_choice_only() -> None:
     meter = TokenMeter()
     for choice, generated in ((0, 1), (0, 2), (1, 1)):
-        meter.token(SimpleNamespace(choice=choice, generated=generated, arrived=1.0, admitted=3.5,
-                                    last_token=None))  # type: ignore
+        meter.token(SimpleNamespace(choice=choice, generated=generated, times=SimpleNamespace(
+            arrived=1.0, admitted=3.5, last_token=None)))  # type: ignore
     assert sum(meter.first_token.read().counts) == sum(meter.queued.read().counts) == 1
     assert meter.queued.read().sum == 2.5
 

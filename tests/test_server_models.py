@@ -18,12 +18,11 @@ from test_server_harness import USER, Scripted, Served, serving, wait_until
 
 from deltic import LLM
 from deltic.cli import main
-from deltic.cli.model_set import stored_bytes
+from deltic.cli.serve import stored_bytes
 from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.convert import convert
-from deltic.loader.hub import open_model
-from deltic.server import model_registry
-from deltic.server.model_registry import ModelSet, ModelSource
+from deltic.loader.model_files import open_model
+from deltic.server.models import ModelSet, ModelSource
 
 
 @dataclass
@@ -156,7 +155,7 @@ def test_a_model_that_cannot_be_loaded_harms_no_other(shelf: Shelf, monkeypatch:
             assert failed.status_code == 503 and "its files are damaged" in failed.json()["error"]["message"]
         assert said(served, "one") == "one" and served.health()[0] == 200
         assert shelf.loads == ["two", "one"], "it is not tried again at once"
-        shelf.broken, _ = set(), monkeypatch.setattr(model_registry, "_FORGIVEN", 0.0)
+        shelf.broken, _ = set(), monkeypatch.setattr("deltic.server.models._FAILED_SECONDS", 0.0)
         assert said(served, "two") == "two"
 
 
@@ -206,7 +205,7 @@ def test_an_unloaded_model_leaves_no_memory() -> None:
 
 @pytest.mark.parametrize(("argv", "text"), [
     (["--model", "tiny"], "NAME=MODEL"), (["--model", "a=tiny", "--model", "a=tiny"], "two models"),
-    (["--model", "a=/no/such"], "no directory"), (["--idle-unload", "0"], "above 0"),
+    (["--model", "a=/no/such"], "no directory"), (["--idle-unload", "0"], "must be a number of seconds"),
     (["--models-memory", "much"], "models_memory"), (["--models-memory", "1MiB", "--memory", "64MiB"], "models_memory"),
     (["--model", "a=tiny", "--served-name", "b"], "--served-name")])
 def test_what_cannot_be_served_is_refused_at_once(argv: list[str], text: str,

@@ -10,7 +10,7 @@ from test_server_harness import USER, Scripted, limited, scripted, serving, tiny
 
 from deltic.chat.infill import Infill
 from deltic.chat.processor import ChatProcessor
-from deltic.server.fields import IGNORED_HEADER
+from deltic.server.routing import IGNORED_HEADER
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 pytestmark = pytest.mark.usefixtures("script_server")

@@ -18,12 +18,18 @@ from starlette.routing import Route
 from test_server_harness import USER, Scripted, Served, limited, serving, tiny
 
 from deltic import Encoder
-from deltic.server.embeddings.service import EmbeddingService
-from deltic.server.openapi import BODIES
+from deltic.server.embeddings import EmbeddingService
+from deltic.server.fields import Fields
+from deltic.server.routing import ApiRoute
 
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("server.md", "embeddings.md")]
 WITH_BODY, OTHERS = 350, 30
 """Cases for each operation and mode: with a body, and without."""
+
+
+def bodies_of(served: Served) -> dict[str, type[Fields]]:
+    """The schemas of bodies, by path."""
+    return {route.path: route.body for route in served.app.routes if isinstance(route, ApiRoute) and route.body}
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ def test_the_document_has_every_route(encoders: list[EmbeddingService]) -> None:
         page = PAGES[0].read_text(encoding="utf-8")
         assert not [path for path in document["paths"] if not re.search(f"[` …]{path.partition('{')[0]}", page)]
         assert {path for path, operations in document["paths"].items()
-                if "requestBody" in operations.get("post", {})} == BODIES.keys()
+                if "requestBody" in operations.get("post", {})} == bodies_of(served).keys()
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 path = path.replace("{", "").replace("}", "")
@@ -55,9 +61,10 @@ def test_the_document_has_every_route(encoders: list[EmbeddingService]) -> None:
                 assert known == ("security" in operation)
 
 
-def test_the_pages_name_every_field() -> None:
+def test_the_pages_name_every_field(encoders: list[EmbeddingService]) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    fields = {name for body in BODIES.values() for name in body.model_fields}
+    with serving(Scripted("x").model(), encoders=encoders) as served:
+        fields = {name for body in bodies_of(served).values() for name in body.model_fields}
     assert not {name for name in fields if not re.search(rf"[`\"]\b{name}\b", text)}
 
 
@@ -72,8 +79,8 @@ def test_the_documents_schemas_take_what_the_server_takes(encoders: list[Embeddi
     bodies |= {"/v1/rerank": ranked, "/v2/rerank": ranked, "/rerank": ranked, "/v1/score": scored, "/score": scored}
     bodies |= {"/api/chat": {"messages": USER}, "/api/generate": {"prompt": "x"}, "/api/embed": {"input": "w1"},
                "/api/embeddings": {"prompt": "w1"}, "/api/show": {"model": "tiny"}, "/api/pull": {"name": "tiny"}}
-    assert bodies.keys() == BODIES.keys()
     with serving(Scripted("x").model(), encoders=encoders) as served:
+        assert bodies.keys() == bodies_of(served).keys()
         document = served.http.get("/openapi.json").json()
         for path, body in bodies.items():
             schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -18,9 +18,8 @@ import pytest
 from test_server_harness import USER, Scripted, Served, read_all, serving, wait_until
 
 from deltic.errors import ConfigError
-from deltic.server.api_keys import ApiKeyAuth, read_keys
 from deltic.server.app import create_app
-from deltic.server.host_check import LOCAL_NAMES
+from deltic.server.middleware import LOCAL_NAMES, ApiKeyAuth, read_keys
 from deltic.server.run import hosts_of, listen, listen_unix, tls_context
 
 TLS = Path(__file__).parent / "tls"

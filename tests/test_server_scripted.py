@@ -9,8 +9,6 @@ import openai
 import pytest
 from test_server_harness import CALL, THOUGHT, USER, Served, scripted, wait_until
 
-from deltic.server import http
-
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "strict": True, "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}}]
 
@@ -212,7 +210,7 @@ def test_a_stream_that_cannot_be_served_ends_what_is_generated(monkeypatch: pyte
         raise LookupError("mine")
 
     with scripted(None) as (served, engine):
-        monkeypatch.setattr(http, "quote", fail)
+        monkeypatch.setattr("deltic.server.routing.quote", fail)
         assert served.post("/v1/chat/completions", messages=USER, stream=True, cache_prompt=True).status_code == 500
         wait_until(lambda: not engine.running)
 

@@ -17,7 +17,7 @@ from test_server_harness import USER, Scripted, Served, serving, tiny, wait_unti
 from deltic.chat import structured as grammar_module
 from deltic.errors import GenerationError
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
-from deltic.server.request_handle import RequestHandle, UnreadLimits
+from deltic.server.async_engine import QueueLimits, RequestHandle
 
 KEYS = {"key-a": "flood", "key-b": "other"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -182,13 +182,13 @@ def test_a_newcomer_gets_room_for_its_prompt() -> None:
 
 def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
     async def work() -> None:
-        ended, withdrawn, held = list[int](), list[RequestHandle](), list[bool]()
+        ended, aborted, held = list[int](), list[RequestHandle](), list[bool]()
         handle = RequestHandle(
             [EngineRequest("r", (1,), SamplingParams())],
-            0,
-            UnreadLimits(4, 0.02, partial(ended.append, 1)),
-            withdrawn.append,
-            lambda _, hold: held.append(hold),
+            QueueLimits(1, 0, 1, unread=4, unread_seconds=0.02),
+            abort=aborted.append,
+            pause=lambda _, hold: held.append(hold),
+            on_unread=partial(ended.append, 1),
         )
         handle.admit(None)
         handle.take(TokenEvent("r", 0, 5))
@@ -198,7 +198,7 @@ def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
         assert held == [True] and (handle.begun, handle.waiting) == (0, 1), "who pauses holds a place as who waits"
         while not ended:
             await asyncio.sleep(0.01)
-        assert withdrawn == [handle] and not handle.open
+        assert aborted == [handle] and not handle.open
         with pytest.raises(GenerationError, match="unread_seconds"):
             await anext(handle)
 
@@ -210,10 +210,10 @@ def test_a_reader_that_comes_back_in_time_loses_nothing() -> None:
         ended = list[int]()
         handle = RequestHandle(
             [EngineRequest("r", (1,), SamplingParams())],
-            0,
-            UnreadLimits(4, 0.05, partial(ended.append, 1)),
-            lambda _: None,
-            lambda *_: None,
+            QueueLimits(1, 0, 1, unread=4, unread_seconds=0.05),
+            abort=lambda _: None,
+            pause=lambda *_: None,
+            on_unread=partial(ended.append, 1),
         )
         handle.take(TokenEvent("r", 0, 5))
         await anext(handle)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltic.engine.shares import to_give_up
+from deltic.engine.policy import to_give_up
 
 
 @dataclass(eq=False)

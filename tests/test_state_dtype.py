@@ -30,22 +30,22 @@ from support import drain, embedded_runtime, fresh_pools, greedy, numbers, odd_r
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
+from deltic.cache.offload.directory import CacheDirectory
 from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.host import HostStore
+from deltic.cache.offload.identity import Identity
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.item_folder import FolderLabel, folders, read_label, root_of
 from deltic.cache.offload.types import StoredItem
 from deltic.cache.operations import CopySlot, FlushDeltaLog
-from deltic.cache.tensors import page_bytes, ring_bytes, slot_bytes
+from deltic.cache.tensors import delta_log_bytes, page_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
-from deltic.engine.identity import Identity
 from deltic.engine.loading import load
 from deltic.engine.memory import plan_memory
 from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
-from deltic.export.backend import _checked
+from deltic.export.backend import effective_options
 from deltic.export.program import ProgramInfo
 from deltic.ops import Ops, backends, explain, reference
 from deltic.ops.torch import OPS as TORCH
@@ -72,7 +72,7 @@ def test_a_compiled_program_has_states_of_its_own() -> None:
     for name, value in (("state_dtype", "bfloat16"), ("kv_dtype", "fp8"), ("mmproj", "a.gguf"), ("expert_cap", 2),
                         ("expert_memory", "1GiB"), ("gpu_memory_utilization", 0.5)):
         with pytest.raises(ConfigError, match=f"{name}={value} has no meaning for a compiled program: leave it out"):
-            _checked(EngineConfig(**{name: value}), info)
+            effective_options(EngineConfig(**{name: value}), info)
 
 
 # Memory
@@ -105,7 +105,8 @@ def test_replay_rings_stay_as_they_are() -> None:
     assert plans == [64, 64]
     pools = over_bfloat16().pools
     assert pools.delta_logs and all(tensor.dtype == torch.float32 for tensor in pools.delta_logs)
-    assert sum(tensor[:, :1].nbytes for tensor in pools.delta_logs) == ring_bytes(odd_runtime().config, torch.float32)
+    size = delta_log_bytes(odd_runtime().config, torch.float32)
+    assert sum(tensor[:, :1].nbytes for tensor in pools.delta_logs) == size
 
 
 def test_inspect_says_what_a_state_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,8 +168,8 @@ def test_what_is_written_late_is_rounded_less_often(backend: str) -> None:
                 exact.recurrent.copy_(exact.recurrent.to(BF16))
         slot, unit = int(made.batch.source[0]), int(made.batch.delta_log[0])
         if ring:
-            ops.fold_ring((view,), slot, unit, 20, 25, slot)
-            reference.fold_ring((exact,), slot, unit, 20, 25, slot)
+            ops.flush_delta_log((view,), slot, unit, 20, 25, slot)
+            reference.flush_delta_log((exact,), slot, unit, 20, 25, slot)
         assert (view.recurrent[slot] != exact.recurrent[slot].to(BF16)).float().mean() < 0.01
         found.append(view.recurrent[slot].double())
     assert 5e-4 < relative_rms(found[0], found[1]) < 2e-2
@@ -200,7 +201,7 @@ def test_slots_are_copied_folded_and_looked_at() -> None:
     for layer in range(len(pools.recurrent)):
         wide = StateView(pools.recurrent[layer, 3:4].double(), pools.conv[layer, 3:4].clone(),
                          pools.state_views()[layer].delta_log)
-        reference.fold_ring((wide,), 0, 2, 20, 24, 0)
+        reference.flush_delta_log((wide,), 0, 2, 20, 24, 0)
         assert (pools.recurrent[layer, 7] != wide.recurrent[0].to(BF16)).float().mean() < 0.01
 
 
@@ -226,8 +227,8 @@ def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, BF16)
         assert len(tiers) == 1 and notes is not None
         tiers[0].store.write(StoredItem("state", "0" * 32, "", 0, 1), {"recurrent": torch.ones(1)})
-    labels = [read_label(folder) for folder in folders(root_of(tmp_path))]
-    about = sorted(label.about for label in labels if isinstance(label, FolderLabel))
+    labels = CacheDirectory(tmp_path).models()
+    about = sorted(label.about for label in labels)
     assert len(about) == 2 and "states of bfloat16" in about[1] and "states" not in about[0]
 
 
@@ -268,7 +269,7 @@ def test_the_engine_answers_and_says_who_serves() -> None:
     served = explain(small.decoder.ops, small.decoder.weights, small.views)
     if plain.step is not None:  # the compiled kernels are there
         assert small.step is None
-        for name in ("gdn_mixer", "fold_ring"):
+        for name in ("gdn_mixer", "flush_delta_log"):
             assert served[name] == "torch (the states are not float32)"
         assert served["mlp"] == served["attention_mixer"] == "cpu"
     answers = serve(small, [greedy(numbers(seed, 60, 500), 30, str(seed)) for seed in range(6)])

@@ -209,7 +209,7 @@ class Stage:
             "preempted": self.engine.scheduler.preemptions, "accepted": accepted, "rejected": drafted - accepted,
             "aborted": sum(answer.last.finish == "abort" for answer in self.answers.values()),
             "reused": stats.reused_tokens, "restored": sum(tier.hits for tier in tiers),
-            "ahead": stats.ahead, "broken": int(self.engine.speculator.drafter is None), "paused": self.pauses})
+            "ahead": stats.async_steps, "broken": int(self.engine.speculator.drafter is None), "paused": self.pauses})
 
 
 def same(wanted: Answer, found: Answer, aborted: bool) -> None:

@@ -74,12 +74,12 @@ def test_ways_to_give_a_picture(llm: LLM, tmp_path: Path) -> None:
     ("it.png", "as a data URL .*not as 'it.png'"), ("http://127.0.0.1/x.png", "not as 'http://"),
     ("data:image/png;base64,?", "no valid base64"), ("data:image/png,x", "not in base64"),
     ("data:image/png;base64,\u00e9", "no valid base64"),
-    ("it.png", "or in Python a pathlib.Path, .* Pillow's or an array of uint8 pixels, not as 'it.png'"),
+    ("it.png", "or in Python a pathlib.Path, .* Pillow image or an array of uint8 pixels, not as 'it.png'"),
     (5, "must be a data URL, or in Python a pathlib.Path, .* an array of uint8 pixels, not 5"),
     ("data:image/png;base64,AAAA", "no picture that can be read"), (b"", "no picture that can be read"),
     (None, "has no picture.* or in Python a pathlib.Path"), (png(drawing(1))[:-60], "seems damaged"),
     (Image.open(io.BytesIO(png(drawing(1))[:-60])), "seems damaged"),
-    (Image.new("RGB", (1, 300)), "more than 200 times"),
+    (Image.new("RGB", (1, 300)), "aspect ratio above 200"),
     (Path("/nowhere/x.png"), r"\('/nowhere/x.png'\) cannot be read: there is no such file"),
     (Path("/dev/null"), r"\('/dev/null'\) cannot be read: there is no such file"),
     (Path(__file__), r"\(.*\) is no picture that can be read"),
@@ -91,7 +91,7 @@ def test_pictures_that_cannot_be_read(llm: LLM, image: Any, message: str) -> Non
 
 
 def test_what_is_no_film_is_shown(llm: LLM) -> None:
-    for odd in ("film.mp4", 5, []):
+    for odd in ("video.mp4", 5, []):
         with pytest.raises(RequestError, match=r"or in Python a pathlib.Path as video, not ") as caught:
             llm.chat([{"role": "user", "content": [{"type": "video", "video": odd}]}], GREEDY)
         assert str(caught.value).endswith(repr(odd)) and caught.value.field == "messages[0].content[0]"
@@ -159,26 +159,26 @@ def test_every_wire(served: Served, llm: LLM) -> None:
     assert "".join(part.text for part in message.content if part.type == "text") == chat.choices[0].message.content
 
 
-def test_films(llm: LLM) -> None:
+def test_videos(llm: LLM) -> None:
     frames = [drawing(seed, 24, 24) for seed in range(5)]
-    film = {"type": "video", "video": [frames[0], data_url(frames[1]), *frames[2:]], "fps": 2}
-    job = llm.chat_processor.chat([{"role": "user", "content": [film, {"type": "text", "text": "And then?"}]}], GREEDY)
+    video = {"type": "video", "video": [frames[0], data_url(frames[1]), *frames[2:]], "fps": 2}
+    job = llm.chat_processor.chat([{"role": "user", "content": [video, {"type": "text", "text": "And then?"}]}], GREEDY)
     prompt = job.request.prompt
     assert isinstance(prompt, Prompt) and len(prompt.pictures) == 3
     spelled = llm.chat_processor.tokenizer.decode([id for id, key in zip(prompt.ids, prompt.keys or (), strict=True)
                                                    if key >= 0], skip_special=False)
     assert ("<|vision_start|><0.2 seconds><|vision_start|><|vision_end|><1.2 seconds><|vision_start|><|vision_end|>"
             "<2.0 seconds><|vision_start|><|vision_end|><|vision_end|>And then?") in spelled
-    assert llm.chat([{"role": "user", "content": [film]}], GREEDY).text is not None
+    assert llm.chat([{"role": "user", "content": [video]}], GREEDY).text is not None
 
 
-@pytest.mark.parametrize(("film", "message"), [
-    ({"video": "film.mp4"}, "of the form"), ({"video": []}, "of the form"),
+@pytest.mark.parametrize(("video", "message"), [
+    ({"video": "video.mp4"}, "of the form"), ({"video": []}, "of the form"),
     ({"video": [5]}, r"video\[0\] must be a data URL"),
     ({"video": [Image.new("RGB", (9, 9))], "fps": 0}, "fps must be"), ({"video_url": {"url": "data:"}}, "of the form")])
-def test_films_that_cannot_be_read(llm: LLM, film: dict[str, Any], message: str) -> None:
+def test_videos_that_cannot_be_read(llm: LLM, video: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        llm.chat([{"role": "user", "content": [{"type": "video", **film}]}], GREEDY)
+        llm.chat([{"role": "user", "content": [{"type": "video", **video}]}], GREEDY)
 
 
 # The command line
@@ -212,9 +212,9 @@ def test_shown_on_the_command_line(directory: Path, tmp_path: Path, capsys: pyte
                "--json"]
     assert main(["run", str(directory), "--image", str(tmp_path / "it.png"), "What is this?", *options]) == 0
     assert json.loads(capsys.readouterr().out)["usage"]["prompt_tokens"] > 15
-    (tmp_path / "it.mp4").write_text("no film")
+    (tmp_path / "it.mp4").write_text("no video")
     assert main(["run", str(directory), "--video", str(tmp_path / "it.mp4"), "What is this?", *options]) != 0
-    assert "it.mp4 cannot be read as a film" in (said := capsys.readouterr().err) or "deltic[video]" in said
+    assert "it.mp4 cannot be read as a video" in (said := capsys.readouterr().err) or "deltic[video]" in said
 
 
 def test_what_is_no_picture_is_named(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

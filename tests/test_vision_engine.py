@@ -21,11 +21,11 @@ from deltic.config.vision import ImageConfig, VisionConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.errors import RequestError
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 from deltic.params import EngineRequest, Prompt, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
-from deltic.vision.patches import Pixels, Video, patches_of
+from deltic.vision.preprocess import Pixels, Video, patches_of
 from deltic.vision.prompt import with_pictures
 
 PICTURES = ImageConfig(min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 40)
@@ -142,23 +142,23 @@ def test_experts_as_transformers(tmp_path: Path) -> None:
     assert tokens_of(Engine(pair.load()), ask(pair.prompt(text), 4))[0] == pair.expected(text, 4)[0]
 
 
-def test_films_as_transformers(pair: Pair, runtime: ModelRunner) -> None:
-    """A picture, and a film of three parts that share nothing but the film."""
+def test_videos_as_transformers(pair: Pair, runtime: ModelRunner) -> None:
+    """A picture, and a video of three parts that share nothing but the video."""
     vision, still = pair.vision, pair.pixels(17, 60, 2)
     frames = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 40, 3), dtype=np.uint8))
               for seed in range(6)]
-    film = Video(tuple(picture(frames[start:start + 2], PICTURES, vision, (24, 40)) for start in (0, 2, 4)),
+    video = Video(tuple(picture(frames[start:start + 2], PICTURES, vision, (24, 40)) for start in (0, 2, 4)),
                 ((11, 12), (13,), (14, 15, 16)))
     ids = [3, 250, vision.video_token_id, 251, 9, 250, vision.image_token_id, 251, 5]
-    prompt, (place,) = with_pictures(ids, [film, still], vision, [5])
-    assert place == 4 + sum(map(len, film.stamps)) + sum(2 + part.tokens for part in film.parts)
+    prompt, (place,) = with_pictures(ids, [video, still], vision, [5])
+    assert place == 4 + sum(map(len, video.stamps)) + sum(2 + part.tokens for part in video.parts)
     kinds = [2 if token == vision.video_token_id else int(token == vision.image_token_id) for token in prompt.ids]
-    patches = [torch.from_numpy(patches_of(each, PICTURES, vision)) for each in (still, *film.parts)]
+    patches = [torch.from_numpy(patches_of(each, PICTURES, vision)) for each in (still, *video.parts)]
     with torch.no_grad():
         logits = pair.theirs(
             torch.tensor([prompt.ids]), mm_token_type_ids=torch.tensor([kinds]), use_cache=False,
             pixel_values=patches[0], image_grid_thw=torch.tensor([[1, *still.grid]]),
-            pixel_values_videos=torch.cat(patches[1:]), video_grid_thw=torch.tensor([[3, *film.parts[0].grid]])).logits
+            pixel_values_videos=torch.cat(patches[1:]), video_grid_thw=torch.tensor([[3, *video.parts[0].grid]])).logits
     engine = Engine(runtime)
     engine.add(ask(prompt, 1))
     event = drain(engine)["a", 0].events[0]

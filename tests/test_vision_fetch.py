@@ -54,7 +54,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path in headers:
             self.send_header("Location", headers[self.path])
         self.end_headers()
-        data = {"/it.png": self.picture, "/large": bytes(fetch.MOST_BYTES + 2)}.get(self.path, b"")
+        data = {"/it.png": self.picture, "/large": bytes(fetch.MAX_BYTES + 2)}.get(self.path, b"")
         with suppress(OSError):
             self.wfile.write(data)
         if self.path == "/it.png":

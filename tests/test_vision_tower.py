@@ -21,16 +21,14 @@ from deltic.config import Limits
 from deltic.config.vision import ImageConfig, VideoConfig, Vision, VisionConfig
 from deltic.errors import ModelError, RequestError
 from deltic.loader.files import read_json
-from deltic.loader.hub import open_model
+from deltic.loader.model_files import open_model
 from deltic.loader.quantize import quantize_tower
 from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import VisionTower, build_tower
 from deltic.ops import backends
 from deltic.ops.quantized import QTensor
-from deltic.vision.patches import Video, patches_of
-from deltic.vision.positions import rotary_positions
-from deltic.vision.reader import Reading
-from deltic.vision.sizes import target_size
+from deltic.vision.preprocess import Video, patches_of, target_size
+from deltic.vision.prompt import Reading, rotary_positions
 
 GRIDS = [(2, 2), (4, 6), (10, 2), (6, 14), (2, 8)]
 
@@ -167,7 +165,7 @@ def test_patches_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("said", [{}, {"cap_pixels_per_frame": True, "max_video_tokens": 20},
                                   {"cap_pixels_per_frame": True}])
-def test_frames_of_films_have_the_size_that_transformers_gives_them(said: dict[str, Any]) -> None:
+def test_frames_of_videos_have_the_size_that_transformers_gives_them(said: dict[str, Any]) -> None:
     """An odd number of frames counts as it is, although the last one is shown twice."""
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
@@ -185,7 +183,7 @@ def test_frames_of_films_have_the_size_that_transformers_gives_them(said: dict[s
 
 
 def test_too_long_for_its_width() -> None:
-    with pytest.raises(RequestError, match="1 x 201 pixels is more than 200 times as long as wide"):
+    with pytest.raises(RequestError, match="1 x 201 pixels has an aspect ratio above 200"):
         target_size(201, 1, ImageConfig(), vision_shape())
 
 
@@ -203,7 +201,7 @@ def test_a_picture_is_known_by_its_pixels_and_its_grid() -> None:
 
 
 def test_positions_are_those_of_transformers(models: dict[str, tuple[Any, Path]]) -> None:
-    """Of 500 random conversations with pictures and films, each part of which is a run of its own."""
+    """Of 500 random conversations with pictures and videos, each part of which is a run of its own."""
     model, _ = models["even"]
     random = Random(9)
     for _ in range(500):
@@ -234,7 +232,7 @@ def test_positions_are_those_of_transformers(models: dict[str, tuple[Any, Path]]
     ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ({"num_heads": 5}, "hidden_size \\(48\\) must be num_heads \\(5\\)"),
     ({"num_position_embeddings": 35}, "num_position_embeddings must be a square"),
-    ({"out_hidden_size": 8}, "out_hidden_size is 8, and the text model's hidden_size"),
+    ({"out_hidden_size": 8}, "out_hidden_size is 8, but the text model's hidden_size"),
     ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes \\[1\\] is not supported"),
 ])
 def test_configs_that_cannot_be(models: dict[str, tuple[Any, Path]], change: dict[str, Any], message: str) -> None:
@@ -249,7 +247,7 @@ SAID: dict[str, Any] = {"size": {"shortest_edge": 4096, "longest_edge": 65536}, 
 
 
 def test_where_a_model_says_how_pictures_are_prepared(models: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
-    """In a file for pictures and one for films, or in one for both, which goes before them."""
+    """In a file for pictures and one for videos, or in one for both, which goes before them."""
     for file in models["even"][1].iterdir():
         (tmp_path / file.name).symlink_to(file)
     other = {**SAID, "size": {"shortest_edge": 1024, "longest_edge": 2048}}
@@ -300,7 +298,7 @@ def test_pictures_that_cannot_be_prepared(change: dict[str, Any], message: str) 
     for pair in ((change, {}), ({}, change)):
         with pytest.raises(ModelError, match=message):
             ImageConfig.from_hf(*pair)
-    with pytest.raises(ModelError, match="films must be those of pictures"):
+    with pytest.raises(ModelError, match="videos must be those of images"):
         ImageConfig.from_hf(fine, {**fine, "image_mean": [0.4] * 3})
 
 

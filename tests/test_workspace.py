@@ -10,7 +10,7 @@ from threading import Barrier, Thread
 import pytest
 import torch
 
-from deltic.ops.workspace import Guard, Workspace, guard
+from deltic.ops.memory import Guard, Workspace, guard
 
 DEVICE = torch.device("cuda", 0)
 

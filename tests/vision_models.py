@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from support import transformers_vision_model
-from test_text_support import QWEN_LIKE
+from test_chat_support import QWEN_LIKE
 
 import deltic
 from deltic.config.vision import ImageConfig, VisionConfig
 from deltic.params import SamplingParams
-from deltic.vision.patches import Pixels, pixels
-from deltic.vision.sizes import target_size
+from deltic.vision.preprocess import Pixels, pixels, target_size
 
 TINY = Path(deltic.__file__).parent / "models" / "tiny"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What sequences own in the cache. Read it freely; only `HybridCache` changes it."""
+"""What sequences own in the cache. Read it freely; only the manager and its parts change it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from deltic.params import PAGE
 
 @dataclass(slots=True, eq=False)
 class SequenceCache:
-    """What one running sequence owns. Read it freely; only HybridCache changes it.
+    """The units of one running sequence.
 
-    slot: of its state.
+    slot: of its recurrent state.
     pages: of its K/V; they cover `covered` tokens.
-    keys: what the sequence's tokens are known by (`Prompt.keys`), the very list that its owner appends to.
-    done: the cursor: committed K/V and state stand for so many of the tokens.
-    logits: those of the last token where it started, if known.
-    source: the tier that it came from, if any.
-    shared: tokens of K/V that the tree knew of its prompt.
-    checkpoint_slots: slots that steps write the state at a position to, to be kept by `keep_emitted`.
-    likely_resume: positions where following prompts are expected to part.
-    guarded: the checkpoints to which the sequence would return.
-    delta_log: its replay ring, if it has one.
-    unflushed: committed tokens that are in the ring and not in the state.
-    prompt: what the keys begin with, once more as an array, of which parts are quickly had; it never changes.
-    node: of the tree, on the way of the keys.
+    keys: the keys of its tokens (`Prompt.keys`), the very list that the sequence appends to.
+    done: the cursor: K/V and state of so many tokens are committed.
+    logits: of the last token where the sequence started, if known.
+    source: name of the tier that it started from, if any.
+    shared: tokens of K/V that the tree had of its prompt.
+    checkpoint_slots: by position, slots that steps write the state at that position to.
+    likely_resume: positions where following prompts are likely to resume.
+    guarded: checkpoints that the sequence would return to.
+    delta_log: its state delta log, if it has one.
+    unflushed: committed tokens that are in the delta log and not in the state.
+    prompt: the first keys once more, as an array that never changes and is quickly sliced.
+    node: a node of the tree on the path of the keys.
     """
 
     slot: int
@@ -46,13 +46,13 @@ class SequenceCache:
     node: Node | None = None
 
     def prefix(self, done: int) -> array[int]:
-        """The first `done` keys."""
+        """Returns the first `done` keys."""
         known = self.prompt[:done]
         return known if len(known) == done else known + array("q", self.keys[len(known):done])
 
     @property
     def tokens(self) -> list[int]:
-        """The keys of the committed tokens, a copy."""
+        """A copy of the keys of the committed tokens."""
         return self.keys[:self.done]
 
     @property
@@ -67,8 +67,7 @@ class SequenceCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
-    """A position to which sequences can return: its tokens' keys, their pages, and a copy of the state in a slot.
-    logits: those of the last token, if they are kept."""
+    """A position that sequences can return to: keys, pages and a copy of the state. logits: of the last token."""
 
     slot: int
     pages: tuple[int, ...]
@@ -82,7 +81,7 @@ class CacheSnapshot:
 
 @dataclass(slots=True, eq=False)
 class PreemptedState:
-    """What a sequence that gave its place to another one would return to, and how many pages it had."""
+    """The checkpoints that a preempted sequence would return to, and the number of pages that it had."""
 
     guarded: list[Checkpoint]
     pages: int

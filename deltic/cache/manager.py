@@ -1,19 +1,26 @@
-"""The hybrid cache: K/V pages and recurrent state slots under one account. Accounting alone: what is to be done to the
-pools is queued (`operations`).
+"""The cache manager: grants pages and slots to sequences, moves their cursors, and keeps what they leave. No torch.
 
-A sequence holds a `SequenceCache`: pages for its K/V, one slot for its recurrent state, and the cursor `done` that says
-how many tokens both contain. Only `commit` moves a cursor forward and only `restore` moves it back (L1, L2).
+A sequence's tokens by position, as half-open intervals. PAGE divides `full`; `full <= done < full + PAGE`:
 
-    tokens     0 ........ 16 ........ 32 ........ done ..... covered
-    pages      [ full    ][ full     ][ partial              ]
-    owners     shared      shared      one lease only         granted, not yet written
+    0 ............... full .......... done .......... covered
+    [ full pages      )[ partial page )[ granted       )
+      any owners         one owner       one owner, not written yet
 
-A sequence that speculates also has a replay ring: its slot then stays as of `base` tokens, and the ring holds what came
-after. What leaves the lease (a fork, a kept end) is folded first; what is rejected is not committed.
+    commit(n)                [done, done + n) is committed: the cursor moves (L1)
+    rollback(d)              [d, done) is forgotten; its pages stay granted
+    commit_checkpoints()     for a state that was written at p <= done: the tree shares [0, p // PAGE * PAGE), copies
+                             the rest of [0, p) and takes over the state's slot; for p > done the slot is freed
+    release(keep=False)      [0, covered) loses an owner: pages without another owner are free, the slot is free
+    release(keep=True)       [0, full)         the tree keeps what it does not have; duplicates are free
+                             [full, done)      the tree takes over the page, and the state's slot
+                             [done, covered)   free, without the partial page
 
-What a finished sequence leaves, and the states emitted while prompts are read, go to the prefix tree; a new sequence
-resumes there at the deepest state that its prompt begins with. The tree gives way whenever a sequence needs a unit;
-what it has been given lies in the tiers too (host memory, disk), and comes back from there.
+The state in a sequence's slot stands for [0, base). [base, done) lies in its state delta log if it has one; else base
+is done. The log is flushed before a state leaves the sequence (fork, snapshot, kept end).
+
+A new sequence resumes at the deepest checkpoint that its prompt begins with (L2). The tree evicts prefixes whenever a
+sequence needs a page or slot; the offload tiers have a copy, and load it again. Tensors are not touched here: changes
+of the pools are queued as `operations`.
 """
 
 from __future__ import annotations
@@ -26,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cache.block_accounts import BlockAccounts
 from deltic.cache.handles import CacheSnapshot, PreemptedState, SequenceCache
-from deltic.cache.offload.tiers import NOTHING, LoadRequest, StoreRequest
-from deltic.cache.operations import CopySlot, FlushDeltaLog, Operation, Pools, RestoreItem, StoreItem
+from deltic.cache.offload.tiers import LoadRequest, StoreRequest
+from deltic.cache.operations import CopySlot, OperationQueue, Pools, RestoreItem, StoreItem
 from deltic.cache.radix_tree import Checkpoint, PrefixMatch
-from deltic.errors import UnavailableError
+from deltic.cache.state_slots import StateSlots
 from deltic.params import PAGE, RING
 
 if TYPE_CHECKING:
@@ -37,461 +44,364 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deltic")
 
+_PREEMPTION_RESERVE = 8
+"""Preemption leaves one in so many slots to the tree."""
+
 
 class HybridCache:
-    """Grants pages and slots, moves cursors, forks and restores. `check()` proves the accounts."""
+    """Manages K/V pages and recurrent states of all sequences. `check` proves the accounts."""
 
     def __init__(self, pools: Pools, reuse: bool = True, tiers: Sequence[TierIndex] = (),
                  rows: int | None = None) -> None:
-        """reuse: keep prefixes of finished sequences for following ones. tiers: where to keep them too, fastest
-        first. rows: positions that may be kept with their logits; None: as many as there are slots."""
-        self.pools, self.reuse, self.sizes = pools, reuse, pools.sizes
+        """reuse: keep prefixes for following sequences. tiers: where to store them as well, fastest first. rows:
+        positions that may be kept with their logits; None: as many as there are slots."""
+        self.pools, self.reuse = pools, reuse
+        self.sizes = pools.sizes
         self.tiers = tuple(tiers) if reuse else ()
-        self.accounts = BlockAccounts(self.sizes)
-        self.pages, self.slots, self.delta_logs = self.accounts.pages, self.accounts.slots, self.accounts.delta_logs
-        self.tree = self.accounts.tree
+        self.operations = OperationQueue(pools)
+        self.accounts = BlockAccounts(self.sizes, self.operations)
+        self.states = StateSlots(self.accounts, self.sizes.recurrent)
+        self.pages, self.slots = self.accounts.pages, self.accounts.slots
+        self.delta_logs, self.tree = self.accounts.delta_logs, self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
         self._preempted: list[PreemptedState] = []
-        self.poisoned = False
-        """Not all was done to the pools that should have been: nothing in them is what the accounts say, until all
-        leases and snapshots are given back and `start_anew` is called."""
-
-    def take_operations(self) -> tuple[Operation, ...]:
-        """What is to be done to the pools before anything else is, in order; it is the caller's to have it done."""
-        operations = tuple(self.accounts.queue)
-        self.accounts.queue.clear()
-        return operations
-
-    def flush_operations(self) -> None:
-        """Have all that is queued done now, outside of a plan."""
-        if self.accounts.queue:
-            self.apply_operations(self.take_operations())
-
-    def apply_operations(self, operations: Sequence[Operation]) -> None:
-        """Have these done, which were taken from the queue. Where that raises, the cache is `lost`."""
-        try:
-            if self.poisoned:
-                raise UnavailableError("the cache's memory is not what its accounts say, as an earlier operation on it "
-                                       "failed: load the model anew")
-            self.pools.apply(operations)
-        except BaseException:
-            self.poisoned = True
-            self.pools.forget(operations)
-            raise
-
-    def reset(self) -> None:
-        """Give up all prefixes, and what was still to be done, of a cache that is `lost`; the tiers keep theirs. Only
-        where nothing is leased, and no snapshot kept."""
-        assert not self.accounts.sequences and not self.accounts.snapshots, "somebody still relies on the pools"
-        self.clear()
-        self.pools.forget(self.take_operations())
-        self.poisoned = False
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is leased or kept outside of the tree."""
-        return not self.accounts.sequences and not self.accounts.snapshots and not self._preempted
+        """True if nothing is owned outside of the tree."""
+        return not self.accounts.owners and not self._preempted
 
-    def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: LoadRequest = NOTHING,
-              end: bool = True, keys: list[int] | None = None) -> SequenceCache | None:
-        """A lease at the deepest kept position that `prompt` begins with, or at its start. Its keys are `keys`, which
-        begin with the prompt and will do so; by default the prompt: that very list, if it is one.
-
-        None, and nothing is given up for it, if no pages for `room` tokens in all could be had; None if no slot could.
-        Without `room`, for a sequence that is alone, a start from nothing comes before none: the kept position itself
-        may be what stands in the way. fetch: what `fetch` brought for this prompt. end: the prompt's very end will do,
-        where its logits are known.
-        """
-        match = self.tree.match(prompt, end) if self.reuse else PrefixMatch(None, 0)
-        checkpoint = match.checkpoint
-        pages = -(-room // PAGE)
-        lease = self._arrive(fetch, pages, checkpoint.done if checkpoint else 0)
-        if lease is None and checkpoint:
-            lease = self._resume(checkpoint, pages)
-        if lease is None and not (checkpoint and room):
-            lease = self._begin(pages)
-        if lease:
-            lease.keys = keys or (prompt if isinstance(prompt, list) else [*prompt])
-            lease.prompt = prompt if keys and isinstance(prompt, array) else array("q")
-            lease.shared = match.shared
-        return lease
-
-    def _begin(self, room: int) -> SequenceCache | None:
-        """A lease at the start."""
-        if room > self.accounts.attainable(room) or not self.make_room(room):
-            return None
-        slot = self.accounts.take_slot()
-        return None if slot is None else self.accounts.book(SequenceCache(slot))
+    # admission
 
     def start_load(self, prompt: Sequence[int]) -> LoadRequest:
-        """Have the tiers look for a deeper position than `known` ones; to be polled, then given to `admit`."""
-        return (
-            LoadRequest(prompt, self.cached_length(prompt), self.tiers, self.pools.item_validator)
-            if self.tiers
-            else NOTHING
-        )
+        """Returns a request that looks in the tiers for a deeper position than the tree has: to be polled, then given
+        to `admit`."""
+        known = self.tree.cached_length(prompt) if self.tiers else 0
+        return LoadRequest(prompt, known, self.tiers, self.pools.item_validator)
 
-    def _arrive(self, fetch: LoadRequest, room: int, known: int) -> SequenceCache | None:
-        """A lease at a position that came from a tier."""
-        loaded = fetch.loaded
-        if loaded is None or fetch.tier is None or loaded.done <= known:
-            return None
-        full = self.tree.shared(loaded.tokens)
-        missing = max(room, -(-loaded.done // PAGE)) - len(full)
-        if missing > self.accounts.attainable(missing, full):
-            return None
-        self.pages.share(full)
-        slot = self.accounts.take_slot() if self.make_room(missing) else None
-        fresh = None if slot is None else self.pages.take(-(-loaded.done // PAGE) - len(full))
-        if slot is None or fresh is None:
-            self.pages.release(full)
-            self.slots.release([] if slot is None else [slot])
-            return None
-        lease = self.accounts.book(
-            SequenceCache(slot, [*full, *fresh], [], loaded.done, loaded.logits, fetch.tier.name)
-        )
-        self._queue(RestoreItem(self.pools.hold(loaded), tuple(lease.pages), len(full) * PAGE, slot))
-        fetch.tier.hits += 1
-        fetch.tier.hit_tokens += loaded.done - known
-        self._emit_here(lease)
-        return lease
+    def admit(self, prompt: Sequence[int] = (), min_tokens: int = 0, load: LoadRequest | None = None,
+              allow_end: bool = True, keys: list[int] | None = None) -> SequenceCache | None:
+        """Returns a sequence cache at the deepest position that is kept for `prompt`, or at its start.
 
-    def _emit_here(self, lease: SequenceCache) -> None:
-        """Have the present position kept, for other sequences."""
-        slot = self.reserve_checkpoint(lease, lease.done)
-        if slot is not None:
-            self._queue(CopySlot(lease.slot, slot))
+        None if no slot can be had, or no pages for `min_tokens` in all; nothing is evicted for a refusal. Without
+        `min_tokens` the start of the prompt is a fallback: the kept position may itself be in the way.
 
-    def _resume(self, checkpoint: Checkpoint, room: int) -> SequenceCache | None:
-        """A lease at a checkpoint, which may go at once: the lease owns a copy of the state and of the partial page."""
+        load: what the tiers brought. allow_end: the end of the prompt itself will do if its logits are known. keys:
+        the sequence's list of keys, which begins with the prompt; by default the prompt itself.
+        """
+        match = self.tree.match(prompt, allow_end) if self.reuse else PrefixMatch(None, 0)
+        checkpoint = match.checkpoint
+        pages = -(-min_tokens // PAGE)
+        cache = self._admit_loaded(load, pages, checkpoint.done if checkpoint else 0) if load else None
+        if cache is None and checkpoint:
+            cache = self._admit_at(checkpoint, pages)
+        if cache is None and not (checkpoint and min_tokens):
+            cache = self._admit_at_start(pages)
+        if cache:
+            cache.keys = keys or (prompt if isinstance(prompt, list) else [*prompt])
+            cache.prompt = prompt if keys and isinstance(prompt, array) else array("q")
+            cache.shared = match.shared
+        return cache
+
+    def _admit_at_start(self, pages: int) -> SequenceCache | None:
+        if pages > self.accounts.attainable(pages) or not self.accounts.make_room(pages):
+            return None
+        slot = self.accounts.take_slot()
+        return None if slot is None else self.accounts.add(SequenceCache(slot))
+
+    def _admit_at(self, checkpoint: Checkpoint, pages: int) -> SequenceCache | None:
+        """The sequence gets copies of the state and of the partial page, so that the checkpoint may go at once."""
         path = self.tree.path(checkpoint)
-        missing = room - checkpoint.done // PAGE
+        missing = pages - checkpoint.done // PAGE
         if missing > self.accounts.attainable(missing, path):
             return None
         checkpoint.locks += 1
-        lease = self._copy_checkpoint(checkpoint, path) if self.make_room(missing) else None
+        copy = self.accounts.take_copy(path, checkpoint.done) if self.accounts.make_room(missing) else None
         checkpoint.locks -= 1
-        return lease
-
-    def _copy_checkpoint(self, checkpoint: Checkpoint, path: Sequence[int]) -> SequenceCache | None:
-        copy = self.accounts.take_copy(path, checkpoint.done)
         if copy is None:
             return None
-        slot, pages = copy
+        slot, own = copy
         self.tree.use(checkpoint)
-        self._queue(CopySlot(checkpoint.slot, slot))
-        lease = self.accounts.book(SequenceCache(slot, pages, done=checkpoint.done, logits=checkpoint.logits,
-                                         node=checkpoint.node))
-        _guard(lease, checkpoint)
-        return lease
+        self.operations.append(CopySlot(checkpoint.slot, slot))
+        cache = SequenceCache(slot, own, done=checkpoint.done, logits=checkpoint.logits, node=checkpoint.node)
+        _guard(cache, checkpoint)
+        return self.accounts.add(cache)
 
-    def cached_length(self, prompt: Sequence[int], end: bool = True) -> int:
-        """Tokens that `admit` would find done."""
-        checkpoint = self.tree.match(prompt, end).checkpoint if self.reuse else None
-        return checkpoint.done if checkpoint else 0
+    def _admit_loaded(self, load: LoadRequest, pages: int, known: int) -> SequenceCache | None:
+        """Starts at a position that a tier brought, if it is deeper than the tree's."""
+        loaded = load.loaded
+        if loaded is None or load.tier is None or loaded.done <= known:
+            return None
+        shared = self.tree.shared(loaded.tokens)
+        loaded_pages = -(-loaded.done // PAGE)
+        missing = max(pages, loaded_pages) - len(shared)
+        if missing > self.accounts.attainable(missing, shared):
+            return None
+        self.pages.share(shared)
+        slot = self.accounts.take_slot() if self.accounts.make_room(missing) else None
+        fresh = None if slot is None else self.pages.take(loaded_pages - len(shared))
+        if slot is None or fresh is None:
+            self.pages.release(shared)
+            self.slots.release([] if slot is None else [slot])
+            return None
+        cache = SequenceCache(slot, [*shared, *fresh], [], loaded.done, loaded.logits, load.tier.name)
+        self.operations.append(RestoreItem(self.pools.hold(loaded), tuple(cache.pages), len(shared) * PAGE, slot))
+        load.tier.hits += 1
+        load.tier.hit_tokens += loaded.done - known
+        self.accounts.add(cache)
+        kept = self.reserve_checkpoint(cache, cache.done)
+        if kept is not None:  # for other sequences
+            self.operations.append(CopySlot(cache.slot, kept))
+        return cache
 
-    def make_room(self, pages: int) -> bool:
-        """Have the tree give up prefixes until so many pages are free, or as many as can be; True if all are."""
-        return self.accounts.make_room(pages)
+    # steps
 
-    def reserve(self, lease: SequenceCache, tokens: int) -> int:
-        """Grant pages for up to `tokens` tokens after the cursor; returns for how many there is room now (L4)."""
-        missing = -(-(lease.done + tokens) // PAGE) - len(lease.pages)
+    def reserve(self, cache: SequenceCache, tokens: int) -> int:
+        """Grants pages for up to `tokens` tokens after the cursor; returns for how many there is room now (L4)."""
+        missing = -(-(cache.done + tokens) // PAGE) - len(cache.pages)
         if missing <= 0:
             return tokens
-        self.make_room(missing)
-        pages = self.pages.take(max(0, min(missing, self.pages.free)))
-        lease.pages += pages or []
-        return min(tokens, lease.covered - lease.done)
+        self.accounts.make_room(missing)
+        cache.pages += self.pages.take(min(missing, self.pages.free)) or []
+        return min(tokens, cache.covered - cache.done)
 
-    def reserve_checkpoint(self, lease: SequenceCache, position: int) -> int | None:
-        """A slot for a step to write the lease's state at `position` to; None if none can be had."""
-        if not self.reuse or position in lease.checkpoint_slots:
+    def commit(self, cache: SequenceCache, count: int, base: int | None = None) -> None:
+        """Moves the cursor over the next `count` keys, whose K/V and state were just written; nothing else does (L1).
+
+        base: tokens that the state in the slot stands for, if the step appended to the state delta log.
+        """
+        assert cache.done + count <= cache.covered, "tokens are committed past the granted pages"
+        assert 0 <= count <= len(cache.keys) - cache.done, "tokens are committed that the sequence does not have"
+        cache.done += count
+        cache.unflushed = 0 if base is None else cache.done - base
+        assert 0 <= cache.unflushed <= RING, "the cursor is not within the state delta log"
+
+    def rollback(self, cache: SequenceCache, done: int) -> bool:
+        """Takes back the last committed tokens, which were drafts. Returns False, and changes nothing, if the state
+        stands for more than `done` tokens (L2). The caller changes the keys."""
+        if not (cache.base if self.sizes.recurrent else 0) <= done <= cache.done:
+            return False
+        assert self.pages.alone(cache.pages[done // PAGE:]), "tokens are taken back that others have"
+        cache.unflushed = max(cache.unflushed - (cache.done - done), 0)
+        cache.done = done
+        _forget_keys(cache)
+        return True
+
+    # checkpoints
+
+    def reserve_checkpoint(self, cache: SequenceCache, position: int) -> int | None:
+        """Returns a slot for a step to write the state at `position` to; None if none can be had."""
+        if not self.reuse or position in cache.checkpoint_slots:
             return None
         slot = self.accounts.take_slot()
         if slot is not None:
-            lease.checkpoint_slots[position] = slot
+            cache.checkpoint_slots[position] = slot
         return slot
 
-    def commit_checkpoints(self, lease: SequenceCache, logits: object = None) -> None:
-        """Put the states emitted so far into the tree. logits: of the last committed token, kept with its state."""
-        emitting, lease.checkpoint_slots = lease.checkpoint_slots, {}
-        for position, slot in emitting.items():
-            tail = position % PAGE
-            page = self.accounts.own_page(lease.pages[position // PAGE]) if tail and position <= lease.done else None
-            if position > lease.done or (tail and page is None):
+    def commit_checkpoints(self, cache: SequenceCache, logits: object = None) -> None:
+        """Puts the states that steps have written into the tree. logits: of the last committed token."""
+        slots, cache.checkpoint_slots = cache.checkpoint_slots, {}
+        for position, slot in slots.items():
+            partial = position % PAGE > 0
+            page = None
+            if partial and position <= cache.done:
+                page = self.accounts.own_page(cache.pages[position // PAGE])
+            if position > cache.done or (partial and page is None):
                 self.slots.release([slot])
                 continue
-            checkpoint = self._keep(lease, position, slot, page, logits if position == lease.done else None)
-            if position in lease.likely_resume:
+            checkpoint = self._keep(cache, position, slot, page, logits if position == cache.done else None)
+            if position in cache.likely_resume:
                 checkpoint.likely_resume = True
-                _guard(lease, checkpoint)
+                _guard(cache, checkpoint)
 
-    def _keep(self, lease: SequenceCache, done: int, slot: int, page: int | None, logits: Any = None,
-              lasting: bool = True) -> Checkpoint:
-        """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers if it
-        shall be lasting."""
-        tokens = lease.prefix(done)
-        checkpoint = self.tree.insert(tokens, lease.pages, slot, page, logits, lease.node)
-        if lease.node is None or not lease.node.kept or lease.node.depth < checkpoint.node.depth:
-            lease.node = checkpoint.node
-        self.tree.keep_logits(self.rows - self._rows_held)
-        if lasting and self.tiers:
-            item = self.pools.hold(StoreRequest(tokens, checkpoint.logits, self.tiers))
-            self._queue(StoreItem(item, tuple(lease.pages[:-(-done // PAGE)]), checkpoint.slot))
-        return checkpoint
-
-    def commit_if_finite(self, lease: SequenceCache) -> bool:
-        """Put the states emitted so far into the tree although no logits were seen that depend on them, if all that the
-        lease holds is finite; else give them up. Returns whether it is."""
+    def commit_if_finite(self, cache: SequenceCache) -> bool:
+        """Puts the states that steps have written into the tree if all K/V and states are finite: for a sequence whose
+        logits were not seen. Returns True if they are."""
         if not self.reuse:
             return False
-        self.flush_delta_log(lease)
+        self.states.flush(cache)
         try:
-            self.flush_operations()
-            sound = self.pools.sound((lease.slot, *lease.checkpoint_slots.values()), lease.pages, lease.done)
-        except Exception:  # such as that a look takes memory that is not there
-            log.exception("a prefix is not kept, as nobody can say whether it is sound")
-            sound = False
-        if sound:
-            self.commit_checkpoints(lease)
-        self.slots.release(lease.checkpoint_slots.values())
-        lease.checkpoint_slots = {}
-        return sound
+            self.operations.flush()
+            finite = self.pools.sound((cache.slot, *cache.checkpoint_slots.values()), cache.pages, cache.done)
+        except Exception:  # such as a shortage of memory
+            log.exception("a prefix is not kept, as its tensors could not be checked")
+            finite = False
+        if finite:
+            self.commit_checkpoints(cache)
+        self.slots.release(cache.checkpoint_slots.values())
+        cache.checkpoint_slots = {}
+        return finite
 
-    def commit(self, lease: SequenceCache, count: int, base: int | None = None) -> None:
-        """Move the cursor over the next `count` keys, whose K/V and state were just written: the one place that does
-        (L1).
+    def _keep(self, cache: SequenceCache, done: int, slot: int, page: int | None, logits: Any = None,
+              lasting: bool = True) -> Checkpoint:
+        """Gives a slot and a partial page to the tree. lasting: the tiers store the prefix, too."""
+        tokens = cache.prefix(done)
+        checkpoint = self.tree.insert(tokens, cache.pages, slot, page, logits, cache.node)
+        if cache.node is None or not cache.node.kept or cache.node.depth < checkpoint.node.depth:
+            cache.node = checkpoint.node
+        self.tree.keep_logits(self.rows - self._snapshots_with_logits)
+        if lasting and self.tiers:
+            item = self.pools.hold(StoreRequest(tokens, checkpoint.logits, self.tiers))
+            self.operations.append(StoreItem(item, tuple(cache.pages[:-(-done // PAGE)]), checkpoint.slot))
+        return checkpoint
 
-        base: tokens that the state in the slot stands for now, where the step appended to the replay ring; those of
-        the step's tokens that are not committed leave nothing behind.
-        """
-        assert lease.done + count <= lease.covered, "tokens are committed past the granted pages"
-        assert 0 <= count <= len(lease.keys) - lease.done, "tokens are committed that the sequence does not have"
-        lease.done += count
-        lease.unflushed = 0 if base is None else lease.done - base
-        assert 0 <= lease.unflushed <= RING, "the cursor is not within the replay ring"
-
-    def rollback(self, lease: SequenceCache, done: int) -> bool:
-        """Take back the last committed tokens, which were drafts that nobody else has seen; False, and no change, if
-        they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2). The keys are the
-        caller's to change."""
-        if not (lease.base if self.sizes.recurrent else 0) <= done <= lease.done:
-            return False
-        assert self.pages.alone(lease.pages[done // PAGE:]), "tokens are taken back that others have"
-        lease.unflushed = max(lease.unflushed - (lease.done - done), 0)
-        lease.done = done
-        self._cut(lease)
-        return True
-
-    def _cut(self, lease: SequenceCache) -> None:
-        """The keys after the cursor may become others."""
-        if lease.done < len(lease.prompt):
-            lease.prompt = lease.prompt[:lease.done]
-        if lease.node and lease.done < lease.node.depth * PAGE:
-            lease.node = None
-
-    def flush_delta_log(self, lease: SequenceCache) -> None:
-        """Bring the state in the slot forward to the cursor, so that all of the replay ring is free."""
-        self.accounts.copy_state(lease, lease.slot)
-        lease.unflushed = 0
-
-    def queue_delta_flush(self, lease: SequenceCache, base: int, done: int) -> None:
-        """Bring the state in the slot, which stands for `base` tokens as soon as a step in flight is over, forward to
-        `done` tokens, which are committed. The lease knows of neither: `commit` tells it."""
-        assert lease.delta_log is not None and done <= lease.done, "a state is brought to tokens that may not stay"
-        if base < done:
-            self.accounts.queue.append(FlushDeltaLog(lease.slot, lease.delta_log, base, done))
-
-    def attach_delta_log(self, lease: SequenceCache) -> bool:
-        """Give the lease a replay ring, if it has none; False if there is none to be had. Where no layer is recurrent
-        nobody needs one."""
-        if lease.delta_log is None:
-            unit = self.delta_logs.take()
-            lease.delta_log = unit[0] if unit else None
-        return lease.delta_log is not None or not self.sizes.recurrent
-
-    def swap_slots(self, lease: SequenceCache, other: SequenceCache) -> None:
-        """Swap slots: `lease` takes the state that a step wrote into the slot of `other` instead of its own."""
-        lease.slot, other.slot = other.slot, lease.slot
-        self.accounts.sequences[lease.slot], self.accounts.sequences[other.slot] = lease, other
-
-    def allocate_spare_slots(self, count: int) -> None:
-        """Have so many spare slots, or as many as leave one for each of as many sequences and one more."""
-        spares, free = self.accounts.spares, self.slots.free
-        spares.update(dict.fromkeys(self.slots.take(max(min(count - len(spares), free - count - 1), 0)) or ()))
-
-    def swap_spare_slot(self, lease: SequenceCache, spare: int) -> None:
-        """The lease's state is the one that a step wrote to this spare slot; its own becomes a spare one."""
-        spares = self.accounts.spares
-        del spares[spare]
-        spares[lease.slot] = None
-        del self.accounts.sequences[lease.slot]
-        lease.slot = spare
-        self.accounts.book(lease)
+    # copies
 
     def fork(self, source: SequenceCache | CacheSnapshot, keys: list[int] | None = None) -> SequenceCache | None:
-        """A new lease at the source's position, or None if pages or slots are short. keys: its own, which begin as the
-        source's; by default a copy of those."""
-        self.accounts.expect(source)
+        """Returns a new sequence cache at the source's position; None if pages or slots are short. keys: a list that
+        begins with the source's keys; by default a copy of them."""
+        self.accounts.check_owner(source)
         copy = self.accounts.take_copy(source.pages, source.done)
         if copy is None:
             return None
         slot, pages = copy
         self.accounts.copy_state(source, slot)
-        return self.accounts.book(SequenceCache(slot, pages, [*source.tokens] if keys is None else keys, source.done))
+        return self.accounts.add(SequenceCache(slot, pages, [*source.tokens] if keys is None else keys, source.done))
 
-    def snapshot(self, lease: SequenceCache, logits: Any = None) -> CacheSnapshot | None:
-        """Keep the lease's present position, or None if pages, slots or room for its logits are short."""
-        copy = self.fork(lease) if logits is None or self._rows_held < self.rows else None
+    def snapshot(self, cache: SequenceCache, logits: Any = None) -> CacheSnapshot | None:
+        """Copies the present position; None if pages, slots or room for logits are short."""
+        if logits is not None and self._snapshots_with_logits >= self.rows:
+            return None
+        copy = self.fork(cache)
         if copy is None:
             return None
-        del self.accounts.sequences[copy.slot]
-        kept = CacheSnapshot(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
-        self.accounts.snapshots[kept.slot] = kept
-        self.tree.keep_logits(self.rows - self._rows_held)
-        return kept
+        self.accounts.remove(copy)
+        snapshot = self.accounts.add(CacheSnapshot(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits))
+        self.tree.keep_logits(self.rows - self._snapshots_with_logits)
+        return snapshot
 
     @property
-    def _rows_held(self) -> int:
-        """Snapshots with logits."""
-        return sum(kept.logits is not None for kept in self.accounts.snapshots.values())
+    def _snapshots_with_logits(self) -> int:
+        return sum(snapshot.logits is not None for snapshot in self.accounts.snapshots.values())
 
-    def restore(self, lease: SequenceCache, snapshot: CacheSnapshot | None) -> bool:
-        """Take the lease back to a snapshot (None: to the start); False, and no change, if a page is short."""
-        self.accounts.expect(lease)
-        if snapshot is None:
-            self.pages.release(lease.pages)
-            lease.pages, lease.keys, lease.done, lease.unflushed = [], [], 0, 0
-            self._cut(lease)
-            return True
-        self.accounts.expect(snapshot)
-        others = {page for holder in self.accounts.holders if holder is not lease for page in holder.pages}
-        if snapshot.done % PAGE and len(others) == self.pages.size:
-            return False
-        self.pages.release(lease.pages)
-        lease.pages = []
-        pages = self.accounts.share_pages(snapshot.pages, snapshot.done)
-        assert pages is not None
-        lease.pages, lease.keys, lease.done, lease.unflushed = pages, [*snapshot.tokens], snapshot.done, 0
-        lease.prompt, lease.node = array("q"), None
-        self._queue(CopySlot(snapshot.slot, lease.slot))
+    def restore(self, cache: SequenceCache, snapshot: CacheSnapshot | None) -> bool:
+        """Returns a sequence to a snapshot (None: to its start). Returns False, and changes nothing, if a page is
+        short."""
+        self.accounts.check_owner(cache)
+        if snapshot is not None:
+            self.accounts.check_owner(snapshot)
+            others = {page for owner in self.accounts.owners if owner is not cache for page in owner.pages}
+            if snapshot.done % PAGE and len(others) == self.pages.size:
+                return False
+        self.pages.release(cache.pages)
+        cache.pages, cache.keys = [], []
+        cache.done = cache.unflushed = 0
+        _forget_keys(cache)
+        if snapshot is not None:
+            pages = self.accounts.share_pages(snapshot.pages, snapshot.done)
+            assert pages is not None
+            cache.pages, cache.keys = pages, [*snapshot.tokens]
+            cache.done = snapshot.done
+            self.operations.append(CopySlot(snapshot.slot, cache.slot))
         return True
 
+    # release
+
+    def release(self, owner: SequenceCache | CacheSnapshot, keep: bool = False, lasting: bool = True
+                ) -> Checkpoint | None:
+        """Gives back what a sequence or snapshot owns. keep: the tree takes over a sequence's state and pages, as the
+        checkpoint that is returned. lasting: the tiers store it, too."""
+        self.accounts.check_owner(owner)
+        keep = keep and self.reuse and owner.done > 0 and isinstance(owner, SequenceCache)
+        if isinstance(owner, SequenceCache):
+            if keep:
+                self.states.flush(owner)
+            self.delta_logs.release([] if owner.delta_log is None else [owner.delta_log])
+            self.slots.release(owner.checkpoint_slots.values())
+            for checkpoint in owner.guarded:
+                checkpoint.guards -= 1
+        self.accounts.remove(owner)
+        if keep and isinstance(owner, SequenceCache):
+            return self._keep_end(owner, lasting)
+        self.pages.release(owner.pages)
+        self.slots.release([owner.slot])
+        return None
+
+    def _keep_end(self, cache: SequenceCache, lasting: bool) -> Checkpoint:
+        full, rest = divmod(cache.done, PAGE)
+        passed = self.tree.supersede(cache.prefix(cache.done), cache.likely_resume, cache.node)
+        partial = cache.pages[full] if rest else None
+        end = self._keep(cache, cache.done, cache.slot, partial, lasting=lasting)
+        end.likely_resume = True
+        _supersede(passed, end, cache.likely_resume)
+        self.pages.release([*cache.pages[:full], *cache.pages[full + bool(rest):]])
+        return end
+
+    def can_preempt(self, more_tokens: int) -> bool:
+        """True if a preempted sequence's prefix would stay in the tree beside all that run and are preempted, and one
+        more sequence, with `more_tokens` more in all."""
+        owners = self.accounts.owners
+        states = len(owners) + len(self._preempted) + 1
+        pages = sum(len(owner.pages) for owner in owners) + sum(state.pages for state in self._preempted)
+        enough_slots = states <= self.slots.size - self.slots.size // _PREEMPTION_RESERVE
+        return enough_slots and pages + -(-more_tokens // PAGE) <= self.pages.size
+
+    def preempt(self, cache: SequenceCache, keep: bool) -> PreemptedState:
+        """Releases a sequence that will go on soon: its prefix is guarded in the tree and not stored in the tiers."""
+        preempted = PreemptedState(cache.guarded, len(cache.pages))
+        cache.guarded = []
+        end = self.release(cache, keep, lasting=False)
+        if end:
+            preempted.guarded.append(end)
+            end.guards += 1
+        self._preempted.append(preempted)
+        return preempted
+
+    def resume_preempted(self, preempted: PreemptedState, cache: SequenceCache | None = None) -> None:
+        """A preempted sequence goes on with this cache, or never."""
+        self._preempted.remove(preempted)
+        if cache:
+            cache.guarded += preempted.guarded
+        else:
+            for checkpoint in preempted.guarded:
+                checkpoint.guards -= 1
+
+    # all of it
+
     def clear(self) -> None:
-        """Give up all prefixes in the pools. The tiers keep theirs."""
+        """Evicts all prefixes. The tiers keep theirs."""
         while self.tree.evict():
             pass
 
-    def pin(self, tokens: Sequence[int]) -> bool:
-        """Keep the state at the end of these tokens for as long as anything can be kept; False if there is none."""
-        checkpoint = self.tree.at(tokens)
-        if checkpoint is None:
-            return False
-        checkpoint.pinned = True
-        return True
+    def reset(self) -> None:
+        """Makes a poisoned cache empty and usable again; the tiers keep their prefixes."""
+        assert not self.accounts.owners, "a sequence or snapshot still relies on the pools"
+        self.clear()
+        self.operations.discard()
 
     def close(self) -> None:
-        """Wait until the tiers have written what they were given."""
-        self.flush_operations()
+        """Waits until the tiers have written what they were given."""
+        self.operations.flush()
         for tier in self.tiers:
             tier.close()
 
-    def prepare(self) -> None:
-        """Have the tiers do before what would hold up a GPU later."""
-        for tier in self.tiers:
-            tier.prepare()
-
-    def can_preempt(self, room: int) -> bool:
-        """Whether what a lease holds would stay in the tree if it rested, beside all that runs and rests, and a
-        newcomer, where all together take `room` tokens more."""
-        holders = self.accounts.holders
-        states = len(holders) + len(self._preempted) + 1
-        pages = (
-            sum(len(holder.pages) for holder in holders) + sum(rest.pages for rest in self._preempted) - (-room // PAGE)
-        )
-        return states <= self.slots.size - self.slots.size // 8 and pages <= self.pages.size
-
-    def preempt(self, lease: SequenceCache, keep: bool) -> PreemptedState:
-        """Give back all that the lease owns, as `release`, for a sequence that will go on soon: what it would return to
-        stays guarded until `wake`, and the tiers get nothing."""
-        rest, lease.guarded = PreemptedState(lease.guarded, len(lease.pages)), []
-        end = self.release(lease, keep, lasting=False)
-        if end:
-            rest.guarded.append(end)
-            end.guards += 1
-        self._preempted.append(rest)
-        return rest
-
-    def resume_preempted(self, rest: PreemptedState, lease: SequenceCache | None = None) -> None:
-        """The sequence goes on with this lease, or never."""
-        self._preempted.remove(rest)
-        if lease:
-            lease.guarded += rest.guarded
-        else:
-            for checkpoint in rest.guarded:
-                checkpoint.guards -= 1
-
-    def release(self, lease: SequenceCache, keep: bool = False, lasting: bool = True) -> Checkpoint | None:
-        """Give back all that the lease owns; keep: the tree takes over its state and pages, as the checkpoint that is
-        returned. lasting: the tiers get them too."""
-        self.accounts.expect(lease)
-        if keep and self.reuse:
-            self.flush_delta_log(lease)
-        del self.accounts.sequences[lease.slot]
-        self.delta_logs.release([] if lease.delta_log is None else [lease.delta_log])
-        self.slots.release(lease.checkpoint_slots.values())
-        full, rest = divmod(lease.done, PAGE)
-        for checkpoint in lease.guarded:
-            checkpoint.guards -= 1
-        if keep and self.reuse and lease.done:
-            passed = self.tree.supersede(lease.prefix(lease.done), lease.likely_resume, lease.node)
-            end = self._keep(lease, lease.done, lease.slot, lease.pages[full] if rest else None, lasting=lasting)
-            end.likely_resume = True
-            _succeed(passed, end, lease.likely_resume)
-            self.pages.release([*lease.pages[:full], *lease.pages[full + bool(rest):]])
-            return end
-        self.pages.release(lease.pages)
-        self.slots.release([lease.slot])
-        return None
-
-    def release_snapshot(self, snapshot: CacheSnapshot) -> None:
-        """Give back all that the snapshot owns."""
-        self.accounts.expect(snapshot)
-        del self.accounts.snapshots[snapshot.slot]
-        self.pages.release(snapshot.pages)
-        self.slots.release([snapshot.slot])
-
     def check(self) -> None:
-        """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
+        """Asserts that free, owned and kept units are all there are, and that no page that will change is shared."""
         self.accounts.check()
-        guards = Counter(one for guards in self._guarded() for one in guards)
+        guarded = [cache.guarded for cache in self.accounts.sequences.values()]
+        guarded += [preempted.guarded for preempted in self._preempted]
+        guards = Counter(checkpoint for checkpoints in guarded for checkpoint in checkpoints)
         assert all(one.guards == count for one, count in guards.items()), "a checkpoint's guards are miscounted"
         for tier in self.tiers:
             tier.check()
 
-    def _queue(self, operation: Operation) -> None:
-        self.accounts.queue.append(operation)
 
-    def _guarded(self) -> list[list[Checkpoint]]:
-        return [
-            *(lease.guarded for lease in self.accounts.sequences.values()),
-            *(rest.guarded for rest in self._preempted),
-        ]
-
-    def owns(self, holder: SequenceCache | CacheSnapshot) -> bool:
-        """Whether the lease or snapshot is one of this cache and still stands."""
-        return self.accounts.owns(holder)
-
-
-def _guard(lease: SequenceCache, checkpoint: Checkpoint) -> None:
-    lease.guarded.append(checkpoint)
+def _guard(cache: SequenceCache, checkpoint: Checkpoint) -> None:
+    cache.guarded.append(checkpoint)
     checkpoint.guards += 1
 
 
-def _succeed(passed: Sequence[Checkpoint], end: Checkpoint, expected: set[int]) -> None:
-    """A prompt that resumes where the conversation's next turn was expected leaves what came after. It is another
-    conversation that resumes at the first of several positions, the end of the opening."""
+def _forget_keys(cache: SequenceCache) -> None:
+    """Drops what was derived from keys after the cursor, which may become others."""
+    if cache.done < len(cache.prompt):
+        cache.prompt = cache.prompt[:cache.done]
+    if cache.node and cache.done < cache.node.depth * PAGE:
+        cache.node = None
+
+
+def _supersede(passed: Sequence[Checkpoint], end: Checkpoint, expected: set[int]) -> None:
+    """Records that a prompt that resumes at a passed checkpoint abandons the later ones. The first of several expected
+    positions is the end of the system prompt: a prompt that resumes there is another conversation."""
     turns = [one for one in passed if one is not end and (len(expected) == 1 or one.done > min(expected))]
     for index, one in enumerate(turns):
         one.superseded = (*turns[index + 1:], end)

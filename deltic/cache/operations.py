@@ -1,8 +1,8 @@
-"""What the accounts have done to the pools: plain records, carried out in the order in which they were queued.
+"""What is to be done to the pools: plain records, carried out in the order in which they were queued.
 
-The order is what lets a page or slot that was given back be given to somebody else at once: what reads it for its last
-owner was queued before what writes it for the next, and a step's rows run after all that was queued before its plan was
-made. Whoever writes to the pools outside of a plan has the queue carried out first (`HybridCache.flush`).
+The order allows a released page or slot to be taken again at once: the operation that reads it for its last owner was
+queued before the one that writes it for the next, and a step's rows run after the operations of its plan. Code that
+writes to the pools outside of a plan flushes the queue first.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deltic.errors import UnavailableError
 from deltic.params import PAGE
 
 if TYPE_CHECKING:
-    from deltic.cache.offload.prefix_items import ItemValidator
+    from deltic.cache.offload.types import ItemValidator
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPage:
-    """Copy the K/V of all places of a page."""
+    """Copies the K/V of all tokens of a page."""
 
     source: int
     target: int
@@ -27,7 +28,7 @@ class CopyPage:
 
 @dataclass(frozen=True, slots=True)
 class CopySlot:
-    """Copy a state."""
+    """Copies a state."""
 
     source: int
     target: int
@@ -35,7 +36,7 @@ class CopySlot:
 
 @dataclass(frozen=True, slots=True)
 class FlushDeltaLog:
-    """Bring the state in a slot, which stands for `base` tokens, forward to `done` with what lies in a replay ring."""
+    """Advances the state in a slot from `base` to `done` tokens with a state delta log."""
 
     slot: int
     delta_log: int
@@ -45,8 +46,10 @@ class FlushDeltaLog:
 
 @dataclass(frozen=True, slots=True)
 class StoreItem:
-    """Offer a prefix to the tiers: its K/V lies in these pages, the last perhaps partial, the state at its end in the
-    slot. item: the number under which the pools hold which prefix it is. Changes nothing in the pools."""
+    """Offers a prefix to the tiers: its K/V in these pages, the state at its end in the slot. Changes no pool.
+
+    item: the number under which the pools hold the StoreRequest.
+    """
 
     item: int
     pages: tuple[int, ...]
@@ -55,8 +58,10 @@ class StoreItem:
 
 @dataclass(frozen=True, slots=True)
 class RestoreItem:
-    """Write a prefix that came from a tier: its K/V from the token `start` on to its places in these pages, its state
-    to the slot. item: the number under which the pools hold what came."""
+    """Writes a prefix from a tier: K/V from the token `start` on to its places in these pages, the state to the slot.
+
+    item: the number under which the pools hold the LoadedPrefix.
+    """
 
     item: int
     pages: tuple[int, ...]
@@ -66,24 +71,24 @@ class RestoreItem:
 
 Operation = CopyPage | CopySlot | FlushDeltaLog | StoreItem | RestoreItem
 
-_KINDS: dict[str, Callable[..., Operation]] = {kind.__name__: kind
-                                               for kind in (CopyPage, CopySlot, FlushDeltaLog, StoreItem, RestoreItem)}
+_KINDS: dict[str, Callable[..., Operation]] = {
+    kind.__name__: kind for kind in (CopyPage, CopySlot, FlushDeltaLog, StoreItem, RestoreItem)}
 
 
 def plain(operation: Operation) -> list[Any]:
-    """An operation as JSON knows it: its name, then its fields."""
+    """Returns an operation as JSON: its name, then its fields."""
     return [type(operation).__name__, *astuple(operation)]
 
 
-def operation_of(found: Sequence[Any]) -> Operation:
-    """What `plain` gave, perhaps by way of JSON."""
-    name, *values = found
-    return _KINDS[name](*(tuple(value) if isinstance(value, list) else value for value in values))
+def operation_of(values: Sequence[Any]) -> Operation:
+    """Returns the operation that `plain` made these values of, perhaps by way of JSON."""
+    name, *fields = values
+    return _KINDS[name](*(tuple(field) if isinstance(field, list) else field for field in fields))
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """How many units there are, and what they cost.
+    """Numbers of units and their cost.
 
     token_bytes: of a token's K/V in all layers.
     slot_bytes: of a state in all layers.
@@ -99,29 +104,72 @@ class PoolSizes:
 
     @property
     def slot_tokens(self) -> float:
-        """What a slot costs, in tokens of K/V."""
+        """The cost of a slot, in tokens of K/V."""
         return PAGE * self.slot_bytes / max(PAGE * self.token_bytes, 1)
 
 
 class Pools(Protocol):
-    """What the accounts need of the tensors that they are kept of."""
+    """The tensors, as the accounts see them."""
 
     @property
-    def sizes(self) -> PoolSizes:
-        """How many units there are, and what they cost."""
+    def sizes(self) -> PoolSizes: ...
 
     @property
     def item_validator(self) -> ItemValidator:
-        """What may come in from a tier."""
+        """Checks what comes from a tier."""
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Carry these out, in order."""
+        """Carries out operations in order."""
 
     def forget(self, operations: Sequence[Operation]) -> None:
-        """Let go of what is held for these, which nobody will carry out."""
+        """Drops what is held for operations that will not be carried out."""
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
-        """Whether the states in these slots, and the K/V of the first `done` tokens in these pages, are finite."""
+        """Returns True if these states and the K/V of the first `done` tokens in these pages are finite."""
 
     def hold(self, content: object) -> int:
-        """Keep something that is no plain data until the operation that names it by this number is carried out."""
+        """Holds an object for an operation, which names it by the returned number."""
+
+
+class OperationQueue:
+    """Operations that wait for the next plan.
+
+    poisoned: an operation failed, so that the pools do not hold what the accounts say. Nothing in them may be used
+    until all sequences and snapshots are released and the cache is reset.
+    """
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self.queued: list[Operation] = []
+        self.poisoned = False
+
+    def append(self, operation: Operation) -> None:
+        self.queued.append(operation)
+
+    def take(self) -> tuple[Operation, ...]:
+        """Removes all operations; the caller has them applied before anything else."""
+        operations = tuple(self.queued)
+        self.queued.clear()
+        return operations
+
+    def flush(self) -> None:
+        """Applies all operations now, outside of a plan."""
+        if self.queued:
+            self.apply(self.take())
+
+    def apply(self, operations: Sequence[Operation]) -> None:
+        """Carries out operations that were taken. An error poisons the cache."""
+        try:
+            if self.poisoned:
+                raise UnavailableError("the cache's memory is not what its accounts say, as an earlier operation on it "
+                                       "failed: load the model anew")
+            self._pools.apply(operations)
+        except BaseException:
+            self.poisoned = True
+            self._pools.forget(operations)
+            raise
+
+    def discard(self) -> None:
+        """Drops all operations of a cache that is emptied."""
+        self._pools.forget(self.take())
+        self.poisoned = False

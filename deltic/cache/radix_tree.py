@@ -1,21 +1,17 @@
-"""The prefix tree: which token prefixes have K/V pages here, and at which positions a state is kept.
+"""The radix tree of prefixes: the token prefixes that have K/V pages, and the positions whose state is kept. No torch.
 
-A node is a run of full pages of tokens below its parent; the path from the root spells a prefix. A checkpoint is a
-kept position: the state after a node's prefix and the tail, the 0 to PAGE - 1 tokens after the last full page, whose
-K/V is in a page of the checkpoint's own. Only checkpoints can be resumed; a node without one in its subtree is of no
-use, and the tree has none (L2).
+A node is a run of full pages of tokens below its parent; the path from the root spells a prefix. A checkpoint is a kept
+position: the state after a node's prefix and a tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is in
+a page of the checkpoint's own. Only checkpoints can be resumed, and every node has one in its subtree (L2).
 
     root ── pages 0, 1 ── pages 2, 3, 4
                  │             └ checkpoint, tail of 5 tokens
                  └─────── page 2'
                                └ checkpoint, no tail
 
-A node ends only where it must: where it has checkpoints, or where prefixes part. So there are fewer than two for each
-checkpoint, however long the prefixes are: the garbage collector looks at each of them while all requests wait.
-
-Tokens are known by their keys (`types.Prompt`): whoever asks for tokens here gives those.
-
-Pure accounting: the tree owns units of the ledgers and touches no tensors.
+A node ends only where it has checkpoints or where prefixes part. So there are fewer than two nodes for each checkpoint,
+however long the prefixes are, which keeps pauses of the garbage collector short. Tokens are given as keys
+(`params.Prompt`).
 """
 
 from __future__ import annotations
@@ -37,10 +33,10 @@ _BYTES = 8 * PAGE
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of full pages of tokens: the prefix that it ends never changes, but where the run begins does.
+    """A run of full pages of tokens. Its end never changes; its beginning does.
 
     keys: the 64-bit keys of its tokens.
-    depth: pages from the root, these included.
+    depth: pages from the root to its end.
     children: by the keys of their first page.
     kept: it is still in the tree.
     """
@@ -59,7 +55,7 @@ class Node:
         return self.keys[:_BYTES]
 
     def keys_after(self, depth: int, most: int | None = None) -> bytes:
-        """Those after so many pages from the root, a place within the node; at most so many bytes."""
+        """Returns at most `most` bytes of its keys after so many pages from the root."""
         start = len(self.keys) - (self.depth - depth) * _BYTES
         return self.keys[start:None if most is None else start + most]
 
@@ -68,14 +64,14 @@ class Node:
 class Checkpoint:
     """A kept position of `done` tokens: a state slot and, with a tail, the partial page.
 
-    logits: those of the last token, if a prompt ended here.
-    parent: the next kept position on the way to the root.
+    parent: the next kept position towards the root.
+    logits: of the last token, if a prompt ended here.
     likely_resume: a following prompt is likely to resume here.
-    guards: how many running sequences would return here.
-    pinned: to be kept for as long as anything can be.
-    uses: how many resumed here.
-    locks: how many are just doing so.
-    superseded: those of the same conversation that nobody will need who resumes here.
+    pinned: evicted after all others.
+    guards: number of running sequences that would return here.
+    uses: number of sequences that resumed here.
+    locks: number of sequences that are just resuming here.
+    superseded: later checkpoints of the same conversation, which a prompt that resumes here abandons.
     age: of the tree at the last use.
     """
 
@@ -96,14 +92,13 @@ class Checkpoint:
 
     @property
     def saved(self) -> int:
-        """Tokens that it spares over the next checkpoint above."""
+        """Tokens that it saves over its parent."""
         return self.done - (self.parent.done if self.parent else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the tree knows of a prompt: the deepest checkpoint to resume at, and how many tokens of full pages it shares
-    with some earlier prompt, which may be more."""
+    """The deepest checkpoint of a prompt, and the tokens of full pages that it shares with some earlier prompt."""
 
     checkpoint: Checkpoint | None
     shared: int
@@ -112,13 +107,13 @@ class PrefixMatch:
 class PrefixTree:
     """Prefixes by their tokens.
 
-    What goes first is neither pinned, nor what a running sequence would return to, nor where a following prompt is
-    expected; among equals, worth decides. It is greedy-dual: the age of the last use plus tokens saved per token held.
+    Evicted first are checkpoints that are neither pinned, nor guarded, nor likely to be resumed; among equals the one
+    of the lowest worth (greedy-dual): the tree's age at the last use plus tokens saved per token of memory.
     changes: grows with every checkpoint that comes or goes, and with its logits.
     """
 
     def __init__(self, pages: BlockPool, slots: BlockPool, slot_tokens: float) -> None:
-        """slot_tokens: what a slot costs, in tokens of K/V."""
+        """slot_tokens: the cost of a slot, in tokens of K/V."""
         self._pages, self._slots, self._slot_tokens = pages, slots, slot_tokens
         self._root = Node(None, b"", array("q"), 0)
         self._checkpoints: dict[Checkpoint, None] = {}
@@ -128,13 +123,13 @@ class PrefixTree:
         self.evictions = self.changes = 0
 
     def __len__(self) -> int:
-        """Checkpoints that are kept."""
+        """Returns the number of checkpoints."""
         return len(self._checkpoints)
 
     def match(self, tokens: Sequence[int], end: bool = True) -> PrefixMatch:
-        """The deepest checkpoint that `tokens` begin with; at their very end only one that knows its logits, and none
-        without `end`. The same array, which must not have changed, is looked up once as long as the tree stays as it
-        is."""
+        """Returns the deepest checkpoint that `tokens` begin with; at their very end only one with logits, and none
+        without `end`. The result for the same array, which must not change, is remembered while the tree does not
+        change."""
         if self._matched and self._matched[0] is tokens and self._matched[1:3] == (end, self.changes):
             return self._matched[3]
         best = None
@@ -145,23 +140,36 @@ class PrefixTree:
         self._matched = (tokens, end, self.changes, found) if isinstance(tokens, array) else None
         return found
 
+    def cached_length(self, tokens: Sequence[int], end: bool = True) -> int:
+        """Returns the position of the checkpoint that `match` finds."""
+        checkpoint = self.match(tokens, end).checkpoint
+        return checkpoint.done if checkpoint else 0
+
+    def pin(self, tokens: Sequence[int]) -> bool:
+        """Keeps the checkpoint at the end of `tokens` for as long as anything can be kept; False if there is none."""
+        checkpoint = self.at(tokens)
+        if checkpoint is None:
+            return False
+        checkpoint.pinned = True
+        return True
+
     def shared(self, tokens: Sequence[int]) -> list[int]:
-        """The full pages here that hold the beginning of `tokens`."""
+        """Returns the full pages that hold the beginning of `tokens`."""
         return _joined(node.pages[:len(node.pages) + depth - node.depth] for node, depth, _ in self._walk(tokens))
 
     def diverged(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens some kept prefix begins with, to the token."""
+        """Returns how many of the tokens some prefix begins with, also within a page."""
         *_, (node, depth, rest) = self._walk(tokens)
         others = (*node.children, *node.checkpoints) if depth == node.depth else (node.keys_after(depth),)
         return depth * PAGE + max((common_length(rest, other) // 8 for other in others), default=0)
 
     def at(self, tokens: Sequence[int]) -> Checkpoint | None:
-        """The checkpoint at the very end of `tokens`."""
+        """Returns the checkpoint at the very end of `tokens`."""
         *_, (node, depth, rest) = self._walk(tokens)
         return node.checkpoints.get(rest) if depth == node.depth else None
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """Note that a checkpoint has served: among equals it goes last."""
+        """Notes that a sequence resumed at a checkpoint."""
         self._checkpoints.pop(checkpoint, None)
         self._checkpoints[checkpoint] = None
         if self._ends.pop(checkpoint, self) is None:
@@ -174,23 +182,23 @@ class PrefixTree:
 
     def supersede(self, tokens: Sequence[int], expected: Collection[int], near: Node | None = None
                   ) -> list[Checkpoint]:
-        """A conversation has come to the end of `tokens`: on the way there, following prompts are expected at these
-        positions only, and where several had resumed. Returns the checkpoints at these positions. near: as in
-        `insert`."""
+        """Notes that a conversation has reached the end of `tokens`: of the checkpoints on the path, only those at the
+        expected positions, and those that several prompts resumed at, stay likely to be resumed. Returns those at the
+        expected positions. near: as in `insert`."""
         found, start = [], self._nearest(near, len(tokens))
         for node, depth, rest in chain(_upward(start), self._walk(tokens, start)):
             if not node.checkpoints or depth < node.depth:
                 continue
-            on_the_way = [checkpoint for checkpoint in node.checkpoints.values() if rest.startswith(checkpoint.tail)]
-            found += [checkpoint for checkpoint in on_the_way if checkpoint.done in expected]
-            for checkpoint in on_the_way:
+            passed = [checkpoint for checkpoint in node.checkpoints.values() if rest.startswith(checkpoint.tail)]
+            found += [checkpoint for checkpoint in passed if checkpoint.done in expected]
+            for checkpoint in passed:
                 checkpoint.likely_resume = checkpoint.likely_resume and (
                     checkpoint.done in expected or checkpoint.uses > 1
                 )
         return sorted(found, key=lambda checkpoint: checkpoint.done)
 
     def path(self, checkpoint: Checkpoint) -> list[int]:
-        """The pages that hold the checkpoint's tokens, the partial one last."""
+        """Returns the pages that hold the checkpoint's tokens, the partial one last."""
         runs, node = [checkpoint.node.pages], checkpoint.node.parent
         while node is not None:
             runs.append(node.pages)
@@ -199,20 +207,23 @@ class PrefixTree:
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, page: int | None,
                logits: Any = None, near: Node | None = None) -> Checkpoint:
-        """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`. near: a node
-        that was on their way; what is left of it, nobody goes again."""
-        start, full, above = self._nearest(near, len(tokens)), len(tokens) // PAGE, None
+        """Keeps the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`. near: a node
+        on the path of the tokens, from which the walk starts."""
+        start = self._nearest(near, len(tokens))
+        parent = None
         for node, depth, rest in self._walk(tokens, start):
             if node.checkpoints and depth == node.depth:
-                above = _above(node, rest, len(tokens)) or above
-        if above is None:
-            passed = (_above(node, rest, len(tokens)) for node, _, rest in _upward(start) if node.checkpoints)
-            above = next(filter(None, passed), None)
+                parent = _passed(node, rest, len(tokens)) or parent
+        if parent is None:
+            passed = (_passed(node, rest, len(tokens)) for node, _, rest in _upward(start) if node.checkpoints)
+            parent = next(filter(None, passed), None)
+        full = len(tokens) // PAGE
         keys, last = _keys(tokens[depth * PAGE:]), (full - depth) * _BYTES
-        node, tail = self._extend(self._split(node, depth), keys[:last], pages[depth:full]), keys[last:]
+        node = self._extend(self._split(node, depth), keys[:last], pages[depth:full])
+        tail = keys[last:]
         checkpoint = node.checkpoints.get(tail)
         if checkpoint is None:
-            checkpoint = node.checkpoints[tail] = Checkpoint(node, tail, slot, page, len(tokens), above)
+            checkpoint = node.checkpoints[tail] = Checkpoint(node, tail, slot, page, len(tokens), parent)
             checkpoint.age = self._age
             self._checkpoints[checkpoint] = None
             self.changes += 1
@@ -230,7 +241,7 @@ class PrefixTree:
         return checkpoint
 
     def keep_logits(self, most: int) -> None:
-        """Let all checkpoints forget their logits but the `most` that were used last."""
+        """Drops the logits of all checkpoints but the `most` that were used last."""
         while len(self._ends) > max(most, 0):
             checkpoint = next(iter(self._ends))
             del self._ends[checkpoint]
@@ -238,19 +249,19 @@ class PrefixTree:
             self.changes += 1
 
     def evict(self) -> bool:
-        """Give up the checkpoint that is worth least, and the pages that only it needed; False if all are locked."""
+        """Removes the least valuable checkpoint and the pages that only it needed; False if all are locked."""
         victim = min((one for one in self._checkpoints if not one.locks), key=self._order, default=None)
         if victim is None:
             return False
         if victim.pinned:
-            log.warning("the pinned prompt of %d tokens gives way to a running request: raise `memory`", victim.done)
+            log.warning("the pinned prompt of %d tokens is evicted for a running request: raise `memory`", victim.done)
         self._age = max(self._age, self._worth(victim))
         self.evictions += 1
         self._remove(victim)
         return True
 
     def owned_pages(self) -> Iterator[int]:
-        """Every page, once per owner in the tree."""
+        """Yields every page, once per owner in the tree."""
         yield from (checkpoint.page for checkpoint in self._checkpoints if checkpoint.page is not None)
         yield from chain.from_iterable(node.pages for node in self._nodes())
 
@@ -258,7 +269,7 @@ class PrefixTree:
         yield from (checkpoint.slot for checkpoint in self._checkpoints)
 
     def check(self) -> None:
-        """Assert that every checkpoint hangs where its tokens say, and that no node ends in vain."""
+        """Asserts that every checkpoint hangs at the node of its tokens, and that every node is needed."""
         for checkpoint in self._checkpoints:
             node, tail = checkpoint.node, checkpoint.tail
             assert node.checkpoints.get(tail) is checkpoint, "a checkpoint hangs at the wrong node"
@@ -267,11 +278,11 @@ class PrefixTree:
             assert (checkpoint.logits is None) == (checkpoint not in self._ends), "a checkpoint's logits are miscounted"
         for node in self._nodes():
             assert node.children or node.checkpoints, "pages are kept that no checkpoint needs"
-            assert node.checkpoints or len(node.children) > 1, "a node ends where nothing does"
+            assert node.checkpoints or len(node.children) > 1, "a node should be joined with its child"
             assert node.parent and node.parent.children.get(node.key) is node, "a node hangs at the wrong parent"
             assert len(node.keys) == len(node.pages) * _BYTES, "a node has not as many keys as pages"
             assert node.depth == node.parent.depth + len(node.pages) > node.parent.depth, "a node's depth is wrong"
-            assert node.kept, "a node in the tree says that it is not"
+            assert node.kept, "a node in the tree is marked as removed"
 
     def _order(self, checkpoint: Checkpoint) -> tuple[bool, bool, bool, float]:
         return checkpoint.pinned, checkpoint.guards > 0, checkpoint.likely_resume, self._worth(checkpoint)
@@ -281,21 +292,20 @@ class PrefixTree:
         return checkpoint.age + saved / (self._slot_tokens + saved)
 
     def _nearest(self, node: Node | None, length: int) -> Node:
-        """The deepest node that is in the tree and not past the end of so many tokens, of one on their way and those
-        that were above it."""
+        """Returns a node or the first of its ancestors that is in the tree and not deeper than so many tokens."""
         node = node or self._root
         while node.parent is not None and (not node.kept or node.depth * PAGE > length):
             node = node.parent
         return node
 
     def _walk(self, tokens: Sequence[int], first: Node | None = None) -> Iterator[tuple[Node, int, bytes]]:
-        """The nodes on the way of `tokens` as far as there are some, from the first one or the root on. Each comes with
-        the pages up to its end and the keys of the page that comes next, or of what is left; the last one, if only the
-        first of its pages are on the way, with the pages up to those. Keys are made as the way goes on: a stranger's
-        way is short."""
+        """Yields the nodes on the path of `tokens`, from the first one or the root on, each with its depth and the keys
+        of the tokens' next page, or of the rest. The last node may be only partly on the path: then the depth is that
+        of its matching pages. Keys are made block by block, as the path of an unknown prompt is short."""
         first = first or self._root
         node: Node | None = first
-        depth, keys, place, block = first.depth, b"", 0, 4
+        depth, block = first.depth, 4
+        keys, place = b"", 0
         while node is not None:
             rest = keys[place:place + _BYTES]
             if len(rest) < _BYTES:
@@ -315,13 +325,13 @@ class PrefixTree:
             place, depth = place + passed * _BYTES, depth + passed
 
     def _deepest(self, node: Node, rest: bytes, length: int, end: bool) -> Checkpoint | None:
-        """The deepest checkpoint of a node where a prompt of so many tokens, `rest` the next of them, can resume."""
+        """Returns the deepest checkpoint of a node where a prompt of `length` tokens, with `rest` next, can resume."""
         fits = [one for one in node.checkpoints.values() if rest.startswith(one.tail)
                 and (one.done < length or (end and one.logits is not None))]
         return max(fits, key=lambda one: one.done, default=None)
 
     def _extend(self, node: Node, keys: bytes, pages: Sequence[int]) -> Node:
-        """Add a node below one for these pages and their keys and return it; the one itself, if there are none."""
+        """Adds a child for these pages and returns it; returns the node itself if there are none."""
         assert len(keys) == len(pages) * _BYTES, "a prefix has not as many pages as it fills"
         if not pages:
             return node
@@ -330,21 +340,23 @@ class PrefixTree:
         return child
 
     def _split(self, node: Node, depth: int) -> Node:
-        """The node that ends after so many pages, within a node or at its end."""
+        """Returns the node that ends at `depth`, splitting the node if that is within it."""
         if depth == node.depth:
             return node
         parent, first = node.parent, len(node.pages) + depth - node.depth
         assert parent is not None
         upper = parent.children[node.key] = Node(parent, node.keys[:first * _BYTES], node.pages[:first], depth)
-        node.parent, node.keys, node.pages = upper, node.keys[first * _BYTES:], node.pages[first:]
+        node.parent = upper
+        node.keys, node.pages = node.keys[first * _BYTES:], node.pages[first:]
         upper.children[node.key] = node
         return upper
 
     def _join(self, node: Node) -> None:
-        """Have a node's only child begin where the node does, in its place."""
+        """Prepends a node to its only child, which takes its place."""
         (child,), parent = node.children.values(), node.parent
         assert parent is not None
-        child.parent, child.keys, child.pages = parent, node.keys + child.keys, node.pages + child.pages
+        child.parent = parent
+        child.keys, child.pages = node.keys + child.keys, node.pages + child.pages
         parent.children[child.key] = child
         node.kept = False
 
@@ -377,21 +389,20 @@ class PrefixTree:
 
 
 def _upward(node: Node) -> Iterator[tuple[Node, int, bytes]]:
-    """The nodes above one, the nearest first, each with the pages up to its end and the keys of those that come next on
-    the way to the one."""
+    """Yields the ancestors of a node, the nearest first, in the form of `_walk`."""
     while node.parent is not None:
         yield node.parent, node.parent.depth, node.keys
         node = node.parent
 
 
-def _above(node: Node, rest: bytes, length: int) -> Checkpoint | None:
-    """The deepest checkpoint of a node that tokens, of which `rest` comes next, pass before their end."""
+def _passed(node: Node, rest: bytes, length: int) -> Checkpoint | None:
+    """Returns the deepest checkpoint of a node that a prefix of `length` tokens, with `rest` next, passes."""
     passed = (one for one in node.checkpoints.values() if one.done < length and rest.startswith(one.tail))
     return max(passed, key=lambda one: one.done, default=None)
 
 
 def _pages_in_common(left: bytes, right: bytes) -> int:
-    """How many full pages keys begin with in common."""
+    """Returns how many full pages two runs of keys have in common."""
     low, high = 0, min(len(left), len(right)) // _BYTES
     middle = high
     while low < high:
@@ -404,7 +415,6 @@ def _pages_in_common(left: bytes, right: bytes) -> int:
 
 
 def _joined(runs: Iterable[array[int]]) -> list[int]:
-    """The pages of runs, one run after the other."""
     return array("q", b"".join(runs)).tolist()
 
 

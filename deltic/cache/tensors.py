@@ -1,5 +1,7 @@
-"""The tensors behind the ledgers: K/V pages of the attention layers, state slots and replay rings of the recurrent
-layers; and how the operations that the accounts queue are carried out on them."""
+"""The tensors of the cache and the operations on them.
+
+Attention layers have K/V pages; recurrent layers have state slots and state delta logs.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count, pairwise
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltic.cache.offload.item_validator import PoolItemValidator
-from deltic.cache.offload.prefix_items import LoadedPrefix, PrefixSource, Tensors
 from deltic.cache.offload.tiers import StoreRequest
+from deltic.cache.offload.types import LoadedPrefix, PrefixSource, Tensors
 from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, Operation, PoolSizes, RestoreItem, StoreItem
 from deltic.config import ModelConfig
 from deltic.ops import Ops
@@ -30,16 +33,15 @@ from deltic.ops.types import PAGE, RING, DeltaLogView, KvView, StateView
 log = logging.getLogger("deltic")
 
 _SPANS = 32
-"""Pieces of the flat pool to which a prefix is copied one by one; of more it is copied whole, and then distributed."""
+"""A prefix from a tier is copied span by span to at most so many spans of the pool, and else by an index."""
 STATE_LAYOUT = 1
-"""Grows when the meaning of what lies in pages or slots changes, so that older files are not taken for new ones."""
+"""Grows when the meaning of pages or slots changes, so that items of older versions are not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How a cache differs from the plain one of a model. delta_logs: sequences that may have a replay ring at the same
-    time. head: the model's draft head runs, which has K/V of its own and reads the last hidden state. tiled: as in
-    `GdnSpec`. kv: dtype of K/V; None: the model's. state: of recurrent states."""
+    """delta_logs: number of state delta logs. head: the model's draft head runs, which has K/V of its own and reads the
+    last hidden state. tiled: as in `GdnSpec`. kv: dtype of K/V; None: the model's. state: dtype of recurrent states."""
 
     delta_logs: int = 0
     head: bool = False
@@ -51,31 +53,61 @@ class PoolOptions:
 PLAIN = PoolOptions()
 
 
-def page_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> int:
-    """Bytes of one page: K and V of PAGE tokens, of this dtype, in every attention layer, the draft head's among
-    them."""
+@dataclass(frozen=True, slots=True)
+class _UnitTensor:
+    """The part of a page, slot or delta log that lies in one tensor: `shape` in each of `layers`."""
+
+    layers: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers * prod(self.shape) * self.dtype.itemsize
+
+    def reserve(self, units: int, device: str) -> Tensor:
+        return reserve((self.layers, units, *self.shape), self.dtype, device)
+
+
+def _page(config: ModelConfig, dtype: torch.dtype, head: bool) -> dict[str, _UnitTensor]:
     layers = len(config.attention_layers) + head
-    return 2 * layers * PAGE * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    form = _UnitTensor(layers, (PAGE, config.num_key_value_heads, config.head_dim), dtype)
+    return {"keys": form, "values": form}
+
+
+def _slot(config: ModelConfig, dtype: torch.dtype, head: bool, state: torch.dtype) -> dict[str, _UnitTensor]:
+    layers, linear = len(config.linear_layers), config.linear
+    heads = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim) if linear else (1, 1, 1)
+    conv = (linear.conv_kernel, config.conv_dim) if linear else (1, 1)
+    hidden = {"hidden": _UnitTensor(1, (config.hidden_size,), torch.float32)} if head else {}
+    return {"recurrent": _UnitTensor(layers, heads, state), "conv": _UnitTensor(layers, conv, dtype), **hidden}
+
+
+def _delta_log(config: ModelConfig, dtype: torch.dtype) -> tuple[_UnitTensor, ...]:
+    """Convolution inputs, keys, updates and decays; empty without recurrent layers."""
+    layers, linear = len(config.linear_layers), config.linear
+    if linear is None:
+        return ()
+    entries = (linear.num_key_heads, linear.key_head_dim), (linear.num_value_heads, linear.value_head_dim), (
+        linear.num_value_heads,)
+    return (_UnitTensor(layers, (RING, config.conv_dim), dtype),
+            *(_UnitTensor(layers, (RING, *entry), torch.float32) for entry in entries))
+
+
+def page_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> int:
+    """Returns the bytes of a page: K and V of PAGE tokens in every attention layer, and in the draft head's."""
+    return sum(part.nbytes for part in _page(config, dtype, head).values())
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False, kind: torch.dtype = torch.float32) -> int:
-    """Bytes of one slot: recurrent state, of the dtype `kind`, and convolution ring in every recurrent layer; for a
-    draft head the last hidden state (float32)."""
-    linear, hidden = config.linear, 4 * config.hidden_size * head
-    if linear is None:
-        return hidden
-    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * kind.itemsize
-    return hidden + len(config.linear_layers) * (state + linear.conv_kernel * config.conv_dim * dtype.itemsize)
+    """Returns the bytes of a slot: recurrent state (of dtype `kind`) and convolution inputs in every recurrent layer;
+    for a draft head the last hidden state."""
+    return sum(part.nbytes for part in _slot(config, dtype, head, kind).values())
 
 
-def ring_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one sequence's replay ring: inputs of the convolution, keys, updates and decays (float32)."""
-    linear = config.linear
-    if linear is None:
-        return 0
-    keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
-    entry = config.conv_dim * dtype.itemsize + 4 * (keys + values + linear.num_value_heads)
-    return len(config.linear_layers) * RING * entry
+def delta_log_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of a state delta log."""
+    return sum(part.nbytes for part in _delta_log(config, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +117,19 @@ class CachePools:
     keys, values: [A, pages, PAGE, kv_heads, head_dim].
     recurrent: [G, slots, Hv, Dk, Dv] float32 or bfloat16.
     conv: [G, slots, conv_kernel, C].
-    ops: what copies and folds.
+    ops: copies and flushes.
     hidden: [1, slots, H] float32, of a slot's last token after the final norm; None without a draft head.
-    delta_logs: inputs, keys, updates, decays of `DeltaLogView`, each with a leading dimension G; None without rings.
+    delta_logs: inputs, keys, updates, decays of `DeltaLogView`, each with a leading dimension G; None without logs.
     tiled: as in `GdnSpec`.
     vocabulary: size of the logits that are kept with states; None: any.
-    arriving: of each attention layer, as in `KvView`.
-    copying: copies that may still be under way, oldest first, of which someone may wait no longer.
-    held: what queued operations name by a number.
-    numbers: the next ones.
-    backlogs: each writes what steps have left to be written later, before anybody else looks at the tensors.
+    arriving: by attention layer, as in `KvView`.
+    copying: copies that may still be under way, oldest first.
+    held: objects that queued operations name by a number.
+    numbers: the next numbers.
+    backlogs: each writes what steps have left to be written before the tensors are read elsewhere.
 
-    Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry
-    only below its sequence's cursor. Pages that are never used are never touched, so they cost no real memory.
+    Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry only
+    below its sequence's cursor. Pages that were never used are never touched, so that they cost no memory.
     """
 
     keys: Tensor
@@ -106,7 +138,7 @@ class CachePools:
     conv: Tensor
     ops: Ops
     hidden: Tensor | None = None
-    delta_logs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    delta_logs: tuple[Tensor, ...] | None = None
     tiled: bool = False
     vocabulary: int | None = None
     arriving: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -121,7 +153,7 @@ class CachePools:
 
     @property
     def named_slots(self) -> dict[str, Tensor]:
-        """What a slot consists of, [layers, slots, ...] each."""
+        """The tensors of the slots, [layers, slots, ...] each."""
         named = {"recurrent": self.recurrent, "conv": self.conv}
         return named if self.hidden is None else {**named, "hidden": self.hidden}
 
@@ -131,7 +163,6 @@ class CachePools:
 
     @property
     def sizes(self) -> PoolSizes:
-        """How many units there are, and what they cost."""
         page, slot = (sum(tensor[:, :1].numel() * tensor.itemsize for tensor in tensors)
                       for tensors in (self.page_tensors, self.slot_tensors))
         return PoolSizes(
@@ -145,7 +176,6 @@ class CachePools:
 
     @property
     def item_validator(self) -> PoolItemValidator:
-        """What may come in from a tier."""
         return PoolItemValidator(self)
 
     @property
@@ -157,32 +187,33 @@ class CachePools:
                      for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)))
 
     def state_views(self) -> tuple[StateView, ...]:
-        rings: list[DeltaLogView | None] = [None] * len(self.recurrent)
+        logs: list[DeltaLogView | None] = [None] * len(self.recurrent)
         if self.delta_logs:
-            rings = [DeltaLogView(*layer, self.tiled) for layer in zip(*self.delta_logs, strict=True)]
-        return tuple(map(StateView, self.recurrent, self.conv, rings))
+            logs = [DeltaLogView(inputs, keys, updates, decays, self.tiled)
+                    for inputs, keys, updates, decays in zip(*self.delta_logs, strict=True)]
+        return tuple(map(StateView, self.recurrent, self.conv, logs))
 
     def hold(self, content: object) -> int:
-        """Keep something for an operation to name by this number, until it is carried out."""
+        """Holds an object for an operation, which names it by the returned number."""
         number = next(self.numbers)
         self.held[number] = content
         return number
 
     def wait(self) -> None:
-        """Have what follows wait for all K/V that is on its way."""
+        """Makes the work that follows wait for all K/V that is being copied."""
         for copies in self.arriving.values():
             while copies:
                 copies.pop(0).wait()
 
     def forget(self, operations: Sequence[Operation]) -> None:
-        """Let go of what is held for these, which nobody will carry out."""
+        """Drops what is held for operations that will not be carried out."""
         for operation in operations:
             if isinstance(operation, StoreItem | RestoreItem):
                 self.held.pop(operation.item, None)
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Carry these out, in order."""
-        self._catch_up()
+        """Carries out operations in order."""
+        self._write_backlogs()
         while self.copying and self.copying[0].event.query():
             self.copying.popleft()
         for operation in operations:
@@ -195,15 +226,15 @@ class CachePools:
                         self.arriving[layer].append(_DeferredPageCopy(tensors, source, target))
                 case CopyPage(source, target):
                     self._copy(self.ops.copy_pages, self.page_tensors, source, target)
-                case FlushDeltaLog(slot, ring, base, done):
-                    self.ops.fold_ring(self.state_views(), slot, ring, base, done, slot)
+                case FlushDeltaLog(slot, delta_log, base, done):
+                    self.ops.flush_delta_log(self.state_views(), slot, delta_log, base, done, slot)
                 case StoreItem(item, pages, slot):
-                    offer = self.held.pop(item)
-                    assert isinstance(offer, StoreRequest)
+                    request = self.held.pop(item)
+                    assert isinstance(request, StoreRequest)
                     self.wait()
                     try:
-                        offer.make(_source(self, offer, pages, slot))
-                    except Exception:  # the pools are as they were
+                        request.make(_source(self, request, pages, slot))
+                    except Exception:  # the pools are unchanged
                         log.exception("a prefix is not kept in the tiers")
                 case RestoreItem(item, pages, start, slot):
                     loaded = self.held.pop(item)
@@ -211,15 +242,15 @@ class CachePools:
                     _restore(self, loaded, pages, start, slot)
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
-        """Whether the states in these slots, and the K/V of the first `done` tokens in these pages, are finite."""
-        self._catch_up()
+        """Returns True if these states and the K/V of the first `done` tokens in these pages are finite."""
+        self._write_backlogs()
         self.wait()
         index = torch.tensor(pages[:-(-done // PAGE)], dtype=torch.int64, device=self.device)
         return (all(bool(pool[:, slot].isfinite().all()) for pool in self.slot_tensors for slot in slots)
                 and all(is_finite(take(layer, 0, index).flatten(0, 1)[:done])
                         for pool in self.page_tensors for layer in pool))
 
-    def _catch_up(self) -> None:
+    def _write_backlogs(self) -> None:
         for write in self.backlogs:
             write()
 
@@ -228,73 +259,45 @@ class CachePools:
         tensors = tuple(map(as_bytes, tensors))
         if self.device.type == "cpu":
             return by(tensors, torch.tensor([source]), torch.tensor([target]))
-        for tensor in tensors:  # a number that had to be brought to the device would wait for all that it is to do
+        for tensor in tensors:  # an index tensor would have to be copied to the device first
             tensor[:, target].copy_(tensor[:, source])
 
 
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
              extras: PoolOptions = PLAIN) -> CachePools:
-    """Reserve address space for the pools; ConfigError naming what makes them smaller if that is refused."""
-    size = (
-        pages * page_bytes(config, extras.kv or dtype, extras.head)
-        + slots * slot_bytes(config, dtype, extras.head, extras.state)
-        + extras.delta_logs * ring_bytes(config, dtype)
-    )
+    """Reserves address space for the pools. Raises ConfigError if that is refused."""
+    page = _page(config, extras.kv or dtype, extras.head)
+    slot = _slot(config, dtype, extras.head, extras.state)
+    log_parts = _delta_log(config, dtype) if extras.delta_logs else ()
+    size = pages * sum(part.nbytes for part in page.values())
+    size += slots * sum(part.nbytes for part in slot.values())
+    size += extras.delta_logs * sum(part.nbytes for part in log_parts)
     with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
                     "choose a smaller `memory`, which `max_context` and `max_batch` must then fit", "memory"):
-        return _allocate(config, pages, slots, dtype, ops, device, extras)
+        of_pages = {name: part.reserve(pages, device) for name, part in page.items()}
+        of_slots = {name: part.reserve(slots, device) for name, part in slot.items()}
+        delta_logs = tuple(part.reserve(extras.delta_logs, device) for part in log_parts)
+        return CachePools(of_pages["keys"], of_pages["values"], of_slots["recurrent"], of_slots["conv"], ops,
+                          of_slots.get("hidden"), delta_logs or None, extras.tiled, config.vocab_size)
 
 
-def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str,
-              extras: PoolOptions) -> CachePools:
-    attention, recurrent = len(config.attention_layers) + extras.head, len(config.linear_layers)
-    kv = (attention, pages, PAGE, config.num_key_value_heads, config.head_dim)
-    linear = config.linear
-    heads = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim) if linear else (1, 1, 1)
-    conv = (linear.conv_kernel, config.conv_dim) if linear else (1, 1)
-    return CachePools(
-        keys=reserve(kv, extras.kv or dtype, device),
-        values=reserve(kv, extras.kv or dtype, device),
-        recurrent=reserve((recurrent, slots, *heads), extras.state, device),
-        conv=reserve((recurrent, slots, *conv), dtype, device),
-        ops=ops,
-        hidden=reserve((1, slots, config.hidden_size), torch.float32, device) if extras.head else None,
-        delta_logs=_rings(config, extras.delta_logs, dtype, device), tiled=extras.tiled,
-        vocabulary=config.vocab_size,
-    )
-
-
-def _rings(config: ModelConfig, units: int, dtype: torch.dtype,
-           device: str) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    linear = config.linear
-    if linear is None or not units:
-        return None
-    lead = (len(config.linear_layers), units, RING)
-    return (reserve((*lead, config.conv_dim), dtype, device),
-            reserve((*lead, linear.num_key_heads, linear.key_head_dim), torch.float32, device),
-            reserve((*lead, linear.num_value_heads, linear.value_head_dim), torch.float32, device),
-            reserve((*lead, linear.num_value_heads), torch.float32, device))
-
-
-def _source(pools: CachePools, offer: StoreRequest, pages: Sequence[int], slot: int) -> PrefixSource:
-    """What a tier may read of a prefix in the pools, before they change."""
+def _source(pools: CachePools, request: StoreRequest, pages: Sequence[int], slot: int) -> PrefixSource:
+    """Returns access to a prefix in the pools, to be used before they change."""
     def run(start: int) -> dict[str, Tensor]:
-        with _named_shortage():
-            # a copy: nobody else may change what is kept
-            tokens = torch.frombuffer(array("q", offer.tokens[start:]), dtype=torch.int64)
-            return {"tokens": tokens, **_read_kv(pools, pages, start, len(offer.tokens))}
+        with _shortage_as_memory_error():
+            tokens = torch.frombuffer(array("q", request.tokens[start:]), dtype=torch.int64)  # of a copy
+            return {"tokens": tokens, **_read_kv(pools, pages, start, len(request.tokens))}
 
     def state() -> dict[str, Tensor]:
-        with _named_shortage():
-            logits = {} if offer.logits is None else {"logits": offer.logits}
+        with _shortage_as_memory_error():
+            logits = {} if request.logits is None else {"logits": request.logits}
             return _read_state(pools, slot) | logits
 
-    return PrefixSource(offer.tokens, run, state, offer.logits is not None)
+    return PrefixSource(request.tokens, run, state, request.logits is not None)
 
 
 @contextmanager
-def _named_shortage() -> Iterator[None]:
-    """Where memory runs out in this block, it is a MemoryError."""
+def _shortage_as_memory_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -304,8 +307,8 @@ def _named_shortage() -> Iterator[None]:
 
 
 def _restore(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int], known: int, slot: int) -> None:
-    """Write what came from a tier into a slot, and into pages of the prefix from the token `known` on. Steps of a GPU
-    need not wait for more than the layers that they have come to."""
+    """Writes a prefix from a tier to a slot, and to its pages from the token `known` on. On a GPU the copies run beside
+    the steps, which wait for no layer but the next one."""
     for name, pool in pools.named_slots.items():
         pool[:, slot] = loaded.state[name].to(pool.device, non_blocking=True)
     runs = [_run(pools, tensors, pages, start, max(known, start)) for start, tensors in loaded.runs
@@ -315,22 +318,25 @@ def _restore(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int], know
             _restore_layer(pools, layer, runs)
         return
     if any(isinstance(copy, _DeferredPageCopy) for copies in pools.arriving.values() for copy in copies):
-        pools.wait()  # this may write where one is made from
-    beside = _beside(pools.device)
-    beside.wait_stream(torch.cuda.current_stream(pools.device))
-    with torch.cuda.stream(beside):
+        pools.wait()  # as this may write to the source of one
+    stream = _side_stream(pools.device)
+    stream.wait_stream(torch.cuda.current_stream(pools.device))
+    with torch.cuda.stream(stream):
         for layer in range(len(pools.keys)):
             _restore_layer(pools, layer, runs)
-            arrival = _Arrival(beside.record_event(), loaded, runs)
+            arrival = _Arrival(stream.record_event(), loaded, runs)
             pools.arriving[layer].append(arrival)
     if len(pools.keys):
         pools.copying.append(arrival)
 
 
 @dataclass(frozen=True, slots=True)
-class _TokenSpan:
-    """K/V whose first `skip` tokens are known, and where the others go: which of them, place in the flat pool and count
-    of those that lie one after another; or the places of all, where these are many."""
+class _Run:
+    """K/V of consecutive tokens, of which the first `skip` are known already.
+
+    spans: of the other tokens: index of the first, place in the flat pool, count.
+    places: of each of them, if there are many spans.
+    """
 
     tensors: Tensors
     skip: int
@@ -338,21 +344,20 @@ class _TokenSpan:
     places: Tensor | None
 
 
-def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, first: int) -> _TokenSpan:
-    """Of K/V from the position `start` on that which is wanted from `first` on."""
+def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, first: int) -> _Run:
+    """Returns the part from the position `first` on of K/V that begins at `start`."""
     end = start + tensors["keys"].shape[1]
-    spans = [(position - start, place, tokens) for position, place, tokens in _spans(pages, first, end)]
-    return _TokenSpan(tensors, first - start, spans, _places(pools, pages, first, end) if len(spans) > _SPANS else None)
+    spans = [(position - start, place, length) for position, place, length in _spans(pages, first, end)]
+    return _Run(tensors, first - start, spans, _places(pools, pages, first, end) if len(spans) > _SPANS else None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """Copies that are done with this event, and what they read: until then nobody else may have its memory, the host's
-    or the card's, which another stream's allocations would get at once."""
+    """Copies that are done with an event. It holds what they read: until then the memory must not be used again."""
 
     event: torch.cuda.Event
     loaded: LoadedPrefix
-    runs: Sequence[_TokenSpan]
+    runs: Sequence[_Run]
 
     def wait(self) -> None:
         self.event.wait()
@@ -360,51 +365,49 @@ class _Arrival:
 
 @dataclass(frozen=True, slots=True)
 class _DeferredPageCopy:
-    """A copy of a page that is to be made when what arrives there before has arrived, so that steps wait for no layer
-    but their own. tensors: of a layer, [pages, PAGE, kv_heads, head_dim] each."""
+    """A copy of a page of one layer, to be made after the arrivals before it. tensors: [pages, PAGE, kv_heads,
+    head_dim] each."""
 
     tensors: list[Tensor]
     source: int
     target: int
 
     def wait(self) -> None:
-        for tensor in self.tensors:  # by a kernel: the card's copying engines are at work on other layers' K/V
+        for tensor in self.tensors:  # by a kernel: the copy engines are busy with other layers
             source, target = (tensor[page].view(torch.uint8) for page in (self.source, self.target))
             torch.bitwise_or(source, 0, out=target)
 
 
 @cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_TokenSpan]) -> None:
-    """The K/V of one attention layer."""
+def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_Run]) -> None:
     for run in runs:
         for pool, name in zip(pools.page_tensors, ("keys", "values"), strict=True):
             flat, kept = as_bytes(pool[layer].flatten(0, 1)), as_bytes(run.tensors[name][layer])
-            if run.places is not None:  # as a whole, which waits for nobody
+            if run.places is not None:
                 flat.index_copy_(0, run.places, kept.to(pool.device, non_blocking=True)[run.skip:])
                 continue
-            for token, place, tokens in run.spans:
-                flat[place:place + tokens].copy_(kept[token:token + tokens], non_blocking=True)
+            for token, place, length in run.spans:
+                flat[place:place + length].copy_(kept[token:token + length], non_blocking=True)
 
 
 def _read_kv(pools: CachePools, pages: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
-    """keys, values [A, tokens, kv_heads, head_dim] of the positions `start` to `end`, where the pools are."""
+    """Returns keys and values [A, tokens, kv_heads, head_dim] of the positions `start` to `end`."""
     index = _places(pools, pages, start, end)
     return {name: take(pool.flatten(1, 2), 1, index)
             for name, pool in zip(("keys", "values"), pools.page_tensors, strict=True)}
 
 
 def _read_state(pools: CachePools, slot: int) -> dict[str, Tensor]:
-    """recurrent [G, Hv, Dk, Dv], conv [G, conv_kernel, C]; with a draft head, hidden [1, H]."""
+    """Returns recurrent [G, Hv, Dk, Dv], conv [G, conv_kernel, C] and, with a draft head, hidden [1, H]."""
     return {name: pool[:, slot].clone() for name, pool in pools.named_slots.items()}
 
 
 def _spans(pages: Sequence[int], start: int, end: int) -> list[tuple[int, int, int]]:
-    """Where the tokens from `start` to `end` lie in the flat pool: position, place and count of those that lie one
-    after another."""
+    """Returns where the tokens from `start` to `end` lie in the flat pool: position, place and count of each span."""
     spans = list[tuple[int, int, int]]()
     wanted = pages[start // PAGE:-(-end // PAGE)]
     breaks = [index for index, (page, next) in enumerate(pairwise(wanted), 1) if next != page + 1]
@@ -416,7 +419,7 @@ def _spans(pages: Sequence[int], start: int, end: int) -> list[tuple[int, int, i
 
 
 def _places(pools: CachePools, pages: Sequence[int], start: int, end: int) -> Tensor:
-    """Where the tokens from `start` to `end` lie in the flat pool."""
+    """Returns the place of each token from `start` to `end` in the flat pool."""
     positions = torch.arange(start, end)
     places = torch.frombuffer(array("q", pages), dtype=torch.int64)[positions // PAGE] * PAGE + positions % PAGE
     return on_device(places, pools.device) if pools.keys.is_cuda else places.to(pools.device)

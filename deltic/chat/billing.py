@@ -1,4 +1,4 @@
-"""Billing headers: coding agents open the system message with a line that changes, and so spoil every prefix."""
+"""Removes billing headers: coding agents begin the system message with a changing line, which defeats prefix reuse."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _SYSTEM = ("system", "developer")
 
 
 def without_billing_headers(messages: Any) -> Any:
-    """The messages without billing headers at the very beginning of system messages.
+    """Removes billing headers from the beginning of system messages; returns the same object if there are none.
 
-    The same object if there are none. Works on messages as clients send them: once the parts of a content are
-    one text, a header that was a part of its own has no end.
+    Takes messages as clients send them: a header in a part of its own has no line end once parts are joined.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages

@@ -1,4 +1,4 @@
-"""From the engine's events of one request to its answers; knows no engine."""
+"""Assembles answers from the engine's events."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from deltic.chat.processor import PreparedRequest
 from deltic.errors import GenerationError
 from deltic.params import Event, Finish, TokenEvent, TokenLogprobs, Usage
 
-_MOST_PIECES = 256  # of an answer that are kept apart: each takes a hundred bytes besides its text
+_MAX_PIECES = 256  # pieces of an answer that are kept before they are joined
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One finished answer.
 
-    error: what went wrong, if finish is "error"; the rest is what came before that.
-    logprobs: one per token, if asked for.
-    said: text, reasoning and calls in the order in which they came.
+    error: the message, if finish is "error"; the other fields then hold the answer up to the error.
+    logprobs: one for each token, if requested.
+    said: text, reasoning and calls in the order of generation.
     stop: the stop string that ended it.
-    prompt_logprobs: of the prompt's tokens but the first, if asked for.
+    prompt_logprobs: one for each token of the prompt but the first, if requested.
     """
 
     index: int
@@ -44,7 +44,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """The choices of one request. `text`, `reasoning`, `calls` are those of the first."""
+    """The choices of one request; `text`, `reasoning` and `calls` are those of the first."""
 
     choices: tuple[Choice, ...]
 
@@ -61,7 +61,7 @@ class ChatOutput:
         return self.choices[0].calls
 
     def sound(self) -> ChatOutput:
-        """The same, if the engine gave up on none of the choices; else GenerationError."""
+        """Returns itself; GenerationError if a choice ended with an error."""
         for choice in self.choices:
             if choice.finish == "error":
                 raise GenerationError(choice.error or "the engine gave up on the answer", self)
@@ -69,7 +69,7 @@ class ChatOutput:
 
 
 class TokenScore(NamedTuple):
-    """A token of an answer's text, its probabilities, and the characters of the answer before it."""
+    """A token of an answer, its logprobs, and the number of characters before it."""
 
     token: int
     logprobs: TokenLogprobs
@@ -78,11 +78,11 @@ class TokenScore(NamedTuple):
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What has come for one choice.
+    """New output of one choice.
 
-    number: counts the choices of all jobs.
-    done: the whole choice, with its last piece.
-    remember: to be called then, so that following prompts can build on it.
+    number: index of the choice among those of all requests.
+    done: the whole choice, set with its last piece.
+    remember: records the choice for following prompts; to be called when it is done.
     """
 
     number: int
@@ -93,10 +93,10 @@ class ChoiceDelta:
 
 
 @dataclass(slots=True)
-class _Growing:
-    """A choice while it grows.
+class _OpenChoice:
+    """A choice that is being generated.
 
-    keeps: what it says is wanted when it is whole.
+    keeps: the whole choice is wanted in the end.
     end: its last event.
     """
 
@@ -125,7 +125,7 @@ class _Growing:
         self.end = event if event.finish else None
 
     def piece(self, number: int) -> ChoiceDelta:
-        """What has come since the last one."""
+        """Returns the output since the last piece."""
         if self.end:
             ended = self.text.ended
             self.deltas += self.text.finish(cut=self.end.finish != "stop")
@@ -133,7 +133,7 @@ class _Growing:
         self.deltas, self.scores = [], []
         if self.keeps:
             self.said += deltas
-            if len(self.said) - self.merged > _MOST_PIECES:
+            if len(self.said) - self.merged > _MAX_PIECES:
                 self.said[self.merged:] = merge(self.said[self.merged:])
                 self.merged = len(self.said)
         if not self.end:
@@ -143,7 +143,7 @@ class _Growing:
                      self.remembering(answer, self.end.finish, ended))
 
     def remembering(self, answer: Answer, finish: Finish | None, ended: bool = False) -> Callable[[], None] | None:
-        """What notes so much of it."""
+        """Returns a function that records the choice."""
         if self.job.remember is None or finish is None:
             return None
         return partial(self.job.remember, self.tokens, finish, answer, ended)
@@ -156,10 +156,10 @@ class _Growing:
 
 
 class AnswerAssembler:
-    """The answers to some jobs while they grow, for `LLM` and the server. tokens: so far, of all choices.
+    """Assembles the answers to some requests, for `LLM` and the server.
 
-    whole: the choices are wanted when they are done, and `outputs` when all of a job are; else only as much is kept
-    as has to be remembered.
+    whole: sets `done` of finished choices, and `outputs` of finished requests; else keeps only what records need.
+    tokens: number of tokens so far.
     """
 
     def __init__(self, jobs: Sequence[PreparedRequest], whole: bool = True) -> None:
@@ -167,82 +167,82 @@ class AnswerAssembler:
         self.tokens, self._whole = 0, whole
         self._rows = {job.request.id: row for row, job in enumerate(jobs)}
         self._firsts = [*accumulate((job.request.choices for job in jobs), initial=0)]
-        self._growing: dict[int, _Growing] = {}  # by number, from the first event to the last: there may be many
+        self._open: dict[int, _OpenChoice] = {}  # by number, from the first event to the last
         self._done: list[dict[int, Choice]] = [{} for _ in jobs]
         self._stopped: set[int] = set()
-        self._prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # by job: the first choice is told for all
+        self._prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # by request: only the first choice has them
 
     def row(self, event: Event) -> int:
-        """Which of the jobs the event is for."""
+        """Returns the index of the event's request."""
         return self._rows[event.request]
 
     def take(self, events: Iterable[Event]) -> list[ChoiceDelta]:
-        """What these events bring, a piece for each choice that they are for."""
-        touched: dict[int, _Growing] = {}
-        for news in events:
-            assert isinstance(news, TokenEvent), "a vector is no answer"
-            row = self._rows[news.request]
-            plain = not self._stopped and (news.usage or not news.finish)
-            for event in (news,) if plain else self._told(row, news):
+        """Takes events; returns a piece for each of their choices."""
+        touched: dict[int, _OpenChoice] = {}
+        for given in events:
+            assert isinstance(given, TokenEvent), "a vector is no answer"
+            row = self._rows[given.request]
+            plain = not self._stopped and (given.usage or not given.finish)
+            for event in (given,) if plain else self._by_choice(row, given):
                 if event.prompt is not None:
                     self._prompts[row] = event.prompt
                 number = self._firsts[row] + event.choice
-                growing = self._growing.get(number) or self._begin(number, row, event.choice)
-                growing.take(event, self._whole)
+                open_choice = self._open.get(number) or self._begin(number, row, event.choice)
+                open_choice.take(event, self._whole)
                 self.tokens += event.token is not None
-                touched[number] = growing
-        return [self._piece(number, growing) for number, growing in touched.items()]
+                touched[number] = open_choice
+        return [self._piece(number, open_choice) for number, open_choice in touched.items()]
 
     def stop(self, row: int) -> None:
-        """Take no more tokens for a job: its choices end where they are, when the engine says so."""
+        """Takes no more tokens of a request: its choices end where they are."""
         self._stopped.add(row)
-        if self.jobs[row].request.matcher:  # the engine may have read on
-            for growing in (self._growing[number] for number in self._numbers(row) if number in self._growing):
-                growing.text = growing.job.texts.again(growing.tokens)
+        if self.jobs[row].request.matcher:  # the text may be ahead of the taken tokens
+            for open_choice in (self._open[number] for number in self._numbers(row) if number in self._open):
+                open_choice.text = open_choice.job.texts.again(open_choice.tokens)
 
     def stopped(self, row: int) -> bool:
         return row in self._stopped
 
     def close(self) -> list[Callable[[], None]]:
-        """Give up the choices that are not done. What a client has seen of them is to be remembered, by calling these:
-        another conversation may have had the same words, and other thinking."""
-        left = [growing.remembering(join(growing.said), "abort") for growing in self._growing.values()]
-        self._growing.clear()
+        """Drops unfinished choices. Returns functions that record what clients have seen of them, so that answers with
+        the same text and other reasoning are known to be ambiguous."""
+        left = [open_choice.remembering(join(open_choice.said), "abort") for open_choice in self._open.values()]
+        self._open.clear()
         return [remember for remember in left if remember]
 
     def _numbers(self, row: int) -> range:
         return range(self._firsts[row], self._firsts[row + 1])
 
-    def _told(self, row: int, event: TokenEvent) -> list[TokenEvent]:
-        """What an event says, by choice."""
+    def _by_choice(self, row: int, event: TokenEvent) -> list[TokenEvent]:
+        """Splits an event by choice."""
         events = [event]
-        if event.finish and event.usage is None:  # a failure outside of any request, told once for all choices
+        if event.finish and event.usage is None:  # a failure for all choices
             prompt, first = len(self.jobs[row].request.prompt), self._firsts[row]
             events = [replace(event, choice=number - first, usage=Usage(prompt, 0, self._tokens(number)))
                       for number in self._numbers(row) if number - first not in self._done[row]]
-        if row in self._stopped:  # what else the last steps brought is not wanted
+        if row in self._stopped:  # ignores tokens after the stop
             events = [replace(event, token=None, logprobs=None, finish="abort", error=None, usage=replace(
                           event.usage, completion_tokens=self._tokens(self._firsts[row] + event.choice)))
                       for event in events if event.usage]
         return events
 
     def _tokens(self, number: int) -> int:
-        return len(self._growing[number].tokens) if number in self._growing else 0
+        return len(self._open[number].tokens) if number in self._open else 0
 
-    def _begin(self, number: int, row: int, choice: int) -> _Growing:
+    def _begin(self, number: int, row: int, choice: int) -> _OpenChoice:
         job = self.jobs[row]
         text = job.texts.again(()) if row in self._stopped else job.texts.of(choice)
-        growing = self._growing[number] = _Growing(job, text, self._whole or job.remember is not None)
-        return growing
+        open_choice = self._open[number] = _OpenChoice(job, text, self._whole or job.remember is not None)
+        return open_choice
 
-    def _piece(self, number: int, growing: _Growing) -> ChoiceDelta:
-        piece = growing.piece(number)
+    def _piece(self, number: int, open_choice: _OpenChoice) -> ChoiceDelta:
+        piece = open_choice.piece(number)
         if piece.done:
-            row = self._rows[growing.job.request.id]
+            row = self._rows[open_choice.job.request.id]
             if row in self._prompts:
                 piece.done = replace(piece.done, prompt_logprobs=self._prompts[row])
-            growing.job.texts.forget(piece.done.index)
-            del self._growing[number]
+            open_choice.job.texts.forget(piece.done.index)
+            del self._open[number]
             if self._whole:
                 done = self._done[row]
                 done[piece.done.index] = piece.done

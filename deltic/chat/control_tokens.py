@@ -1,14 +1,13 @@
-"""Keeps control tokens that client text spells from becoming control tokens.
+"""Keeps control tokens in client text from becoming control tokens.
 
-A chat template writes control tokens such as `<|im_end|>` around what clients send. Text of users, tools and files may
-spell the same tokens. `Quoter` puts a MARK into each such place before the template renders it, so that the rendered
-text tells both apart; `Tokenizer.encode(quoted=True)` cuts the text at the marks and so finds no control token there.
-Text without such places is rendered and encoded as it is.
+A chat template writes control tokens such as `<|im_end|>` around client text, which may contain the same characters.
+`Quoter` puts a MARK into each of those before rendering. `Tokenizer.encode(quoted=True)` cuts the rendered text at the
+marks, so that they are encoded as ordinary text. Text without control tokens is rendered and encoded as it is.
 
-Control tokens are a vocabulary's special tokens, and other added tokens that have the form of chat markup (`<think>`,
-`<tool_call>`, `<|fim_prefix|>`); added tokens that stand for HTML tags or white space are ordinary text. Two places
-keep markup that templates look for: the think block that an assistant's content begins with, and the tags around a user
-message that is a tool's result as a whole (`<tool_response>`).
+Control tokens are the special tokens of a vocabulary and added tokens in the form of chat markup (`<think>`,
+`<tool_call>`, `<|fim_prefix|>`). Added tokens for HTML tags or white space are ordinary text. Two places keep markup
+that templates look for: a think block at the start of an assistant's content, and the tags around a user message that
+is a tool result (`<tool_response>`).
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import Any, Final
 from deltic.chat.markers import THINK, THINK_END
 
 MARK: Final = "8062593714063829"
-"""The place in a control token's text where it is cut. Digits, as templates escape other rare characters, or change
-their case. No secret: where client text has it, it is replaced."""
+"""Marks where the text of a control token is cut. Digits, as templates may escape or change other characters. Not
+secret: it is replaced in client text."""
 _REPLACED: Final = "\ufffd"
 
 _MARKUP = re.compile(r"<\|.*\|>|</?think(?:ing)?>|</?[a-z]+[_:][a-z_:]+>|\[/?[A-Z_]+\]", re.DOTALL)
 _PAIRS = {"assistant": (THINK, THINK_END), "user": ("<tool_response>", "</tool_response>")}
-# Keys that templates look up or compare; others may be written between brackets (`<KEY>VALUE</KEY>`).
+# Keys that templates look up; they may write others between brackets (`<KEY>VALUE</KEY>`).
 _KNOWN_KEYS = frozenset({
     "role", "content", "contents", "name", "type", "text", "image", "video", "function", "tool_calls", "arguments",
     "parameters", "properties", "required", "description", "items", "enum", "default", "title", "tool_call_id", "id"})
@@ -39,8 +38,11 @@ Render = Callable[[Messages, Messages | None, Mapping[str, Any]], str]
 
 
 class ControlTokens:
-    """The control tokens of a vocabulary. added: ids of added tokens by text. cuts: where the tokenizer cuts a text
-    before it merges bytes: a control token is cut there, too, so that its ids as ordinary text are the usual ones."""
+    """The control tokens of a vocabulary.
+
+    added: ids of added tokens by text. cuts: returns the pre-tokenizer's cuts in a text: control tokens are cut there,
+    so that their ids as ordinary text are the usual ones.
+    """
 
     def __init__(self, added: Mapping[str, int], special: frozenset[int],
                  cuts: Callable[[str], Iterable[int]]) -> None:
@@ -59,8 +61,8 @@ class ControlTokens:
         self._starts = {text[0] for text in self._tails}
 
     def quote(self, text: str, keeps: Callable[[re.Match[str]], bool] = lambda match: False) -> str:
-        """The text with a mark in each control token that it spells, but for those that `keeps` picks; also where its
-        beginning or end is part of one, which a template could complete. The same object if there is none."""
+        """Puts a mark into each control token, except those that `keeps` selects, and into parts of control tokens at
+        either end, which a template could complete. Returns the same object if there are none."""
         if MARK in text:
             text = text.replace(MARK, _REPLACED)
         marks = [match.start() + 1 for match in self._pattern.finditer(text) if not keeps(match)]
@@ -72,26 +74,25 @@ class ControlTokens:
         return _marked(text, sorted(set(marks))) if marks else text
 
     def quote_key(self, key: str) -> str:
-        """The same for a key of a mapping, which a template may write between brackets."""
+        """As `quote`, for a mapping key, which a template may write between brackets."""
         if key in self._inners and key not in _KNOWN_KEYS:
             return key[:1] + MARK + key[1:]
         return self.quote(key)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the text spells control tokens."""
+        """Returns the spans of control tokens in the text."""
         return [match.span() for match in self._pattern.finditer(text)]
 
     def spells(self, text: str) -> bool:
-        """Whether the text spells a control token."""
+        """True if the text contains a control token."""
         return self._pattern.search(text) is not None
 
     def is_markup(self, text: str) -> bool:
-        """Whether the text is a control token that is not special."""
+        """True for a control token that is not a special token."""
         return text in self._markup
 
     def settle(self, text: str) -> str:
-        """A rendered text with its marks in their final places: each control token with a mark inside is cut, and all
-        other marks are gone."""
+        """Moves the marks of a rendered text to the cuts of the control tokens around them, and drops the others."""
         pieces = text.split(MARK)
         marks, length = set[int](), 0
         for piece in pieces[:-1]:
@@ -103,16 +104,16 @@ class ControlTokens:
                                for cut in self._cuts[match[0]]])
 
     def ordinary(self, text: str) -> str:
-        """A text whose control tokens are all ordinary text, in the form of `settle`."""
+        """Marks all control tokens of a text, in the form of `settle`."""
         return MARK.join(self.pieces(text))
 
     def pieces(self, text: str) -> list[str]:
-        """A text in pieces none of which spells a control token: together they are ordinary text."""
+        """Splits a text into pieces without control tokens."""
         return _cut_at(text, [match.start() + cut for match in self._pattern.finditer(text)
                               for cut in self._cuts[match[0]]])
 
     def _cut(self, text: str, cuts: Callable[[str], Iterable[int]]) -> tuple[int, ...]:
-        """Where a token is cut so that no part of it is a control token."""
+        """Returns where to cut a token so that no piece is a control token."""
         inner = [cut for cut in cuts(text) if 0 < cut < len(text)]
         for cut in (*inner, *range(1, len(text))):
             if not self.spells(text[:cut]) and not self.spells(text[cut:]):
@@ -121,7 +122,7 @@ class ControlTokens:
 
 
 class Quoter:
-    """Renders one conversation with client text quoted."""
+    """Renders one conversation with quoted client text."""
 
     def __init__(self, tokens: ControlTokens) -> None:
         self._tokens = tokens
@@ -129,8 +130,7 @@ class Quoter:
 
     def render(self, render: Render, messages: Messages, tools: Messages | None, variables: Mapping[str, Any],
                prefill: bool = False) -> str:
-        """What `render` makes of these, with marks. prefill: the last message is the beginning of the answer, and keeps
-        its markup."""
+        """Renders with marks. prefill: the last message is the beginning of the answer and keeps its markup."""
         last = messages[-1] if prefill else None
         quoted = [self._once(message, message is last) for message in messages]
         extras = self._once(tools), self._once(variables)
@@ -139,14 +139,14 @@ class Quoter:
         return self._tokens.settle(render(quoted, *extras))
 
     def _once(self, value: Any, prefill: bool = False) -> Any:
-        """The value quoted; what is asked again is remembered, with the value itself, so that its id stays its own."""
+        """Quotes a value once. The cache holds the value, so that its id stays unique."""
         key = id(value), prefill
         if key not in self._known:
             self._known[key] = value, self._value(value, prefill)
         return self._known[key][1]
 
     def _value(self, value: Any, prefill: bool = False) -> Any:
-        """A copy of a value with all its texts quoted; the value itself if there is nothing to quote."""
+        """Returns a copy with all texts quoted; the value itself if there is nothing to quote."""
         if isinstance(value, str):
             return self._tokens.quote(value)
         if isinstance(value, Mapping):
@@ -159,7 +159,7 @@ class Quoter:
         return value
 
     def _item(self, message: Mapping[str, Any], key: str, prefill: bool) -> Any:
-        """What stands under a key, quoted."""
+        """Returns the quoted value of a key."""
         item = message[key]
         if key not in ("content", "contents") or not isinstance(item, str):
             return self._value(item)
@@ -169,7 +169,7 @@ class Quoter:
         return self._tokens.quote(item, lambda match: match.span() in kept)
 
     def _apart(self, parts: Sequence[Any], quoted: list[Any]) -> list[Any]:
-        """The parts of a content, with a mark behind each text that spells a control token together with the next."""
+        """Adds a mark between parts of a content that together spell a control token."""
         texts = [part["text"] if isinstance(part, Mapping) and isinstance(part.get("text"), str) else None
                  for part in parts]
         ends = [*accumulate(len(text or "\n") for text in texts)]
@@ -181,8 +181,8 @@ class Quoter:
 
 
 def _markup_of(message: Mapping[str, Any], text: str) -> set[tuple[int, int]]:
-    """Where a content has markup that a template looks for: the thinking that an assistant's begins with, and the tags
-    around a tool's result that a client sends as the user's."""
+    """Returns the spans of markup that templates look for: a think block at the start of an assistant's content, and
+    the tags around a tool result in a user message."""
     start, end = len(text) - len(text.lstrip()), len(text.rstrip())
     pair = _PAIRS.get(str(message.get("role")), ("", ""))
     if message.get("reasoning_content"):
@@ -195,12 +195,12 @@ def _markup_of(message: Mapping[str, Any], text: str) -> set[tuple[int, int]]:
 
 
 def unmarked(text: str) -> str:
-    """The text that the model reads."""
+    """Returns the text without marks, as the model reads it."""
     return text.replace(MARK, "")
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the longest of the texts at each place. A tree of their letters, as vocabularies may have 1,000 of them."""
+    """Returns a pattern of the longest of the texts at each position; a trie, for up to 1,000 texts."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -222,7 +222,7 @@ def _expression(tree: dict[str, Any]) -> str:
 
 
 def _marked(text: str, places: Sequence[int]) -> str:
-    """places: ascending."""
+    """Puts marks at these positions, which ascend."""
     return MARK.join(_cut_at(text, places)) if places else text
 
 

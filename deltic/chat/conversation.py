@@ -1,4 +1,4 @@
-"""Messages to prompt: the rendered text, its tokens, and the positions that later turns will repeat."""
+"""Turns messages into a prompt: the rendered text, its ids, and the prefixes that later prompts will repeat."""
 
 from __future__ import annotations
 
@@ -27,26 +27,28 @@ from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.params import common_length
 
 _RESERVED = ("messages", "tools", "add_generation_prompt")
-# Longer than what any pre-tokenizer keeps together, so that a cut there leaves earlier tokens alone.
+# Longer than any piece of a pre-tokenizer: a cut this far behind leaves earlier tokens alone.
 _SLACK = 256
-# Beginnings of messages: two, as one alone might be that of the message at hand.
+# Two messages with different beginnings: at least one differs from any given message.
 _PROBES, _QUESTION = ("Hello", "0"), "Question"
 _TWO_SYSTEMS = [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hello"},
                 {"role": "system", "content": "brief"}, {"role": "user", "content": "Hello"}]
-# Messages from which on it pays to leave some out; turns, or steps of one, that are looked at on either side.
-_LONG, _AROUND = 64, 2
-_MOST_OPENINGS = 256
+_LONG = 64  # messages from which on a shorter conversation is rendered in place of the whole
+_AROUND = 2  # turns, or steps of one turn, that a shorter conversation keeps at either side
+_MAX_PREFIXES = 256
 
 Messages = Sequence[Mapping[str, Any]]
 Anchor = tuple[int, int, int]
-"""A special token: where it is among the ids, and where what it stands for begins and ends in the text. A bare tuple,
-as a prompt may have 100,000: objects of classes would bring about full garbage collections, which hold up everybody."""
+"""A special token: its index among the ids, and the start and end of its text. A bare tuple, since a prompt may have
+100,000 of them, and as many tracked objects would trigger full garbage collections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a prompt is made from. messages and tools are normalised, variables are those of the template. quoter: keeps
-    client text from becoming control tokens, if it is not to."""
+    """The input of a prompt: normalised messages and tools, and template variables.
+
+    quoter: keeps client text from becoming control tokens; None allows it.
+    """
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -59,25 +61,23 @@ class Conversation:
     def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
              variables: Mapping[str, Any] | None = None, *, see: See | None = None,
              parse_special: bool = False) -> Conversation:
-        """From what a request says; RequestError names the field that is wrong. Where the template takes a system
-        message at the beginning only, later ones are put there, too. parse_special: control tokens that messages spell
-        become control tokens."""
+        """Reads the fields of a request; RequestError names a wrong one. Later system messages move to the first if the
+        template takes no others. parse_special: messages may contain control tokens."""
         given = plain(variables or {}, "chat_template_kwargs")
         for name in _RESERVED:
             if name in given:
                 raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
         clean = normalise_messages(messages, see=see)
-        return _with_one_system(cls(template, tokenizer, clean, normalise_tools(tools), given,
+        return _merge_system_messages(cls(template, tokenizer, clean, normalise_tools(tools), given,
                                     None if parse_special else Quoter(tokenizer.controls)))
 
-    def aside(self, messages: Messages, add_generation_prompt: bool = True) -> str:
-        """A few other messages under this template and its variables, without tools; "" if it refuses them. Asked
-        once."""
-        return _aside(self.template.source, json.dumps([self.tokenizer.special_tokens, self.variables, messages]),
-                      add_generation_prompt)
+    def render_alone(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        """Renders other messages without tools; "" if the template refuses them. Results are cached."""
+        given = json.dumps([self.tokenizer.special_tokens, self.variables, messages])
+        return _render_alone(self.template.source, given, add_generation_prompt)
 
     def render(self, messages: Messages, add_generation_prompt: bool = True, prefill: bool = False) -> str:
-        """These messages under this conversation's template, tools and variables, as the ids would spell them; with
+        """Renders messages with this conversation's tools and variables, in the Unicode form of the tokenizer and with
         the quoter's marks. prefill: the last message is the beginning of the answer."""
         def rendered(messages: Messages, tools: Messages | None, variables: Mapping[str, Any]) -> str:
             text = self.template.render(messages, tools, add_generation_prompt, **variables)
@@ -88,9 +88,9 @@ class Conversation:
         return self.quoter.render(rendered, messages, self.tools, self.variables, prefill)
 
 
-def _with_one_system(conversation: Conversation) -> Conversation:
+def _merge_system_messages(conversation: Conversation) -> Conversation:
     messages = conversation.messages
-    if all(message["role"] != "system" for message in messages[1:]) or conversation.aside(_TWO_SYSTEMS):
+    if all(message["role"] != "system" for message in messages[1:]) or conversation.render_alone(_TWO_SYSTEMS):
         return conversation
     texts = [message["content"] for message in messages if message["role"] == "system"]
     text = "\n\n".join(text for text in texts if isinstance(text, str) and text)
@@ -99,7 +99,7 @@ def _with_one_system(conversation: Conversation) -> Conversation:
 
 
 @lru_cache(maxsize=64)
-def _aside(source: str, given: str, add_generation_prompt: bool) -> str:
+def _render_alone(source: str, given: str, add_generation_prompt: bool) -> str:
     special_tokens, variables, messages = json.loads(given)
     with suppress(DelticError):
         return ChatTemplate(source, special_tokens).render(
@@ -109,8 +109,7 @@ def _aside(source: str, given: str, add_generation_prompt: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A text, with marks, and ids that spell it, of which the first `kept` were given. anchors: its special tokens,
-    ascending."""
+    """A text with marks and its ids, the first `kept` of which were given. anchors: its special tokens in order."""
 
     text: str
     ids: tuple[int, ...]
@@ -120,7 +119,7 @@ class EncodedPrompt:
 
 def load_template(tokenizer: Tokenizer, tools: object = None,
                   seconds: float = Limits().template_seconds) -> ChatTemplate:
-    """The tokenizer's own chat template, which takes so many seconds at most; TemplateError if it has none."""
+    """Compiles the tokenizer's own chat template; TemplateError if it has none. seconds: its time limit."""
     source = tokenizer.template_for(tools)
     if source is None:
         raise TemplateError("this model has no chat template: give a file with one (`chat_template`), "
@@ -128,13 +127,13 @@ def load_template(tokenizer: Tokenizer, tools: object = None,
     return ChatTemplate(source, tokenizer.special_tokens, seconds)
 
 
-def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
-    """The ids of a text. Where it begins as the `known` ids do, they are taken, and only the rest is encoded.
+def encode_prompt(tokenizer: Tokenizer, text: str, known: Sequence[int] = (),
+                  bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
+    """Encodes a text from `Conversation.render`. Known ids that spell its beginning are kept; the rest is encoded.
 
-    They are taken as a whole, or up to a special token that the text has there too, so that the seam is where
-    tokens end anyway. A `text` from `Conversation.render` is assumed. LongPromptError if it is beyond the bound.
+    They are kept as a whole or up to a special token, where tokens end in any case. LongPromptError beyond the bound.
     """
-    kept, offset, anchors = _agreement(tokenizer, text, known)
+    kept, offset, anchors = _matching_prefix(tokenizer, text, known)
     rest = text[offset:]
     ids = tokenizer.encode(rest, quoted=True, bound=bound.after(kept))
     special = [index for index, id in enumerate(ids) if id in tokenizer.special]
@@ -145,12 +144,12 @@ def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Tok
     return EncodedPrompt(text, (*known[:kept], *ids), tuple(anchors), kept)
 
 
-def unfinished(conversation: Conversation, continues: bool, bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
-    """The conversation without the beginning of an answer; continues: nor the end of its last message, the
-    assistant's, which then goes on as it stands. RequestError if there is no such message."""
+def encode_unfinished(conversation: Conversation, continues: bool, bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
+    """Encodes the conversation without the start of an answer. continues: also without the end of the last message,
+    which must be the assistant's and is continued; RequestError if it is not."""
     if not continues:
         text = conversation.render(conversation.messages, False)
-        return spell(conversation.tokenizer, text, bound=bound)
+        return encode_prompt(conversation.tokenizer, text, bound=bound)
     *before, last = conversation.messages or [{"role": "nobody"}]
     if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
         raise RequestError("only an assistant's message without calls can be continued", "messages")
@@ -160,42 +159,43 @@ def unfinished(conversation: Conversation, continues: bool, bound: TokenLimit = 
     text, *rest = conversation.render(messages, False, prefill=True).split(mark)
     if len(rest) != 1:
         raise RequestError("the chat template does not show the last message, so it cannot be continued", "messages")
-    return spell(conversation.tokenizer, text, bound=bound)
+    return encode_prompt(conversation.tokenizer, text, bound=bound)
 
 
-def boundaries(conversation: Conversation, prompt: EncodedPrompt, start: int | None = None) -> tuple[int, ...]:
-    """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
+def stable_prefixes(conversation: Conversation, prompt: EncodedPrompt, start: int | None = None) -> tuple[int, ...]:
+    """Returns the token counts up to which following prompts will repeat this one, ascending.
 
-    Found by asking the template: the `opening`, where the last question begins, and how far the prompt agrees with its
-    continuation by an answer and a user message, and by a call and its result (with tools; the client may or may not
-    send the thinking back). A conversation that the template refuses yields no boundary. Ascending, at most the
-    prompt's length. start: the opening, if it is known.
+    The template is rendered with continuations: `system_prefix_len`, the start of the last question, and the prefix
+    shared with the prompt after an answer and a user message, and after a call and its result (the client may or may
+    not send the reasoning back). start: the system prefix, if known.
     """
-    start = opening(conversation, prompt) if start is None else start
-    view = _view(conversation, prompt)
+    start = system_prefix_len(conversation, prompt) if start is None else start
+    view = _shorten(conversation, prompt)
     thinks = start_mode(prompt.ids, conversation.tokenizer) == "reasoning"
     answer = {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
     turn = view.rendered(_next_turn(view.conversation, answer))
-    found = {start, _shared_by(prompt, view, turn), _turning(prompt, view, turn.rpartition(_QUESTION)[2])}
+    found = {start, _shared_tokens(prompt, view, turn), _last_turn_start(prompt, view, turn.rpartition(_QUESTION)[2])}
     if conversation.tools or any(message["role"] == "tool" for message in conversation.messages):
-        # what an empty think block shares with the prompt may be less
+        # without reasoning the think block is empty, and less may be shared
         for reasoning in {answer["reasoning_content"], ""}:
             step = _next_step(view.conversation, answer | {"reasoning_content": reasoning})
-            found.add(_shared_by(prompt, view, view.rendered(step)))
+            found.add(_shared_tokens(prompt, view, view.rendered(step)))
     return tuple(sorted(found - {0}))
 
 
-def opening(conversation: Conversation, prompt: EncodedPrompt, openings: RenderedPrefixes | None = None) -> int:
-    """The stable boundary that conversations with the same system message and tools share; 0 if there is none."""
-    others = (openings or RenderedPrefixes()).others(conversation, prompt.text)
-    view = _View(conversation, prompt.text)
-    return min((_shared_by(prompt, view, other) for other in others), default=0)
+def system_prefix_len(conversation: Conversation, prompt: EncodedPrompt,
+                      prefixes: RenderedPrefixes | None = None) -> int:
+    """Returns the number of ids shared by all conversations with these system messages and tools."""
+    others = (prefixes or RenderedPrefixes()).others(conversation, prompt.text)
+    view = _ShortView(conversation, prompt.text)
+    return min((_shared_tokens(prompt, view, other) for other in others), default=0)
 
 
-def _turning(prompt: EncodedPrompt, view: _View, ending: str = "") -> int:
-    """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
-    edited; 0 if there is nothing of that kind. ending: what the template writes after a last question, if that is
-    known: then it need not be asked."""
+def _last_turn_start(prompt: EncodedPrompt, view: _ShortView, ending: str = "") -> int:
+    """Returns where the last message begins if it is a user message after an answer: an edit changes the prompt there.
+
+    0 for other messages. ending: the text after a last question, if known, which saves a rendering.
+    """
     *before, last = view.conversation.messages or [{"role": "nobody"}]
     if last["role"] != "user" or all(message["role"] != "assistant" for message in before):
         return 0
@@ -205,14 +205,14 @@ def _turning(prompt: EncodedPrompt, view: _View, ending: str = "") -> int:
         text = view.text.removesuffix(ending)
         for written in (content, content.strip()):
             if written and text.endswith(written):
-                return _shared_by(prompt, view, text.removesuffix(written) + probe + ending)
-    return _shared_by(prompt, view, view.rendered([*before, *_asked(probe)]))
+                return _shared_tokens(prompt, view, text.removesuffix(written) + probe + ending)
+    return _shared_tokens(prompt, view, view.rendered([*before, *_question(probe)]))
 
 
 class RenderedPrefixes:
-    """How conversations begin, remembered so that the template need not be asked each time. Threads may share it.
+    """Caches how conversations begin. Threads may share it.
 
-    Of a text only length and digest are kept: it may be long, and may change with the date.
+    Keeps length and digest of a text only: it may be long, and may change with the date.
     """
 
     def __init__(self) -> None:
@@ -220,8 +220,8 @@ class RenderedPrefixes:
         self._lock = Lock()
 
     def others(self, conversation: Conversation, text: str) -> list[str]:
-        """Texts of other conversations with the same system message and tools, as far as they matter for what the
-        conversation's own text shares with them; none if it has neither, or the template refuses them."""
+        """Returns the beginnings of other conversations with the same system message and tools; none without either, or
+        if the template refuses them."""
         count = next((i for i, message in enumerate(conversation.messages) if message["role"] != "system"), 0)
         if not count and not conversation.tools:
             return []
@@ -229,17 +229,19 @@ class RenderedPrefixes:
         shared, ends = self._recall(key, text)
         if not ends:
             try:
-                texts = [conversation.render([*before, *_asked(probe)]) for probe in _PROBES]
+                texts = [conversation.render([*before, *_question(probe)]) for probe in _PROBES]
             except DelticError:
                 return []
             length = common_length(*texts)
             shared, ends = texts[0][:length], tuple(text[length:length + _SLACK] for text in texts)
-            self._note(key, shared, ends)
+            self._store(key, shared, ends)
         return [shared + end for end in ends]
 
     def before_answer(self, conversation: Conversation, last: int, text: str) -> str | None:
-        """What the template renders before the first answer: of those up to the message `last`, the first that allows
-        to. text: that of the conversation as far as that message, or farther."""
+        """Returns the text before the first answer, up to message `last`, that the template renders alone.
+
+        text: that of the conversation up to this message or farther.
+        """
         for index in range(1, last + 1):
             if conversation.messages[index]["role"] == "assistant":
                 key = _digest(conversation, index, "answer")
@@ -248,31 +250,31 @@ class RenderedPrefixes:
                     return shared
                 with suppress(DelticError):
                     shared = conversation.render(conversation.messages[:index], False)
-                    self._note(key, shared, ("",))
+                    self._store(key, shared, ("",))
                     return shared
         return None
 
     def _recall(self, key: str, text: str) -> tuple[str, tuple[str, ...]]:
-        """The beginning of the text that is known by this key, and what may follow."""
+        """Returns the known beginning of the text, and its possible continuations."""
         with self._lock:
             length, digest, ends = self._known.get(key, (0, b"", ()))
             if ends:
                 self._known.move_to_end(key)
         shared = text[:length]
-        return (shared, ends) if ends and _sum(shared) == digest else ("", ())
+        return (shared, ends) if ends and _text_digest(shared) == digest else ("", ())
 
-    def _note(self, key: str, shared: str, ends: tuple[str, ...]) -> None:
+    def _store(self, key: str, shared: str, ends: tuple[str, ...]) -> None:
         with self._lock:
-            self._known[key] = len(shared), _sum(shared), ends
-            while len(self._known) > _MOST_OPENINGS:
+            self._known[key] = len(shared), _text_digest(shared), ends
+            while len(self._known) > _MAX_PREFIXES:
                 self._known.popitem(last=False)
 
 
-def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
-    """How many of the known ids the text begins with, how many characters these are, their special tokens."""
+def _matching_prefix(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
+    """Returns how many known ids the text begins with, their characters and their special tokens."""
     pieces = text.split(MARK)
     marks = [*accumulate(map(len, pieces[:-1]))]
-    kept, offset, anchors = _clean_agreement(tokenizer, "".join(pieces), marks, known)
+    kept, offset, anchors = _matching_unmarked(tokenizer, "".join(pieces), marks, known)
 
     def place(characters: int) -> int:
         return characters + len(MARK) * bisect_left(marks, characters)
@@ -281,9 +283,9 @@ def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[i
     return kept, place(offset), anchors
 
 
-def _clean_agreement(tokenizer: Tokenizer, text: str, marks: Sequence[int], known: Sequence[int]
+def _matching_unmarked(tokenizer: Tokenizer, text: str, marks: Sequence[int], known: Sequence[int]
                      ) -> tuple[int, int, list[Anchor]]:
-    """The same of a text without marks. marks: where it has them; no special token is there."""
+    """As `_matching_prefix`, for a text without marks; no special token contains one of the `marks`."""
     anchors: list[Anchor] = []
     offset, composed = 0, tokenizer.composes
     cuts = [0, *(index for index, id in enumerate(known) if index and id in tokenizer.special), len(known)]
@@ -304,38 +306,37 @@ def _clean_agreement(tokenizer: Tokenizer, text: str, marks: Sequence[int], know
 
 
 def _digest(conversation: Conversation, count: int, kind: str = "") -> str:
-    """What tells the beginning of a conversation, so many messages, from others."""
+    """Returns a hash of the first `count` messages, the template, tools and variables."""
     known = [kind, conversation.template.source, conversation.tools, conversation.variables,
              conversation.messages[:count]]
     return blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _sum(text: str) -> bytes:
+def _text_digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _next_turn(conversation: Conversation, answer: dict[str, Any]) -> Messages:
-    return _continued(conversation, answer, {"role": "user", "content": _QUESTION})
+    return _append(conversation, answer, {"role": "user", "content": _QUESTION})
 
 
 def _next_step(conversation: Conversation, answer: dict[str, Any]) -> Messages:
     call = {"id": "call_0", "function": {"name": "function", "arguments": {"key": "value"}}}
     result = {"role": "tool", "content": "Result", "tool_call_id": "call_0", "name": "function"}
-    return _continued(conversation, answer | {"content": "", "tool_calls": [call]}, result)
+    return _append(conversation, answer | {"content": "", "tool_calls": [call]}, result)
 
 
-def _asked(text: str) -> Messages:
+def _question(text: str) -> Messages:
     return normalise_messages([{"role": "user", "content": text}])
 
 
-def _continued(conversation: Conversation, *tail: Mapping[str, Any]) -> Messages:
+def _append(conversation: Conversation, *tail: Mapping[str, Any]) -> Messages:
     return [*conversation.messages, *normalise_messages(tail)]
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """A conversation that stands for a longer one, and its `text`: that of the longer one but for so many characters
-    that are `missing` at the place `gap`."""
+class _ShortView:
+    """A shorter conversation in place of the whole one. Its text lacks `missing` characters at position `gap`."""
 
     conversation: Conversation
     text: str
@@ -343,49 +344,49 @@ class _View:
     missing: int = 0
 
     def rendered(self, messages: Messages) -> str:
-        """Other messages in its place; "" if the template refuses them."""
+        """Renders other messages; "" if the template refuses them."""
         with suppress(DelticError):
             return self.conversation.render(messages)
         return ""
 
     def place(self, characters: int) -> int:
-        """Where a place of this text is in the whole one."""
+        """Converts a position of this text to one of the whole text."""
         return characters + self.missing if characters >= self.gap else characters
 
 
-def _view(conversation: Conversation, prompt: EncodedPrompt) -> _View:
-    """The conversation, without the middle if it is long, so that asking about its end costs little. Only if the prompt
-    is the shorter one's with something in between: then a template that looks at one message after the other is sure to
-    part where it parts here."""
-    whole, hole = _View(conversation, prompt.text), _hole(conversation.messages)
-    if len(hole) < _LONG:
+def _shorten(conversation: Conversation, prompt: EncodedPrompt) -> _ShortView:
+    """Leaves out the middle of a long conversation, so that renderings of its continuations cost little.
+
+    Only if the whole text is the shorter one with an insertion: then both differ from their continuations alike.
+    """
+    whole, middle = _ShortView(conversation, prompt.text), _middle(conversation.messages)
+    if len(middle) < _LONG:
         return whole
     messages = conversation.messages
-    shorter = replace(conversation, messages=[*messages[:hole.start], *messages[hole.stop:]])
+    shorter = replace(conversation, messages=[*messages[:middle.start], *messages[middle.stop:]])
     try:
         text = shorter.render(shorter.messages)
     except DelticError:
         return whole
     head, end = common_length(text, prompt.text), prompt.text[-len(text):]
     gap = len(text) - common_length(text[::-1], end[::-1])
-    return _View(shorter, text, gap, len(prompt.text) - len(text)) if gap <= head else whole
+    return _ShortView(shorter, text, gap, len(prompt.text) - len(text)) if gap <= head else whole
 
 
-def _hole(messages: Messages) -> range:
-    """Messages that say nothing about how the template treats the last ones: those before the last few turns, or in the
-    middle of one of these, whichever are the most."""
+def _middle(messages: Messages) -> range:
+    """Returns the longest range of messages without effect on the end: before or within the last turns."""
     start = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     turns = [index for index, message in enumerate(messages) if message["role"] == "user"][-_AROUND:] or [start]
-    holes = [range(start, turns[0])]
+    ranges = [range(start, turns[0])]
     for first, last in pairwise([*turns, len(messages)]):
         steps = [index for index in range(first, last) if messages[index]["role"] == "assistant"]
         if len(steps) > 2 * _AROUND:
-            holes.append(range(steps[_AROUND], steps[-_AROUND]))
-    return max(holes, key=len)
+            ranges.append(range(steps[_AROUND], steps[-_AROUND]))
+    return max(ranges, key=len)
 
 
-def _shared_by(prompt: EncodedPrompt, view: _View, text: str) -> int:
-    """Tokens shared with a text, if there is one; encodes only from the last special token before they part."""
+def _shared_tokens(prompt: EncodedPrompt, view: _ShortView, text: str) -> int:
+    """Returns the number of ids shared with a text; encodes from the last special token before the difference."""
     if not text:
         return 0
     parted = common_length(view.text, text)

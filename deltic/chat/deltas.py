@@ -1,4 +1,4 @@
-"""What a stream of tokens becomes: pieces of reasoning, of content and of tool calls."""
+"""Pieces of an answer: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Region = Literal["reasoning", "content", "tool"]
 class ToolDelta:
     """A piece of a tool call.
 
-    index counts the calls of one answer; `id` is the same on all pieces of a call. `name` is set on the first
-    piece only. Concatenated, the `arguments` of a call are one JSON object, or the beginning of one where the answer
-    was cut; so is what is `written`: the same with the values as the model wrote them, whatever the schema says.
+    index: of the call in the answer. id: the same for all pieces of a call. name: on the first piece only.
+    arguments: concatenated, one JSON object, or the beginning of one if the answer was cut.
+    written: as `arguments`, with the values as the model wrote them, before conversion to the schema's types.
     """
 
     index: int
@@ -26,13 +26,15 @@ class ToolDelta:
 
 
 class Delta(NamedTuple):
-    """A piece of an answer: text, or `call` if kind is "tool". index: of the choice that it belongs to, in a stream of
-    several. tokens: the ids, of a model without a tokenizer, which has no text for them."""
+    """A piece of an answer: text, or `call` if kind is "tool".
+
+    index: of the choice, in a stream of several. tokens: ids in place of text, for a model without a tokenizer.
+    """
 
     kind: Region
     text: str = ""
     call: ToolDelta | None = None
-    index: int = 0  # type: ignore[assignment]  # a tuple's method, which nobody needs here
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index
     tokens: tuple[int, ...] = ()
 
 
@@ -56,7 +58,7 @@ class Answer:
 
 
 def join(deltas: Iterable[Delta]) -> Answer:
-    """Put the pieces of one answer together."""
+    """Joins the pieces of one answer."""
     texts: dict[str, list[str]] = {"reasoning": [], "content": []}
     calls: dict[int, list[ToolDelta]] = {}
     for delta in deltas:
@@ -69,7 +71,7 @@ def join(deltas: Iterable[Delta]) -> Answer:
 
 
 def merge(deltas: list[Delta]) -> list[Delta]:
-    """The same pieces, with neighbouring ones of one kind or call as one and empty ones left out."""
+    """Joins neighbouring pieces of one kind or call, and drops empty ones."""
     merged: list[Delta] = []
     for delta in deltas:
         before = merged[-1] if merged else None
@@ -81,7 +83,7 @@ def merge(deltas: list[Delta]) -> list[Delta]:
 
 
 def _joined(before: Delta, delta: Delta) -> Delta | None:
-    """One of two; a name comes alone."""
+    """Returns two pieces as one; None if one of them begins a call."""
     first, second = before.call, delta.call
     if first is None or second is None:
         return Delta(delta.kind, before.text + delta.text, tokens=before.tokens + delta.tokens)

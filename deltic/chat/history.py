@@ -1,19 +1,17 @@
 """Remembers finished answers, so that the next prompt repeats the last one token by token.
 
-Templates rewrite earlier turns, clients re-serialise them, and text that is encoded again may be cut into other tokens:
-each makes the next prompt part from what has been computed. So every answer leaves a note with its exact ids,
-found again by what the client can see of the conversation. From there a prompt is made in one of two modes:
+Templates rewrite earlier turns, clients re-serialise them, and the same text may be encoded into other tokens: each of
+these makes the next prompt differ from the cached one. So every answer leaves a record with its exact ids, under a hash
+of what the client can see of the conversation. The next prompt is made in one of two modes:
 
-    template   exactly what the template renders, spelled with the remembered ids as far as they say the same
-    preserve   the remembered ids as they are, thinking included, and what the template renders after them
+    template   the text that the template renders, encoded with the recorded ids as far as they spell the same text
+    preserve   the recorded ids, reasoning included, and the text that the template renders after them
 
-Thinking that the client sends back decides where it is sent: only answers with that very thinking are taken. Where it
-is not sent and conversations that look alike have had different answers, none of them is taken, so that nobody is given
-another's thinking; the answers that follow, by which they part, tell again which is whose. In doubt a prompt is
-rendered and encoded as if nothing were known.
+If the client sends reasoning back, only records with the same reasoning are used. If it does not, and conversations
+that look alike have had different answers, none of them is used, so that no conversation gets the reasoning of another;
+later answers tell them apart again. In doubt, a prompt is rendered and encoded without records.
 
-Answers have an owner. A prompt uses answers of its own owner only: if another owner sends the same conversation, it
-finds none.
+Records have an owner, and a prompt uses only those of its own owner.
 """
 
 from __future__ import annotations
@@ -31,9 +29,17 @@ from hashlib import blake2b
 from typing import Any
 
 from deltic.chat.control_tokens import unmarked
-from deltic.chat.conversation import Conversation, RenderedPrefixes, boundaries, opening, spell
+from deltic.chat.conversation import Conversation, RenderedPrefixes, encode_prompt, stable_prefixes, system_prefix_len
 from deltic.chat.deltas import Answer
-from deltic.chat.history_store import AnswerLog, AnswerRecord, AnswerStore, digest_of, ids_of, name_of, thought_of
+from deltic.chat.history_store import (
+    AnswerLog,
+    AnswerRecord,
+    AnswerStore,
+    chain_ids,
+    ids_digest,
+    reasoning_hash,
+    record_name,
+)
 from deltic.chat.messages import REASONING
 from deltic.chat.schema_coercion import argument_schema, typed
 from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
@@ -43,14 +49,12 @@ from deltic.params import Finish
 
 MODES = ("template", "preserve")
 
-# Variables that may differ from turn to turn; where they change more than the prompt's end, its ids tell.
+# Variables that may differ from turn to turn. If they change more than the end of the prompt, the ids show it.
 _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
-# Characters of a token that no text has on average; beyond that, the length is the first that is looked at.
-_RARE = 8
-# What notes and their keys say; those of another form are not found.
-_FORM = 4
-# A preserved prompt leaves one part in four of the context to its answer.
-_ANSWER_SHARE = 4
+# A text with more characters per token than this is measured before it is rendered.
+_MAX_CHARS_PER_TOKEN = 8
+_KEY_VERSION = 4  # of what keys hash
+_ANSWER_SHARE = 4  # a preserved prompt leaves 1/4 of the context to its answer
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -58,19 +62,19 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class HistoryTurn:
-    """A prompt, and what is needed to remember its answers.
+    """A prompt, and the data that a record of its answer needs.
 
-    stable_prefixes: positions that following prompts are expected to share.
-    state: the hash of all that the client can see up to here, with calls typed by the schemas. Of the ids the first
-        `kept` are those of the note `parent`.
-    opening, thoughts: as in `AnswerRecord`, of the answers so far. owner: who has the answers.
+    stable_prefixes: positions up to which following prompts are expected to repeat the ids.
+    parent, kept: the first `kept` ids are those of this record.
+    system_prefix_len, thoughts: as in `AnswerRecord`, for the answers so far.
+    state: hash of everything that the client can see up to here, with calls typed by the schemas.
     """
 
     ids: tuple[int, ...]
     stable_prefixes: tuple[int, ...]
     parent: str = ""
     kept: int = 0
-    opening: int = 0
+    system_prefix_len: int = 0
     thoughts: tuple[str, ...] = ()
     state: str = ""
     schemas: Schemas = field(default_factory=dict)
@@ -78,53 +82,53 @@ class HistoryTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Base:
-    """The remembered answer that a prompt builds on: its place among the messages, its note, all its ids."""
+class _BaseAnswer:
+    """The recorded answer that a prompt builds on: its index among the messages, its name, record and ids."""
 
     index: int
     name: str
-    note: AnswerRecord
+    record: AnswerRecord
     ids: tuple[int, ...]
 
 
 class History:
-    """The answers of one model. Threads may share it.
+    """The recorded answers of one model. Threads may share it.
 
-    bound: limit of prompts. A preserved prompt that exceeds three quarters of it is rendered by the template instead,
-    which may be shorter.
+    A preserved prompt that exceeds 3/4 of the bound is rendered by the template instead, which may be shorter.
     """
 
     def __init__(self, tokenizer: Tokenizer, store: AnswerStore | None = None, bound: TokenLimit = UNBOUNDED) -> None:
-        self._tokenizer, self._bound, self._openings = tokenizer, bound, RenderedPrefixes()
+        self._tokenizer = tokenizer
+        self._bound = bound
+        self._prefixes = RenderedPrefixes()
         self._preserved_bound = replace(bound, tokens=bound.tokens - bound.tokens // _ANSWER_SHARE)
-        self._notes = AnswerLog(store, tokenizer.vocab_size)
+        self._records = AnswerLog(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
 
     def within(self, bound: TokenLimit) -> History:
-        """The same answers, for prompts of another length."""
+        """Returns a view of the same records with another prompt limit."""
         found = copy(self)
         found._bound = bound
         return found
 
     def turn(self, conversation: Conversation, mode: str, owner: str = "") -> HistoryTurn:
-        """The prompt of the conversation's next answer. mode: one of MODES. owner: of the answers that it may use, and
-        of the next one. RequestError as the template raises it, or if the prompt is too long."""
-        asked = _asked(conversation)
-        if len(asked) > _RARE * self._bound.tokens:
+        """Returns the prompt for the next answer. RequestError if the template refuses it or it is too long."""
+        asked = _unconditional_text(conversation)
+        if len(asked) > _MAX_CHARS_PER_TOKEN * self._bound.tokens:
             self._tokenizer.check_length(asked, self._bound)
         schemas = tool_schemas(conversation.tools or ())
         states = self._states(conversation, schemas, owner)
-        notes, base = self._recall(conversation, states, owner)
+        records, base = self._recall(conversation, states, owner)
         keep = mode == "preserve"
-        turn = _preserved(conversation, self._openings, base, self._preserved_bound) if keep and base else None
+        turn = _preserved_turn(conversation, self._prefixes, base, self._preserved_bound) if keep and base else None
         if turn is None:
-            turn = _rendered(conversation, self._openings, notes, base, self._bound, whole=keep)
+            turn = _rendered_turn(conversation, self._prefixes, records, base, self._bound, whole=keep)
         return replace(turn, state=states[-1], schemas=schemas, owner=owner)
 
     def remember(self, turn: HistoryTurn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
                  whole: bool) -> None:
-        """Note one finished answer, if it can be continued. hidden: the request's stop ids. tokens, the one that ended
-        it too, say the `answer`; whole: its text ended with it, in no think block or call, and not at a stop string."""
+        """Records one finished answer. hidden: the request's stop ids. tokens: those of the answer, with its end token.
+        whole: the text ended with the tokens, outside of think blocks and calls, and not at a stop string."""
         if not tokens:
             return
         special = self._tokenizer.special
@@ -134,130 +138,127 @@ class History:
         calls = tuple((call.name, call.written) for call in answer.calls)
         try:
             read = [(name, json.loads(text)) for name, text in calls]
-        except ValueError:  # given up within a call, which nobody can send back
+        except ValueError:  # cut within a call, which no client can send back
             return
         visible = _visible(answer.content, read, turn.schemas)
         spelled = array("i", turn.ids) + array("i", ids)
-        note = AnswerRecord(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
-                    digest_of(spelled), turn.parent, turn.kept, turn.opening,
-                    (*turn.thoughts, thought_of(_plain_text(answer.reasoning))))
-        self._notes.put(_next_state(turn.state, visible), note, turn.owner)
+        record = AnswerRecord(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
+                    ids_digest(spelled), turn.parent, turn.kept, turn.system_prefix_len,
+                    (*turn.thoughts, reasoning_hash(_plain_text(answer.reasoning))))
+        self._records.put(_next_state(turn.state, visible), record, turn.owner)
 
     def flush(self) -> None:
-        """Wait until all notes are written."""
-        self._notes.flush()
+        """Waits until all records are written."""
+        self._records.flush()
 
     def _states(self, conversation: Conversation, schemas: Schemas, owner: str) -> list[str]:
-        """A hash for each number of messages, from none on. The hashes of two owners differ."""
+        """Returns a hash for each number of messages, from 0 on. They differ between owners."""
         variables = {name: value for name, value in conversation.variables.items()
                      if value is not None and name not in _TOGGLES}
-        states = [_next_state("", [_FORM, owner, self._vocabulary, conversation.template.source, conversation.tools,
-                                   variables, conversation.quoter is None])]
+        source = conversation.template.source
+        states = [_next_state("", [_KEY_VERSION, owner, self._vocabulary, source, conversation.tools, variables,
+                                   conversation.quoter is None])]
         for message in conversation.messages:
-            states.append(_next_state(states[-1], _seen(message, schemas)))
+            states.append(_next_state(states[-1], _visible_message(message, schemas)))
         return states
 
     def _recall(self, conversation: Conversation, states: Sequence[str], owner: str
-                ) -> tuple[dict[int, AnswerRecord], _Base | None]:
-        """This conversation's answers, as far as they are known for certain, by their place among the messages; and
-        the last one whose ids are all there."""
+                ) -> tuple[dict[int, AnswerRecord], _BaseAnswer | None]:
+        """Returns the unambiguous records of this conversation by message index, and the last with all of its ids."""
         places = {state: index for index, state in enumerate(states[1:])}
         answers = _answers(conversation)
-        thoughts = [_sent_thought(conversation.messages[index]) for index in answers]
-        notes: dict[int, AnswerRecord] = {}
-        base: _Base | None = None
+        thoughts = [_sent_reasoning_hash(conversation.messages[index]) for index in answers]
+        records: dict[int, AnswerRecord] = {}
+        base: _BaseAnswer | None = None
         for count, index in reversed(list(enumerate(answers, 1))):
-            note = notes.get(index) or self._only(states[index + 1], thoughts[:count], owner)
-            if note is None:
+            record = records.get(index) or self._unambiguous(states[index + 1], thoughts[:count], owner)
+            if record is None:
                 continue
-            notes[index] = note
-            chain = self._notes.chain(states[index + 1], note, owner) if base is None else None
-            if chain and (ids := ids_of(chain)):
-                base = _Base(index, name_of(states[index + 1], note), note, ids)
-                notes |= {places[key]: link for key, link in chain if key in places}
-        return notes, base
+            records[index] = record
+            chain = self._records.chain(states[index + 1], record, owner) if base is None else None
+            if chain and (ids := chain_ids(chain)):
+                base = _BaseAnswer(index, record_name(states[index + 1], record), record, ids)
+                records |= {places[key]: link for key, link in chain if key in places}
+        return records, base
 
-    def _only(self, key: str, thoughts: Sequence[str | None], owner: str) -> AnswerRecord | None:
-        """The note of an answer, if no other conversation with these thoughts can be meant."""
-        found = [note for note in self._notes.find(key, owner) if note.fits(thoughts)]
+    def _unambiguous(self, key: str, thoughts: Sequence[str | None], owner: str) -> AnswerRecord | None:
+        """Returns the record of an answer if exactly one matches these thoughts."""
+        found = [record for record in self._records.find(key, owner) if record.matches(thoughts)]
         return found[0] if len(found) == 1 and found[0].ids else None
 
 
-def _preserved(
-    conversation: Conversation, openings: RenderedPrefixes, base: _Base, bound: TokenLimit
+def _preserved_turn(
+    conversation: Conversation, prefixes: RenderedPrefixes, base: _BaseAnswer, bound: TokenLimit
 ) -> HistoryTurn | None:
-    """The base's ids and what the template renders after it; None if that cannot be told apart for certain, or is
-    beyond the bound."""
+    """Returns the base's ids and those of the text after it; None if the text cannot be split there or is too long."""
     try:
-        parts = _around(conversation, base.index)
+        parts = _text_around(conversation, base.index)
     except DelticError:
         return None
-    if len(parts) != 2:  # the template renders the base's content not exactly once
+    if len(parts) != 2:  # the template does not render the base's content exactly once
         return None
     before, tail = parts
-    start = openings.before_answer(conversation, base.index, before)
+    start = prefixes.before_answer(conversation, base.index, before)
     if start is None or not _begins_with(conversation.tokenizer, base.ids, start):
         return None
     with suppress(LongPromptError):
         ids = conversation.tokenizer.encode(tail, quoted=True, bound=bound.after(len(base.ids)))
-        return _extended(conversation, base, ids)
+        return _extend(conversation, base, ids)
     return None
 
 
-def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> HistoryTurn:
+def _extend(conversation: Conversation, base: _BaseAnswer, tail: Sequence[int]) -> HistoryTurn:
     ids = (*base.ids, *tail)
-    thoughts = (*base.note.thoughts, *_sent_thoughts(conversation, base.index + 1))
-    return HistoryTurn(
-        ids, _positions(base.note.opening, len(ids)), base.name, len(base.ids), base.note.opening, thoughts
-    )
+    thoughts = (*base.record.thoughts, *_sent_reasoning_hashes(conversation, base.index + 1))
+    prefix = base.record.system_prefix_len
+    return HistoryTurn(ids, _positions(prefix, len(ids)), base.name, len(base.ids), prefix, thoughts)
 
 
-def _rendered(
+def _rendered_turn(
     conversation: Conversation,
-    openings: RenderedPrefixes,
-    notes: Mapping[int, AnswerRecord],
-    base: _Base | None,
+    prefixes: RenderedPrefixes,
+    records: Mapping[int, AnswerRecord],
+    base: _BaseAnswer | None,
     bound: TokenLimit,
     whole: bool,
 ) -> HistoryTurn:
-    """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it. The
-    template's boundaries are kept in any case, as an answer that was stopped cannot be extended."""
-    conversation, text = _as_written(conversation, notes)
-    prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
-    start = opening(conversation, prompt, openings)
-    found = _positions(*boundaries(conversation, prompt, start), len(prompt.ids) if whole else 0)
+    """Returns the rendered prompt, encoded with the base's ids. whole: the next prompt is expected to extend it."""
+    conversation, text = _with_recorded_answers(conversation, records)
+    prompt = encode_prompt(conversation.tokenizer, text, base.ids if base else (), bound)
+    start = system_prefix_len(conversation, prompt, prefixes)
+    found = _positions(*stable_prefixes(conversation, prompt, start), len(prompt.ids) if whole else 0)
     return HistoryTurn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
-                _sent_thoughts(conversation))
+                _sent_reasoning_hashes(conversation))
 
 
 def _positions(*positions: int) -> tuple[int, ...]:
     return tuple(sorted({position for position in positions if position}))
 
 
-def _as_written(conversation: Conversation, notes: Mapping[int, AnswerRecord]) -> tuple[Conversation, str]:
-    """The conversation with remembered answers as the model wrote them, and its text."""
-    if notes:
-        written = [_raw(message, notes[index]) if index in notes else message
+def _with_recorded_answers(conversation: Conversation, records: Mapping[int, AnswerRecord]) -> tuple[Conversation, str]:
+    """Returns the conversation with recorded answers as the model wrote them, and its text."""
+    if records:
+        written = [_recorded_message(message, records[index]) if index in records else message
                    for index, message in enumerate(conversation.messages)]
-        with suppress(DelticError):  # what the template refuses in the model's words it may take in the client's
+        with suppress(DelticError):  # the template may refuse the model's words and take the client's
             return replace(conversation, messages=written), conversation.render(written)
     return conversation, conversation.render(conversation.messages)
 
 
-def _raw(message: Mapping[str, Any], note: AnswerRecord) -> dict[str, Any]:
-    """The client's message in the model's words. Thinking is not given back to a client that left it out."""
-    raw = {**message, "content": note.content, "contents": note.content}
+def _recorded_message(message: Mapping[str, Any], record: AnswerRecord) -> dict[str, Any]:
+    """Returns the client's message in the model's words; without reasoning if the client left it out."""
+    raw = {**message, "content": record.content, "contents": record.content}
     reasoning = message.get("reasoning_content")
-    if isinstance(reasoning, str) and _plain_text(reasoning) == _plain_text(note.reasoning):
-        raw |= dict.fromkeys(REASONING, note.reasoning)
-    if note.calls:
+    if isinstance(reasoning, str) and _plain_text(reasoning) == _plain_text(record.reasoning):
+        raw |= dict.fromkeys(REASONING, record.reasoning)
+    if record.calls:
         raw["tool_calls"] = [{**call, "function": {"name": name, "arguments": json.loads(arguments)}}
-                             for call, (name, arguments) in zip(message["tool_calls"], note.calls, strict=True)]
+                             for call, (name, arguments) in zip(message["tool_calls"], record.calls, strict=True)]
     return raw
 
 
-def _around(conversation: Conversation, index: int) -> list[str]:
-    """What the template renders before and after the content of this answer."""
+def _text_around(conversation: Conversation, index: int) -> list[str]:
+    """Returns the rendered text before and after the content of this answer."""
     mark = "x" + secrets.token_hex(16)
     answer = {"role": "assistant", "content": mark, "contents": mark}
     messages = conversation.messages
@@ -265,7 +266,7 @@ def _around(conversation: Conversation, index: int) -> list[str]:
 
 
 def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
-    """Whether the ids spell a text that begins with this one; does not look further."""
+    """True if the ids spell a text that begins with this one."""
     wanted, spelled = unmarked(text).encode(), bytearray()
     for id in ids:
         if len(spelled) >= len(wanted):
@@ -274,8 +275,8 @@ def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
     return spelled.startswith(wanted)
 
 
-def _asked(conversation: Conversation) -> str:
-    """What a template shows in full, whatever it does with the rest."""
+def _unconditional_text(conversation: Conversation) -> str:
+    """Returns the texts that every template renders in full."""
     contents = (message["content"] for message in conversation.messages if message["role"] != "assistant")
     return "\n".join(content for content in contents if isinstance(content, str))
 
@@ -284,25 +285,25 @@ def _answers(conversation: Conversation) -> list[int]:
     return [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
 
-def _sent_thoughts(conversation: Conversation, start: int = 0) -> tuple[str, ...]:
+def _sent_reasoning_hashes(conversation: Conversation, start: int = 0) -> tuple[str, ...]:
     places = (index for index in _answers(conversation) if index >= start)
-    return tuple(_sent_thought(conversation.messages[index]) or "" for index in places)
+    return tuple(_sent_reasoning_hash(conversation.messages[index]) or "" for index in places)
 
 
-def _sent_thought(message: Mapping[str, Any]) -> str | None:
-    """The thinking that the client sends back with an answer; None if it leaves that open."""
+def _sent_reasoning_hash(message: Mapping[str, Any]) -> str | None:
+    """Returns the hash of the reasoning that the client sends back; None if it sends none."""
     reasoning = message.get("reasoning_content")
-    return thought_of(_plain_text(reasoning)) or None if isinstance(reasoning, str) else None
+    return reasoning_hash(_plain_text(reasoning)) or None if isinstance(reasoning, str) else None
 
 
-# What the client can see
+# Hashes of what the client can see
 
 
 def _next_state(state: str, seen: Any) -> str:
     return blake2b(f"{state}\n{json.dumps(seen, sort_keys=True)}".encode(), digest_size=16).hexdigest()
 
 
-def _seen(message: Mapping[str, Any], schemas: Schemas) -> Any:
+def _visible_message(message: Mapping[str, Any], schemas: Schemas) -> Any:
     if message["role"] != "assistant":
         return message
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
@@ -310,19 +311,19 @@ def _seen(message: Mapping[str, Any], schemas: Schemas) -> Any:
 
 
 def _visible(content: Any, calls: Sequence[tuple[str, Mapping[str, Any]]], schemas: Schemas) -> Any:
-    """An answer by its content and calls alone, equal for all ways in which clients give them back."""
+    """Returns content and calls of an answer in a form that does not depend on how clients re-serialise them."""
     return [_plain_text(content) if isinstance(content, str) else content,
-            [[name, _chosen(arguments, schemas.get(name, {}))] for name, arguments in calls]]
+            [[name, _without_defaults(arguments, schemas.get(name, {}))] for name, arguments in calls]]
 
 
-def _chosen(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the schema types them, without those that are its defaults: clients add these to a call."""
+def _without_defaults(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments, typed by the schema, without its defaults: clients add these to calls."""
     found: dict[str, Any] = _number_as_float(typed(arguments, schema))
     return {key: value for key, value in found.items() if not _is_default(value, argument_schema(key, schema))}
 
 
 def _is_default(value: Any, schema: Any) -> bool:
-    """As JSON, in which true is not 1."""
+    """Compares as JSON, where true is not 1."""
     return (isinstance(schema, Mapping) and "default" in schema
             and json.dumps(value, sort_keys=True) == json.dumps(_number_as_float(schema["default"]), sort_keys=True))
 
@@ -333,7 +334,7 @@ def _plain_text(text: str) -> str:
 
 
 def _number_as_float(value: Any) -> Any:
-    """The value with numbers as clients compare them: 1.0 is 1, and integers have 53 bits."""
+    """Converts numbers to floats, as JavaScript clients do."""
     if isinstance(value, Mapping):
         return {key: _number_as_float(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: a prompt that has a text before and one behind the answer."""
+"""Fill-in-the-middle prompts, with text before and after the answer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ _FORMS: Sequence[tuple[str, str, str]] = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"), ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"), ("<PRE>", "<SUF>", "<MID>"),
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"))
-"""Tokens before the text, before the suffix and before the answer: Qwen, StarCoder, SantaCoder, GLM, CodeLlama,
-DeepSeek."""
+"""Tokens before the prefix, the suffix and the answer: Qwen, StarCoder, SantaCoder, GLM, CodeLlama, DeepSeek."""
 _ENDS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|endoftext|>", "<fim_pad>", "<file_sep>", "<|endofmiddle|>",
          "\u2581<EOT>", "<EOT>")
-"""Tokens that such an answer does not go beyond, beside those of its form."""
+"""More tokens that end such an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """The tokens of a vocabulary that surround the parts. ends: those that end an answer."""
+    """The fill-in-the-middle tokens of a vocabulary. ends: those that end an answer."""
 
     prefix: int
     suffix: int
@@ -30,7 +29,7 @@ class Infill:
 
     @classmethod
     def of(cls, added: Mapping[str, int]) -> Infill:
-        """added: the tokenizer's added tokens. RequestError where it has none of the forms."""
+        """Looks the tokens up among the tokenizer's added tokens; RequestError if there are none."""
         for form in _FORMS:
             if all(token in added for token in form):
                 prefix, suffix, middle = (added[token] for token in form)
@@ -40,5 +39,5 @@ class Infill:
                            "(such as fim_prefix)", "suffix")
 
     def ids(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
-        """The prompt for what comes between two texts."""
+        """Returns the prompt for the text between two texts."""
         return [self.prefix, *before, self.suffix, *behind, self.middle]

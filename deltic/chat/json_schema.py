@@ -1,4 +1,4 @@
-"""JSON schemas as the grammar library takes them, and as the arguments of calls are read."""
+"""Analyses JSON schemas for tool arguments, and rewrites them for llguidance."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains"
         "unevaluatedItems", "unevaluatedProperties")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _LARGEST = 9223372036854774784
-"""The largest double below 2**63: the library reads bounds as doubles, and compiles no larger ones of numbers."""
+"""The largest double below 2**63. llguidance reads bounds as doubles and accepts no larger ones."""
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MOST_COUNTED = 1 << 30  # of characters or items: no answer has more
-_MOST_SAID = 10_000_000_000
-_STEP = 0.01  # numbers get no more decimals
-_KEYS = {"patternProperties", "unevaluatedProperties", "maxProperties", "$ref", "anyOf", "oneOf"}
+_MAX_COUNT = 1 << 30  # characters or items: no answer has more
+_MAX_NUMBER = 10_000_000_000  # bound of numbers without bounds
+_STEP = 0.01  # resolution of bounded numbers
+_OPEN_KEYWORDS = {"patternProperties", "unevaluatedProperties", "maxProperties", "$ref", "anyOf", "oneOf"}
 _NAME, _SCALARS = "^[a-zA-Z][a-zA-Z0-9_]{0,23}$", ["string", "integer", "boolean", "null"]
-_MOST_NAMES, _MOST_NESTED, _MOST_WITHIN = 100, 64, 3
-_MOST_PROBES, _MOST_STEPS = 5_000, 16
+_MAX_NAMES, _MAX_NESTED, _MAX_WITHIN = 100, 64, 3
+_MAX_PROBES, _MAX_STEPS = 5_000, 16
 _ROOT = "root"
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
@@ -35,18 +35,18 @@ _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprec
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 Probe = Callable[[Mapping[str, Any]], str]
-"""Takes a schema, and gives what the grammar library has against it; "" if nothing."""
+"""Takes a schema and returns llguidance's error; "" if it is valid."""
 
 
 def resolve(reference: Any, root: Any) -> Any:
-    """The part of the schema `root` that a reference names, by its path or by an anchor; None if there is none."""
+    """Returns the part of the schema `root` that a reference names by path or anchor; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     path = unquote(reference[1:])
     if path and not path.startswith("/"):
         return next((part for part in parts(root) if path in (part.get("$anchor"), part.get("$dynamicAnchor"))), None)
     target: Any = root
-    for name in path.split("/", _MOST_NAMES)[1:]:
+    for name in path.split("/", _MAX_NAMES)[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(target, list):
             target = target[int(name)] if name.isdecimal() and len(name) < 8 and int(name) < len(target) else None
@@ -56,7 +56,7 @@ def resolve(reference: Any, root: Any) -> Any:
 
 
 def within(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a schema as one of its own, in which its references name the same as before."""
+    """Returns a part of a schema as a whole schema in which its references still resolve."""
     found = dict(part) if isinstance(part, Mapping) else {"allOf": [part]}
     needed = _definitions(found, root)
     if needed is not None:
@@ -66,7 +66,7 @@ def within(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _definitions(part: Any, root: Any) -> dict[str, Any] | None:
-    """The definitions of a schema to which a part of it refers; None if it refers to anything else."""
+    """Returns the definitions to which a part refers; None if it has other references."""
     found: dict[str, dict[str, Any]] = {}
     left = [part]
     while left:
@@ -94,15 +94,15 @@ def _moved(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any, root: Any, known: dict[int, set[str] | None]) -> set[str]:
-    """The types that a schema allows, as far as it names them; none if it names none.
+    """Returns the types that a schema names; empty if it names none.
 
-    known: of schemas that were looked at, by identity; they may refer to each other in every way.
+    known: cache by identity of the schema; also ends cycles of references.
     """
     return _types(schema, root, known, 0) or set()
 
 
 def properties_of(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, Any]:
-    """The properties that a schema names, directly or through references and unions. seen: schemas to leave out."""
+    """Returns the properties of a schema, also through references and unions. seen: schemas to skip, by identity."""
     seen = seen if seen is not None else set()
     if not isinstance(schema, Mapping) or id(schema) in seen:
         return {}
@@ -116,13 +116,13 @@ def properties_of(schema: Any, root: Any, seen: set[int] | None = None) -> dict[
 
 
 def has_type(value: Any, types: set[str]) -> bool:
-    """Whether a value is of one of these types, if there are any."""
+    """True if the value has one of these types, or if there are none."""
     return not types or _NAMES.get(type(value)) in _wide(types)
 
 
 def _types(schema: Any, root: Any, known: dict[int, set[str] | None], steps: int) -> set[str] | None:
-    """None: all."""
-    if not isinstance(schema, Mapping) or id(schema) in known or steps > _MOST_STEPS:
+    """As `types_of`; None: any type."""
+    if not isinstance(schema, Mapping) or id(schema) in known or steps > _MAX_STEPS:
         return known.get(id(schema))
     known[id(schema)] = None
     declared, values = schema.get("type"), _values(schema)
@@ -141,7 +141,7 @@ def _types(schema: Any, root: Any, known: dict[int, set[str] | None], steps: int
 
 
 def _both(one: set[str] | None, other: set[str] | None) -> set[str] | None:
-    """The types in both; if there are none, they are taken for alternatives."""
+    """Intersects two sets of types; returns their union if they are disjoint."""
     if not one or not other:
         return one or other
     return _wide(one) & _wide(other) or one | other
@@ -161,7 +161,7 @@ def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema and all that are within it."""
+    """Yields the schema and all schemas in it."""
     if not isinstance(schema, Mapping):
         return
     yield schema
@@ -170,19 +170,18 @@ def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def fitted(schema: Any) -> dict[str, Any]:
-    """The same schema for the library: bounds that are too large for it become the largest that it knows, so that what
-    it lets through fits, and limits that nothing reaches are left out."""
+    """Adapts a schema to llguidance: too large bounds become its largest, and limits beyond any answer are dropped."""
     root = schema if isinstance(schema, Mapping) else {"allOf": [schema]}
     return _changed(root, lambda part: _fit(part, root))
 
 
 def loosened(schema: Any, probe: Probe) -> tuple[dict[str, Any], set[str]]:
-    """The schema without the keywords to which the library objects, and their names. probe: asks it about one."""
+    """Returns the schema without the keywords that llguidance refuses, and their names."""
     dropped, objections = set[str](), dict[str, str]()
 
     def asked(tried: Mapping[str, Any]) -> str:
         key = json.dumps(tried, sort_keys=True)
-        if key not in objections and len(objections) < _MOST_PROBES:
+        if key not in objections and len(objections) < _MAX_PROBES:
             objections[key] = probe(tried)
         return objections.get(key, "")
 
@@ -202,19 +201,19 @@ def loosened(schema: Any, probe: Probe) -> tuple[dict[str, Any], set[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of texts (characters) and lists in JSON, where a schema sets none."""
+    """Limits of string length and array size in JSON whose schema sets none."""
 
     length: int
     items: int
 
     @classmethod
     def of(cls, generation: GenerationDefaults) -> Bounds | None:
-        """Those that a model asks for."""
+        """Returns the limits of a model's generation config, if it has any."""
         length, items = generation.json_max_length, generation.json_max_items
         return cls(length, items) if length and items else None
 
     def on(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """The schema with them. Numbers, and what else an object may have, are bounded as well."""
+        """Returns the schema with these limits. Also bounds numbers and additional properties."""
         merged = any("allOf" in part for part in parts(schema))
         return _changed(schema, lambda part: self._bound(part, merged))
 
@@ -227,27 +226,27 @@ class Bounds:
             part.setdefault("maxItems", max(self.items, part.get("minItems", 0)))
         if {"integer", "number"} & {*types} and not part.keys() & {"enum", "const", "multipleOf"}:
             lower, upper = (next((part[name] for name in names if name in part), bound)
-                            for names, bound in ((_LOWER, -_MOST_SAID), (_UPPER, _MOST_SAID)))
+                            for names, bound in ((_LOWER, -_MAX_NUMBER), (_UPPER, _MAX_NUMBER)))
             if not part.keys() & {*_LOWER, *_UPPER}:
                 part |= {"minimum": lower, "maximum": upper}
             if "number" in types and lower + 1 <= upper:
                 part["multipleOf"] = _STEP
-        if "object" in types and not merged and not part.keys() & _KEYS:
+        if "object" in types and not merged and not part.keys() & _OPEN_KEYWORDS:
             self._close(part)
         return part
 
     def _close(self, part: dict[str, Any]) -> None:
-        """An object: no other properties than those that are named, or a few of short names."""
+        """Allows only the named properties of an object; without names, a few with short ones."""
         named, others = part.get("properties") or {}, part.get("additionalProperties", True)
         if others is False or any(name not in named for name in part.get("required", ())):
             return
         part["additionalProperties"] = False
         if "properties" not in part:
-            part["patternProperties"] = {_NAME: others if isinstance(others, Mapping) else self._value(_MOST_WITHIN)}
+            part["patternProperties"] = {_NAME: others if isinstance(others, Mapping) else self._value(_MAX_WITHIN)}
             part["maxProperties"] = max(self.items, part.get("minProperties", 0))
 
     def _value(self, levels: int) -> dict[str, Any]:
-        """Any value, with lists and objects so many levels deep."""
+        """Returns a schema of any value with at most `levels` nested levels."""
         if not levels:
             return {"type": _SCALARS}
         inner = self._value(levels - 1)
@@ -256,7 +255,7 @@ class Bounds:
 
 
 def _alone(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One keyword of a schema; of the schemas within only that there are some."""
+    """Returns a schema with one keyword of another, without the schemas in it."""
     value = part[name]
     if name in _MAPS and isinstance(value, Mapping):
         return {name: dict.fromkeys(value, True)}
@@ -268,7 +267,7 @@ def _alone(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _refers(reference: Any, root: Any) -> bool:
-    """Whether the reference names something here."""
+    """True if the reference resolves in this schema."""
     if not isinstance(reference, str):
         return False
     where = reference.partition("#")[0]
@@ -277,10 +276,10 @@ def _refers(reference: Any, root: Any) -> bool:
 
 
 def _told_apart(branches: list[Any], root: Any) -> bool:
-    """Whether no object has two of these schemas, as a property that all require is another constant in each."""
+    """True if the schemas exclude each other: one property is required, and a different constant, in each."""
     seen: dict[str, list[set[str]]] = {}
     for branch in branches:
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             if isinstance(branch, Mapping) and "$ref" in branch:
                 branch = resolve(branch["$ref"], root)
         if not isinstance(branch, Mapping) or branch.get("type") != "object":
@@ -298,13 +297,13 @@ def _fit(part: dict[str, Any], root: Any) -> dict[str, Any]:
         bound = part.get(name)
         if isinstance(bound, int | float) and not isinstance(bound, bool):
             lower = name in _LOWER
-            if lower == (bound < 0) and abs(bound) > _LARGEST:  # a bound on the other side is one that nothing meets
+            if lower == (bound < 0) and abs(bound) > _LARGEST:  # a bound on the other side is unsatisfiable
                 part[name] = -_LARGEST if lower else _LARGEST
     for name in _COUNTS:
         count = part.get(name)
         if isinstance(count, float) and count.is_integer():
             part[name] = count = int(count)
-        if isinstance(count, int) and count > _MOST_COUNTED and name.startswith("max"):
+        if isinstance(count, int) and count > _MAX_COUNT and name.startswith("max"):
             del part[name]
     branches = part.get("oneOf")
     if isinstance(branches, list) and "anyOf" not in part and _told_apart(branches, root):
@@ -315,9 +314,9 @@ def _fit(part: dict[str, Any], root: Any) -> dict[str, Any]:
 
 
 def _changed(schema: Mapping[str, Any], change: Change, depth: int = 0) -> dict[str, Any]:
-    """A copy in which every schema was changed, from the outside to the inside."""
+    """Returns a copy with `change` applied to every schema in it, outermost first."""
     def inner(value: Any) -> Any:
-        return _changed(value, change, depth + 1) if isinstance(value, Mapping) and depth < _MOST_NESTED else value
+        return _changed(value, change, depth + 1) if isinstance(value, Mapping) and depth < _MAX_NESTED else value
 
     found = change(dict(schema))
     for name, value in found.items():
@@ -331,7 +330,7 @@ def _changed(schema: Mapping[str, Any], change: Change, depth: int = 0) -> dict[
 
 
 def _within(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas right within one, with their keywords."""
+    """Yields the direct subschemas with their keywords."""
     for name, value in schema.items():
         if name in _MAPS and isinstance(value, Mapping):
             yield from ((name, item) for item in value.values())
@@ -342,7 +341,7 @@ def _within(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def keywords_of(warnings: list[str]) -> set[str]:
-    """The keywords that the library, by its warnings, did not enforce."""
+    """Returns the keywords that llguidance's warnings name as not enforced."""
     said = " ".join(warnings)
     found = set(re.findall(r'"([^"\\]+)"', " ".join(re.findall(r"Unimplemented keys: \[([^]]*)\]", said))))
     return found | ({"format"} if "Unknown format" in said else set()) | ({"oneOf"} if "oneOf not" in said else set())

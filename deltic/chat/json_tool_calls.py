@@ -1,7 +1,7 @@
 """The states of `deltic.chat.tool_parsers` for calls that are JSON objects, in JSON's or Python's spelling.
 
-Of an object that begins as `{"name": NAME, "arguments": {` each argument is said when it is there; any other is read as
-a whole.
+If an object begins with `{"name": NAME, "arguments": {`, its arguments are emitted one by one; any other object is read
+as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from deltic.chat.tool_parsers import CallReader
 
 _QUOTES = "\"'"
-_MOST, _MOST_EXACT = 600, 4096  # characters of a key, and of what comes before the arguments
+_MAX_HEAD = 600  # characters of a key, or of an object before its arguments
+_MAX_EXACT_KEY = 4096
 _HEAD = re.compile(r"""\{\s*(["'])name\1\s*:\s*(["'])(?P<name>(?=\s*[^\s"'])[^"'\\<\n]{1,256})\2\s*,"""
                    r"""\s*(["'])(?:arguments|parameters)\4\s*:\s*\{""")
 _KEY = re.compile(r"""(?:"((?:[^"\\<\n]|\\[^<\n])*)"|'((?:[^'\\<\n]|\\[^<\n])*)'|([A-Za-z_][\w$-]*))\s*:""")
@@ -35,9 +36,10 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "'": "'", "b": "\b", "f": "\f", "n":
 
 @dataclass(slots=True)
 class JsonScan:
-    """What is read as a whole: an "object" with a call, a "value", or the "rest" of an object.
+    """A part that is read as a whole.
 
-    ends: the marks that end it; quote, depth: the open quote, and how many brackets are open.
+    what: "object" (a call), "value" (an argument) or "rest" (of an object, after the arguments).
+    ends: the characters that end it. quote: the open quote. depth: the number of open brackets.
     """
 
     what: str = ""
@@ -47,15 +49,15 @@ class JsonScan:
 
 
 def head(reader: CallReader, text: str, at: int) -> int:
-    """Before the arguments."""
+    """Before the arguments of an object."""
     found = _HEAD.match(text, at)
-    if found and found.end() - at <= _MOST:
+    if found and found.end() - at <= _MAX_HEAD:
         reader.begin(found["name"])
-        reader.settle()
+        reader.confirm()
         reader.state = before_key
         return found.end()
-    ended = any(tag in text[at:at + _MOST] for tag in reader.tags.block)
-    if len(text) - at < _MOST and not ended:
+    ended = any(tag in text[at:at + _MAX_HEAD] for tag in reader.tags.block)
+    if len(text) - at < _MAX_HEAD and not ended:
         return at
     return _begin_scan(reader, "object", "}", at + 1)
 
@@ -70,7 +72,7 @@ def before_key(reader: CallReader, text: str, at: int) -> int:
     if text[start] == "}":
         reader.arguments.end()
         return _begin_scan(reader, "rest", "}", start + 1)
-    key, begun, most = (_EXACT_KEY, _BEGUN_EXACT_KEY, _MOST_EXACT) if reader.exact else (_KEY, _BEGUN_KEY, _MOST)
+    key, begun, most = (_EXACT_KEY, _BEGUN_EXACT_KEY, _MAX_EXACT_KEY) if reader.exact else (_KEY, _BEGUN_KEY, _MAX_HEAD)
     found = key.match(text, start)
     if found and found.end() - start <= most:
         reader.arguments.key(_unescaped(next((name for name in found.groups() if name is not None), "")))
@@ -86,7 +88,7 @@ def before_value(reader: CallReader, text: str, at: int) -> int:
     start = skip_spaces(text, at)
     if start == len(text):
         return start
-    if text[start] in ",}":  # there is none
+    if text[start] in ",}":  # the value is missing
         reader.arguments.skip()
         reader.state = before_key
         return start
@@ -97,7 +99,7 @@ def before_value(reader: CallReader, text: str, at: int) -> int:
 
 
 def in_text(reader: CallReader, text: str, at: int) -> int:
-    """In a text that is said as it comes."""
+    """In a string that is emitted as it comes."""
     found = _IN_TEXT.search(text, at)
     end = found.start() if found else len(text)
     reader.arguments.text(text[at:end])
@@ -112,10 +114,10 @@ def in_text(reader: CallReader, text: str, at: int) -> int:
     if is_open:
         return end
     if tag and tag.lastgroup in ("opening", "closing"):
-        if reader.decided:
+        if reader.next_tag_ends:
             return _end_early(reader, text, end)
-        reader.doubt(text[end:])
-    reader.decided = False
+        reader.mark_possible_end(text[end:])
+    reader.next_tag_ends = False
     reader.arguments.text("<")
     return end + 1
 
@@ -129,31 +131,31 @@ def _in_escape(reader: CallReader, text: str, at: int) -> int:
 
 
 def after_text(reader: CallReader, text: str, at: int) -> int:
-    """After a quote that ends a text, if the right mark follows."""
+    """After a quote that ends the string if a suitable character follows."""
     start, tag, waits = reader.past_spaces(text, at)
     if waits:
         return start
     if text[start] in ",}" or (tag and tag.lastgroup in ("opening", "closing")):
         reader.arguments.end_text()
         reader.state = before_key
-    elif not reader.fall_back():
+    elif not reader.backtrack():
         reader.arguments.text('"' + "".join(reader.pieces))
         reader.state = in_text
     return start
 
 
 def scan(reader: CallReader, text: str, at: int) -> int:
-    """In something that is read as a whole."""
+    """In a part that is read as a whole."""
     now, seen = reader.json, at
     for mark in reader.tags.marks.finditer(text, at):
         sign, seen = mark[0], mark.end()
         if sign[0] == "<":
             reader.pieces.append(text[at:mark.start()])
             at = mark.start()
-            if not now.quote or reader.decided or now.what == "rest":
-                reader.decided = False
+            if not now.quote or reader.next_tag_ends or now.what == "rest":
+                reader.next_tag_ends = False
                 return _stopped(reader, text, at)
-            reader.doubt(text[at:])
+            reader.mark_possible_end(text[at:])
         elif now.quote:
             now.quote = "" if sign == now.quote else now.quote
         elif sign in _QUOTES:
@@ -171,7 +173,7 @@ def scan(reader: CallReader, text: str, at: int) -> int:
 
 
 def after_object(reader: CallReader, text: str, at: int) -> int:
-    """Between the calls of a block, or behind the last."""
+    """Between the calls of a block, or after the last."""
     start = skip_spaces(text, at)
     if start == len(text):
         return start
@@ -184,7 +186,7 @@ def after_object(reader: CallReader, text: str, at: int) -> int:
 
 
 def cut(reader: CallReader, held: str, closes: bool) -> str:
-    """The text ends with what was held back, the beginning of a closing tag perhaps; gives what is in no call."""
+    """Handles held text at the end of all text; returns the part outside of calls."""
     if reader.state is in_text and not closes and held[:1] != "\\":
         reader.arguments.text(held)
     if reader.state is head:
@@ -197,41 +199,43 @@ def cut(reader: CallReader, held: str, closes: bool) -> str:
 
 
 def _stop(reader: CallReader) -> str | None:
-    """What is read as a whole ends here. If it is an object that is no call: its text."""
+    """Ends the scanned part. Returns its text if it is an object without a call, else None."""
     written, what = "".join(reader.pieces), reader.json.what
     if what == "object":
-        return None if _say_call(reader, "{" + written) else "{" + written
+        return None if _emit_call(reader, "{" + written) else "{" + written
     if what == "value":
         reader.arguments.value(_read(written))
     else:
-        reader.arguments.aside.append(written)
+        reader.arguments.outside.append(written)
     return None
 
 
 def _begin_scan(reader: CallReader, what: str, ends: str, at: int) -> int:
-    reader.json, reader.pieces, reader.state = JsonScan(what, ends), [], scan
+    reader.json = JsonScan(what, ends)
+    reader.pieces = []
+    reader.state = scan
     return at
 
 
 def _scanned(reader: CallReader, text: str, at: int) -> int:
-    """At the mark that ends what is read as a whole."""
+    """Handles the character that ends the scanned part."""
     if reader.json.what == "value":
         reader.arguments.value(_read("".join(reader.pieces)))
         reader.state = before_key
         return at
     if reader.json.what == "object":
         written = "{" + "".join(reader.pieces)
-        if not _say_call(reader, written + "}"):
-            return _no_call(reader, written, text, at, at + 1)
+        if not _emit_call(reader, written + "}"):
+            return _reject_object(reader, written, text, at, at + 1)
     elif not _has_keys(rest := "".join(reader.pieces)):
-        reader.arguments.aside.append(rest.removeprefix(","))
-    reader.trust()
+        reader.arguments.outside.append(rest.removeprefix(","))
+    reader.discard_possible_end()
     reader.state = after_object
     return at + 1
 
 
 def _has_keys(rest: str) -> bool:
-    """Whether what follows the arguments of an object is more of its keys, and no text."""
+    """True if the text after the arguments of an object has more keys of the object."""
     try:
         return rest.startswith(",") and (not rest.strip(", \n") or isinstance(loads("{" + rest[1:] + "}"), dict))
     except ValueError:
@@ -239,37 +243,37 @@ def _has_keys(rest: str) -> bool:
 
 
 def _stopped(reader: CallReader, text: str, at: int) -> int:
-    """At a tag outside of quotes, or one that is known to end the block."""
-    end = _behind(reader, text, at)
+    """Ends the scanned part at a tag that ends the block."""
+    end = _after_block(reader, text, at)
     written = _stop(reader)
-    return reader.close(text, end) if written is None else _no_call(reader, written, text, at, end)
+    return reader.close(text, end) if written is None else _reject_object(reader, written, text, at, end)
 
 
-def _no_call(reader: CallReader, written: str, text: str, at: int, end: int) -> int:
-    """The object is none. at, end: around the mark behind it."""
-    if reader.fall_back():
+def _reject_object(reader: CallReader, written: str, text: str, at: int, end: int) -> int:
+    """Handles an object without a call. at, end: around the character or tag after it."""
+    if reader.backtrack():
         return at
-    return reader.close(written + text[at:], 0) if reader.certain else reader.fail(text, end)
+    return reader.close(written + text[at:], 0) if reader.confirmed else reader.reject(text, end)
 
 
 def _end_early(reader: CallReader, text: str, at: int) -> int:
-    """The block is over, whether its brackets are closed or not: at a tag, or at what is no JSON."""
+    """Ends the block at a tag or at text that is not JSON, even with open brackets."""
     tag, is_open = reader.tag_at(text, at)
     if tag and tag.lastgroup in ("opening", "closing"):
-        return reader.close(text, _behind(reader, text, at))
+        return reader.close(text, _after_block(reader, text, at))
     if is_open:
         return at
-    return at if reader.fall_back() else reader.close(text, at)
+    return at if reader.backtrack() else reader.close(text, at)
 
 
-def _behind(reader: CallReader, text: str, at: int) -> int:
-    """Where the text goes on after a block that ends with the tag here."""
+def _after_block(reader: CallReader, text: str, at: int) -> int:
+    """Returns the position after the end tag of the block, if it is here."""
     closing = reader.tags.block[1]
     return at + len(closing) if text.startswith(closing, at) else at
 
 
-def _say_call(reader: CallReader, text: str) -> bool:
-    """Whether the object is a call."""
+def _emit_call(reader: CallReader, text: str) -> bool:
+    """Emits the call in an object; False if it has none."""
     try:
         call = loads(text)
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))
@@ -278,10 +282,10 @@ def _say_call(reader: CallReader, text: str) -> bool:
         return False
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
         return False
-    if any(sign in key for key in call for sign in "<\n"):  # a quote is missing, and what follows was read as text
+    if any(sign in key for key in call for sign in "<\n"):  # a quote is missing
         return False
     reader.begin(name.encode("utf-8", "replace").decode())
-    reader.settle()
+    reader.confirm()
     for key, value in arguments.items():
         reader.arguments.key(key)
         reader.arguments.value(value)
@@ -290,7 +294,7 @@ def _say_call(reader: CallReader, text: str) -> bool:
 
 
 def _read(text: str) -> Any:
-    """The value; its text if it is neither JSON nor Python's."""
+    """Returns the value, or the text if it is neither JSON nor a Python literal."""
     text = text.strip()
     try:
         return loads(text)

@@ -1,4 +1,4 @@
-"""The marks that split an answer into regions, and the region it begins in."""
+"""Markers that split an answer into regions, and the region in which an answer begins."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ class MarkerVocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """How region markers are recognised: by token id where they have one, else in the text."""
+    """Region markers: by token id if they have one, else as text."""
 
     ids: Mapping[int, str] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: MarkerVocabulary, calls: Sequence[str] = ()) -> Markers:
-        """Those of thinking, and those of `calls`, as this vocabulary has them."""
+        """Returns the think tags and the `calls` tags of a vocabulary."""
         ids = {marker: tokenizer.token_to_id(marker) for marker in (THINK, THINK_END, *calls)}
         return cls({id: marker for marker, id in ids.items() if id is not None},
                    tuple(marker for marker, id in ids.items() if id is None))
 
 
 def start_mode(prompt_ids: Sequence[int], tokenizer: MarkerVocabulary) -> Region:
-    """The region that the answer to this prompt begins in: reasoning if the prompt leaves a think block open.
+    """Returns the region in which the answer begins: reasoning if the prompt leaves a think block open.
 
-    Decided on ids, since decoding may drop markers. Only what follows the last end-of-turn token counts, so
-    that a think marker quoted by the user opens nothing. A vocabulary without the marker has no reasoning.
+    Looks at ids after the last end-of-turn token only, so that a quoted think tag has no effect.
     """
     think, think_end = tokenizer.token_to_id(THINK), tokenizer.token_to_id(THINK_END)
     if think is None:
@@ -53,7 +52,7 @@ def start_mode(prompt_ids: Sequence[int], tokenizer: MarkerVocabulary) -> Region
 
 
 def closes_thinking(prompt_ids: Sequence[int], tokenizer: MarkerVocabulary) -> bool:
-    """Whether the prompt has an answer begin after a think block that is over already."""
+    """True if the prompt ends with a closed think block of the answer."""
     think_end = tokenizer.token_to_id(THINK_END)
     ends = (id == think_end for id in reversed(prompt_ids) if id in (think_end, tokenizer.eos_id))
     return next(ends, False)

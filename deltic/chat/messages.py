@@ -1,35 +1,36 @@
-"""Brings the messages of a request into the one form that chat templates expect."""
+"""Normalises the messages and tools of a request for chat templates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from deltic.chat.schema_coercion import LONGEST_JSON, loads
+from deltic.chat.schema_coercion import MAX_JSON_CHARS, loads
 from deltic.chat.tools import CALLABLE, LONGEST_NAME
 from deltic.errors import RequestError, show, valid_text
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool", "function": "tool"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names under which clients send an answer's thinking, and templates look for it."""
+"""Fields under which clients send reasoning, and templates look for it."""
 
 _MEDIA = {"image": "image", "image_url": "image", "input_image": "image",
           "video": "video", "video_url": "video"}
 _MAX_DEPTH = 64
 See = Callable[[Mapping[str, Any], str, str], dict[str, Any]]
-"""Takes a part that is an image or a video, which of them, and its field; gives the part for chat templates."""
+"""Takes a media part, its type (image or video) and its field; returns the part for chat templates."""
 
 
 def normalise_messages(messages: Any, *, see: See | None = None) -> list[dict[str, Any]]:
-    """Fresh plain messages; RequestError names the field that is wrong.
+    """Returns new plain messages; RequestError names a wrong field.
 
-    `content` and `contents` are aliases and both are set: to text, or, where somebody can `see`, to a list of
-    parts if one of them is an image or a video. Missing content is empty text. Reasoning is under
-    all of its names, whichever the client used. Call arguments become mappings; text that
-    is not a JSON object is repaired: what there is of one that was cut, else {"arguments": TEXT}, so that one bad call
-    of the past does not fail every later request. A role `function` and a `function_call` are a tool's. Keys without a
-    value are dropped, unknown keys kept.
+    - `content` and `contents` are both set: to text, or to a list of parts if `see` is given and one part is media.
+      Missing content is empty text.
+    - Reasoning is set under all of its names.
+    - Call arguments become mappings. Text that is not a JSON object becomes the object that it begins, or
+      {"arguments": TEXT}, so that a bad call does not fail every later request.
+    - Role `function` and `function_call` become those of tools.
+    - Keys without a value are dropped, unknown keys kept.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError("messages must be a list of messages", "messages")
@@ -37,7 +38,7 @@ def normalise_messages(messages: Any, *, see: See | None = None) -> list[dict[st
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """The tools as given, in OpenAI's form; None if there are none. RequestError names a wrong one."""
+    """Returns a copy of the tools; None if there are none. RequestError names a wrong one."""
     if not tools:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
@@ -46,7 +47,7 @@ def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def plain(value: Any, field: str, depth: int = 0) -> Any:
-    """A copy made of JSON's types only: templates must not reach methods of richer objects."""
+    """Returns a copy made of JSON types only: templates must not reach methods of other objects."""
     if isinstance(value, str):
         return valid_text(value, field)
     if value is None or isinstance(value, bool | int | float):
@@ -79,10 +80,10 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
 
 
 def _check_types(given: Mapping[str, Any], field: str, types: Iterable[tuple[str, Any, str]]) -> None:
-    """RequestError names the first of these that is there and is something else."""
-    for name, kind, said in types:
+    """RequestError names the first field with a value of another type."""
+    for name, kind, wanted in types:
         if given.get(name) is not None and not isinstance(given[name], kind):
-            raise RequestError(f"{field}.{name} must be {said}, not {show(given[name])}", f"{field}.{name}")
+            raise RequestError(f"{field}.{name} must be {wanted}, not {show(given[name])}", f"{field}.{name}")
 
 
 def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
         result |= dict.fromkeys(REASONING, reasoning)
     if present.get("tool_calls"):
         result["tool_calls"] = _calls(present["tool_calls"], f"{field}.tool_calls")
-    elif "function_call" in present:  # OpenAI's form before there were tools
+    elif "function_call" in present:  # OpenAI's older form
         result["tool_calls"] = [_call(present["function_call"], f"{field}.function_call")]
     return result
 
@@ -126,7 +127,7 @@ def _part(part: Any, field: str, see: See | None) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": valid_text(part, field)}
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("text", "refusal"):  # what an assistant refused with is text
+    if kind in ("text", "refusal"):  # refusals are text
         return {"type": "text", "text": valid_text(part.get(kind), f"{field}.{kind}")}
     if not isinstance(kind, str) or kind not in _MEDIA:
         raise RequestError(f"{field} has the unknown type {kind!r}: parts are of type text"
@@ -163,12 +164,12 @@ def _arguments(arguments: Any, field: str) -> dict[str, Any]:
     return copied
 
 
-def _begun(text: str) -> Any:
-    """What there is of an object that was cut, as answers that reach their bound are."""
-    from pydantic_core import from_json  # loaded when it is first needed, for the command line's sake
+def _read_cut_object(text: str) -> Any:
+    """Returns the beginning of an object that was cut."""
+    from pydantic_core import from_json  # loaded on first use, for fast command lines
 
     try:
-        return from_json(text, allow_partial="trailing-strings") if len(text) <= LONGEST_JSON else text
+        return from_json(text, allow_partial="trailing-strings") if len(text) <= MAX_JSON_CHARS else text
     except ValueError:
         return text
 
@@ -178,7 +179,7 @@ def _read_arguments(text: str) -> dict[str, Any]:
         value = loads(text) if text.strip() else None
         value = loads(value) if isinstance(value, str) else value  # some clients encode twice
     except ValueError:
-        value = _begun(text)
+        value = _read_cut_object(text)
     if value is None:
         return {}
     return value if isinstance(value, dict) else {"arguments": text}

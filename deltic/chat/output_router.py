@@ -1,9 +1,9 @@
-"""Routes generated tokens to reasoning, content and tool calls, and never takes a byte back.
+"""Routes generated tokens to reasoning, content and tool calls; emitted text is never taken back.
 
     token ids -> bytes -> characters -> regions -> stop strings -> whitespace -> deltas
 
-Every stage holds back only what the next token may still change: an incomplete character, a marker or stop
-string that has begun, the whitespace before a marker. So how the text is split into tokens never shows.
+Every stage holds back only what the next token may change: an incomplete character, the beginning of a marker or stop
+string, whitespace before a marker. So the deltas do not depend on how the text is split into tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deltic.chat.tools import QWEN, CallForm, tool_schemas
 _SPACES = " \t\r\n"
 _ENDLESS = 1 << 62
 _FENCE = "```"
-_MOST_RETRIES = 16  # broken calls of one answer: all that follows is read again for each
+_MAX_RETRIES = 16  # broken calls of one answer; for each of them the text after it is read again
 
 
 def chat_router(
@@ -39,16 +39,17 @@ def chat_router(
     one_call: bool = False,
     exact: bool = False,
 ) -> OutputRouter:
-    """A router for one choice of a chat answer; without tools (tool_choice "none" too) calls are content.
+    """Creates the router of one chat answer. Without tools, calls are content.
 
-    form: how calls are written; one_call: the answer ends with the first; exact: a grammar keeps calls to the form."""
+    one_call: the answer ends after the first call. exact: a grammar enforces the form of calls.
+    """
     calls = CallOptions(tools, form, one_call, exact=exact) if tools else None
     return OutputRouter(tokenizer.visible_bytes, markers=Markers.of(tokenizer, form.markers),
-                  start=start_mode(prompt_ids, tokenizer), calls=calls, stop=stop)
+                        start=start_mode(prompt_ids, tokenizer), calls=calls, stop=stop)
 
 
 def text_router(tokenizer: MarkerVocabulary, stop: Sequence[str] = ()) -> OutputRouter:
-    """A router for one choice of a raw completion: everything is content."""
+    """Creates the router of one raw completion: all text is content."""
     return OutputRouter(tokenizer.visible_bytes, stop=stop)
 
 
@@ -57,22 +58,24 @@ def _new_id() -> str:
 
 
 class CallOptions:
-    """How the calls of an answer are to be read. tools: that may be called; form, one_call, exact: as in chat_router.
-    """
+    """How the calls of an answer are read; the options are those of `chat_router`."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], form: CallForm = QWEN, one_call: bool = False,
                  new_id: Callable[[], str] = _new_id, exact: bool = False) -> None:
-        self.schemas, self.form, self.one_call, self.new_id = tool_schemas(tools), form, one_call, new_id
+        self.schemas = tool_schemas(tools)
+        self.form = form
+        self.one_call = one_call
         self.exact = exact
+        self.new_id = new_id
         self.markers = (THINK, THINK_END, *form.markers)
 
 
 class OutputRouter:
-    """Turns the tokens of one choice into deltas.
+    """Turns the tokens of one answer into deltas.
 
-    token_bytes gives the visible bytes of a token (none for special tokens). calls: without, they are content. Stop
-    strings end the content: the text before them is emitted, they and all that follows are not, and `stopped` is set.
-    They do not apply to reasoning and tool calls. characters: how many tokens have spelled so far, in whatever region.
+    token_bytes: returns the visible bytes of a token (none for special tokens). calls: None makes calls content.
+    stop: strings that end the content, without being part of it; they do not apply to reasoning and calls.
+    characters: the number of characters so far, in all regions.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, markers: Markers | None = None,
@@ -84,40 +87,45 @@ class OutputRouter:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.stops = StopScanner.of(stop)
         self._region: Region = start
-        self._partial = ""  # perhaps the beginning of a marker
-        self._spaces = ""  # whitespace that a following marker would swallow
-        self._skip, self._skips = "\n", int(start == "reasoning")  # leading characters to drop, and how many
-        self._reader: CallReader | None = None  # of the calls that are open, in the region "tool"
-        self._origin, self._gap = start, ""  # the region before them, and whitespace that they have swallowed
-        self._retries = _MOST_RETRIES
-        self._line, self._fenced = "", False  # of content: how the open line begins, whether it is in a block of code
-        self._called = self.characters = 0
+        self._partial = ""  # possibly the beginning of a marker
+        self._spaces = ""  # whitespace that a following marker would remove
+        self._skip = "\n"  # leading characters to drop
+        self._skips = int(start == "reasoning")  # and their number
+        self._reader: CallReader | None = None  # reads the open calls, in the region "tool"
+        self._origin = start  # the region before them
+        self._gap = ""  # and the whitespace that they removed
+        self._retries = _MAX_RETRIES
+        self._line = ""  # the beginning of the open line of content
+        self._fenced = False  # that line is in a block of code
+        self.characters = 0
+        self._called = 0  # number of calls
         self._call_id = ""
-        self._over = self._complete = False  # it ends with its first call; and that was all
+        self._over = False  # the one wanted call is complete
+        self._complete = False  # and no text followed it
         self._out: list[Delta] = []
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete, or the one call that is wanted; nothing is emitted any more."""
+        """True after a stop string or the one wanted call: nothing more is emitted."""
         return self._over or self.stops.stopped
 
     @property
     def region(self) -> Region:
-        """Where the next token belongs: "tool" means that a call is still open."""
+        """The region of the next token; "tool" inside a call."""
         return self._region
 
     @property
     def can_stop(self) -> bool:
-        """Whether there is something that stops the answer."""
+        """True if the text may stop the answer."""
         return bool(self.stops.stops or (self._calls and self._calls.one_call))
 
     @property
     def ended(self) -> bool:
-        """Whether the text may end here: in no think block or call, and with all that was said."""
+        """True if the text is complete: outside of think blocks and calls, and not cut at a stop string."""
         return self._region == "content" and (self._complete or not self.stopped)
 
     def feed(self, token: int) -> list[Delta]:
-        """Take the next token."""
+        """Takes the next token."""
         marker = self._markers.ids.get(token)
         if marker is None:
             text = self._utf8.decode(self._token_bytes(token))
@@ -129,8 +137,7 @@ class OutputRouter:
         return self._take()
 
     def finish(self, cut: bool = False) -> list[Delta]:
-        """Give what was held back; the answer is over. cut: the model did not end it, and a call that is open stays
-        open."""
+        """Ends the answer and returns the held text. cut: the model did not end it, so an open call stays open."""
         self._flush_text()
         while self._reader:
             self._after_calls(self._reader, self._reader.finish(cut))
@@ -140,11 +147,13 @@ class OutputRouter:
         return self._take()
 
     def copy(self) -> OutputRouter:
-        """An independent router in the same state."""
+        """Returns an independent router in the same state."""
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         twin._utf8.setstate(self._utf8.getstate())
-        twin.stops, twin._reader, twin._out = self.stops.copy(), self._reader and self._reader.copy(), []
+        twin.stops = self.stops.copy()
+        twin._reader = self._reader and self._reader.copy()
+        twin._out = []
         return twin
 
     def _take(self) -> list[Delta]:
@@ -152,7 +161,7 @@ class OutputRouter:
         return merge(out) if len(out) > 1 else out
 
     def _scan(self, text: str) -> None:
-        """Split at markers that have no token of their own."""
+        """Splits text at markers without a token of their own."""
         if not self._texts:
             return self._write(text)
         text = self._partial + text
@@ -162,7 +171,7 @@ class OutputRouter:
         self._write(text[at:cut])
 
     def _split(self, text: str, markers: tuple[str, ...]) -> int:
-        """Write as far as the last marker; gives where it ends."""
+        """Writes text up to the last marker; returns the position after it."""
         at = 0
         for found in _pattern(markers).finditer(text):
             self._write(text[at:found.start()])
@@ -176,7 +185,7 @@ class OutputRouter:
         self._write(partial)
 
     def _write(self, text: str) -> None:
-        """Text of the current region, free of markers."""
+        """Writes text without markers to the current region."""
         if self._reader:
             self._read_call(self._reader, text)
         elif not self.stopped:
@@ -191,7 +200,7 @@ class OutputRouter:
                 self._emit_spaces()
 
     def _follow_lines(self, text: str) -> None:
-        """Content: a function without a block stands at the beginning of a line, in no block of code."""
+        """Tracks lines of content: a function without a block begins a line, outside of code."""
         *lines, last = (self._line + text).split("\n")
         self._fenced ^= sum(line.lstrip().startswith(_FENCE) for line in lines) % 2 == 1
         self._line = last.lstrip()[:len(_FENCE)]
@@ -233,13 +242,13 @@ class OutputRouter:
             self._write(marker)
 
     def _may_open(self, marker: str, form: CallForm) -> bool:
-        """Whether calls may begin here with this tag."""
+        """True if calls may begin here with this tag."""
         begins_line = self._region == "content" and not self._line and not self._fenced
         return marker == form.block[0] or form.anywhere or begins_line
 
     def _mark_in_call(self, reader: CallReader, marker: str) -> None:
-        """Markers are text there, but for those of thinking before there is a call."""
-        if marker in (THINK, THINK_END) and not reader.certain and not reader.json.quote:
+        """Inside calls markers are text, except for think tags before a call is confirmed."""
+        if marker in (THINK, THINK_END) and not reader.confirmed and not reader.json.quote:
             self._after_calls(reader, reader.finish())
             self._mark(marker)
         else:
@@ -259,14 +268,18 @@ class OutputRouter:
 
     def _open_calls(self, opening: str, calls: CallOptions) -> None:
         self._put(self.stops.flush())
-        self._origin, self._gap, self._spaces = self._region, self._spaces, ""
+        self._origin = self._region
+        self._gap = self._spaces
+        self._spaces = ""
         self._enter("tool", "", 0)
         self._reader = CallReader(calls.form, calls.schemas, opening, self._retries, calls.exact)
         if self._reader.bare:
             self._read_call(self._reader, opening)
 
     def _enter(self, region: Region, skip: str, skips: int) -> None:
-        self._region, self._skip, self._skips = region, skip, skips
+        self._region = region
+        self._skip = skip
+        self._skips = skips
 
     def _read_call(self, reader: CallReader, text: str) -> None:
         rest = reader.feed(text)
@@ -276,7 +289,7 @@ class OutputRouter:
             self._after_calls(reader, rest)
 
     def _after_calls(self, reader: CallReader, rest: str) -> None:
-        """A block is over. What is no call belongs where it stands; a call ends the thinking."""
+        """Ends a block. Without a call its text stays in its region; a call ends the reasoning."""
         assert self._calls
         self._say_calls(reader)
         self._reader, self._retries = None, reader.retries
@@ -302,7 +315,7 @@ class OutputRouter:
 
 
 class TokenRouter(OutputRouter):
-    """Of a model without a tokenizer: the ids themselves, as content."""
+    """Emits token ids as content, for a model without a tokenizer."""
 
     def __init__(self) -> None:
         super().__init__(lambda token: b"")
@@ -316,83 +329,85 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-Said = tuple[int, list[Delta], bool]
-"""Characters that an answer's tokens said before one of them, what that one says, and whether it is a thought."""
+RoutedToken = tuple[int, list[Delta], bool]
+"""The characters of an answer before a token, the token's deltas, and True if it is reasoning."""
 
 
 class AnswerText:
-    """The text of one choice. Each of its tokens is routed once: in the engine's thread where the text decides how the
-    answer goes on (`push`), else where it is read (`take`, `finish`).
+    """The text of one choice. Each token is routed once: in the engine's thread if the text controls the answer
+    (`push`), else by the reader (`take`, `finish`).
 
-    hidden: stop ids, which end the answer and, like a stop string, are no part of its text.
+    hidden: stop ids, which are not part of the text.
     """
 
     def __init__(self, router: OutputRouter, hidden: frozenset[int] = frozenset()) -> None:
-        self._router, self._stops, self._hidden = router, router.stops, hidden
-        self._ahead: deque[Said] = deque()
+        self._router = router
+        self._stops = router.stops
+        self._hidden = hidden
+        self._pushed: deque[RoutedToken] = deque()
 
     @property
     def region(self) -> Region:
-        """Where the next token belongs: "tool" means that a call is still open."""
+        """The region of the next token; "tool" inside a call."""
         return self._router.region
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete."""
+        """True after a stop string."""
         return self._router.stopped
 
     @property
     def stop(self) -> str | None:
-        """The stop string that is complete."""
+        """The stop string that ended the text."""
         return self._stops.found
 
     @property
     def ended(self) -> bool:
-        """Whether the text may end here: in no think block or call, and with all that was said."""
+        """True if the text is complete: outside of think blocks and calls, and not cut at a stop string."""
         return self._router.ended
 
     def push(self, token: int, /) -> bool:
-        """Route the next token before it is read; True if a stop string is complete."""
-        self._ahead.append(self._route(token))
+        """Routes the next token before it is read; True after a stop string."""
+        self._pushed.append(self._route(token))
         return self._router.stopped
 
-    def take(self, token: int) -> Said:
-        """What the next token says."""
-        return self._ahead.popleft() if self._ahead else self._route(token)
+    def take(self, token: int) -> RoutedToken:
+        """Returns the next token, routed."""
+        return self._pushed.popleft() if self._pushed else self._route(token)
 
     def finish(self, cut: bool = False) -> list[Delta]:
-        """What was held back; the answer is over, and no token will follow. cut: as in Router."""
+        """Ends the answer and returns the held text. cut: as in OutputRouter."""
         return self._router.finish(cut)
 
-    def _route(self, token: int) -> Said:
+    def _route(self, token: int) -> RoutedToken:
         before, thinking = self._router.characters, self._router.region == "reasoning"
         deltas = [] if token in self._hidden else self._router.feed(token)
         return before, deltas, thinking and self._router.region == "reasoning"
 
 
 class AnswerTexts:
-    """The texts of a request's choices, each of which is made when it is asked for. router: as it is before the first
-    token; hidden: as in AnswerText. Threads may share it."""
+    """The texts of a request's choices, created on demand. router: in the state before the first token. Threads may
+    share it."""
 
     def __init__(self, router: OutputRouter, hidden: Iterable[int] = ()) -> None:
         self._start, self._hidden = router, frozenset(hidden)
         self._texts: dict[int, AnswerText] = {}
 
     def of(self, choice: int) -> AnswerText:
-        """That of a choice, the same for whoever asks."""
+        """Returns the text of a choice, always the same object."""
         return self._texts.get(choice) or self._texts.setdefault(choice, self.again())
 
     def followers(self) -> Callable[[], AnswerText]:
-        """For the engine, which asks once for each choice, in their order."""
+        """Returns a function that returns the texts of the choices in order, for the engine."""
         return partial(next, map(self.of, count()))
 
     def again(self, tokens: Sequence[int] = ()) -> AnswerText:
-        """A text of its own, which has taken these tokens."""
+        """Returns a new text that has taken these tokens."""
         text = AnswerText(self._start.copy(), self._hidden)
         for token in tokens:
             text.take(token)
         return text
 
     def forget(self, choice: int) -> None:
-        """Its answer is over."""
+        """Drops the text of a finished choice."""
         self._texts.pop(choice, None)

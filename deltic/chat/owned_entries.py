@@ -14,15 +14,17 @@ Owner = str | None
 
 @dataclass(slots=True)
 class _Own(Generic[Value]):
-    """Entries of one owner with their weights, the least recently used first, and all weights together."""
+    """The entries of one owner with their weights, least recently used first, and the sum of the weights."""
 
     entries: OrderedDict[str | bytes, tuple[Value, int]] = field(default_factory=OrderedDict)
     weight: int = 0
 
 
 class OwnedEntries(Generic[Value]):
-    """Entries by owner and key, within a weight and a count. Beyond either, the least recently used entry of the owner
-    that holds most of it goes. Callers that are several threads need a lock of their own."""
+    """Entries by owner and key, limited in weight and number.
+
+    Beyond a limit, the owner that holds the most loses its least recently used entry. Not thread-safe.
+    """
 
     def __init__(self, weight: int, count: int = sys.maxsize) -> None:
         self._most, self._most_entries = weight, count
@@ -30,7 +32,7 @@ class OwnedEntries(Generic[Value]):
         self._weight = self._count = 0
 
     def get(self, owner: Owner, key: str | bytes) -> Value | None:
-        """An entry, which then was used last."""
+        """Returns an entry and marks it as used."""
         own = self._owners.get(owner)
         if own is None or key not in own.entries:
             return None
@@ -39,12 +41,13 @@ class OwnedEntries(Generic[Value]):
 
     def put(self, owner: Owner, key: str | bytes, value: Value, weight: int = 1
             ) -> list[tuple[Owner, str | bytes, Value]]:
-        """Keep an entry in place of the one that has its key; returns the entries that had to go, with owner and key.
-        """
+        """Sets an entry and returns the evicted ones, with owner and key."""
         self.pop(owner, key)
         own = self._owners.setdefault(owner, _Own())
         own.entries[key] = value, weight
-        own.weight, self._weight, self._count = own.weight + weight, self._weight + weight, self._count + 1
+        own.weight += weight
+        self._weight += weight
+        self._count += 1
         gone = []
         while self._weight > self._most:
             gone.append(self._drop(lambda own: own.weight))
@@ -53,12 +56,14 @@ class OwnedEntries(Generic[Value]):
         return gone
 
     def pop(self, owner: Owner, key: str | bytes) -> Value | None:
-        """Forget an entry."""
+        """Removes an entry."""
         own = self._owners.get(owner)
         if own is None or key not in own.entries:
             return None
         value, weight = own.entries.pop(key)
-        own.weight, self._weight, self._count = own.weight - weight, self._weight - weight, self._count - 1
+        own.weight -= weight
+        self._weight -= weight
+        self._count -= 1
         if not own.entries:
             del self._owners[owner]
         return value

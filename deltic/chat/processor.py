@@ -1,4 +1,4 @@
-"""The text side of a model: from messages or text to a `EngineRequest`, and a router for what comes back."""
+"""Turns messages or text into an `EngineRequest`, with the texts of its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any, Literal
 
 from deltic.chat.billing import without_billing_headers
-from deltic.chat.conversation import Conversation, load_template, opening, spell, unfinished
+from deltic.chat.conversation import Conversation, encode_prompt, encode_unfinished, load_template, system_prefix_len
 from deltic.chat.deltas import Answer
 from deltic.chat.history import MODES, History, HistoryTurn
 from deltic.chat.history_store import AnswerStore
@@ -33,39 +33,38 @@ from deltic.config.vision import Vision
 from deltic.errors import ConfigError, RequestError, TemplateError, context_bound, show, valid_text
 from deltic.params import MOST_TOKENS, Constraint, EngineRequest, Finish, ForcedTokens, Prompt, SamplingParams
 from deltic.vision.fetch import Fetcher
-from deltic.vision.patches import Pixels, Video
-from deltic.vision.prompt import with_pictures
-from deltic.vision.reader import Reading, Shown, UnreadImages
+from deltic.vision.preprocess import Pixels, Video
+from deltic.vision.prompt import Reading, Shown, UnreadImages, with_pictures
 
 log = logging.getLogger("deltic")
 
-_THINKING = frozenset(("enable_thinking", "reasoning_effort"))
-"""Variables by which a request says whether the model is to think."""
+_THINKING_VARIABLES = frozenset(("enable_thinking", "reasoning_effort"))
+"""Template variables that turn reasoning on or off."""
 _PRESERVES = "preserve_thinking"
-"""Template variable for the thinking of earlier turns."""
-_LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens of KiB
+"""Template variable that keeps the reasoning of earlier turns."""
+_MAX_TEMPLATE_BYTES = 1 << 20  # bytes: the longest published ones have a few tens of KiB
 
 MEDIA = "<__media__>"
-"""Stands for a picture in raw prompts."""
+"""Placeholder of a picture in raw prompts."""
 _AROUND = ("<|vision_start|>", "<|vision_end|>")
-"""What stands around the tokens of a picture."""
+"""Tokens around a picture."""
 
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
-"""Takes the tokens of a finished choice, the one that ended it too, why it ended, what it says, and whether its text
-ended with it: in no think block or call, and not at a stop string."""
+"""Records a finished choice: its tokens with the end token, the finish reason, the answer, and True if the text ended
+with the tokens, outside of think blocks and calls and not at a stop string."""
 
 
 Opens = Literal["turn", "message", "nothing"]
-"""How a prompt ends: with the beginning of the assistant's turn; in its last message, which the answer continues; or
-with the end of that message."""
+"""How a prompt ends: with the start of the assistant's turn, inside the last message, which the answer continues, or
+after that message."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request, and the texts of its choices.
+    """A request and the texts of its choices.
 
-    remember: to be called once for each choice that finishes, so that following prompts can build on it.
-    grammar: that the answer keeps to. It has to be compiled before the engine gets the request.
+    remember: records a finished choice for following prompts.
+    grammar: must be compiled before the engine gets the request.
     """
 
     request: EngineRequest
@@ -74,27 +73,28 @@ class PreparedRequest:
     grammar: PendingGrammar | None = None
 
     def compiled(self) -> PreparedRequest:
-        """The job, ready for the engine. RequestError if its grammar cannot be compiled."""
+        """Compiles the grammar, if any; RequestError if that fails."""
         if self.grammar:
             self.grammar.compile()
         return self
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Parts of the request's schemas that the answer is not kept to, once its grammar is compiled."""
+        """Keywords of the request's schemas that the compiled grammar does not enforce."""
         grammar = self.grammar and self.grammar.grammar
         return tuple(f"{grammar.field}.{name}" for name in grammar.ignored) if grammar else ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """How conversations are read and answered; ConfigError names what is wrong.
+    """Options of chat prompts; ConfigError names a wrong one.
 
-    history: how prompts treat earlier answers, see `deltic.chat.history`. strip_billing_header: remove the billing
-    header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
-    `ChatProcessor.chat`. thinking: whether the model is to think where a request says nothing about it; None: the
-    template decides. tool_call_parser: how calls are written, one of `deltic.chat.tools.PARSERS`. parse_special:
-    messages and tools may spell control tokens, which are ordinary text otherwise.
+    history: how prompts use earlier answers, see `deltic.chat.history`.
+    strip_billing_header: removes the billing header that coding agents put before the system message.
+    thinking_budget: default of `ChatProcessor.chat`.
+    thinking: reasoning of requests that do not choose; None: the template decides.
+    tool_call_parser: the form of calls, one of `deltic.chat.tools.PARSERS`.
+    parse_special: control tokens in messages and tools are control tokens, not ordinary text.
     """
 
     history: str = "preserve"
@@ -117,11 +117,11 @@ class ChatConfig:
 
 
 class ChatProcessor:
-    """Tokenizer and chat template of one model, and what was said with it.
+    """Tokenizer, chat template and answer records of one model.
 
-    template: jinja source to use instead of the model's own. notes: keeps what is remembered beyond the process.
-    longest: tokens that the context holds, if known. limits: what one request may ask for. vision: what the model sees
-    with; image_urls: pictures may be given by http(s) URLs, which are fetched. options: those of ChatConfig.
+    template: jinja source in place of the model's own. notes: stores answer records beyond the process.
+    longest: tokens of the context, if known. vision: the image input of the model, if any. image_urls: fetches images
+    from http(s) URLs. options: those of ChatConfig.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: AnswerStore | None = None,
@@ -131,21 +131,25 @@ class ChatProcessor:
         self.tokenizer = tokenizer
         limits = limits or Limits()
         self._seconds = limits.template_seconds
-        self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
-                          else None)
-        self._bound, self._vision, self._limits = prompt_bound(longest, limits), vision, limits
+        self._override = None
+        if template is not None:
+            self._override = ChatTemplate(template, tokenizer.special_tokens, self._seconds)
+        self._bound = prompt_bound(longest, limits)
+        self._vision = vision
+        self._limits = limits
         self._fetches = image_urls
-        self._history, self._owner = History(tokenizer, notes, replace(self._bound, field="messages")), ""
+        self._history = History(tokenizer, notes, replace(self._bound, field="messages"))
+        self._owner = ""
         self._warned = Event()
         self.grammars = Grammars(tokenizer, limits.schema_seconds)
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:
-        """Read a model directory's tokenizer; `template` is a file with a chat template, options those of the class."""
+        """Reads the tokenizer of a model directory. template: a file with a chat template."""
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def of(self, owner: str) -> ChatProcessor:
-        """A view of this processor for one owner: its prompts use this owner's answer records only."""
+        """Returns a view that uses and writes only the answer records of this owner."""
         own = copy(self)
         own._owner = owner
         return own
@@ -154,26 +158,24 @@ class ChatProcessor:
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
              thinking_budget: int | None = None,
              pictures: Shown | RequestError | None = None) -> PreparedRequest:
-        """The next turn of a conversation.
+        """Prepares the next turn of a conversation; RequestError names a wrong field.
 
-        tools are shown to the model, whose calls become tool deltas. answer: which of them it may call, or must, and
-        what its answer has to look like where it is no call; after the thinking.
-        variables: template variables such as enable_thinking, and add_generation_prompt and continue_final_message as
-        transformers has them: an answer that does not begin a turn is not remembered.
-        history: another mode than this processor's.
-        thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
-        open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
-        does not think.
-        pictures: what parts show, by their fields, or why that cannot be had; then nothing is fetched or decoded here,
-        and Unread raised where one is missing.
-        RequestError names what is wrong.
+        answer: the tools that it may or must call, and the format of its content.
+        variables: template variables, such as enable_thinking; also add_generation_prompt and continue_final_message as
+            in transformers. Only answers that begin a turn are recorded.
+        history, thinking_budget: in place of the processor's. After so many tokens in think blocks the open block is
+            closed as the template closes one.
+        pictures: decoded media by field, or the error to raise. Then nothing is fetched, and UnreadImages is raised if
+            one is missing.
         """
         mode = self._mode(history, variables or {})
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
-        template, (variables, opens) = self._template(tools), _opens(self._with_thinking(variables))
-        reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens,
-                          self._fetches) if self._vision else None
+        template = self._template(tools)
+        variables, opens = _opens(self._with_thinking(variables))
+        reading = None
+        if self._vision:
+            reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens, self._fetches)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
                                          see=reading.see if reading else None,
                                          parse_special=self._config.parse_special)
@@ -184,27 +186,28 @@ class ChatProcessor:
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel,
                              exact=grammar is not None)
         closing = ThinkEnd.of(conversation)
-        guide = None if budget is None else partial(
-            ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
+        forced = None
+        if budget is not None:
+            forced = partial(ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
-        job = _job(turn.ids, sampling, router, turn.stable_prefixes, remember, guide)
+        prepared = _prepare(turn.ids, sampling, router, turn.stable_prefixes, remember, forced)
         if seen and self._vision:
             prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.stable_prefixes)
             self._bound.check(len(prompt))
-            job = replace(job, request=replace(job.request, prompt=prompt, stable_prefixes=places))
+            prepared = replace(prepared, request=replace(prepared.request, prompt=prompt, stable_prefixes=places))
         if grammar is None:
-            return job
+            return prepared
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
-        return _constrained(job, grammar, closing.rest_ids, thinks)
+        return _constrained(prepared, grammar, closing.rest_ids, thinks)
 
     def _mode(self, history: str | None, variables: Mapping[str, Any]) -> str:
-        """The request's mode, or this processor's. `preserve_thinking: false` in a request selects template."""
+        """Returns the history mode. `preserve_thinking: false` in a request selects template."""
         if history is None and variables.get(_PRESERVES) is False:
             return "template"
         return self._config.history if history is None else history
 
     def _seen(self, reading: Reading, pictures: Shown | RequestError | None) -> list[Pixels | Video]:
-        """What a conversation shows, in order."""
+        """Returns the media of a conversation, in order."""
         if isinstance(pictures, RequestError):
             raise pictures
         if pictures is None:
@@ -214,51 +217,53 @@ class ChatProcessor:
         return reading.show(pictures)
 
     def within(self, bound: TokenLimit) -> ChatProcessor:
-        """The same for prompts of another length, such as those that are only counted."""
+        """Returns a view with another prompt limit, such as that of prompts that are only counted."""
         found = copy(self)
         found._bound, found._history = bound, self._history.within(replace(bound, field="messages"))
         return found
 
     @property
     def sees(self) -> bool:
-        """Whether messages may have pictures."""
+        """True if messages may contain images and videos."""
         return self._vision is not None
 
     @property
     def fetches(self) -> bool:
-        """Whether these may be behind http(s) URLs."""
+        """True if http(s) URLs of media are fetched."""
         return self._fetches
 
     @property
     def source(self) -> str:
-        """The chat template; empty where there is none."""
+        """The source of the chat template; "" if there is none."""
         try:
             return self._template(None).source
         except TemplateError:
             return ""
 
     def knows(self, variable: str, tools: Any = None) -> bool:
-        """Whether the chat template says anything about a variable."""
+        """True if the chat template contains a variable."""
         return variable in self._template(tools).source
 
     def reads(self, field: str, tools: Any = None) -> bool:
-        """Whether the chat template looks for a field of this name in something."""
+        """True if the chat template reads a field of this name."""
         named = rf"(?:\.|\[\s*['\"]|get\(\s*['\"]){re.escape(field)}\b"
         return re.search(named, self._template(tools).source) is not None
 
-    def opening(self, messages: Any, *, tools: Any = None,
+    def system_prefix(self, messages: Any, *, tools: Any = None,
                 variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
-        """The ids that all conversations under these system messages and tools begin with; none if they share none."""
+        """Returns the ids that all conversations with these system messages and tools share."""
         template = self._template(tools)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
                                          self._with_thinking(variables), parse_special=self._config.parse_special)
-        prompt = spell(self.tokenizer, conversation.render(conversation.messages))
-        return prompt.ids[:opening(conversation, prompt)]
+        prompt = encode_prompt(self.tokenizer, conversation.render(conversation.messages))
+        return prompt.ids[:system_prefix_len(conversation, prompt)]
 
     def prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
-        """A raw prompt with pictures, each in the place of a marker: MEDIA, or the model's own token for one. images:
-        what messages may have as `image`. RequestError if there are more or fewer than markers."""
+        """Returns a raw prompt with images in place of markers: MEDIA, or the model's own token.
+
+        images: as the `image` of messages. RequestError if their number is not that of the markers.
+        """
         if not isinstance(images, list | tuple):
             raise RequestError(f"images must be a list, one for each marker, not {show(images)}", "images")
         text = valid_text(text, "prompt")
@@ -281,7 +286,7 @@ class ChatProcessor:
         return found if seen else Prompt(tuple(ids))
 
     def _marked(self, text: str) -> str:
-        """The text with the tokens that the model knows in the place of markers."""
+        """Replaces MEDIA by the tokens of the model."""
         if self._vision is None:
             return text
         token = self.tokenizer.decode([self._vision.tower.image_token_id], skip_special=False)
@@ -290,24 +295,24 @@ class ChatProcessor:
 
     def complete(self, prompt: str | Sequence[int] | Prompt, sampling: SamplingParams = SamplingParams(),
                  output_format: OutputFormat | None = None, add_special: bool = True) -> PreparedRequest:
-        """Continue a text (special tokens in it are recognised), or token ids or a Prompt as they stand.
+        """Prepares the continuation of a text, whose special tokens are recognised, of token ids or of a Prompt.
 
-        output_format: what the continuation has to look like. add_special: put around a text what its tokenizer wants
-        there, such as a bos token.
+        add_special: adds the tokens that the tokenizer puts around a text, such as bos.
         """
         if not isinstance(prompt, str):
             self._bound.check(len(prompt))
-        ids = (self.tokenizer.encode(prompt, add_special=add_special, bound=self._bound) if isinstance(prompt, str)
-               else prompt.ids if isinstance(prompt, Prompt) else prompt)
-        job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
+            ids = tuple(prompt.ids if isinstance(prompt, Prompt) else prompt)
+        else:
+            ids = tuple(self.tokenizer.encode(prompt, add_special=add_special, bound=self._bound))
+        prepared = _prepare(ids, sampling, text_router(self.tokenizer, sampling.stop))
         if isinstance(prompt, Prompt):
-            job = replace(job, request=replace(job.request, prompt=prompt))
+            prepared = replace(prepared, request=replace(prepared.request, prompt=prompt))
         if output_format is None:
-            return job
-        return _constrained(job, self.grammars.of(output_format))
+            return prepared
+        return _constrained(prepared, self.grammars.of(output_format))
 
     def _grammar(self, conversation: Conversation, answer: AnswerForm, form: CallForm) -> PendingGrammar | None:
-        """What the answer has to keep to, if anything."""
+        """Returns the grammar of the answer, if it is restricted."""
         choice, wanted = answer.calls, answer.output
         functions = choice.functions(conversation.tools or ())
         restricted = choice.needed or choice.names or any(function.get("strict") for function in functions.values())
@@ -317,22 +322,25 @@ class ChatProcessor:
         return self.grammars.grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
 
     def flush(self) -> None:
-        """Wait until what was said is written, where it is kept beyond the process."""
+        """Waits until all answer records are stored."""
         self._history.flush()
 
     def _template(self, tools: Any) -> ChatTemplate:
         return self._override or load_template(self.tokenizer, tools, self._seconds)
 
     def _with_thinking(self, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """The variables, and whether to think if they do not say it and this processor's options do."""
-        given, thinking = variables or {}, self._config.thinking
-        return given if thinking is None or _THINKING & given.keys() else {"enable_thinking": thinking, **given}
+        """Adds the default of enable_thinking to variables that do not choose."""
+        given = variables or {}
+        thinking = self._config.thinking
+        if thinking is None or _THINKING_VARIABLES & given.keys():
+            return given
+        return {"enable_thinking": thinking, **given}
 
     def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> HistoryTurn:
         if opens == "turn":
             return self._history.turn(conversation, mode, self._owner)
-        prompt = unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
-        start = opening(conversation, prompt)
+        prompt = encode_unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
+        start = system_prefix_len(conversation, prompt)
         return HistoryTurn(prompt.ids, (start,) if start else ())
 
     def _without_billing(self, messages: Any) -> Any:
@@ -347,7 +355,7 @@ class ChatProcessor:
 
 
 def _opens(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Opens]:
-    """The variables without those that say what the answer begins, and that."""
+    """Splits off the variables that choose how the prompt ends."""
     rest = dict(variables)
     begins, continues = (rest.pop(name, None) for name in ("add_generation_prompt", "continue_final_message"))
     for name, value in (("add_generation_prompt", begins), ("continue_final_message", continues)):
@@ -361,44 +369,44 @@ def _opens(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Opens]:
 def bare_job(
     ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bound: TokenLimit = UNBOUNDED
 ) -> PreparedRequest:
-    """A job for a model without tokenizer: token ids in, token ids out."""
+    """Prepares token ids for a model without a tokenizer."""
     bound.check(len(ids))
     if sampling.stop:
         raise RequestError("stop strings need a tokenizer: use stop_token_ids", "stop")
-    return _job(tuple(ids), sampling, TokenRouter())
+    return _prepare(tuple(ids), sampling, TokenRouter())
 
 
-def _job(
+def _prepare(
     ids: tuple[int, ...],
     sampling: SamplingParams,
     router: OutputRouter,
-    boundaries: tuple[int, ...] = (),
+    stable_prefixes: tuple[int, ...] = (),
     remember: Remember | None = None,
-    guide: Callable[[AnswerText], ForcedTokens] | None = None,
+    forced: Callable[[AnswerText], ForcedTokens] | None = None,
 ) -> PreparedRequest:
     texts = AnswerTexts(router, sampling.stop_token_ids)
-    matcher = texts.followers() if router.can_stop or guide else None
-    guides = partial(next, map(guide, map(texts.of, count()))) if guide else None
+    matcher = texts.followers() if router.can_stop or forced else None
+    guide = partial(next, map(forced, map(texts.of, count()))) if forced else None
     return PreparedRequest(
-        EngineRequest(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember
+        EngineRequest(uuid.uuid4().hex, ids, sampling, stable_prefixes, matcher, guide=guide), texts, remember
     )
 
 
 def _constrained(
-    job: PreparedRequest, grammar: PendingGrammar, gap: Sequence[int] = (), opens: bool = False
+    prepared: PreparedRequest, grammar: PendingGrammar, gap: Sequence[int] = (), opens: bool = False
 ) -> PreparedRequest:
-    """The job with answers that are kept within a grammar, each with its text."""
+    """Adds a grammar constraint for each choice."""
     def constraint(text: AnswerText) -> Constraint:
         return GrammarConstraint(grammar.grammar, text, gap, opens)
 
-    constraints = map(constraint, map(job.texts.of, count()))
-    matcher = job.request.matcher or job.texts.followers()
-    request = replace(job.request, matcher=matcher, constraint=partial(next, constraints))
-    return replace(job, request=request, grammar=grammar)
+    constraints = map(constraint, map(prepared.texts.of, count()))
+    matcher = prepared.request.matcher or prepared.texts.followers()
+    request = replace(prepared.request, matcher=matcher, constraint=partial(next, constraints))
+    return replace(prepared, request=request, grammar=grammar)
 
 
 def prompt_bound(longest: int | None, limits: Limits) -> TokenLimit:
-    """Of prompts for a context that holds so many tokens, if that is known."""
+    """Returns the limit of prompts for a context of this length."""
     limit = limits.max_prompt_tokens
     if limit is not None and (longest is None or limit < longest):
         return TokenLimit(limit, f"and may have at most {limit} (max_prompt_tokens): shorten it")
@@ -408,7 +416,7 @@ def prompt_bound(longest: int | None, limits: Limits) -> TokenLimit:
 
 
 def counting_bound(longest: int, limits: Limits) -> TokenLimit:
-    """Of prompts that are only counted, or cut before they are read."""
+    """Returns the limit of prompts that are only counted, or cut before prefill."""
     return TokenLimit(
         max(longest, limits.max_counted_tokens), "and no more are counted (max_counted_tokens): send less"
     )
@@ -423,12 +431,13 @@ def _check(mode: object, budget: object, error: type[ConfigError] | type[Request
 
 
 def read_template(path: Path) -> str:
-    """The chat template in a file; TemplateError if it cannot be read."""
+    """Reads a chat template file; TemplateError if it cannot be read."""
     try:
         with path.open("rb") as file:
-            text = file.read(_LONGEST_TEMPLATE + 1)
-        if len(text) > _LONGEST_TEMPLATE:
-            raise TemplateError(f"the chat template {path} is longer than {_LONGEST_TEMPLATE >> 20} MiB: it is none")
+            text = file.read(_MAX_TEMPLATE_BYTES + 1)
+        if len(text) > _MAX_TEMPLATE_BYTES:
+            raise TemplateError(f"the chat template {path} is longer than {_MAX_TEMPLATE_BYTES >> 20} MiB: "
+                                "give a file with a template")
         return text.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"the chat template {path} cannot be read: {error}") from error

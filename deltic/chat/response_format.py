@@ -1,4 +1,4 @@
-"""What an answer has to look like, as requests say it: a JSON schema, a regular expression, some texts, a grammar."""
+"""Reads output formats of requests: a JSON schema, a regular expression, choices, a grammar."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """JSON that a schema allows. strict: all that the schema says is kept to, or the request refused; else what cannot
-    be enforced is left to the model. field: where the request says so."""
+    """JSON that matches a schema. field: that of the request.
+
+    strict: the whole schema is enforced or the request refused; else keywords may be left to the model.
+    """
 
     schema: Any
     strict: bool = False
@@ -26,7 +28,7 @@ class JsonSchema:
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """Text that a regular expression matches as a whole, in the syntax of Rust's regex crate."""
+    """Text that a regular expression of Rust's regex crate matches as a whole."""
 
     pattern: str
     field: str = field(default="structured_outputs.regex", compare=False)
@@ -34,7 +36,7 @@ class Regex:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFormat:
-    """One of some texts."""
+    """One of several texts."""
 
     texts: tuple[str, ...]
     field: str = field(default="structured_outputs.choice", compare=False)
@@ -42,7 +44,7 @@ class ChoiceFormat:
 
 @dataclass(frozen=True, slots=True)
 class GrammarText:
-    """Text of a grammar, in Lark's or llama.cpp's (GBNF) notation."""
+    """A grammar in Lark's notation or llama.cpp's GBNF."""
 
     text: str
     field: str = field(default="structured_outputs.grammar", compare=False)
@@ -52,8 +54,10 @@ OutputFormat = JsonSchema | Regex | ChoiceFormat | GrammarText
 
 
 def response_format(value: Any, name: str = "response_format", ignored: list[str] | None = None) -> OutputFormat | None:
-    """OpenAI's `response_format`, and what other servers take there; None where any text will do. RequestError names
-    what is wrong; ignored: gets the names of what has no effect."""
+    """Reads OpenAI's `response_format` and the variants of other servers; None for plain text.
+
+    RequestError names a wrong field. ignored: gets the names of fields without effect.
+    """
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -71,7 +75,7 @@ def response_format(value: Any, name: str = "response_format", ignored: list[str
 
 
 def _wrapped(given: Any, name: str, ignored: list[str] | None) -> JsonSchema:
-    """OpenAI's form of a schema."""
+    """Reads OpenAI's form of a schema."""
     if not isinstance(given, Mapping) or given.get("schema") is None:
         raise RequestError(f"{name} must be an object with a name and a schema, not {show(given)}", name)
     _note(given, ("schema", *_BESIDE), name, ignored)
@@ -79,7 +83,7 @@ def _wrapped(given: Any, name: str, ignored: list[str] | None) -> JsonSchema:
 
 
 def _flat(schema: Any, name: str, given: Mapping[str, Any]) -> JsonSchema:
-    """A schema, and beside it whether it is strict."""
+    """Reads a schema with `strict` beside it."""
     path, strict = name.rpartition(".")[0], given.get("strict")
     if strict not in (None, True, False):
         raise RequestError(f"{path}.strict must be true or false, not {show(strict)}", f"{path}.strict")
@@ -87,7 +91,7 @@ def _flat(schema: Any, name: str, given: Mapping[str, Any]) -> JsonSchema:
 
 
 def _object(schema: Any, name: str, given: Mapping[str, Any]) -> JsonSchema:
-    """An object, of a schema if there is one."""
+    """Reads an object format, with or without a schema."""
     return JsonSchema(_OBJECT, field=name.rpartition(".")[0]) if schema is None else _flat(schema, name, given)
 
 
@@ -97,7 +101,7 @@ def _pattern(pattern: Any, name: str, given: Mapping[str, Any]) -> Regex:
 
 
 def _note(given: Mapping[str, Any], known: Sequence[str], name: str, ignored: list[str] | None) -> None:
-    """What has no effect."""
+    """Adds the names of fields without effect."""
     if ignored is not None:
         ignored += [f"{name}.{key}" for key, value in given.items() if key not in known and value not in (None, False)]
 
@@ -109,14 +113,14 @@ _FORMATS: Mapping[str, tuple[Callable[[Any, str, Mapping[str, Any]], OutputForma
     "regex": (_pattern, ("pattern", "regex", "value")),
     "grammar": (lambda value, name, given: grammar(value, name), ("grammar", "value")),
     "ebnf": (lambda value, name, given: grammar(value, name), ("ebnf", "grammar"))}
-"""How a format is read, by its type, and the fields that may have it: those of llama.cpp, Together, Fireworks, SGLang
-and text-generation-inference, too."""
+"""Readers of formats by type, and the fields that may hold the value: also those of llama.cpp, Together, Fireworks,
+SGLang and text-generation-inference."""
 _TYPES = "text, json_object, json_schema, regex or grammar"
 _BESIDE = ("name", "description", "strict")
 
 
 def json_schema(schema: Any, strict: bool = False, name: str = "response_format") -> JsonSchema:
-    """A JSON schema: an object, true, false, or the text of one."""
+    """Reads a JSON schema: an object, true, false, or JSON text."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -130,7 +134,7 @@ def json_schema(schema: Any, strict: bool = False, name: str = "response_format"
 
 def structured_outputs(value: Any, name: str = "structured_outputs", ignored: list[str] | None = None
                        ) -> OutputFormat | None:
-    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar. ignored: as above."""
+    """Reads vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -144,16 +148,16 @@ def structured_outputs(value: Any, name: str = "structured_outputs", ignored: li
     if value.get("json_object"):
         found.append(JsonSchema(_OBJECT, field=f"{name}.json_object"))
     if len(found) != 1:
-        raise RequestError(f"{name} must say one of json, json_object, regex, choice, grammar; it says {len(found)}",
+        raise RequestError(f"{name} must have one of json, json_object, regex, choice, grammar; it has {len(found)}",
                            name)
     return found[0]
 
 
 def only_format(formats: Sequence[OutputFormat | None]) -> OutputFormat | None:
-    """The one that is asked for, of all fields that may ask for one."""
+    """Returns the only format that is given; RequestError if there are several."""
     found = [given for given in formats if given]
     if len(found) > 1:
-        raise RequestError(f"{found[0].field} and {found[1].field} both say what the answer looks like: give one",
+        raise RequestError(f"{found[0].field} and {found[1].field} both set the format of the answer: give one",
                            found[0].field)
     return found[0] if found else None
 
@@ -180,9 +184,9 @@ def _json(value: Any, name: str) -> JsonSchema:
 _READERS: Mapping[str, Callable[[Any, str], OutputFormat]] = {
     "json": _json, "regex": regex, "choice": choice, "grammar": grammar}
 _IGNORED = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-"""What vLLM says to its own backends."""
+"""Options of vLLM's own backends."""
 GUIDED = {f"guided_{kind}": read for kind, read in _READERS.items()}
-"""vLLM's older names: fields of a request, and how each is read."""
+"""Readers of vLLM's older request fields."""
 
 
 def _text(value: Any, name: str) -> str:

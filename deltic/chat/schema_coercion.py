@@ -1,4 +1,4 @@
-"""Gives the text of a tool argument the type that the tool's JSON schema asks for."""
+"""Converts tool arguments to the types of the tool's JSON schema."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from deltic.chat import json_schema
-from deltic.chat.python_literals import read_literal
 
+# A string without line breaks, a word of Python's, a bracket of a tuple, a comma before a closing bracket.
+_PYTHON_TOKEN = re.compile(r"""('(?:[^'\\\r\n]|\\.)*+'|"(?:[^"\\\r\n]|\\.)*+")|\b(True|False|None)\b|([()])"""
+                           r"""|(?<=[^\s\[({,]),(?=\s*[\])}])""", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPED = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
+            "v": "\v"}
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_WORDS = {"True": True, "true": True, "False": False, "false": False}
 _NULLS = ("null", "None")
 _MAX_DEPTH = 100
-# Reading JSON lets no other thread run: 40 ms for a million characters of empty lists. Literals take longer.
-LONGEST_JSON, _MOST_LITERAL = 1 << 20, 1 << 16
+MAX_JSON_CHARS = 1 << 20  # json.loads holds the GIL, for 40 ms at most
+_MAX_LITERAL = 1 << 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Schema(dict[str, Any]):
-    """A tool's parameters as a JSON schema; remembers the types of its parts, so that each is looked at once."""
+    """A JSON schema of a tool's parameters that caches the types of its parts."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
@@ -29,15 +35,15 @@ class Schema(dict[str, Any]):
 
     @cached_property
     def properties(self) -> Mapping[str, Any]:
-        """The parameters that it names, with the schema of each."""
+        """The schemas of the named parameters."""
         return json_schema.properties_of(self, self)
 
 
 def coerce(value: Any, schema: Any, root: Any = None) -> Any:
-    """The value as the schema's types want it; a value that fits none of them stays as it is.
+    """Converts a value to a type of the schema; a value that fits none of them is returned as it is.
 
-    Text becomes null, boolean, number, object or array where the schema allows that, in JSON's or Python's
-    spelling. Other values become their JSON text where only strings are allowed. `root` resolves references.
+    Text in JSON's or Python's spelling becomes null, boolean, number, object or array if the schema allows it. Other
+    values become JSON text if only strings are allowed. `root` resolves references.
     """
     types = _types(schema, root if root is not None else schema)
     if not isinstance(value, str):
@@ -51,23 +57,23 @@ def coerce(value: Any, schema: Any, root: Any = None) -> Any:
 
 
 def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as the schema of the tool's parameters wants them."""
+    """Converts the arguments of a call to the types of the tool's schema."""
     return {key: coerce(value, argument_schema(key, schema), schema) for key, value in arguments.items()}
 
 
 def argument_schema(key: str, schema: Mapping[str, Any]) -> Any:
-    """The part of the schema of a tool's parameters that is about one of them; None if there is none."""
+    """Returns the schema of one parameter; None if there is none."""
     properties = schema.properties if isinstance(schema, Schema) else json_schema.properties_of(schema, schema)
     return properties.get(key, schema.get("additionalProperties"))
 
 
 def types_of(key: str, schema: Mapping[str, Any]) -> set[str]:
-    """The types that a parameter may have; none if they are not known."""
+    """Returns the types that a parameter may have; empty if unknown."""
     return _types(argument_schema(key, schema), schema)
 
 
 def stays_text(key: str, schema: Mapping[str, Any]) -> bool:
-    """Whether text is left as it is by `coerce`, whatever it says."""
+    """True if `coerce` never changes text for this parameter."""
     return types_of(key, schema).isdisjoint(name for name, _ in _READERS)
 
 
@@ -76,26 +82,48 @@ def _types(schema: Any, root: Any) -> set[str]:
 
 
 def loads(text: str) -> Any:
-    """Read JSON, or a Python literal of JSON's types; ValueError if it is neither, or too long or deep to be read
-    beside others."""
+    """Reads JSON, or JSON values in Python's spelling; ValueError for other text, and for too long or deep values."""
     try:
         return read_json(text)
     except ValueError:
-        if len(text) > _MOST_LITERAL:
+        if len(text) > _MAX_LITERAL:
             raise
-    return read_literal(text)
+    return read_json(_python_to_json(text))
+
+
+def _python_to_json(text: str) -> str:
+    """Translates a Python literal into JSON. Text that is neither stays neither. Takes linear time."""
+    return _PYTHON_TOKEN.sub(_json_token, text)
+
+
+def _json_token(found: re.Match[str]) -> str:
+    string, word, bracket = found.groups()
+    if string:
+        return json.dumps(_ESCAPE.sub(_unescape, string[1:-1]))
+    if word:
+        return _JSON_WORDS[word]
+    return {"(": "[", ")": "]"}.get(bracket, "")
+
+
+def _unescape(found: re.Match[str]) -> str:
+    octal, *codes, other = found.groups()
+    code = next((int(code, 16) for code in codes if code), int(octal, 8) if octal else None)
+    if code is not None:
+        return chr(code)
+    if other in "NxuU\r":  # character names, and codes that are cut short
+        raise ValueError(f"unknown escape {found[0]}")
+    return _ESCAPED.get(other, found[0])
 
 
 def read_json(text: str) -> Any:
-    """Read JSON alone; ValueError as `loads`."""
-    if len(text) > LONGEST_JSON:
-        raise ValueError(f"longer than {LONGEST_JSON} characters")
-    return _shallow(_read_json(text))
+    """Reads JSON; ValueError as `loads`."""
+    if len(text) > MAX_JSON_CHARS:
+        raise ValueError(f"longer than {MAX_JSON_CHARS} characters")
+    return _checked_depth(_read_json(text))
 
 
 def dumps(value: Any) -> str:
-    """JSON text that can be sent as UTF-8 and taken back, whatever escapes the value was read from: half a character
-    becomes the replacement character. What a text becomes is what its parts become."""
+    """Writes JSON that is valid UTF-8: lone surrogates become the replacement character."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
@@ -118,8 +146,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _shallow(value: Any) -> Any:
-    """The value, if it is not nested deeper than what writes and copies it can follow."""
+def _checked_depth(value: Any) -> Any:
+    """Returns the value; ValueError if it is nested too deeply to be written and copied."""
     level, depth = [value], 0
     while level := [item for value in level if isinstance(value, dict | list)
                     for item in (value.values() if isinstance(value, dict) else value)]:
@@ -145,7 +173,7 @@ def _read_integer(text: str) -> tuple[bool, Any]:
 
 def _read_number(text: str) -> tuple[bool, Any]:
     try:
-        value = _read_json(text) if len(text) <= _MOST_LITERAL else None
+        value = _read_json(text) if len(text) <= _MAX_LITERAL else None
     except ValueError:
         return False, None
     return isinstance(value, int | float) and not isinstance(value, bool), value

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 
 def open_suffix(text: str, needles: Sequence[str]) -> int:
-    """Length of the longest end of `text` that may be the beginning of a needle. For short needles: the time grows with
-    their number and the square of their length."""
+    """Returns the length of the longest suffix of `text` that begins a needle. For few and short needles."""
     longest = 0
     for needle in needles:
         at = text.find(needle[0], max(len(text) - len(needle) + 1, 0), len(text) - longest)
@@ -22,16 +21,17 @@ def open_suffix(text: str, needles: Sequence[str]) -> int:
 
 
 class StopAutomaton:
-    """Aho-Corasick automaton over stop strings: its state is the longest end of the text that begins one of them.
+    """An Aho-Corasick automaton: its state is the longest suffix of the text that begins a stop string.
 
-    A character costs one look-up and, on average over the text, at most one step back, however many strings there are,
-    however long they are and however nearly they match. Node 0 is the root. The first child of a node is its successor
-    in the arrays, so that a node takes 24 bytes; only other children are in a dictionary.
+    Time is linear in the text for any number and length of strings. Node 0 is the root. The first child of a node is
+    its successor in the arrays, so that a node takes 24 bytes; only other children are in a dictionary.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self._parents, self._depths, self._chars = array("i", [-1]), array("i", [0]), ["\0"]
+        self._parents = array("i", [-1])
+        self._depths = array("i", [0])
+        self._chars = ["\0"]
         self._branches: dict[tuple[int, str], int] = {}
         ends = [self._insert(stop) for stop in self.stops]
         size = len(self._parents)
@@ -41,21 +41,21 @@ class StopAutomaton:
         self._link()
 
     def depth(self, node: int) -> int:
-        """Characters of the text's end that may become a stop string."""
+        """Returns the length of the suffix that may become a stop string."""
         return self._depths[node]
 
     def found(self, node: int) -> int:
-        """Length of the longest stop string that is complete here; 0 if none is."""
+        """Returns the length of the longest stop string that ends here; 0 if none does."""
         return self._ends[node]
 
     def step(self, node: int, char: str) -> int:
-        """The node after one more character."""
+        """Returns the node after one more character."""
         while not (child := self.child(node, char)) and node:
             node = self._fails[node]
         return child
 
     def child(self, node: int, char: str) -> int:
-        """The node's child by a character; 0 if it has none."""
+        """Returns the child of a node by a character; 0 if there is none."""
         following = node + 1
         if following < len(self._parents) and self._parents[following] == node and self._chars[following] == char:
             return following
@@ -76,7 +76,7 @@ class StopAutomaton:
         return node
 
     def _link(self) -> None:
-        """Set for each node where the text goes on that does not go on below it: the node of the longest proper end."""
+        """Sets the failure links: from each node to that of its longest proper suffix."""
         for node in sorted(range(1, len(self._parents)), key=self._depths.__getitem__):
             parent = self._parents[node]
             fail = self.step(self._fails[parent], self._chars[node]) if parent else 0
@@ -86,9 +86,9 @@ class StopAutomaton:
 
 @dataclass(slots=True)
 class StopScanner:
-    """Lets text pass up to the first stop string, and holds back what may become one.
+    """Passes text up to the first stop string, and holds back text that may become one.
 
-    The stop string that is complete first wins; of several that end together, the one that began first. found: it.
+    found: the stop string that ends first; of several that end together, the longest.
     """
 
     automaton: StopAutomaton
@@ -98,7 +98,7 @@ class StopScanner:
 
     @classmethod
     def of(cls, stops: Sequence[str]) -> StopScanner:
-        """A scanner for these strings, which are read once."""
+        """Returns a scanner for these strings."""
         return cls(StopAutomaton(stops))
 
     @property
@@ -107,12 +107,14 @@ class StopScanner:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete."""
+        """True after a stop string."""
         return self.found is not None
 
     def push(self, text: str) -> str:
-        """Take more text, give the part that is certain to come before any stop string."""
-        automaton, node, before = self.automaton, self.node, len(self.held)
+        """Takes more text; returns the part that is certainly before any stop string."""
+        automaton = self.automaton
+        node = self.node
+        before = len(self.held)
         if not automaton.stops:
             return text
         for place, char in enumerate(text, before + 1):
@@ -127,10 +129,12 @@ class StopScanner:
         return text[:cut]
 
     def flush(self) -> str:
-        """Give what was held back: the text ends here, or goes on elsewhere."""
-        held, self.held, self.node = self.held, "", 0
+        """Returns the held text: the content ends here."""
+        held = self.held
+        self.held = ""
+        self.node = 0
         return held
 
     def copy(self) -> StopScanner:
-        """An independent scanner in the same state."""
+        """Returns an independent scanner in the same state."""
         return StopScanner(self.automaton, self.held, self.found, self.node)

@@ -1,6 +1,6 @@
-"""Keeps answers within a grammar: from what a request asks for to the tokens that may come next.
+"""Structured output: from the format of a request to masks of the allowed next tokens.
 
-The work is done by llguidance, which is loaded when it is first needed.
+Uses llguidance, which is loaded on first use.
 """
 
 from __future__ import annotations
@@ -29,30 +29,29 @@ from deltic.errors import RequestError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-_MOST_KEPT = 64
-_MOST_TEXT = 1 << 20
+_MAX_CACHED = 64
+_MAX_GRAMMAR_CHARS = 1 << 20
 _TOKEN_SECONDS = 0.01
-"""Of a processor, that a token may take: honest grammars need half a millisecond on average, the worst of their
-tokens some six."""
+"""Processor time for a token. Usual grammars take 0.5 ms on average, and 6 ms at most."""
 _SPARE_SECONDS = 1.0
-"""That an answer may take beyond these, all its tokens together: slow tokens are few, while those of an ambiguous
-grammar take longer and longer, and the whole batch waits for each."""
+"""Processor time that one answer may take beyond that. Ambiguous grammars get slower with every token, and delay the
+whole batch."""
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
-"""Between the parts of JSON, as people indent it: without a bound small models write nothing else, again and again."""
+"""White space in JSON. Bounded, as small models otherwise write it without end."""
 STRICT: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
 LENIENT = STRICT | {"lenient": True, "coerce_one_of": True}
 _COMPACT = {"whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"
 
 Part = dict[str, Any]
-"""A grammar in llguidance's form; the first of several is the whole, the others have names."""
+"""A grammar in llguidance's form. The first of several is the start, the others have names."""
 
 
 class Schemas:
-    """Puts JSON schemas into a grammar. bounds: for schemas that have none. loose: without what the library refuses,
-    where a schema is not strict.
+    """Converts JSON schemas for a grammar.
 
-    ignored: keywords that were left out. used: what was put there, by its fields.
+    bounds: for schemas without bounds of their own. loose: leaves out keywords that llguidance refuses, if a schema is
+    not strict. ignored: the keywords left out. used: the converted schemas with their fields.
     """
 
     def __init__(self, bounds: Bounds | None = None, loose: bool = False) -> None:
@@ -60,7 +59,7 @@ class Schemas:
         self._bounds, self._loose = bounds, loose
 
     def fit(self, wanted: JsonSchema) -> dict[str, Any]:
-        """The schema as the library takes it."""
+        """Returns the schema in a form that llguidance accepts."""
         schema = fitted(wanted.schema)
         if self._loose and not wanted.strict:
             schema, left_out = loosened(schema, lambda tried: objection({**tried, _OPTIONS: LENIENT}))
@@ -68,18 +67,18 @@ class Schemas:
         return schema if self._bounds is None else self._bounds.on(schema)
 
     def part(self, schema: Mapping[str, Any], strict: bool, field: str) -> Part:
-        """A schema that fits, with the library's options."""
+        """Returns a fitted schema with options of llguidance."""
         part = {**schema, _OPTIONS: (STRICT if strict else LENIENT) | (_COMPACT if self._bounds else {})}
         self.used.append((field, part))
         return part
 
 
 def objection(part: Mapping[str, Any]) -> str:
-    """What the library has against a schema; "" if nothing."""
+    """Returns the error of llguidance for a schema; "" if it is valid."""
     from llguidance import LLMatcher
 
-    said: str = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": part}]}), None)
-    return _first_line(said) if said else ""
+    reason: str = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": part}]}), None)
+    return _first_line(reason) if reason else ""
 
 
 Source = Callable[["GrammarVocabulary", Schemas], list[Part]]
@@ -87,8 +86,7 @@ Source = Callable[["GrammarVocabulary", Schemas], list[Part]]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that was compiled, and the tokens that it is about. field: of the request that asks for it; ignored:
-    keywords of its schemas that are left to the model."""
+    """A compiled grammar. field: that of the request. ignored: keywords of its schemas that are not enforced."""
 
     vocabulary: GrammarVocabulary
     prototype: LLMatcher
@@ -100,8 +98,7 @@ class Grammar:
 
 
 class GrammarVocabulary:
-    """The tokens of a model as grammars see them. Those that were added to the vocabulary, such as the tags of think
-    blocks and calls, spell nothing: a grammar has to name them."""
+    """The tokens of a model as llguidance sees them. Added tokens, such as think tags, match by name only."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.ends = tokenizer, frozenset(tokenizer.ends)
@@ -109,11 +106,11 @@ class GrammarVocabulary:
         calls = (tag for form in PARSERS.values() if form for tag in form.openings)
         self.not_thinking = self.ends.union(tokenizer.added[tag] for tag in calls if tag in tokenizer.added)
         if not self.ends:
-            raise RequestError("the model has no token that ends an answer, so that no answer can be given a form")
+            raise RequestError("the model has no token that ends an answer, which formats need: leave the format out")
 
     @cached_property
     def compiled(self) -> LLTokenizer:
-        """Takes a while for a large vocabulary, in which no other thread runs."""
+        """The vocabulary for llguidance. Slow to make for large ones, and holds the GIL."""
         from llguidance import LLTokenizer
         from llguidance._tokenizer import TokenizerWrapper
 
@@ -121,7 +118,7 @@ class GrammarVocabulary:
 
     @cached_property
     def unfinished(self) -> bytes:
-        """The mask of all tokens but those that end an answer, or begin a call."""
+        """The mask of all tokens but those that end an answer or begin a call."""
         mask = bytearray(b"\xff" * -(-self._tokenizer.vocab_size // 8))
         for token in self.not_thinking:
             mask[token >> 3] &= ~(1 << (token & 7))
@@ -129,19 +126,19 @@ class GrammarVocabulary:
 
     @cached_property
     def tags(self) -> dict[str, str]:
-        """How a grammar names the tokens that spell nothing."""
+        """The names of added tokens in a grammar."""
         return {text: f"<[{id}]>" for text, id in self._tokenizer.added.items()}
 
 
 def with_token(mask: bytes, token: int) -> bytes:
-    """The mask with this token's bit."""
+    """Returns the mask with this token's bit set."""
     changed = bytearray(mask.ljust((token >> 3) + 1, b"\0"))
     changed[token >> 3] |= 1 << (token & 7)
     return bytes(changed)
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface of llguidance."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: GrammarVocabulary) -> None:
         self._encode = tokenizer.encode
@@ -155,14 +152,14 @@ class _Tokens:
 
 @dataclass(slots=True, eq=False)
 class PendingGrammar:
-    """A grammar that a request needs, before it is compiled. That takes its time: a server has it done in a thread, in
-    the client's turn, before the engine gets the request."""
+    """A grammar that a request needs. Compiling may be slow, so a server does it in a thread before the engine gets the
+    request."""
 
     _compile: Callable[[], Grammar]
     _compiled: Grammar | None = None
 
     def compile(self) -> None:
-        """RequestError if it cannot be compiled, or not within the limit."""
+        """Compiles the grammar; RequestError if it is refused or takes too long."""
         self._compiled = self._compile()
 
     @property
@@ -173,8 +170,10 @@ class PendingGrammar:
 
 
 class Grammars:
-    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: of a processor that one may take; what
-    waits for other work does not count. bounds: for JSON whose schema has none, if there are such."""
+    """Compiles grammars and caches them. Threads may share it.
+
+    seconds: limit of processor time for one grammar. bounds: for JSON schemas without bounds of their own.
+    """
 
     def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0) -> None:
         self._tokenizer, self._seconds = tokenizer, seconds
@@ -187,16 +186,16 @@ class Grammars:
         return GrammarVocabulary(self._tokenizer)
 
     def warm(self) -> None:
-        """Make what all grammars need, before anybody waits for it."""
+        """Makes the vocabulary in advance."""
         with self._lock:
             _ = self.vocabulary.compiled
 
     def of(self, wanted: OutputFormat) -> PendingGrammar:
-        """That of a format; RequestError names its field."""
+        """Returns the grammar of a format; RequestError names its field."""
         return self.grammar(lambda _, schemas: [part_of(wanted, schemas)], wanted.field)
 
     def grammar(self, source: Source, field: str) -> PendingGrammar:
-        """The grammar with this source, to be compiled. RequestError with this field if there can be none."""
+        """Returns the grammar of a source; RequestError names the field."""
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
@@ -204,12 +203,13 @@ class Grammars:
                                "llguidance", field) from error
         schemas = Schemas(self.bounds)
         text = json.dumps({"grammars": source(self.vocabulary, schemas)})
-        if len(text) > _MOST_TEXT:
-            raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
+        if len(text) > _MAX_GRAMMAR_CHARS:
+            raise RequestError(f"{field} is larger than {_MAX_GRAMMAR_CHARS >> 20} MiB as a grammar: make it smaller",
+                               field)
         return PendingGrammar(partial(self._of_field, text, partial(self._compile, source, schemas, text), field))
 
     def _of_field(self, text: str, compile: Callable[[], Grammar], field: str) -> Grammar:
-        """The compiled grammar; errors name the field."""
+        """Compiles a grammar; errors name the field."""
         self.warm()
         try:
             return replace(self._compiled(text, compile), field=field)
@@ -221,7 +221,7 @@ class Grammars:
             raise RequestError(f"{field} cannot be enforced: {error}", field) from None
 
     def _compile(self, source: Source, schemas: Schemas, text: str) -> Grammar:
-        """The grammar; where the library refuses it, that of looser schemas."""
+        """Compiles a grammar; if llguidance refuses it, with looser schemas."""
         try:
             return _compile(self.vocabulary, text, schemas.ignored)
         except _BadGrammar as error:
@@ -233,16 +233,16 @@ class Grammars:
                 return _compile(self.vocabulary, again, loose.ignored)
             except _BadGrammar as error:
                 schemas, refusal = loose, str(error)
-        wrong = ((said, field) for field, part in schemas.used if (said := objection(part)))
+        wrong = ((reason, field) for field, part in schemas.used if (reason := objection(part)))
         raise _BadGrammar(*next(wrong, (refusal, "")))
 
     def _compiled(self, text: str, compile: Callable[[], Grammar]) -> Grammar:
-        """Compiles a grammar, or waits for a thread that does; what is refused is remembered as well."""
+        """Compiles a grammar or waits for a thread that does. Errors are cached as well."""
         key = blake2b(text.encode(), digest_size=16).digest()
         with self._lock:
             known = self._known.pop(key, None)
             future = self._known[key] = known or Future()
-            while len(self._known) > _MOST_KEPT:
+            while len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
         if known is None:
             began = time.thread_time()
@@ -257,7 +257,7 @@ class Grammars:
 
 
 class _SlowGrammar(Exception):
-    """seconds: of a processor that it has taken."""
+    """seconds: the processor time that compiling took."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -265,15 +265,15 @@ class _SlowGrammar(Exception):
 
 
 class _BadGrammar(ValueError):
-    """field: of the request, where it is known."""
+    """field: that of the request, if known."""
 
-    def __init__(self, said: str, field: str = "") -> None:
-        super().__init__(said)
+    def __init__(self, reason: str, field: str = "") -> None:
+        super().__init__(reason)
         self.field = field
 
 
 def _compile(vocabulary: GrammarVocabulary, text: str, ignored: Set[str] = frozenset()) -> Grammar:
-    """ignored: keywords that were left out of its schemas."""
+    """Compiles a grammar. ignored: keywords left out of its schemas."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary.compiled, text, log_level=0, limits=_limits())
@@ -290,7 +290,7 @@ def _compile(vocabulary: GrammarVocabulary, text: str, ignored: Set[str] = froze
 
 
 def _limits() -> LLParserLimits:
-    """Of one grammar: a second or so, and some tens of MiB; of each token a few tens of milliseconds."""
+    """Returns limits of about 1 s and tens of MiB for one grammar, and tens of ms for one token."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
@@ -298,17 +298,16 @@ def _limits() -> LLParserLimits:
 
 
 def _first_line(message: str) -> str:
-    """What is wrong, without the state of the parser; of an expression, which is shown with marks below, that is said
-    last."""
+    """Shortens an error of llguidance to its reason."""
     if message.startswith("NoExtensionBias"):
-        return "it refers to itself with nothing in between, so that it says nothing"
+        return "it refers to itself without any other keyword"
     first, _, rest = message.partition("\n")
-    said = re.search(r"^error: (.*)", rest, re.MULTILINE) if first.endswith("regex parse error:") else None
-    return (first + (f" {said[1]}" if said else "")).strip()[:300]
+    reason = re.search(r"^error: (.*)", rest, re.MULTILINE) if first.endswith("regex parse error:") else None
+    return (first + (f" {reason[1]}" if reason else "")).strip()[:300]
 
 
 def part_of(wanted: OutputFormat, schemas: Schemas) -> Part:
-    """A format in llguidance's form."""
+    """Converts a format to llguidance's form."""
     if isinstance(wanted, JsonSchema):
         return {"json_schema": schemas.part(schemas.fit(wanted), wanted.strict, wanted.field)}
     if isinstance(wanted, Regex):
@@ -321,7 +320,7 @@ def part_of(wanted: OutputFormat, schemas: Schemas) -> Part:
 
 
 def quoted(text: str) -> str:
-    """Text as Lark writes it."""
+    """Returns a string literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -330,33 +329,37 @@ def _lark(wanted: GrammarText) -> str:
 
     try:
         return any_to_lark(wanted.text)
-    except Exception as error:  # whatever it meets
+    except Exception as error:  # the parser raises errors of any type
         raise RequestError(f"{wanted.field} is neither Lark's notation nor GBNF: {error}", wanted.field) from error
 
 
 class GrammarConstraint:
-    """Keeps one answer within a grammar, from the end of its think block on.
+    """Constrains one answer to a grammar, after its think block.
 
-    text: that of the answer, which gets every token before the constraint does. gap: the tokens that stand between a
-    think block and the answer. opens: whether the answer may begin with a think block. Thinking is free, but the answer
-    cannot end in it, nor call a tool. RequestError names the grammar's field if it cannot be followed any further.
+    text: that of the answer, which gets every token first. gap: the tokens between think block and content. opens: the
+    answer may begin with a think block. Reasoning is free, but cannot end the answer or call a tool.
+    RequestError names the grammar's field if it takes too much work.
     """
 
     def __init__(self, grammar: Grammar, text: AnswerText, gap: Sequence[int] = (), opens: bool = False) -> None:
-        self._matcher, self._vocabulary, self._text = grammar.matcher(), grammar.vocabulary, text
+        self._matcher = grammar.matcher()
+        self._vocabulary = grammar.vocabulary
+        self._text = text
         self._field = grammar.field
-        self._thinking, self._gap, self._rest = text.region == "reasoning", tuple(gap), tuple[int, ...]()
+        self._thinking = text.region == "reasoning"
+        self._gap = tuple(gap)
+        self._rest = tuple[int, ...]()
         self._opens = self._vocabulary.think if opens and not self._thinking else None
-        self._taken: list[int] = []  # tokens that the matcher has not been told yet
-        self._owed = 0.0  # seconds of a processor, beyond what its tokens may take
+        self._taken: list[int] = []  # tokens that the matcher has not consumed yet
+        self._owed = 0.0  # processor seconds beyond the limit of its tokens
 
     def fitting(self, drafts: Sequence[int], /) -> int:
-        """As in `Constraint`. Ends are not drafted, nor is what follows thinking."""
+        """As in `Constraint`. Stops drafts at an end token and at the end of reasoning."""
         if self._rest:
             return 0
         if self._thinking:
             if self._vocabulary.think_end is None:
-                return 0  # spelled in letters, it may be in any of the drafts
+                return 0  # the tag is no token, so any draft may contain it
             return _before(drafts, {*self._vocabulary.not_thinking, self._vocabulary.think_end})
         with self._timed():
             self._follow()
@@ -371,7 +374,7 @@ class GrammarConstraint:
         masks: list[bytes | None] = []
         with self._timed():
             self._follow()
-            # drafts are tried on a copy: after rollback() llguidance 1.9 may have masks of what was taken back
+            # on a copy: after rollback() llguidance 1.9 may return masks of the old state
             tried = self._matcher.deep_copy()
             masks.append(self._mask(tried))
             for draft in drafts:
@@ -379,12 +382,12 @@ class GrammarConstraint:
                 masks.append(self._mask(tried))
         self._owed = max(0.0, self._owed - len(masks) * _TOKEN_SECONDS)
         if self._owed > _SPARE_SECONDS:
-            raise RequestError(f"{self._field} takes too long to follow, as what it describes can be read in too many "
-                               "ways: make it less ambiguous", self._field)
+            raise RequestError(f"{self._field} takes too long to follow, as texts can match it in too many ways: "
+                               "make it less ambiguous", self._field)
         return masks
 
     def push(self, token: int, /) -> None:
-        """Take the next token of the answer."""
+        """Takes the next token of the answer."""
         opens, self._opens = self._opens == token, None
         if self._thinking or opens:
             self._thinking = self._text.region == "reasoning"
@@ -395,8 +398,7 @@ class GrammarConstraint:
             self._taken.append(token)
 
     def _follow(self) -> None:
-        """Tell the matcher of the tokens that have come. That takes its time, and `push` is called in the engine's
-        thread."""
+        """Passes new tokens to the matcher. Not done in `push`, which runs in the engine's thread."""
         taken, self._taken = self._taken, []
         for token in taken:
             self._matcher.consume_token(token)
@@ -404,8 +406,7 @@ class GrammarConstraint:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count what the work takes of a processor: on the wall's clock a busy machine would make all grammars slow.
-        llguidance does it in the calling thread."""
+        """Adds the processor time of the work, which llguidance does in the calling thread."""
         began = time.thread_time()
         yield
         self._owed += time.thread_time() - began
@@ -422,5 +423,5 @@ class GrammarConstraint:
 
 
 def _before(tokens: Sequence[int], barred: Set[int]) -> int:
-    """How many tokens come before the first of these."""
+    """Returns the number of tokens before the first barred one."""
     return next((place for place, token in enumerate(tokens) if token in barred), len(tokens))

@@ -1,4 +1,4 @@
-"""Renders chat templates as transformers does, in a sandbox."""
+"""Renders chat templates as transformers does, in a sandbox with a time limit."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from deltic.chat.template_budget import RenderBudget
-from deltic.chat.template_sandbox import SafeNamespace, Sandbox, guarded
+from deltic.chat.template_sandbox import SafeNamespace, SizeLimits, TemplateSandbox, limited
 from deltic.chat.watchdog import Watchdog
 from deltic.config import Limits
 from deltic.errors import RequestError, TemplateError
 
 _WATCHDOG = Watchdog()
 _COMPILE_SECONDS = 30.0
-_MAX_SPACES, _MAX_FORMAT, _MAX_ERROR = 16, 100, 1000
+_MAX_INDENT = 16
+_MAX_DATE_FORMAT = 100
+_MAX_ERROR_CHARS = 1000
 
 
-class _Raised(jinja2.TemplateError):
-    """What a template says with raise_exception."""
+class _Refusal(jinja2.TemplateError):
+    """The template called raise_exception."""
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; rendering ignores it."""
+class _GenerationTag(Extension):
+    """Ignores `{% generation %}`, which marks the model's text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -41,10 +42,10 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template. TemplateError with the line if the source is not valid.
+    """A compiled chat template. TemplateError names the line if the source is not valid.
 
-    Templates come with checkpoints and are not trusted: they see plain JSON values only, cannot reach Python
-    through attributes, and are bounded: a rendering takes `seconds` at most, and so many characters and steps.
+    Templates come with checkpoints and are not trusted: they see plain JSON values, cannot reach Python through
+    attributes, and are ended after `seconds`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None,
@@ -60,27 +61,22 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, /, **variables: Any) -> str:
-        """The prompt as text. `messages` are normalised ones; variables that are None are not passed.
+        """Returns the prompt as text. `messages` are normalised; variables that are None are not passed.
 
-        RequestError carries what the template has against these messages.
+        RequestError carries the template's own objection to these messages.
         """
-        budget = RenderBudget()
         values: dict[str, Any] = {**self._special_tokens, "documents": None}
         values |= {name: value for name, value in variables.items() if value is not None}
-        values |= {"messages": list(messages), "tools": list(tools) if tools else None,
-                   "add_generation_prompt": add_generation_prompt, "range": budget.range}
-        context = self._template.new_context(values)
-        context.budget = budget  # type: ignore[attr-defined]
+        values["messages"] = list(messages)
+        values["tools"] = list(tools) if tools else None
+        values["add_generation_prompt"] = add_generation_prompt
         try:
-            return _WATCHDOG.run(lambda: "".join(map(budget.shown, self._template.root_render_func(context))),
-                                 self._seconds)
-        except _Raised as error:
+            return _WATCHDOG.run(partial(_render, self._template, values), self._seconds)
+        except _Refusal as error:
             raise RequestError(_with_remedy(_short(error), messages), "messages") from error
         except SecurityError as error:
             raise TemplateError(f"the chat template is not safe to run ({_short(error)}): "
                                 "give a file with another (`chat_template`)") from error
-        except RequestError:
-            raise
         except TimeoutError as error:
             raise RequestError("the chat template cannot render these messages: it takes more than "
                                f"{self._seconds:g} seconds (template_seconds)", "messages") from error
@@ -89,50 +85,49 @@ class ChatTemplate:
                                "messages") from error
 
 
-@lru_cache(maxsize=16)  # requests come with the same few templates, and compiling takes longer than rendering
+@lru_cache(maxsize=16)  # requests use few templates, and compiling takes longer than rendering
 def _compile(source: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise TemplateError(f"the chat template is not valid jinja, line {error.lineno}: "
-                            f"{error.message}") from error
-    except (RecursionError, SyntaxError, MemoryError) as error:  # of jinja's compiler, and of Python's behind it
+        raise TemplateError(f"the chat template is not valid jinja, line {error.lineno}: {error.message}") from error
+    except (RecursionError, SyntaxError, MemoryError) as error:  # jinja's compiler, or Python's on jinja's code
         raise TemplateError("the chat template is not valid jinja: it is nested too deeply") from error
 
 
-def _environment() -> Sandbox:
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True,
-                          extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = guarded("tojson", _to_json)
+def _environment() -> TemplateSandbox:
+    environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True,
+                                  extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = limited("tojson", _to_json)
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now,
                             "dict": _make_dict, "namespace": SafeNamespace}
     environment.globals.pop("lipsum")
     return environment
 
 
+def _render(template: jinja2.Template, values: dict[str, Any]) -> str:
+    context = template.new_context(values)
+    sizes = context.sizes = SizeLimits()  # type: ignore[attr-defined]
+    return "".join(map(sizes.add, template.root_render_func(context)))
+
+
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
              separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    # jinja's own filter escapes HTML, which models were not trained on
-    if indent is not None or separators is not None:
-        _check_spaces(indent, *(separators or ()))
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
-
-
-def _check_spaces(*spaces: int | str | None) -> None:
-    """What is put around every value."""
-    for space in spaces:
-        if isinstance(space, str | int) and (len(space) if isinstance(space, str) else space) > _MAX_SPACES:
-            raise OverflowError(f"more than {_MAX_SPACES} spaces around a value")
+    """Writes JSON without the HTML escapes of jinja's own filter."""
+    for space in (indent, *(separators or ())):
+        width = len(space) if isinstance(space, str) else space or 0
+        if width > _MAX_INDENT:
+            raise OverflowError(f"more than {_MAX_INDENT} spaces around a value")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise _Raised(str(message))
+    raise _Refusal(str(message))
 
 
 def _strftime_now(format: str) -> str:
-    if len(format) > _MAX_FORMAT:
-        raise OverflowError(f"a date format of more than {_MAX_FORMAT} characters")
+    if len(format) > _MAX_DATE_FORMAT:
+        raise OverflowError(f"a date format of more than {_MAX_DATE_FORMAT} characters")
     return datetime.now().strftime(format)
 
 
@@ -141,7 +136,7 @@ def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
 
 
 def _with_remedy(refusal: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Adds the fix to the refusal of a conversation without a user message."""
+    """Adds the remedy to the refusal of a conversation without a user message."""
     if not messages or any(message.get("role") == "user" for message in messages):
         return refusal
     return refusal.rstrip(".") + ': add a message with the role "user"'
@@ -149,4 +144,4 @@ def _with_remedy(refusal: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _short(error: Exception) -> str:
     text = str(error)
-    return text if len(text) <= _MAX_ERROR else text[:_MAX_ERROR - 3] + "..."
+    return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS - 3] + "..."

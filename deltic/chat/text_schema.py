@@ -1,7 +1,4 @@
-"""What a JSON schema says about texts, as expressions: in calls of the XML forms texts stand as they are.
-
-An expression is one for terminals in Lark's notation.
-"""
+"""Converts the string rules of JSON schemas to Lark's terminal expressions, for XML calls with plain strings."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from deltic.chat.json_schema import resolve
 
 ANY = "(?s:.*)"
 ALL, NOTHING = f"/{ANY}/", ""
-_MOST_STEPS = 16
+_MAX_STEPS = 16
 _NEVER_ALONE = frozenset(("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "minProperties", "maxProperties",
                           "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "enum", "const",
                           "unevaluatedProperties", "$dynamicRef", "$recursiveRef"))
-"""What a schema of an object may say that does not go for each of its properties alone."""
+"""Keywords of an object schema that do not apply to single properties."""
 _NO_TEXT_RULE = frozenset(("not", "if", "$dynamicRef", "$recursiveRef"))
-"""What a schema may say about texts, and has no expression."""
+"""Keywords about strings without an expression."""
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _DAYS = {"28": "(0[1-9]|1[0-9]|2[0-8])", "30": "(0[1-9]|[12][0-9]|30)", "31": "(0[1-9]|[12][0-9]|3[01])"}
 _DATE = (f"([1-9][0-9]{{3}}-(02-{_DAYS['28']}|(0[469]|11)-{_DAYS['30']}|(0[13578]|1[02])-{_DAYS['31']})"
@@ -35,18 +32,18 @@ FORMATS: Mapping[str, str] = {
     "hostname": rf"{_LABEL}(\.{_LABEL}){{0,3}}",
     "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL}){{1,3}}",
     "uri": "[a-zA-Z][a-zA-Z0-9+.-]*:[a-zA-Z0-9./?#@!$&()*+,;=_~-]+"}
-"""Formats that the grammar library enforces in JSON: texts that have them, if not all of these."""
+"""Formats that llguidance enforces in JSON. The expressions match some or all of their texts."""
 _SPACE = (r"[ \t\r\n\f\v\x{1c}-\x{1f}\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}]*")
 _READ: Mapping[str, str] = {
     "null": "(null|None)", "boolean": "([Tt]rue|[Ff]alse)", "integer": "-?[0-9](?s:.*)", "number": "-?[0-9](?s:.*)",
     "object": r"\{(?s:.*)", "array": r"\[(?s:.*)", "string": '"(?s:.*)'}
-"""How texts begin that a reader takes for values of these types."""
+"""Expressions of the texts that the reader takes for values of other types."""
 
 
 def object_of(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The schema of an object, behind references to it, if its properties can be written one by one; else None."""
+    """Resolves the schema of an object; None if its properties cannot be checked one by one."""
     part: Any = schema
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         if not isinstance(part, Mapping) or part.keys() & _NEVER_ALONE:
             return None
         if "$ref" not in part:
@@ -63,8 +60,8 @@ def object_of(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def read_otherwise(types: Set[str], decodes: bool) -> list[str]:
-    """Expressions of the texts that are read as something else than texts, where these types are allowed. decodes: the
-    form has JSON in the place of texts."""
+    """Returns expressions of the texts that are not read as strings if these types are allowed. decodes: the form
+    reads values as JSON."""
     kinds = set(types) - {"string"}
     if decodes and types:
         kinds = {"string"} if types == {"string"} else set(_READ)
@@ -72,26 +69,28 @@ def read_otherwise(types: Set[str], decodes: bool) -> list[str]:
 
 
 class TextSchemas:
-    """The texts that parts of a schema allow. ignored: gets the keywords that have no expression, which are left out;
-    None: a schema with such has none."""
+    """Expressions of the strings that parts of a schema allow.
+
+    ignored: gets the keywords without an expression; None: they leave the schema without an expression.
+    """
 
     def __init__(self, root: Mapping[str, Any], ignored: set[str] | None) -> None:
         self._root, self._ignored = root, ignored
 
     def _lacks(self, names: Iterable[str]) -> bool:
-        """Whether these keywords, which have no expression, may not be left out."""
+        """True if these keywords without an expression must not be ignored."""
         if self._ignored is not None:
             self._ignored.update(names)
         return self._ignored is None
 
     def of(self, part: Any, steps: int = 0) -> str | None:
-        """An expression, ALL or NOTHING; None if there is none."""
+        """Returns an expression, ALL or NOTHING; None if there is none."""
         if not isinstance(part, Mapping):
             return NOTHING if part is False else ALL
         declared = part.get("type", "string")
         if "string" not in (declared if isinstance(declared, list) else [declared]):
             return NOTHING
-        if steps > _MOST_STEPS:
+        if steps > _MAX_STEPS:
             return None if self._lacks(["$ref"]) else ALL
         if (unknown := part.keys() & _NO_TEXT_RULE) and self._lacks(unknown):
             return None
@@ -115,7 +114,7 @@ class TextSchemas:
         return ALL if ALL in allowed else " | ".join(f"({text})" for text in allowed)
 
     def _own(self, part: Mapping[str, Any]) -> str | None:
-        """What the keywords say that go for texts alone."""
+        """Returns the expression of the keywords for strings."""
         found: list[str] = []
         for values in ([part["const"]] if "const" in part else None, part.get("enum")):
             if isinstance(values, list):
@@ -137,15 +136,15 @@ class TextSchemas:
 
 
 def _searched(pattern: str) -> str:
-    """An expression for the texts in which a pattern is found."""
+    """Returns the expression of texts that contain a match of the pattern."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
     inner = pattern[begins:len(pattern) - ends]
     return ("" if begins else ANY) + f"({inner})" + ("" if ends else ANY)
 
 
 def without(tag: str) -> str:
-    """A pattern of texts that do not hold this tag, which begins with `<`. Nothing is negated in it: with a bound on
-    the length, the library would look at thousands of states for each token."""
+    """Returns a pattern of texts without this tag, which begins with `<`. Uses no negation: combined with a length
+    limit it would cost llguidance thousands of states for each token."""
     rest = ""
     for sign in map(re.escape, reversed(tag[1:])):
         rest = f"[^<{sign}]|{sign}({rest})" if rest else f"[^<{sign}]"
@@ -153,11 +152,11 @@ def without(tag: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A pattern of this text alone."""
+    """Returns a pattern of exactly this text."""
     return re.sub(r"\\(\s)", r"\1", re.escape(text))
 
 
 def slashed(pattern: str) -> str:
-    """A pattern as Lark writes it."""
+    """Returns the pattern in Lark's notation."""
     return "/" + re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern,
                         flags=re.DOTALL) + "/"

@@ -1,4 +1,4 @@
-"""Text to token ids and back, to the byte."""
+"""Encodes text to token ids and decodes ids to exact bytes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from deltic.chat.control_tokens import MARK, ControlTokens, any_of, unmarked
 from deltic.chat.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 from deltic.errors import BusyError, LongPromptError, ModelError, is_panic, show, too_long, valid_text
 
-# The cores belong to the engine; and without a word about it the backend warns whoever forks.
+# The engine uses the cores; and without this the backend warns after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 logger = logging.getLogger(__name__)
 
 _LARGE: Final = 1 << 18
-"""Characters from which on texts are encoded one at a time: the backend takes hundreds of bytes for each token."""
+"""Texts from this length on are encoded one at a time: the backend takes hundreds of bytes for each token."""
 _HUGE: Final = 1 << 20
-"""Characters from which on the memory that encoding took is given back: the allocator would keep it."""
+"""Texts from this length on return the memory of the encoding, which the allocator would keep."""
 _SLICE: Final = 1 << 16
 _SLACK: Final = 64
-"""Tokens by which the slices of a text may differ from the whole, for each cut."""
+"""Tokens by which slices of a text may differ from the whole, for each cut."""
 _PATIENCE: Final = 60.0
-"""Seconds that a large text may wait for others."""
+"""Seconds that a large text may wait for other ones."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -48,9 +48,9 @@ _DECOMPOSED = "e\u0301"
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """Tokens that a prompt may have, `spent` of which it has before the text at hand.
+    """The limit of a prompt's tokens, `spent` of which come before the current text.
 
-    reason: why no more, and what to do. field: where the prompt stands in a request.
+    reason: the reason of the limit and the remedy. field: that of the prompt in a request.
     """
 
     tokens: int = sys.maxsize
@@ -59,13 +59,13 @@ class TokenLimit:
     spent: int = 0
 
     def check(self, tokens: int, more: bool = False) -> None:
-        """LongPromptError if so many are too many. more: there are more than that, but nobody has counted them."""
+        """LongPromptError if there are too many tokens. more: `tokens` is a lower bound."""
         if self.spent + tokens > self.tokens:
             counted = f"more than {self.tokens}" if more else f"{self.spent + tokens}"
             raise LongPromptError(too_long(counted, self.reason), self.field)
 
     def after(self, spent: int) -> TokenLimit:
-        """The same for what comes after so many tokens."""
+        """Returns the limit for the text after so many tokens."""
         return replace(self, spent=self.spent + spent)
 
 
@@ -73,16 +73,18 @@ UNBOUNDED: Final = TokenLimit()
 
 
 ENDS = ("<|im_end|>", "<|endoftext|>")
-"""Tokens of this family's vocabularies that end an answer, if they are there."""
+"""Tokens of Qwen vocabularies that end an answer."""
 
 
 class Tokenizer:
-    """A tokenizer of a model directory. Immutable after construction, so threads may share it. added: tokens
-    that no text is cut into, by their text, of which some are `special`. ends: special ones that end an answer."""
+    """The tokenizer of a model. Threads may share it.
+
+    added: ids of the added tokens by text; some of them are `special`. ends: special tokens that end an answer.
+    """
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str] | None = None,
                  templates: Mapping[str, str] | None = None) -> None:
-        backend.no_truncation()  # training leaves both in the file, and they are no part of what a text's tokens are
+        backend.no_truncation()  # settings of training that files keep
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(templates or {})
@@ -102,9 +104,10 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path, tokenizer: Path | None = None, config: Path | None = None) -> Tokenizer:
-        """Load tokenizer.json and its neighbours; ModelError names the file that is missing or corrupt. Logs a warning
-        where they do not go together. tokenizer, config: files that stand for tokenizer.json and
-        tokenizer_config.json."""
+        """Loads the tokenizer files; ModelError names a missing or corrupt one. Logs a warning if they do not match.
+
+        tokenizer, config: files in place of tokenizer.json and tokenizer_config.json.
+        """
         source = tokenizer or Path(path) / "tokenizer.json"
         files = read_tokenizer_files(Path(path), tokenizer, config)
         found = cls.from_files(files, source)
@@ -117,8 +120,8 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:
-        """From the texts themselves; ModelError names `source` if they are no tokenizer."""
-        with _explained(source):
+        """Creates a tokenizer from the texts of its files; ModelError names `source` if they are invalid."""
+        with _model_errors(source):
             return cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
 
     @property
@@ -127,7 +130,7 @@ class Tokenizer:
         return self.template_for(None)
 
     def template_for(self, tools: object) -> str | None:
-        """The chat template for a request with these tools: `tool_use` where there is one, else `default`."""
+        """Returns the chat template for a request: `tool_use` with tools if there is one, else `default`."""
         names = ("tool_use", DEFAULT_TEMPLATE) if tools else (DEFAULT_TEMPLATE,)
         sources = [self.chat_templates[name] for name in names if name in self.chat_templates]
         if sources:
@@ -136,13 +139,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True, quoted: bool = False,
                bound: TokenLimit = UNBOUNDED) -> list[int]:
-        """Token ids of a text; RequestError if it is not valid Unicode or beyond the bound. BusyError if it is large,
-        and other large ones have taken too long.
+        """Encodes a text without holding the GIL. RequestError if it is not valid Unicode or beyond the bound.
 
-        add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token), but not what the
-        text has there itself, as one from a chat template may. With
-        parse_special off, control tokens spelled in the text are ordinary text; quoted: those with a mark are (see
-        `deltic.chat.control_tokens`). Other threads run meanwhile.
+        BusyError if it is large and waits too long for other large texts.
+
+        add_special: adds the tokenizer's tokens around a raw prompt, such as bos, unless the text has them.
+        parse_special: False makes all control tokens in the text ordinary text.
+        quoted: control tokens with a mark are ordinary text (see `deltic.chat.control_tokens`).
         """
         valid_text(text, "prompt")
         self.check_length(unmarked(text) if quoted else text, bound)
@@ -158,8 +161,10 @@ class Tokenizer:
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """What a raw prompt begins and ends with. The rule is tokenizer.json's post-processor. As in transformers,
-        `add_bos_token` in tokenizer_config.json counts for nothing beside a tokenizer.json."""
+        """The ids before and after a raw prompt, by tokenizer.json's post-processor.
+
+        As in transformers, `add_bos_token` in tokenizer_config.json has no effect beside a tokenizer.json.
+        """
         inner = self._ids(_WORD)
         outer = list(self._backend.encode_batch_fast([_WORD], add_special_tokens=True)[0].ids)
         places = [at for at in range(len(outer)) if outer[at:at + len(inner)] == inner]
@@ -167,8 +172,7 @@ class Tokenizer:
         return outer[:start], outer[start + len(inner):]
 
     def check_length(self, text: str, bound: TokenLimit) -> None:
-        """LongPromptError if the text is certainly beyond the bound. Counts no more than it takes to know, and nothing
-        where the text is short enough to be encoded first."""
+        """LongPromptError if the text is certainly beyond the bound. Encodes as few slices as possible."""
         if len(text) <= 2 * (bound.tokens - bound.spent):
             return
         with self._room_for(len(text)):
@@ -179,11 +183,11 @@ class Tokenizer:
                 bound.check(count, more=True)
 
     def special_in(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """The special tokens that a text spells: id, first character, the one after the last."""
+        """Yields the special tokens in a text: id, start and end."""
         return ((self._special_ids[match[0]], *match.span()) for match in self._special_pattern.finditer(text))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        """Decodes ids; bytes that are not UTF-8 become U+FFFD."""
         ids = list(ids)
         try:
             known = self._bytes
@@ -193,18 +197,18 @@ class Tokenizer:
         return spelled.decode("utf-8", "replace")
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token, or None if the vocabulary does not have it."""
+        """Returns the id of a token; None if it is not in the vocabulary."""
         return self._backend.token_to_id(token)
 
     def token_bytes(self, id: int) -> bytes:
-        """The exact bytes that a token stands for; empty for ids past the vocabulary."""
+        """Returns the exact bytes of a token; empty for ids beyond the vocabulary."""
         found = self._bytes.get(id)
         if found is None:
             found = self._bytes[id] = self._spelled(id)
         return found
 
     def visible_bytes(self, id: int) -> bytes:
-        """As `token_bytes`, but empty for special tokens: what a reader of the answer sees."""
+        """As `token_bytes`, but empty for special tokens."""
         return b"" if id in self.special else self.token_bytes(id)
 
     def _named_id(self, name: str) -> int | None:
@@ -212,7 +216,7 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _quoted_ids(self, text: str) -> list[int]:
-        """Of a text with marks: what lies between them is encoded by itself."""
+        """Encodes the pieces between marks separately."""
         first, *pieces = text.split(MARK)
         ids = self._ids(first)
         for start in range(0, len(pieces), _PIECES):
@@ -226,12 +230,12 @@ class Tokenizer:
 
     @contextmanager
     def _room_for(self, characters: int) -> Iterator[None]:
-        """Large texts take turns, and leave the memory as it was."""
+        """Encodes large texts one at a time, and returns the memory of huge ones."""
         if characters < _LARGE:
             yield
             return
         if not self._turn.acquire(timeout=_PATIENCE):
-            raise BusyError("other long prompts are being read: try again later", int(_PATIENCE))
+            raise BusyError("other long prompts are being encoded: try again later", int(_PATIENCE))
         try:
             yield
         finally:
@@ -241,7 +245,7 @@ class Tokenizer:
 
     @cached_property
     def composes(self) -> bool:
-        """Whether text is put into Unicode's composed form, so that its ids spell that."""
+        """True if the tokenizer normalises text to Unicode's composed form."""
         return self.decode(self.encode(_DECOMPOSED)) == unicodedata.normalize("NFC", _DECOMPOSED)
 
     @cached_property
@@ -255,7 +259,7 @@ class Tokenizer:
 
     @cached_property
     def _seam(self) -> str:
-        """What a piece of a text is put behind where the tokenizer begins each text with a space of its own."""
+        """A prefix for pieces of a text, if the tokenizer puts a space before each text."""
         return "" if self.decode(self._ids(_WORD)) == _WORD else "\n"
 
     @cached_property
@@ -272,17 +276,17 @@ class Tokenizer:
 
 
 def _trim_memory() -> None:
-    """Give free memory back to the system, where the allocator knows how."""
+    """Returns free memory to the system, if the allocator can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
 
 
 def _byte_reader(backend: Backend, added: Mapping[int, str]) -> Callable[[int], bytes]:
-    """How a token is turned into bytes, by the kind of the tokenizer's decoder."""
+    """Returns the function from ids to bytes for the tokenizer's decoder."""
     kinds = set(_decoder_kinds(json.loads(backend.decoder.__getstate__()))) if backend.decoder else set()
     if "ByteLevel" not in kinds and kinds & {"ByteFallback", "Metaspace"}:
-        # added tokens, too: one that is normalised is found with the space that the normaliser puts before it
+        # also for added tokens: normalised ones include the space that the normaliser puts before them
         return lambda id: _byte_fallback(backend.id_to_token(id) or "")
     if "ByteLevel" in kinds:
         return lambda id: added[id].encode() if id in added else _byte_level(backend.id_to_token(id) or "")
@@ -303,8 +307,8 @@ def _byte_level(token: str) -> bytes:
 
 
 @contextmanager
-def _explained(source: Path) -> Iterator[None]:
-    """What the backend raises becomes a ModelError that names the file: bare Exceptions, and panics, which are none."""
+def _model_errors(source: Path) -> Iterator[None]:
+    """Converts errors and panics of the backend to a ModelError that names the file."""
     try:
         yield
     except BaseException as error:
@@ -319,7 +323,7 @@ def _byte_fallback(token: str) -> bytes:
 
 
 def _by_difference(backend: Backend, id: int) -> bytes:
-    """What the token adds after another one; decoders may treat the first token of a text apart."""
+    """Returns the text that a token adds after another one; decoders may treat the first token differently."""
     if backend.id_to_token(id) is None:
         return b""
     alone, twice = (backend.decode([id] * count, skip_special_tokens=False) for count in (1, 2))
@@ -327,7 +331,7 @@ def _by_difference(backend: Backend, id: int) -> bytes:
 
 
 def byte_letters() -> dict[int, str]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """Returns GPT-2's table: printable bytes are themselves, the others characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

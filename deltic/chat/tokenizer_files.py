@@ -1,4 +1,4 @@
-"""Reads the tokenizer's files of a model directory."""
+"""Reads the tokenizer files of a model directory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltic.chat.vocabulary import tokenizer_json
+from deltic.config.splitters import GPT2, SPLITTERS, Splitter, splitter_of
 from deltic.errors import ModelError
 
 DEFAULT_TEMPLATE = "default"
-_LONGEST = 256 << 20
-"""Bytes of a file; the largest tokenizers have some dozens of millions."""
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+_MAX_BYTES = 256 << 20  # the largest tokenizer files have some tens of MB
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a model directory says about its tokenizer.
+    """The tokenizer of a model directory.
 
-    special_tokens: template variables (`eos_token` ...) and their text. templates: chat templates by name. added: what
-    tokenizer_config.json calls tokens beside those of the vocabulary.
+    tokenizer: the text of tokenizer.json. special_tokens: template variables (`eos_token` ...) and their text.
+    templates: chat templates by name. added: further tokens that tokenizer_config.json names.
     """
 
     tokenizer: str
@@ -32,29 +33,72 @@ class TokenizerFiles:
 
 def read_tokenizer_files(directory: Path, tokenizer: Path | None = None, config_file: Path | None = None
                          ) -> TokenizerFiles:
-    """Read tokenizer.json, or what it is made of (`vocabulary.tokenizer_json`), and, where present,
-    tokenizer_config.json and the chat template files. tokenizer, config_file: files that stand for those two.
+    """Reads tokenizer.json, or vocabulary and merges in its place, tokenizer_config.json and chat templates.
 
-    Raises ModelError that names a missing or unreadable file.
+    tokenizer, config_file: files in place of tokenizer.json and tokenizer_config.json. ModelError names a missing or
+    unreadable file.
     """
     path = tokenizer or directory / "tokenizer.json"
     for given in (tokenizer, config_file):
         if given is not None and not given.is_file():
             raise ModelError(f"there is no file {given}: name the tokenizer's file")
     config = _read_json(config_file or directory / "tokenizer_config.json")
-    whole = _read_text(path) if path.is_file() else tokenizer_json(directory, config, _read_json, _read_text)
+    whole = _read_text(path) if path.is_file() else _tokenizer_json(directory, config)
     if whole is None:
         raise ModelError(f"{directory} has no tokenizer.json: copy it from the model's repository, "
                          "or name a directory that holds the complete model")
     return TokenizerFiles(whole, _special_tokens(config), _templates(directory, config), _added(config))
 
 
+def _tokenizer_json(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Makes a tokenizer.json from vocab.json and merges.txt of a byte-level BPE; None if a file is missing or the
+    pre-tokenizer is unknown."""
+    if not all((directory / name).is_file() for name in (VOCABULARY, MERGES)):
+        return None
+    splitter = _splitter(_read_json(directory / "config.json"), config)
+    if splitter is None:
+        return None
+    vocabulary = _read_json(directory / VOCABULARY)
+    if not all(type(id) is int for id in vocabulary.values()):
+        raise ModelError(f"{directory / VOCABULARY} must hold token ids by token; download the file again")
+    lines = _read_text(directory / MERGES).split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": splitter.whole,
+             "vocab": vocabulary, "merges": merges}
+    return json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added_tokens(config, directory),
+        "normalizer": splitter.normalizer, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splitter.cuts]},
+        "post_processor": {**GPT2, "use_regex": False}, "decoder": GPT2, "model": model}, ensure_ascii=False)
+
+
+def _splitter(model: Mapping[str, Any], config: Mapping[str, Any]) -> Splitter | None:
+    if config.get("tokenizer_class") in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+        return SPLITTERS["gpt-2"]
+    inner = model.get("text_config")
+    kind = (inner if isinstance(inner, dict) else {}).get("model_type") or model.get("model_type")
+    return splitter_of(kind) if isinstance(kind, str) else None
+
+
+def _added_tokens(config: Mapping[str, Any], directory: Path) -> list[dict[str, Any]]:
+    """Returns the tokens beside the vocabulary, by ascending id."""
+    found: dict[int, dict[str, Any]] = {}
+    for content, number in _read_json(directory / "added_tokens.json").items():
+        found[number] = {"content": content, "special": True}
+    decoder = config.get("added_tokens_decoder")
+    for id, token in (decoder.items() if isinstance(decoder, dict) else ()):
+        if str(id).isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
+            found[int(id)] = token
+    return [{"id": id, "content": token["content"], **{flag: bool(token.get(flag)) for flag in _FLAGS}}
+            for id, token in sorted(found.items())]
+
+
 def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            content = file.read(_LONGEST + 1)
-        if len(content) > _LONGEST:
-            raise ModelError(f"cannot read {path}: it has more than {_LONGEST >> 20} MiB, which no file of its kind "
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ModelError(f"cannot read {path}: it has more than {_MAX_BYTES >> 20} MiB, which no tokenizer file "
                              "has; download the file again")
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,7 +140,8 @@ def _added(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Later sources win, as in transformers: config, chat_template.json, chat_template.jinja, more files."""
+    """Returns chat templates. Later sources win, as in transformers: config, chat_template.json, chat_template.jinja,
+    further files."""
     found = _named_templates(config.get("chat_template"))
     found |= _named_templates(_read_json(directory / "chat_template.json").get("chat_template"))
     if (directory / "chat_template.jinja").is_file():

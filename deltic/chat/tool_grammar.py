@@ -1,4 +1,4 @@
-"""A grammar for calls of some tools, in the form in which a model writes them."""
+"""Builds a grammar for tool calls in the form in which the model writes them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _UNSATISFIABLE = "Unsatisfiable"
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools an answer may call. names: those; none: all. needed: it must call one. parallel: it may call several
-    at once."""
+    """The tools that an answer may call: `names`, or all if empty. needed: it must call one. parallel: it may call
+    several."""
 
     names: tuple[str, ...] = ()
     needed: bool = False
@@ -29,7 +29,7 @@ class ToolChoice:
 
     @classmethod
     def read(cls, value: Any, parallel: bool = True) -> ToolChoice:
-        """OpenAI's `tool_choice`, but for `none`, which shows no tools. RequestError names what is wrong."""
+        """Reads OpenAI's `tool_choice`; `none` is handled by showing no tools. RequestError names a wrong field."""
         if value in (None, "auto", "none", "required"):
             return cls((), value == "required", parallel)
         kind = value.get("type") if isinstance(value, Mapping) else None
@@ -46,7 +46,7 @@ class ToolChoice:
                            "tool_choice")
 
     def functions(self, tools: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """Those that may be called, by their places among the tools; RequestError if there are not."""
+        """Returns the callable functions by their index among the tools; RequestError if one is missing."""
         found = {place: tool.get("function", tool) for place, tool in enumerate(tools)}
         if not found and (self.needed or self.names):
             raise RequestError("tool_choice asks for a call, and there are no tools: give some", "tool_choice")
@@ -59,7 +59,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer may be. output: what it has to look like, where it is no call; None: text."""
+    """What an answer may be. output: the format of an answer without calls; None: any text."""
 
     calls: ToolChoice = ToolChoice()
     output: OutputFormat | None = None
@@ -79,12 +79,11 @@ def _name(value: Any, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallAnswers:
-    """Answers that are calls.
+    """Answers with calls.
 
-    form: how they are written.
-    functions: those that may be called, by their places among the tools.
-    needed: a call is all that the answer may be; else it may be text, or what has another format.
-    parallel: there may be several calls.
+    functions: the callable ones, by their index among the tools.
+    needed: the answer must be a call; else it may also be text, or have the format `other`.
+    parallel: several calls are allowed.
     """
 
     form: CallForm
@@ -95,7 +94,7 @@ class CallAnswers:
 
 
 def call_parts(calls: CallAnswers, tags: Mapping[str, str], schemas: Schemas) -> list[Part]:
-    """The grammar of such answers. tags: those that are tokens, and how a grammar names them."""
+    """Returns the grammar of such answers. tags: the names in a grammar of tags that are tokens."""
     rules = _Rules(calls.form, tags, schemas)
     functions = [rules.function(index, function) for index, function in calls.functions.items()]
     call = rules.add("call", " | ".join(functions))
@@ -111,8 +110,11 @@ def call_parts(calls: CallAnswers, tags: Mapping[str, str], schemas: Schemas) ->
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """What may follow a parameter to the function's end, as a rule. begun: the same where the tag of a parameter has
-    begun; "": there is none. ends: whether the function may end at once."""
+    """The rule for the text after a parameter, up to the function's end.
+
+    begun: the rule after the beginning of a parameter tag, "" if no parameter may follow. ends: the function may end
+    at once.
+    """
 
     rule: str
     begun: str = ""
@@ -123,7 +125,9 @@ class _Rules:
     """The rules of a grammar in Lark's notation."""
 
     def __init__(self, form: CallForm, tags: Mapping[str, str], schemas: Schemas) -> None:
-        self._form, self._marks, self._schemas = form, tags, schemas
+        self._form = form
+        self._marks = tags
+        self._schemas = schemas
         self._lines: list[str] = []
 
     @property
@@ -135,7 +139,7 @@ class _Rules:
         return name.partition("[")[0]
 
     def add_text(self, call: str, parallel: bool) -> None:
-        """Text, with a block of calls at its end or not."""
+        """Adds the rule of text with an optional block of calls at its end."""
         tag = self._form.block[0]
         if tag in self._marks:
             self.add("start", f"TEXT ({self.block(call, parallel)})?")
@@ -147,7 +151,7 @@ class _Rules:
         self.add("TEXT", f"/{ANY}/ & ~{slashed(ANY + opening + ANY)}")
 
     def block(self, call: str, parallel: bool, begun: bool = False) -> str:
-        """One block of calls, or more of them. begun: the first tag has come."""
+        """Adds the rule of the blocks of calls. begun: after the first tag."""
         form = self._form
         opening, closing = self._marked(form.opening), self._marked(form.closing)
         first = self._marked(form.opening.removeprefix(form.block[0])) if begun else opening
@@ -159,12 +163,12 @@ class _Rules:
         return self.add("calls", f"{first} {call} {closing}{more}")
 
     def function(self, index: int, function: Mapping[str, Any]) -> str:
-        """One function with its arguments: as a JSON object where the form says so, and where its parameters cannot be
-        written one by one in such a way that the schema is kept."""
+        """Adds the rule of a function. Its arguments are a JSON object if the form says so, or if the schema cannot be
+        enforced on single parameters."""
         given, strict = function.get("parameters"), bool(function.get("strict"))
         field = f"tools[{index}].function.parameters"
         schema = self._schemas.fit(JsonSchema(given if isinstance(given, Mapping) else {}, strict, field))
-        self._schemas.part(schema, strict, field)  # what is refused is refused as in a response_format
+        self._schemas.part(schema, strict, field)  # refuses the same schemas as response_format
         parameters = None
         if self._form.parameter:
             parameters = self._parameters(f"f{index}", schema, strict, field)
@@ -180,7 +184,7 @@ class _Rules:
                                      f"{quoted(JSON.function_end)}")
 
     def _parameters(self, name: str, schema: Mapping[str, Any], strict: bool, field: str) -> str | None:
-        """The rule of a function's parameters and its end; None if they cannot be written one by one."""
+        """Returns the rule of the parameters and the end; None if single parameters cannot keep the schema."""
         root = object_of(schema)
         if root is None:
             return None
@@ -195,7 +199,7 @@ class _Rules:
         return rest.rule
 
     def _parameter(self, name: str, key: str, value: str, rest: _Rest, required: bool) -> _Rest:
-        """A parameter and what may follow it, before which it may be left out unless it is required."""
+        """Adds a parameter, which may be omitted unless required, before the rest."""
         assert self._form.parameter
         before, after = self._form.parameter
         self.add(name, value)
@@ -206,8 +210,10 @@ class _Rules:
 
     def _value(self, name: str, part: Any, root: Mapping[str, Any], strict: bool, field: str, rest: _Rest
                ) -> str | None:
-        """A value, what ends it and the rest of the function: texts stand as they are, all else as JSON. "" if there is
-        no value; None if it cannot be written so."""
+        """Returns the rule of a value, its end and the rest of the function: strings as plain text, others as JSON.
+
+        "" if no value is allowed; None if there is no such rule.
+        """
         types, end = types_of(part, root, {}), quoted(self._form.parameter_end)
         texts: str | None = NOTHING
         if not types or "string" in types:
@@ -223,9 +229,11 @@ class _Rules:
         return " | ".join(found)
 
     def _text(self, name: str, texts: str, types: Set[str], rest: _Rest) -> str:
-        """A text, its end and the rest of the function, before which the reader takes it for nothing else. A text of
-        any kind ends where its closing tag is followed by another parameter or the function's end, as the reader has
-        it: so it may hold closing tags. One that has to match something holds none."""
+        """Returns the rule of a string that the reader takes for a string, its end and the rest of the function.
+
+        An unrestricted string may contain end tags: as in the reader, only one before a parameter or the function's end
+        ends it. A string with an expression contains none.
+        """
         end, barred = self._form.parameter_end, read_otherwise(types, self._form.decodes)
         if texts == ALL and not barred:
             return self._any_text(name, rest)
@@ -234,7 +242,7 @@ class _Rules:
         return f"{self.add(f'{name}t[lazy]', f'{name.upper()}T {slashed(escaped(end))}')} {rest.rule}"
 
     def _any_text(self, name: str, rest: _Rest) -> str:
-        """The first of the two ends ends it; one that may not come here, may not come within the text either."""
+        """Returns the rule of an unrestricted string: the first allowed end ends it, the other may not occur in it."""
         last, more = map(escaped, self._form.value_ends)
         if rest.ends and rest.begun:
             ending = self.add(f"{name}l[lazy]", slashed(ANY + last)), self.add(f"{name}m[lazy]", slashed(ANY + more))
@@ -247,6 +255,6 @@ class _Rules:
         return "%json " + json.dumps(self._schemas.part(schema, strict, field))
 
     def _marked(self, text: str) -> str:
-        """Text, its tags by their tokens where they have one."""
+        """Writes text for a grammar, with tags as tokens if they are."""
         pieces = re.split("(" + "|".join(map(re.escape, self._form.block)) + ")", text)
         return " ".join(self._marks.get(piece) or quoted(piece) for piece in pieces if piece)

@@ -1,15 +1,17 @@
-"""Reads tool calls while they are written, character by character, so that it does not matter how the text is cut.
+"""Reads tool calls from text that arrives in pieces; the result does not depend on how the text is cut.
 
-    block -> calls -> arguments, of which each piece is said as soon as nothing that follows can change it
+    block -> calls -> arguments; each piece is emitted as soon as no later text can change it
 
-An argument may quote tags and whole calls. A closing tag ends a value if a tag follows that may follow a value, and if
-the value has closed all functions and parameters that it quotes. A parameter that begins within a value is quoted if
-the tool's schema does not know it, or if the call has it already; else the closing tag of the value may be missing.
-Where that leaves a doubt, the text after the place in doubt is read as part of the value, but held back until the value
-ends for certain; if it never does, the place in doubt was its end, and all that follows is read again.
+`CallReader` is the core that all forms share. `xml_tool_calls` and `json_tool_calls` have the states of the forms.
 
-Under a grammar there is no doubt: a value ends with the first closing tag that another parameter or the function's end
-follows, both written as the form writes them.
+An argument may quote tags and whole calls. An end tag ends a value if a tag follows that may follow a value, and if
+the value has closed all functions and parameters that it quotes. A parameter inside a value is quoted if the tool's
+schema does not have it, or the call already has; otherwise the end tag of the value may be missing. The text after
+such a possible end is read as part of the value, but held back until the value certainly ends. If it never does, the
+reader backtracks: the value ended there, and the text is read again.
+
+Under a grammar there is no ambiguity: a value ends with the first end tag before another parameter or the end of the
+function, both written as the form writes them.
 """
 
 from __future__ import annotations
@@ -19,135 +21,137 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from deltic.chat import json_tool_calls
+from deltic.chat import json_tool_calls, xml_tool_calls
 from deltic.chat.schema_coercion import Schema
-from deltic.chat.stop_strings import open_suffix
 from deltic.chat.tool_arguments import CallDelta, ToolArguments
 from deltic.chat.tools import SPACES, CallForm, clean_name, skip_spaces
 
-# What may follow the end of a value; the second, where the end of the value itself is missing.
-_AFTER = {"parameter_end": {"parameter", "function_end", "function", "opening", "closing"},
-          "function_end": {"function", "opening", "closing"}}
-
 State = Callable[["CallReader", str, int], int]
-"""Reads on from a place in the text, and says how far it came."""
+"""Reads on from a position in the text; returns the new position."""
 
 
 @dataclass(slots=True)
 class _PossibleEnd:
-    """What may be the end of a value: the reader before it, the text since, how much had been said.
+    """A possible end of a value.
 
-    by_parameter: the value quotes a parameter there, or ends one; if it has no closing tag of its own, it does not.
+    before: the reader before it. since: the text since. emitted: the number of deltas before it. by_parameter: a
+    parameter tag is there, which is quoted only if the value has an end tag of its own later.
     """
 
     before: CallReader
     since: list[str]
-    said: int
+    emitted: int
     by_parameter: bool
 
 
 class CallReader:
-    """One block of calls. form: how they are written; schemas: by the names of tools. retries: how often text may be
-    read again.
+    """Reads one block of calls.
 
-    opening: the tag that began the block, or for a function without a block what that begins with: then `feed` takes
-    it as well. exact: a grammar wrote the calls.
+    opening: the tag that began the block; or the beginning of a function without a block, which `feed` gets as well.
+    retries: how often text may be read again. exact: a grammar wrote the calls.
     """
 
     def __init__(self, form: CallForm, schemas: Mapping[str, Schema], opening: str, retries: int,
                  exact: bool = False) -> None:
-        self.form, self.tags, self.retries, self.exact = form, form.tags, retries, exact
+        self.form = form
+        self.tags = form.tags
+        self.retries = retries
+        self.exact = exact
         self.bare = opening != form.block[0]
         self.arguments = ToolArguments(schemas, streams=form.streams, decodes=form.decodes,
                                    drops_empty=form.drops_empty and not exact)
-        self.certain = False  # that there is a call
-        self.failed = ""  # the text of a block that has no call
-        self.state: State = bare_call if self.bare else block_begins
-        self._raw = [] if self.bare else [opening]  # all text, until there is a call for certain
+        self.confirmed = False  # the block has a call
+        self.failed = ""  # the text of a block without a call
+        self.state: State = xml_tool_calls.bare_call if self.bare else xml_tool_calls.block_begins
+        self._all_text = [] if self.bare else [opening]  # until a call is confirmed
         self._held, self._rest = "", None  # type: str, str | None
-        self._again: str | None = None
-        self._doubt: _PossibleEnd | None = None
-        self.decided = False  # the next tag is not quoted
-        # of a value: functions and parameters that it quotes, whether it has begun, whether it is at the beginning of a
-        # line, a line's end that may be its last, the kind of a tag that may end it
-        self.depth = self.quoted = 0
-        self.begun, self.line_begins, self.newline, self.ending = False, True, "", ""
-        self.in_lines = True
+        self._reread: str | None = None
+        self._possible_end: _PossibleEnd | None = None
+        self.next_tag_ends = False  # after backtracking: the next tag ends the value
+        # the open value
+        self.depth = 0  # functions that it quotes and that are open
+        self.quoted = 0  # parameters that it quotes and that are open
+        self.begun = False
+        self.line_begins = True  # the next character is the first of a line
+        self.newline = ""  # a line break that may be its last
+        self.ending = ""  # the kind of the tag that may end it
+        self.in_lines = True  # it stands in lines of its own
         self.pieces: list[str] = []
         self.json = json_tool_calls.JsonScan()
 
     def feed(self, text: str) -> str | None:
-        """Take more text. Once the block is over: what comes after it."""
-        if self._doubt:
-            self._doubt.since.append(text)
-        if not self.certain:
-            self._raw.append(text)
+        """Takes more text. Returns the text after the block once that is over, else None."""
+        if self._possible_end:
+            self._possible_end.since.append(text)
+        if not self.confirmed:
+            self._all_text.append(text)
         text, at = self._held + text, 0
         while self._rest is None:
             state, start = self.state, at
             at = state(self, text, at)
-            if self._again is not None:
-                text, at, self._again = self._again, 0, None
+            if self._reread is not None:
+                text = self._reread
+                at = 0
+                self._reread = None
             elif at == len(text) or (at == start and self.state is state):
                 break
         self._held = text[at:]
         return self._rest
 
     def finish(self, cut: bool = False) -> str:
-        """There is no more text: the call ends here, or where it was in doubt. What comes after it then.
+        """Ends the text: the block ends here or at a possible end. Returns the text after it.
 
-        cut: the model did not end it, so that a call that is open stays open.
+        cut: the model did not end its answer, so an open call stays open.
         """
-        if cut and self.certain and self._rest is None and self.arguments.open:
-            self._doubt, self._rest = None, ""
-        while self._rest is None and self.fall_back():
+        if cut and self.confirmed and self._rest is None and self.arguments.open:
+            self._possible_end, self._rest = None, ""
+        while self._rest is None and self.backtrack():
             self.feed("")
         if self._rest is None:
-            left = self._cut(self._held, self._held.startswith("</"))
+            left = self._finish_held(self._held, self._held.startswith("</"))
             self.arguments.end()
-            if not self.certain:
-                self.failed, self.arguments.out = "".join(self._raw), []
-            self._rest = self._beside(left) if self.certain else ""
+            if not self.confirmed:
+                self.failed, self.arguments.out = "".join(self._all_text), []
+            self._rest = self._with_outside_text(left) if self.confirmed else ""
         return self._rest
 
-    def _cut(self, held: str, closes: bool) -> str:
-        """The text ends with what was held back, the beginning of a closing tag perhaps; gives what is in no call."""
-        if self.state is in_value and not closes:
+    def _finish_held(self, held: str, closes: bool) -> str:
+        """Handles held text at the end of all text; returns the part outside of calls."""
+        if self.state is xml_tool_calls.in_value and not closes:
             self.value(held)
-        if self.state in (after_call, after_bare, json_tool_calls.after_object):
+        if self.state in (xml_tool_calls.after_call, xml_tool_calls.after_bare, json_tool_calls.after_object):
             return "" if closes else held
         return json_tool_calls.cut(self, held, closes)
 
     def take(self) -> list[CallDelta]:
-        """What has become certain."""
-        out, doubt = self.arguments.out, self._doubt
-        said = len(out) if (self.form.streams and self.certain) or self._rest is not None else 0
-        if doubt and said:
-            said, doubt.said = doubt.said, 0
-        if not said:
+        """Returns the deltas that no later text can change."""
+        out, possible = self.arguments.out, self._possible_end
+        emitted = len(out) if (self.form.streams and self.confirmed) or self._rest is not None else 0
+        if possible and emitted:
+            emitted, possible.emitted = possible.emitted, 0
+        if not emitted:
             return []
-        self.arguments.out = out[said:]
-        return out[:said]
+        self.arguments.out = out[emitted:]
+        return out[:emitted]
 
     def copy(self) -> CallReader:
-        """An independent reader in the same state."""
+        """Returns an independent reader in the same state."""
         twin = copy.copy(self)
         twin.arguments, twin.json = self.arguments.copy(), copy.copy(self.json)
-        twin._raw, twin.pieces = self._raw.copy(), self.pieces.copy()
-        if self._doubt:
-            twin._doubt = replace(self._doubt, since=self._doubt.since.copy())
+        twin._all_text, twin.pieces = self._all_text.copy(), self.pieces.copy()
+        if self._possible_end:
+            twin._possible_end = replace(self._possible_end, since=self._possible_end.since.copy())
         return twin
 
-    # What the states do
+    # Used by the states
 
     def tag_at(self, text: str, at: int) -> tuple[re.Match[str] | None, bool]:
-        """The tag here, and whether there may be one when more has come."""
+        """Returns the tag at this position, and True if more text may complete one."""
         tag = self.tags.pattern.match(text, at)
         return tag, tag is None and text[at] == "<" and self.tags.begins(text, at)
 
     def past_spaces(self, text: str, at: int) -> tuple[int, re.Match[str] | None, bool]:
-        """Behind the spaces that follow what may end a value, and become pieces of it: where that is, the tag there,
-        and whether more text must come first."""
+        """Skips spaces after a possible end, keeping them; returns the position, its tag, and True to wait for text."""
         start = skip_spaces(text, at)
         self.pieces.append(text[at:start])
         if start == len(text):
@@ -155,90 +159,94 @@ class CallReader:
         return start, *self.tag_at(text, start)
 
     def next_tag(self, text: str, at: int) -> tuple[re.Match[str] | None, int]:
-        """The next tag, and where it begins; else how far there is none."""
+        """Returns the next tag and its position; else None and the position up to which there is none."""
         tag = self.tags.pattern.search(text, at)
         return (tag, tag.start()) if tag else (None, self.open_tag(text, at))
 
     def open_tag(self, text: str, at: int) -> int:
-        """Where a tag begins that is not all there, or the end."""
+        """Returns the position of an incomplete tag at the end of the text, else the end."""
         start = text.rfind("<", at)
         return start if start >= 0 and self.tags.begins(text, start) else len(text)
 
     def begin(self, name: str) -> None:
-        """A call."""
+        """Begins a call."""
         self.arguments.end()
         self.arguments.begin(clean_name(name))
         if self.form.streams and not self.bare:
-            self.settle()
+            self.confirm()
 
-    def settle(self) -> None:
-        """There is a call."""
-        self.certain, self._raw = True, []
+    def confirm(self) -> None:
+        """Confirms that the block has a call."""
+        self.confirmed, self._all_text = True, []
 
     def end_value(self) -> None:
-        """For certain. Where values stand in lines of their own, the line's ends are no part of them."""
+        """Ends the value. Line breaks around a value in lines of its own are not part of it."""
         if self.newline and not self.in_lines:
             self.arguments.text(self.newline)
         self.arguments.end_text()
-        self._doubt = None
+        self._possible_end = None
 
-    def doubt(self, since: str, by_parameter: bool = False) -> None:
-        """The value may have ended before this text."""
-        if self._doubt is None and not self.exact:
+    def mark_possible_end(self, since: str, by_parameter: bool = False) -> None:
+        """Marks a possible end of the value before this text."""
+        if self._possible_end is None and not self.exact:
             before = self.copy()
-            before._held, before.depth, before.quoted, before.decided, before.arguments.out = "", 0, 0, True, []
-            before._raw = ["".join(self._raw).removesuffix(since)]
-            self._doubt = _PossibleEnd(before, [since], len(self.arguments.out), by_parameter)
+            before._held = ""
+            before.depth = 0
+            before.quoted = 0
+            before.next_tag_ends = True
+            before.arguments.out = []
+            before._all_text = ["".join(self._all_text).removesuffix(since)]
+            self._possible_end = _PossibleEnd(before, [since], len(self.arguments.out), by_parameter)
 
-    def trust(self) -> None:
-        """Nothing is in doubt."""
-        self._doubt = None
+    def discard_possible_end(self) -> None:
+        """Forgets the possible end."""
+        self._possible_end = None
 
     @property
     def lacks_an_end(self) -> bool:
-        """Whether the value, if it had its end here, would lack a closing tag, and would not with its end where the
-        doubt is."""
-        return self._doubt is not None and self._doubt.by_parameter
+        """True if an end here leaves the value without an end tag, while the possible end does not."""
+        return self._possible_end is not None and self._possible_end.by_parameter
 
     def may_follow(self, tag: re.Match[str]) -> bool:
-        """Whether this tag may follow a value: the call has no such parameter, and the tool may have it."""
+        """True if this tag may follow a value: no parameter, or one that the tool has and the call lacks."""
         return tag.lastgroup != "parameter" or self.arguments.takes(clean_name(tag["key"]))
 
-    def fall_back(self) -> bool:
-        """What was in doubt was the end; False if nothing was."""
-        if self._doubt is None:
+    def backtrack(self) -> bool:
+        """Returns to the possible end, which was the end; False if there is none."""
+        if self._possible_end is None:
             return False
-        doubt, said, retries = self._doubt, self.arguments.out[:self._doubt.said], self.retries - 1
-        vars(self).update(vars(doubt.before.copy()))
-        self.arguments.out, self.retries = said, retries
-        self._again = "".join(doubt.since)
-        if not self.certain:
-            self._raw.append(self._again)
+        possible, retries = self._possible_end, self.retries - 1
+        emitted = self.arguments.out[:possible.emitted]
+        vars(self).update(vars(possible.before.copy()))
+        self.arguments.out, self.retries = emitted, retries
+        self._reread = "".join(possible.since)
+        if not self.confirmed:
+            self._all_text.append(self._reread)
         if retries <= 0:
-            self.close(self._again, 0)
+            self.close(self._reread, 0)
         return True
 
     def close(self, text: str, at: int) -> int:
-        """The block is over here."""
+        """Ends the block here."""
         self.arguments.end()
-        self._rest, self._doubt = self._beside(text[at:]), None
+        self._rest, self._possible_end = self._with_outside_text(text[at:]), None
         return at
 
-    def fail(self, text: str, at: int) -> int:
-        """There is no call in the block, which is over here."""
-        raw = "".join(self._raw)
+    def reject(self, text: str, at: int) -> int:
+        """Ends the block here, without a call."""
+        raw = "".join(self._all_text)
         self.failed = raw[:len(raw) - len(text) + at]
         self.arguments.out = []
-        self._rest, self._doubt = text[at:], None
+        self._rest, self._possible_end = text[at:], None
         return at
 
-    def _beside(self, rest: str) -> str:
-        """What was no part of a call stands behind them."""
-        aside = "".join(self.arguments.aside).strip(SPACES)
+    def _with_outside_text(self, rest: str) -> str:
+        """Puts text of the block outside of calls before the text after it."""
+        aside = "".join(self.arguments.outside).strip(SPACES)
         return f"{aside}\n{rest}" if aside else rest
 
     def value(self, text: str) -> None:
-        """More of a value, without the line's ends around it."""
+        """Adds text to the value, without the line breaks around it."""
         if not text:
             return
         self.line_begins = text[-1] == "\n"
@@ -250,165 +258,3 @@ class CallReader:
             self.newline = "\n" if text.endswith("\n") else ""
             text = text.removesuffix("\n")
         self.arguments.text(text)
-
-
-def block_begins(reader: CallReader, text: str, at: int) -> int:
-    """After the tag that opens a block."""
-    start = skip_spaces(text, at)
-    if start < len(text):
-        as_json = text[start] == "{"
-        reader.arguments.typed = as_json and reader.exact
-        reader.state = json_tool_calls.head if as_json else before_function
-    return start
-
-
-def bare_call(reader: CallReader, text: str, at: int) -> int:
-    """A function without a block."""
-    tag, is_open = reader.tag_at(text, at)
-    if tag is None or not reader.arguments.knows(clean_name(tag["name"])):
-        return at if is_open else reader.fail(text, len(reader.tags.function))
-    reader.begin(tag["name"])
-    reader.state = in_function
-    return tag.end()
-
-
-def after_bare(reader: CallReader, text: str, at: int) -> int:
-    """After a function without a block. Models forget the tag that opens one, and write the one that closes it."""
-    start = skip_spaces(text, at)
-    tag, is_open = reader.tag_at(text, start) if start < len(text) else (None, True)
-    if is_open:
-        return at
-    return reader.close(text, tag.end() if tag and tag.lastgroup == "closing" else at)
-
-
-def before_function(reader: CallReader, text: str, at: int) -> int:
-    """In a block that has no function yet."""
-    tag, start = reader.next_tag(text, at)
-    reader.arguments.aside.append(text[at:start])
-    if tag is None:
-        return start
-    if tag.lastgroup in ("opening", "closing"):
-        return reader.fail(text, start if tag.lastgroup == "opening" else tag.end())
-    if tag.lastgroup == "function":
-        reader.begin(tag["name"])
-        reader.state = in_function
-    return tag.end()
-
-
-def in_function(reader: CallReader, text: str, at: int) -> int:
-    """Between the values of a function."""
-    tag, start = reader.next_tag(text, at)
-    if not reader.certain and (reader.bare or not reader.form.streams) and text[at:start].strip(SPACES):
-        return reader.fail(text, skip_spaces(text, at))
-    reader.arguments.aside.append(text[at:start])
-    return start if tag is None else next_part(reader, text, tag)
-
-
-def next_part(reader: CallReader, text: str, tag: re.Match[str]) -> int:
-    """A tag after a value, or before the first."""
-    kind = tag.lastgroup
-    if kind == "parameter":
-        reader.settle()
-        reader.arguments.key(clean_name(tag["key"]))
-        reader.begun, reader.line_begins, reader.newline, reader.depth, reader.quoted = False, True, "", 0, 0
-        reader.state = in_exact_value if reader.exact else in_value
-    elif kind == "function":
-        reader.begin(tag["name"])
-        reader.state = in_function
-    elif kind == "function_end":
-        if reader.form.streams or reader.exact:
-            reader.settle()
-        reader.arguments.end()
-        reader.state = after_bare if reader.bare else after_call
-    elif kind in ("opening", "closing"):
-        return reader.close(text, tag.start() if kind == "opening" else tag.end())
-    return tag.end()
-
-
-def in_exact_value(reader: CallReader, text: str, at: int) -> int:
-    """In a value that ends with the first closing tag behind which the call goes on."""
-    form = reader.form
-    assert form.parameter
-    if not reader.begun:
-        begins = form.parameter[1].rpartition(">")[2]
-        if len(text) - at < len(begins):
-            return at
-        at, reader.begun = at + len(begins), True
-    end = min((place for place in (text.find(ending, at) for ending in form.value_ends) if place >= 0), default=-1)
-    if end < 0:
-        end = len(text) - open_suffix(text[at:], form.value_ends)
-        reader.arguments.text(text[at:end])
-        return end
-    reader.arguments.text(text[at:end])
-    reader.arguments.end_text()
-    reader.state = in_function
-    return end + len(form.parameter_end)
-
-
-def in_value(reader: CallReader, text: str, at: int) -> int:
-    """In a value, at whose end there should be a tag."""
-    tag, start = reader.next_tag(text, at)
-    reader.value(text[at:start])
-    if tag is None:
-        return start
-    decided, reader.decided = reader.decided, False
-    kind, begins_line = tag.lastgroup or "", reader.line_begins
-    around, parameter = kind in ("opening", "closing"), kind == "parameter" and begins_line
-    if decided and (around or parameter):
-        reader.end_value()
-        return next_part(reader, text, tag)
-    if kind == "parameter_end" or (kind == "function_end" and not reader.depth):
-        reader.ending, reader.pieces, reader.state = kind, [tag[0]], after_value
-        return tag.end()
-    if around or (parameter and reader.may_follow(tag)):
-        reader.doubt(text[start:], parameter)
-    reader.depth += {"function": 1, "function_end": -1}.get(kind, 0)
-    reader.quoted += parameter and not reader.depth
-    reader.value(tag[0])
-    return tag.end()
-
-
-def after_value(reader: CallReader, text: str, at: int) -> int:
-    """After a tag that ends a value, if the right one follows."""
-    start, tag, waits = reader.past_spaces(text, at)
-    if waits:
-        return start
-    reader.state = in_value
-    quoted, ends = "".join(reader.pieces), tag is not None and tag.lastgroup in _AFTER[reader.ending]
-    if reader.ending == "parameter_end" and reader.quoted and not reader.depth:
-        reader.quoted -= 1
-        if tag and ends and reader.may_follow(tag):
-            reader.doubt(quoted + text[start:], True)
-        reader.value(quoted)
-    elif tag is None or not ends:
-        reader.value(quoted)
-    elif reader.depth:
-        reader.doubt(quoted + text[start:])
-        reader.value(quoted)
-    elif reader.ending == "parameter_end" or not (reader.lacks_an_end and reader.fall_back()):
-        return _value_ended(reader, text, start, tag)
-    return start
-
-
-def _value_ended(reader: CallReader, text: str, start: int, tag: re.Match[str]) -> int:
-    """For certain, and this tag follows."""
-    reader.end_value()
-    reader.state = in_function
-    if reader.ending == "parameter_end":
-        return start
-    if not reader.bare:
-        return next_part(reader, text, tag)
-    reader.arguments.end()
-    reader.state = after_bare
-    return start
-
-
-def after_call(reader: CallReader, text: str, at: int) -> int:
-    """Between the calls of a block, or behind the last."""
-    start = skip_spaces(text, at)
-    if start == len(text):
-        return start
-    tag, is_open = reader.tag_at(text, start)
-    if tag is None:
-        return start if is_open else reader.close(text, start)
-    return reader.close(text, start) if tag.lastgroup == "parameter" else next_part(reader, text, tag)

@@ -27,23 +27,24 @@ _NO_SPACE = re.compile(r"[^ \t\r\n\f\v]")
 LONGEST_NAME = 256
 _LONGEST_TAG = LONGEST_NAME + 32
 CALLABLE = re.compile(rf"(?=.*\S)[^<>\r\n]{{1,{LONGEST_NAME}}}")
-"""Names of tools that can be read again where a call is written."""
+"""Tool names that a written call can contain."""
 
 
 @dataclass(frozen=True)
 class CallForm:
     """The text around the parts of calls, as chat templates write it.
 
-    opening, closing: around a block of calls. function: before and after a name; function_end: after the arguments.
-    parameter: before and after a key, parameter_end: after a value; None: the arguments are one JSON object.
-    between: calls. one_block: all calls stand in one block, else each has its own.
+    opening, closing: around a block of calls.
+    function: before and after a name. function_end: after the arguments.
+    parameter: before and after a key; None if the arguments are one JSON object. parameter_end: after a value.
+    between: between calls. one_block: all calls are in one block, else each has its own.
 
-    For the reader.
+    For the reader:
 
-    streams: arguments are told as they come, else when the block is over.
-    anywhere: a function without a block is a call also in the midst of a line, in code, and in thinking.
-    drops_empty: a call without parameters is none.
-    decodes: values are JSON where they can be.
+    streams: arguments are emitted as they come, else at the end of the block.
+    anywhere: a function without a block is a call also inside a line, in code and in reasoning.
+    drops_empty: a function without parameters is not a call.
+    decodes: values are read as JSON if they are valid.
     """
 
     opening: str
@@ -61,29 +62,28 @@ class CallForm:
 
     @cached_property
     def block(self) -> tuple[str, str]:
-        """The tags around a block."""
+        """The tags around a block of calls."""
         return self.opening.strip(), self.closing.strip()
 
     @cached_property
     def value_ends(self) -> tuple[str, str]:
-        """What ends a value where a call is written exactly so: its closing tag before the function's end, and before
-        another parameter. The closing tag alone is text."""
+        """The two ends of a value under a grammar: its end tag before the function's end, or before a parameter."""
         assert self.parameter
         return self.parameter_end + self.function_end, self.parameter_end + self.parameter[0]
 
     @cached_property
     def openings(self) -> tuple[str, ...]:
-        """What begins a call in the midst of text."""
+        """Texts that may begin a call."""
         return self.block[0], self.tags.function
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What may be a token of its own, or has to be found in text."""
+        """Texts that may be tokens of their own."""
         return *self.openings, self.block[1]
 
     @cached_property
     def tags(self) -> Tags:
-        """How the reader recognises the parts."""
+        """The tags that the reader looks for."""
         form = QWEN if self.parameter is None else self
         assert form.parameter
         return Tags(self.block, form.function[0].strip(_QUOTES), form.function_end.strip(),
@@ -92,7 +92,7 @@ class CallForm:
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags of a form; those of functions and parameters begin like this, with the name and `>` to follow."""
+    """The tags of a form; a name and `>` follow after `function` and `parameter`."""
 
     block: tuple[str, str]
     function: str
@@ -102,7 +102,7 @@ class Tags:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """A whole tag; the group that matched last is its kind, `name` or `key` what it names."""
+        """Matches a tag: `lastgroup` is its kind, `name` or `key` its name."""
         opening, closing = map(re.escape, self.block)
         name, key = (rf"(?=[^<>\n]*?[^<>\s])(?P<{group}>[^<>\n]{{1,{LONGEST_NAME}}})>" for group in ("name", "key"))
         return re.compile(rf"(?P<opening>{opening})|(?P<closing>{closing})"
@@ -113,11 +113,11 @@ class Tags:
 
     @cached_property
     def marks(self) -> re.Pattern[str]:
-        """What matters in JSON: brackets, commas, quotes, escapes, and the tags around it."""
+        """Matches JSON's brackets, commas, quotes and escapes, and the tags of a block."""
         return re.compile(r"\\.|[][\"'{},]|" + "|".join(map(re.escape, self.block)), re.DOTALL)
 
     def begins(self, text: str, at: int) -> bool:
-        """Whether the text may go on so that there is a tag at this place."""
+        """True if more text may complete a tag at this position."""
         tail = text[at:at + _LONGEST_TAG]
         if len(tail) == _LONGEST_TAG or ">" in tail or "\n" in tail or "<" in tail[1:]:
             return False
@@ -134,31 +134,31 @@ MINIMAX = CallForm("<minimax:tool_call>\n", "</minimax:tool_call>", ('<invoke na
                    anywhere=True, drops_empty=True, decodes=True)
 
 PARSERS: Mapping[str, CallForm | None] = {"auto": None, "qwen": QWEN, "json": JSON, "minimax": MINIMAX}
-"""By their names on the command line; auto: the one that the chat template writes."""
+"""Forms by their names on the command line; auto: the form of the chat template."""
 
 _SIGNS = (("<minimax:tool_call>", MINIMAX), ("<invoke", MINIMAX), ("<function=", QWEN), ('arguments": ', JSON),
           ('arguments\\": ', JSON))
 
 
 def call_form(parser: str, template: str) -> CallForm:
-    """The form of calls. parser: one of PARSERS; template: the source of the chat template. Qwen's and the JSON form
-    are read alike, and are what a template is taken to mean that shows none."""
+    """Returns the form of calls for a parser of PARSERS and the source of a chat template. The default is Qwen's, whose
+    reader also reads JSON."""
     return PARSERS[parser] or next((form for sign, form in _SIGNS if sign in template), QWEN)
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
-    """The parameter schema of each tool by name, from OpenAI's form; an empty one where a tool has none."""
+    """Returns the parameter schema of each tool by name; an empty one for a tool without parameters."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     return {function["name"]: Schema(given if isinstance(given := function.get("parameters"), Mapping) else {})
             for function in functions if isinstance(function, Mapping) and isinstance(function.get("name"), str)}
 
 
 def clean_name(name: str) -> str:
-    """A name without the quotes that models put around it."""
+    """Strips the quotes that models put around names."""
     return name.strip().strip(_QUOTES) or name.strip()
 
 
 def skip_spaces(text: str, at: int) -> int:
-    """The next place that is no whitespace, or the end."""
+    """Returns the position of the next non-space character, or the end."""
     found = _NO_SPACE.search(text, at)
     return found.start() if found else len(text)

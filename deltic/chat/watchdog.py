@@ -1,8 +1,7 @@
-"""Ends work in Python whose time is over, from outside.
+"""Ends Python code that exceeds its time limit.
 
-A template spends time in any filter, test, method or operator, and none of them looks at a clock. So a thread raises an
-exception in the one that works. The interpreter raises it between two steps: a single step in native code runs to its
-end, and its size has to be bounded (`deltic.chat.template_budget`).
+A watchdog thread raises an exception in the working thread. The interpreter delivers it between two instructions: a
+native operation runs to its end, so `deltic.chat.template_sandbox` bounds the operands of those.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Final, TypeVar
 Result = TypeVar("Result")
 
 _AGAIN: Final = 0.1
-"""Seconds after which the exception is raised again, if it was lost: in a callback of the interpreter's, it is."""
+"""Seconds until the exception is raised again: callbacks of the interpreter swallow it."""
 
 
 class _Expired(BaseException):
@@ -26,7 +25,7 @@ class _Expired(BaseException):
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """Work of a thread. due: when its time is over, by the monotonic clock."""
+    """Work of one thread, and its deadline by the monotonic clock."""
 
     thread: int
     due: float
@@ -34,10 +33,10 @@ class _Watched:
 
 
 class Watchdog:
-    """Bounds the time of work. Its thread starts with the first work, and wakes only when a time may be over."""
+    """Runs work under a time limit. The thread starts with the first work, and sleeps until the next deadline."""
 
     def __init__(self) -> None:
-        # the exception may come while a thread takes the lock: only a bare one is released then
+        # a bare lock: the exception may arrive while a thread acquires it
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._watched: dict[_Watched, None] = {}
@@ -45,7 +44,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], Result], seconds: float) -> Result:
-        """The result of some work in this thread. TimeoutError if it takes longer; it must hold no lock then."""
+        """Runs `work` in this thread; TimeoutError after so many seconds. The work must not hold locks."""
         watched = _Watched(threading.get_ident(), time.monotonic() + seconds)
         try:
             try:
@@ -64,7 +63,7 @@ class Watchdog:
     def _watch(self, watched: _Watched) -> None:
         with self._lock:
             self._watched[watched] = None
-            if self._thread is None or not self._thread.is_alive():  # as in a process that was forked
+            if self._thread is None or not self._thread.is_alive():  # after a fork
                 self._wakes = watched.due
                 self._thread = threading.Thread(target=self._look, name="deltic-watchdog", daemon=True)
                 self._thread.start()
@@ -72,7 +71,7 @@ class Watchdog:
                 self._changed.notify()
 
     def _forget(self, watched: _Watched) -> None:
-        """From here on nothing is raised for this work."""
+        """Ends the watch: no exception arrives afterwards."""
         with self._lock:
             self._watched.pop(watched, None)
         if watched.expired:
@@ -91,5 +90,5 @@ class Watchdog:
 
 
 def _raise(thread: int, kind: type[BaseException] | None) -> None:
-    """Raises an exception in a thread before its next step; None: takes back one that was not raised yet."""
+    """Raises an exception in a thread before its next instruction; None cancels a pending one."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind) if kind else None)

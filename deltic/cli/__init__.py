@@ -1,20 +1,21 @@
-"""The command line. Each command is a module with `HELP`, `add(parser)` and `run(args)`; only the one that is asked
-for is imported, and torch not before its arguments are known to be good."""
+"""The command line. A command NAME is a pair of functions, `add_NAME(parser)` and `run_NAME(args)`.
+
+Only the module of the requested command is imported, and torch only after its arguments were checked.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
+import errno
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
-from typing import Any, TextIO, cast
 
 from deltic import __version__
 from deltic.cli.foreign import ALIASES, command_hint
 from deltic.cli.parser import Parser, ShowHelp, UsageError, as_typed, clipped, is_advanced
-from deltic.cli.signals import Terminated, orderly_ends
+from deltic.cli.process import Terminated, discard_stdout, open_closed_streams, signals_raise
 from deltic.errors import ConfigError, DelticError
 
 __all__ = ["COMMANDS", "command_parser", "main", "top_parser"]
@@ -22,50 +23,54 @@ __all__ = ["COMMANDS", "command_parser", "main", "top_parser"]
 COMMANDS = {
     "run": "answer one prompt",
     "chat": "hold a conversation in the terminal",
-    "serve": "serve the model over HTTP",
+    "serve": "serve models over HTTP",
     "batch": "answer a file of requests",
-    "embed": "vectors of the texts in a file",
-    "rerank": "put texts in order of how well they fit a query",
-    "eval": "measure how well a model predicts a text (perplexity)",
+    "embed": "compute vectors of the texts in a file",
+    "rerank": "sort texts by how well they match a query",
+    "eval": "measure the perplexity of a text",
     "bench": "measure the speed of this machine",
-    "inspect": "show what a model is and how it would run here",
-    "convert": "write the model as a GGUF file",
-    "export": "export the model as a program for phones",
-    "compile": "compile the model with TVM",
-    "mtp": "take the multi-token-prediction head out of a model",
+    "inspect": "show a model's shape and how it would run here",
+    "convert": "write a model as a GGUF file",
+    "export": "export a model as a program for phones",
+    "compile": "compile a model with TVM",
+    "mtp": "extract the multi-token-prediction head of a model",
     "ps": "list the models of a running server",
     "pull": "download a model",
-    "ls": "list the models that were downloaded",
-    "rm": "delete a model that was downloaded",
-    "connect": "show or write the settings of clients of a running server",
-    "cache": "show or clear what a cache directory keeps",
-    "doctor": "check the installation, and say what to do",
+    "ls": "list downloaded models",
+    "rm": "delete a downloaded model",
+    "connect": "show or write client settings for a running server",
+    "cache": "show or clear the contents of a cache directory",
+    "doctor": "check the installation and suggest fixes",
     "completion": "print a script that completes commands in a shell",
 }
+_MODULES = {"rerank": "embed", "compile": "export", "mtp": "convert", "ps": "connect", "pull": "cache", "ls": "cache",
+            "rm": "cache", "completion": "docs"}
+"""The module of each command that does not have one of its own name."""
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
-_SURROUNDINGS = f"""exit codes:
-  0              all is well
-  1              an answer failed, doctor found a problem, or the question was answered with no
-  2              an error that can be mended: the message says how
-  {_INTERRUPTED}, {_TERMINATED}, {_BROKEN_PIPE}  ended by Ctrl-C, by SIGTERM, because nobody reads the output any more
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_EPILOG = f"""exit codes:
+  0              success
+  1              an answer failed, doctor found a problem, or a confirmation was refused
+  2              an error that you can fix: the message says how
+  {_INTERRUPTED}, {_TERMINATED}, {_BROKEN_PIPE}  ended by Ctrl-C, by SIGTERM, because the reader of the output has gone
 
-variables of the environment:
-  DELTIC_API_KEY    a key, where --api-key is not given (serve, connect)
-  HF_HOME, HF_TOKEN, HF_HUB_OFFLINE
-                    where models of the hub lie, who asks for them, and 1: do not ask
-  XDG_CACHE_HOME    what deltic compiles lies below its directory deltic (default: ~/.cache)
+environment variables:
+  DELTIC_API_KEY    API key if --api-key is not given (serve, connect)
+  HF_HOME           where models of the Hugging Face hub are kept
+  HF_TOKEN          token for the hub
+  HF_HUB_OFFLINE    1: never ask the hub
+  XDG_CACHE_HOME    compiled files are kept below its directory deltic (default: ~/.cache)
   DELTIC_TVM_LIBRARY_PATH
-                    the directory of TVM's runtime, where the package tvm is not installed
+                    directory of TVM's runtime if the package tvm is not installed
   CXX               the C++ compiler (default: g++, else clang++)
   NO_COLOR          no colours in the terminal"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 for a failed answer, 2 for an error that the caller can mend."""
-    _fill_streams()
-    _be_lenient()
+    """Runs one command and returns its exit code: 0, 1 for a failed answer, 2 for an error that the caller can fix."""
+    open_closed_streams()
     try:
-        with orderly_ends(), _named_output():
+        with signals_raise():
             code = _dispatch(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
             return code
@@ -74,126 +79,69 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Terminated:
         return _TERMINATED
     except BrokenPipeError:
-        _drop_output()
+        discard_stdout()
         return _BROKEN_PIPE
     except (DelticError, OSError) as error:
+        message = str(error)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _DISK_ERRORS:
+            message = f"standard output cannot be written: {error.strerror}"  # errors of other files have their name
         with suppress(OSError):
-            print(f"deltic: error: {clipped(as_typed(str(error)))}", file=sys.stderr)
+            print(f"deltic: error: {clipped(as_typed(message))}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:
-            _drop_output()
+            discard_stdout()
         return 2
 
 
 def top_parser() -> Parser:
-    """The parser of what stands before the command's own arguments."""
+    """The parser of the arguments before the command's own."""
     commands = "\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items())
     parser = Parser("deltic", description="Inference for models that mix recurrent and attention layers.",
-                    epilog=f"commands:\n{commands}\n\n`deltic COMMAND --help` explains one of them. list is another "
-                           "name of ls, and show of inspect.\n\n"
-                           f"{_SURROUNDINGS}",
+                    epilog=f"commands:\n{commands}\n\n`deltic COMMAND --help` explains a command. list is an alias of "
+                           f"ls, and show of inspect.\n\n{_EPILOG}",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"deltic {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=tuple(COMMANDS), help="see below")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of the command")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the command")
     return parser
 
 
 def command_parser(name: str) -> Parser:
     """The parser of one command's arguments."""
-    module = import_module(f"deltic.cli.{name}")
-    parser = Parser(f"deltic {name}", description=module.HELP, add_help=False)
+    parser = Parser(f"deltic {name}", add_help=False)
     parser.add_argument("-h", "--help", action=ShowHelp, show=Parser.format_short_help, help="show this help and exit")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens, to stderr")
-    parser.set_defaults(run=module.run)
-    module.add(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log details to stderr")
+    _function(f"add_{name}", name)(parser)
     if any(map(is_advanced, parser._actions)):
         parser.add_argument("--help-all", action=ShowHelp, show=Parser.format_help, help="show all options and exit")
     return parser
 
 
-def _dispatch(argv: Sequence[str]) -> int:
-    from deltic.cli.log import logging_to_stderr
+def _function(function: str, command: str) -> Callable[..., int]:
+    module = import_module(f"deltic.cli.{_MODULES.get(command, command)}")
+    found: Callable[..., int] = getattr(module, function)
+    return found
 
+
+def _dispatch(argv: Sequence[str]) -> int:
     if not argv:
         top_parser().print_help()
         return 0
-    argv = [ALIASES.get(argv[0], argv[0]), *argv[1:]]
-    if argv[0] not in COMMANDS and (hint := command_hint(argv[0], (*COMMANDS, *ALIASES))):
-        raise UsageError(f"there is no command {argv[0]!r}: {hint} (see deltic --help)")
-    top = top_parser().parse_args(argv)
-    parser = command_parser(top.command)
+    name = ALIASES.get(argv[0], argv[0])
+    if name not in COMMANDS and not name.startswith("-") and (hint := command_hint(name, (*COMMANDS, *ALIASES))):
+        raise UsageError(f"there is no command {name!r}: {hint} (see deltic --help)")
+    top = top_parser().parse_args([name, *argv[1:]])
+    parser = command_parser(name)
     args = parser.parse_mixed(top.arguments)
     if getattr(args, "config", None):
-        from deltic.cli.config_file import words
+        from deltic.cli.config_file import options_of
 
-        args = parser.parse_mixed([*words(parser, args.config, args.model is not None), *top.arguments])
+        args = parser.parse_mixed([*options_of(parser, args.config, args.model is not None), *top.arguments])
+    from deltic.cli.log import logging_to_stderr
+
     with logging_to_stderr(args.verbose):
         try:
-            code: int = args.run(args)
+            return _function(f"run_{name}", name)(args)
         except ConfigError as error:
             raise UsageError(parser.as_option(str(error), error.option)) from error
-        return code
-
-
-def _fill_streams() -> None:
-    """Streams that were closed lead nowhere. Left closed, the next file to be opened would become one of them."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-
-
-def _be_lenient() -> None:
-    """A terminal that cannot show a character is no reason to end an answer."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-
-
-class _Output:
-    """stdout, whose errors say so: the system's name no file."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with _named():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with _named():
-            self._stream.flush()
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OSError(f"standard output cannot be written: {error.strerror}") from error
-
-
-@contextmanager
-def _named_output() -> Iterator[None]:
-    before, sys.stdout = sys.stdout, cast("TextIO", _Output(sys.stdout))
-    try:
-        yield
-    finally:
-        sys.stdout = before
-
-
-def _drop_output() -> None:
-    """Nobody reads stdout any more: let what is left in its buffer go nowhere, also at the interpreter's exit."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,14 +1,12 @@
-"""`deltic batch`: a file of requests in, a file of answers out."""
+"""`deltic batch`: answers a file of requests."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import json
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Coroutine, Iterator
@@ -18,60 +16,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from deltic.cli import options
+from deltic.cli.files import lock, numbered_lines
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import existing_file, path_name, text
-from deltic.cli.signals import Terminated
-from deltic.cli.terminal import Bar
-from deltic.errors import DelticError, show
+from deltic.cli.output import Bar, note
+from deltic.cli.parser import UsageError, existing_file, path_name, text
+from deltic.cli.process import Terminated
+from deltic.errors import show
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message
+    from httpx2 import AsyncClient, Response
 
     from deltic.llm import LLM
 
-HELP = ("Answer the requests of a file of OpenAI's batch lines: {\"custom_id\": ..., \"method\": \"POST\", \"url\": "
-        "\"/v1/chat/completions\", \"body\": {...}}. Their answers, and errors, go to another such file, each as soon "
-        "as it is there. What the second file has already is not asked again, so the same command goes on where it was "
-        "interrupted.")
-
 _URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_AHEAD = 2  # so many times the requests that run at once are taken in, so that no place stays empty
-_LONGEST = 64 << 20  # bytes of a line
+_QUEUED = 2  # requests in flight for each that can run, so that the batch stays full
 
 Json = dict[str, Any]
 
 
-class BatchError(DelticError):
-    """A file of requests, or of answers, cannot be used."""
-
-
-def add(parser: argparse.ArgumentParser) -> None:
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Answer the requests of a file of OpenAI's batch lines: {\"custom_id\": ..., \"method\": \"POST\", \"url\": "
+        "\"/v1/chat/completions\", \"body\": {...}}. Answers and errors go to a second file. Requests that it has are "
+        "skipped, so that the same command continues an interrupted one.")
     parser.add_argument("source", metavar="IN.jsonl", type=existing_file,
-                        help="the requests, one line each. custom_id is any text that no other line has; url is "
-                             f"{', '.join(_URLS)}; body is what the server takes there, but for stream")
-    parser.add_argument("target", metavar="OUT.jsonl", type=lambda given: Path(path_name(given)),
-                        help="where the answers go, in the order in which they are done: custom_id, response with "
-                             "status_code and body, and error, which is null or has a code and a message")
+                        help="the requests, one a line. custom_id is a text that no other line has; url is "
+                             f"{', '.join(_URLS)}; body is a request of the server without stream")
+    parser.add_argument("target", metavar="OUT.jsonl", type=path_name,
+                        help="the answers, as they are completed: custom_id, response with status_code and body, and "
+                             "error, which is null or has a code and a message")
     options.add_model(parser)
     parser.add_argument("--served-name", type=text, metavar="NAME",
-                        help="what the requests call the model (default: its own name; they may leave it out)")
-    options.add_thinking(parser)
+                        help="the model's name in the requests, which may leave it out (default: its own name)")
     options.add_template(parser)
     options.add_engine(parser)
-    options.add_random(parser, hidden=True)
 
 
-def run(args: argparse.Namespace) -> int:
-    """The files are looked at before the model is loaded. 1 if a request was answered with an error."""
-    options.refuse_random(args)
+def run_batch(args: argparse.Namespace) -> int:
+    """Checks both files before it loads the model. Returns 1 if a request was answered with an error."""
     check_source(args)
     options.engine_options(args)
     lines = _checked(args.source)
-    with Results(args.target, args.source) as results:
+    with Results(Path(args.target), args.source) as results:
         if missing := lines - results.done:
             with open_llm(args) as llm:
                 _answer_all(llm, args, results, missing)
-        print(f"{len(lines):,} answers are in {args.target}, {results.failed:,} of them errors", file=sys.stderr)
+        note(f"{len(lines):,} answers are in {args.target}, {results.failed:,} of them errors")
     return 1 if results.failed else 0
 
 
@@ -82,52 +72,51 @@ def _answer_all(llm: LLM, args: argparse.Namespace, results: Results, missing: s
     began, before = time.monotonic(), llm.engine.stats.generated_tokens
     wanted = (line for _, line in _lines(args.source) if _key(line["custom_id"]) in missing)
     try:
-        _run_until_signal(batch.answer(wanted, _AHEAD * llm.runtime.memory.max_batch))
-    except BaseExceptionGroup as group:  # what ends one request's task ends all
+        _run_until_signal(batch.answer(wanted, _QUEUED * llm.runtime.memory.max_batch))
+    except BaseExceptionGroup as group:  # one task's failure ends all
         raise group.exceptions[0] from None
     finally:
         batch.bar.close()
         seconds, tokens = time.monotonic() - began, llm.engine.stats.generated_tokens - before
-        print(f"{batch.count:,} of {len(missing):,} requests, {tokens:,} tokens in {seconds:.1f} s "
-              f"({tokens / seconds:,.0f} tokens/s)", file=sys.stderr)
+        note(f"{batch.count:,} of {len(missing):,} requests, {tokens:,} tokens in {seconds:.1f} s "
+             f"({tokens / seconds:,.0f} tokens/s)")
         if batch.count < len(missing):
-            print("the same command goes on from here", file=sys.stderr)
+            note("run the same command again to continue")
 
 
 def _run_until_signal(work: Coroutine[Any, Any, None]) -> None:
-    """As asyncio.run, where SIGINT and SIGTERM cancel the work instead of raising somewhere within the loop; then they
-    raise as elsewhere."""
-    came: list[int] = []
+    """Like asyncio.run, but SIGINT and SIGTERM cancel the work, and are raised after it has ended."""
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
     async def cancellable() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
-        def end(number: int) -> None:
-            came.append(number)
+        def cancel(number: int) -> None:
+            received.append(number)
             task.cancel()
 
-        for number in before:
-            loop.add_signal_handler(number, end, number)
+        for number in handlers:
+            loop.add_signal_handler(number, cancel, number)
         await work
 
-    before = {number: handler for number in (signal.SIGINT, signal.SIGTERM)
-              if (handler := signal.getsignal(number)) != signal.SIG_IGN}
     try:
         asyncio.run(cancellable())
     except asyncio.CancelledError:
-        if not came:
+        if not received:
             raise
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-    if came:
-        raise Terminated if came[0] == signal.SIGTERM else KeyboardInterrupt
+    if received:
+        raise Terminated if received[0] == signal.SIGTERM else KeyboardInterrupt
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Requests on their way through the server's application, without HTTP."""
+    """Sends requests through the server's application, without HTTP."""
 
     app: Any
     results: Results
@@ -135,61 +124,48 @@ class _Batch:
     count: int = 0
     bar: Bar = field(default_factory=lambda: Bar("answering", 1, "requests"))
 
-    async def answer(self, lines: Iterator[Json], at_once: int) -> None:
-        """Answer the lines, so many at once."""
-        async with self.app.router.lifespan_context(self.app), asyncio.TaskGroup() as tasks:
-            for _ in range(min(at_once, self.total)):
-                tasks.create_task(self._work(lines))
+    async def answer(self, lines: Iterator[Json], concurrency: int) -> None:
+        from httpx2 import ASGITransport, AsyncClient
 
-    async def _work(self, lines: Iterator[Json]) -> None:
+        async with (self.app.router.lifespan_context(self.app),
+                    AsyncClient(transport=ASGITransport(self.app), base_url="http://localhost") as client,
+                    asyncio.TaskGroup() as tasks):
+            for _ in range(min(concurrency, self.total)):
+                tasks.create_task(self._work(client, lines))
+
+    async def _work(self, client: AsyncClient, lines: Iterator[Json]) -> None:
         for line in lines:
-            result = await self._result(line)
-            self.results.write(result)
+            self.results.write(await self._result(client, line))
             self.count += 1
             self.bar.update(self.count, self.total)
 
-    async def _result(self, line: Json) -> Json:
+    async def _result(self, client: AsyncClient, line: Json) -> Json:
         result = {"id": "batch_req_" + uuid.uuid4().hex, "custom_id": line["custom_id"], "response": None}
-        if wrong := _wrong(line):
-            return result | {"error": {"code": "invalid_request", "message": wrong}}
-        status, answer = await self._asked(line["url"], json.dumps(line["body"]).encode())
-        body = json.loads(answer)
-        said = body.get("error") if status != 200 else None
-        return result | {"response": {"status_code": status, "request_id": body.get("id"), "body": body},
-                         "error": said and {"code": said["code"] or said["type"], "message": said["message"]}}
-
-    async def _asked(self, url: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer; asked again for as long as there is no room."""
-        while True:
-            status, headers, answer = await _called(self.app, url, body)
-            if status != 503:
-                return status, answer
-            if b"retry-after" not in headers:
-                raise BatchError(json.loads(answer)["error"]["message"])
-            await asyncio.sleep(int(headers[b"retry-after"]))
+        if problem := _problem(line):
+            return result | {"error": {"code": "invalid_request", "message": problem}}
+        answer = await _send(client, line)
+        status, body = answer.status_code, answer.json()
+        error = body.get("error") if status != 200 else None
+        if error:
+            error = {"code": error["code"] or error["type"], "message": error["message"]}
+        response = {"status_code": status, "request_id": body.get("id"), "body": body}
+        return result | {"response": response, "error": error}
 
 
-async def _called(app: ASGIApp, url: str, body: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
-    """One request to an ASGI application."""
-    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    start: Message = {}
-    pieces = []
-
-    async def receive() -> Message:
-        return given.pop() if given else await asyncio.get_running_loop().create_future()
-
-    async def send(message: Message) -> None:
-        start.update(message if message["type"] == "http.response.start" else {})
-        pieces.append(message.get("body", b""))
-
-    await app({"type": "http", "method": "POST", "path": url, "raw_path": url.encode(), "query_string": b"",
-               "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-               "http_version": "1.1", "scheme": "http", "root_path": "", "client": None, "server": None}, receive, send)
-    return start["status"], dict(start["headers"]), b"".join(pieces)
+async def _send(client: AsyncClient, line: Json) -> Response:
+    """Sends a request, again while the server is full."""
+    body, headers = json.dumps(line["body"]), {"content-type": "application/json"}
+    while True:
+        answer = await client.post(line["url"], content=body, headers=headers)
+        if answer.status_code != 503:
+            return answer
+        if "retry-after" not in answer.headers:
+            raise UsageError(answer.json()["error"]["message"])
+        await asyncio.sleep(int(answer.headers["retry-after"]))
 
 
-def _wrong(line: Json) -> str | None:
-    """What keeps a line from being asked at all."""
+def _problem(line: Json) -> str | None:
+    """Why a line cannot be sent to the server."""
     method, url, body = line.get("method", "POST"), line.get("url"), line.get("body")
     if method != "POST":
         return f"method must be POST, not {show(method)}"
@@ -197,30 +173,31 @@ def _wrong(line: Json) -> str | None:
         return f"url must be one of {', '.join(_URLS)}, not {show(url)}"
     if not isinstance(body, dict):
         return f"body must be an object, not {show(body)}"
-    return "stream must be left out: answers of a batch come whole" if body.get("stream") else None
+    return "stream must be left out: a batch has complete answers" if body.get("stream") else None
 
 
 class Results:
-    """The file of answers, for one writer. done: the requests that it has; failed: how many of them with an error.
+    """The file of answers, which only one process may write. Its answers stay; an incomplete last line is cut off.
 
-    What is in it stays; a last line that was not written to its end is cut off.
+    done: keys of the answered requests. failed: how many answers are errors.
     """
 
     def __init__(self, path: Path, source: Path) -> None:
-        self._path, self.done, self.failed = path, set[bytes](), 0
-        self._made = False  # by us, and nobody else writes it
+        self._path = path
+        self.done, self.failed = set[bytes](), 0
+        self._created = False
         try:
-            absent = not path.exists()
-            if path.exists() and not path.is_file():
-                raise BatchError(f"{path} is no file: name another one for the answers")
-            if path.exists() and path.samefile(source):
-                raise BatchError(f"{path} has the requests: name another file for the answers")
+            exists = path.exists()
+            if exists and not path.is_file():
+                raise UsageError(f"{path} is not a file: name another one for the answers")
+            if exists and path.samefile(source):
+                raise UsageError(f"{path} has the requests: name another file for the answers")
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise BatchError(f"{path} cannot be written: {error.strerror}") from error
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
         try:
-            self._claim()
-            self._made = absent
+            lock(self._file, path, path)
+            self._created = not exists
             self._read()
         except BaseException:
             self._close(failed=True)
@@ -233,75 +210,64 @@ class Results:
         self._close(failed=kind is not None)
 
     def _close(self, failed: bool) -> None:
-        """A failure leaves no new file in which nothing is."""
-        if failed and self._made and not os.fstat(self._file).st_size:
+        """Closes the file; after a failure removes it if this process created it and it is empty."""
+        if failed and self._created and not os.fstat(self._file).st_size:
             self._path.resolve().unlink(missing_ok=True)
         os.close(self._file)
 
     def write(self, result: Json) -> None:
-        """Add an answer; BatchError, and nothing of it is there, if the disk does not take it."""
-        end, rest = os.lseek(self._file, 0, os.SEEK_END), memoryview(_written(result))
+        """Appends an answer as a whole. Raises UsageError if the disk is full."""
+        end, rest = os.lseek(self._file, 0, os.SEEK_END), memoryview(_encoded(result))
         try:
             while rest:
                 rest = rest[os.write(self._file, rest):]
         except OSError as error:
             os.ftruncate(self._file, end)
-            raise BatchError(f"{self._path} cannot be written: {error.strerror}; the answers that it has are kept, and "
-                             "the same command goes on from there") from error
+            raise UsageError(f"{self._path} cannot be written: {error.strerror}; its answers are kept, and the same "
+                             "command continues from there") from error
         self.failed += result["error"] is not None
 
-    def _claim(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(self._file), self._path.stat())  # else another one has just deleted it
-        except OSError:
-            mine = False
-        if not mine:
-            raise BatchError(f"{self._path} is being written by another process: wait for it, or name another file")
-
     def _read(self) -> None:
-        whole = 0
+        complete = 0
         with open(self._file, "rb", closefd=False) as file:
             for number, raw in enumerate(iter(file.readline, b""), 1):
                 if not raw.endswith(b"\n"):
                     break
                 found = _object(raw)
                 if found is None or not isinstance(found.get("custom_id"), str) or "response" not in found:
-                    raise BatchError(f"line {number} of {self._path} is no answer of a batch: name another file for "
-                                     "the answers")
+                    raise UsageError(f"line {number} of {self._path} is not an answer of a batch: name another file "
+                                     "for the answers")
                 self.done.add(_key(found["custom_id"]))
                 self.failed += found.get("error") is not None
-                whole += len(raw)
-        os.ftruncate(self._file, whole)
+                complete += len(raw)
+        os.ftruncate(self._file, complete)
 
 
 def _checked(path: Path) -> set[bytes]:
-    """The requests of a file; BatchError names the line that is none, or has another's custom_id."""
+    """Returns the keys of all requests. Raises UsageError with the number of a wrong line."""
     if not path.is_file():
-        raise BatchError(f"{path} must be a file, not a pipe: it is read twice")
+        raise UsageError(f"{path} must be a file, not a pipe: it is read twice")
     seen: dict[bytes, int] = {}
     for number, line in _lines(path):
         key = _key(line["custom_id"])
         if key in seen:
-            raise BatchError(f"line {number} of {path} has the custom_id {show(line['custom_id'])}, and so has line "
-                             f"{seen[key]}: answers are told apart by it")
+            raise UsageError(f"line {number} of {path} has the custom_id {show(line['custom_id'])} of line "
+                             f"{seen[key]}: it must be unique")
         seen[key] = number
     return set(seen)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """The requests of a file one by one, with the numbers of their lines."""
+    """Yields the requests of a file with the numbers of their lines."""
     with path.open("rb") as file:
-        for number, raw in enumerate(iter(lambda: file.readline(_LONGEST + 1), b""), 1):
-            if len(raw) > _LONGEST:
-                raise BatchError(f"line {number} of {path} has more than {_LONGEST >> 20} MiB")
+        for number, raw in numbered_lines(file, f" of {path}"):
             if not raw.strip():
                 continue
             found = _object(raw)
             if found is None:
-                raise BatchError(f"line {number} of {path} is no JSON object")
+                raise UsageError(f"line {number} of {path} is not a JSON object")
             if not isinstance(found.get("custom_id"), str):
-                raise BatchError(f"line {number} of {path} has no custom_id, which must be a text")
+                raise UsageError(f"line {number} of {path} has no custom_id, which must be a text")
             yield number, found
 
 
@@ -313,13 +279,13 @@ def _object(raw: bytes) -> Json | None:
     return found if isinstance(found, dict) else None
 
 
-def _written(result: Json) -> bytes:
+def _encoded(result: Json) -> bytes:
     try:
         return json.dumps(result, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half a character, which only JSON's own notation can say
+    except UnicodeEncodeError:  # half of a surrogate pair, which only escapes can express
         return json.dumps(result).encode() + b"\n"
 
 
 def _key(custom_id: str) -> bytes:
-    """What is kept of an id, however long it is."""
+    """A digest of fixed size, so that long ids take no memory."""
     return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

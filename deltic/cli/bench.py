@@ -1,82 +1,103 @@
-"""`deltic bench`: how fast this machine reads and writes tokens, with random token ids for a prompt."""
+"""`deltic bench`: the speed of prefill and decode on random token ids. The scenarios are in bench/scenarios.py."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import random
+import runpy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from deltic.cli import bench_model, options
-from deltic.cli.floors import floors
-from deltic.cli.machine import peak_memory_mib
-from deltic.cli.measure import Case, Measurement, check_room, measure, model_facts, origin_facts, trial
+from deltic import __version__
+from deltic.cli import options
+from deltic.cli.machine import commit, machine_facts, peak_memory_mib
 from deltic.cli.models import open_llm
+from deltic.cli.output import table
 from deltic.cli.parser import UsageError, whole
-from deltic.cli.scenarios import SCENARIOS
-from deltic.cli.table import table
+from deltic.errors import DelticError
+from deltic.params import EngineRequest, Event, SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
+    from deltic.config import ModelConfig
     from deltic.engine.engine import Engine
     from deltic.engine.operator_profile import Profile
     from deltic.llm import LLM
-
-HELP = ("Measure reading (prefill) and writing (decode) of tokens, and say what this machine allows of them. Prompts "
-        "are random token ids.")
+    from deltic.runner.model_runner import ModelRunner
 
 _MEASURES = {"prefill_tokens_per_second": "prompt tokens over the time until every sequence has its first token",
-             "decode_tokens_per_second": "tokens per second while all sequences write, summed over the batch",
+             "decode_tokens_per_second": "tokens per second while all sequences decode, summed over the batch",
              "time_to_first_token_ms": "median over the batch",
              "overhead_ms": "a decode step without the model's forward pass"}
-_FLOORS = {"memory_gb_per_second": "how fast a sum read memory just now; kernels may be a little faster",
+_BOUNDS = {"memory_gb_per_second": "speed of a sum that reads memory, just now; kernels may be a little faster",
            "step_mib": "what a decode step reads and writes: weights, states, keys and values",
-           "allowed_decode_tokens_per_second": "if that were all, and nothing of it in caches",
-           "multiply_tflops": "how fast the GPU multiplied large matrices just now",
-           "allowed_prefill_tokens_per_second": "if products and attention were all, at that speed"}
+           "allowed_decode_tokens_per_second": "if decode did nothing else, and caches held nothing of it",
+           "multiply_tflops": "speed of products of large matrices on the GPU, just now",
+           "allowed_prefill_tokens_per_second": "if prefill were products and attention alone, at that speed"}
 _PROMPT, _NEW, _REPEAT = 512, 64, 3
+_WARM_UP_TOKENS = 16
+SCENARIOS = ("multi-turn", "agent", "edit", "restart", "shared-system")
+_SCENARIO_SCRIPT = Path(__file__).parents[2] / "bench" / "scenarios.py"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = ("Measure the speed of prefill and decode, and the bounds that this machine sets. Prompts are "
+                          "random token ids.")
     options.add_model(parser)
     parser.add_argument("--prompt-tokens", type=whole(1), metavar="N",
-                        help=f"tokens of each prompt (default: {_PROMPT}); in a scenario, of the system message and "
-                             "tools (default: its own)")
-    parser.add_argument("--new-tokens", type=whole(1), metavar="N",
-                        help=f"tokens of each answer (default: {_NEW}, or the scenario's own)")
+                        help=f"tokens of each prompt (default: {_PROMPT}); in a scenario, of the system message")
+    parser.add_argument("--new-tokens", type=whole(1), metavar="N", help=f"tokens of each answer (default: {_NEW})")
     parser.add_argument("--batch", type=whole(1, 4096), metavar="N",
-                        help="sequences that run together (default: 1, or the scenario's own)")
+                        help="sequences that run at the same time (default: 1)")
     parser.add_argument("--repeat", type=whole(1, 1000), metavar="N",
                         help=f"measured runs, after one to warm up (default: {_REPEAT}; of a scenario 1)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
                         help="seed of the prompts' token ids (default: 0)")
     parser.add_argument("--profile", action="store_true",
-                        help="after the measured runs one more, which shows how the time of prefill and decode divides "
-                             "among operators")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    _add_scenario(parser)
+                        help="add a run that shows the share of each operator in prefill and decode")
+    options.add_json(parser)
+    group = parser.add_argument_group("scenario", "In a checkout of the source. Defaults are the scenario's own.")
+    group.add_argument("--scenario", choices=SCENARIOS,
+                       help="send requests as programs send them, and show how much of their prompts is reused")
+    group.add_argument("--turns", type=whole(1, 10000), metavar="N", help="user messages, steps of an agent, or waves")
+    group.add_argument("--turn-tokens", type=whole(1), metavar="N", help="new tokens of each turn")
     options.add_random(parser)
     options.add_engine(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    _check(args)
+def run_bench(args: argparse.Namespace) -> int:
     if args.scenario:
-        print(bench_model.run(args, args.scenario))
-        return 0
+        return _run_scenario(args)
+    options.refuse({"--turns": args.turns, "--turn-tokens": args.turn_tokens}, "{} needs --scenario")
     case = Case(args.prompt_tokens or _PROMPT, args.new_tokens or _NEW, args.batch or 1)
     llm = open_llm(args, max_batch=case.batch, max_context=case.prompt_tokens + case.new_tokens)
     check_room(llm, case)
     repeat = args.repeat or _REPEAT
     with llm.worker.hold() as engine:
-        runs = measure(engine, case, repeat, args.seed)
+        warm_up = Case(min(case.prompt_tokens, _WARM_UP_TOKENS), min(case.new_tokens, 2), case.batch)
+        trial(engine, warm_up, args.seed)
+        runs = [trial(engine, case, args.seed + number) for number in range(1, repeat + 1)]
         profile = _profile(engine, case, args.seed + repeat + 1) if args.profile else None
-    result = report(llm, case, runs)
+    result = _report(llm, case, runs)
     if args.json:
         print(json.dumps(result | ({"profile": profile.as_dict()} if profile else {})))
     else:
-        print("\n\n".join([table(_for_people(result)), *([str(profile)] if profile else [])]))
+        print(_as_table(result) + (f"\n\n{profile}" if profile else ""))
+    return 0
+
+
+def _run_scenario(args: argparse.Namespace) -> int:
+    options.refuse({"--profile": args.profile}, f"{{}} is for plain prompts: leave out --scenario {args.scenario}")
+    if not _SCENARIO_SCRIPT.exists():
+        raise UsageError("--scenario needs bench/scenarios.py of the source, which the package does not have: run it "
+                         "in a checkout")
+    print(runpy.run_path(str(_SCENARIO_SCRIPT))["run"](args))
     return 0
 
 
@@ -88,40 +109,120 @@ def _profile(engine: Engine, case: Case, seed: int) -> Profile:
     return profile
 
 
-def report(llm: LLM, case: Case, runs: Sequence[Measurement]) -> dict[str, Any]:
-    """Medians and runs, with all that is needed to understand them."""
+# One run
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`batch` sequences of so many prompt tokens and new tokens."""
+
+    prompt_tokens: int
+    new_tokens: int
+    batch: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Rates are totals over the batch; None if the case is too short for one."""
+
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float | None
+    time_to_first_token_ms: float
+    overhead_ms: float | None
+
+
+@dataclass(slots=True)
+class _Trace:
+    """Seconds since the start.
+
+    steady: (time, tokens so far) of the steps in which all sequences decode. overheads: those of these steps.
+    """
+
+    first: dict[str, float] = field(default_factory=dict)
+    steady: list[tuple[float, int]] = field(default_factory=list)
+    overheads: list[float] = field(default_factory=list)
+    tokens: int = 0
+    ended: bool = False
+
+    def add(self, events: Sequence[Event], now: float, overhead: float, batch: int) -> None:
+        """Adds the events of a step."""
+        for event in events:
+            if event.finish == "error":
+                raise DelticError(f"the measurement failed: {event.error}")
+            self.tokens += event.token is not None
+            self.first.setdefault(event.request, now)
+        if len(self.first) == batch and not self.ended:
+            if self.steady:
+                self.overheads.append(overhead)
+            self.steady.append((now, self.tokens))
+        self.ended = self.ended or any(event.finish for event in events)
+
+
+def trial(engine: Engine, case: Case, seed: int = 0) -> Measurement:
+    """Runs the case once, with prompts drawn from the seed."""
+    draw = random.Random(seed)
+    vocabulary = engine.runtime.config.vocab_size
+    sampling = SamplingParams(temperature=0.0, max_tokens=case.new_tokens, ignore_eos=True)
+    requests = []
+    for index in range(case.batch):
+        prompt = tuple(draw.randrange(vocabulary) for _ in range(case.prompt_tokens))
+        requests.append(EngineRequest(f"bench-{index}", prompt, sampling))
+    trace, started = _Trace(), time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        events = engine.step()
+        trace.add(events, time.perf_counter() - started, engine.stats.last_overhead, case.batch)
+    decode = None
+    if len(trace.steady) > 1:
+        (start, before), (end, after) = trace.steady[0], trace.steady[-1]
+        decode = (after - before) / (end - start)
+    return Measurement(
+        prefill_tokens_per_second=case.batch * case.prompt_tokens / max(trace.first.values()),
+        decode_tokens_per_second=decode,
+        time_to_first_token_ms=median(trace.first.values()) * 1e3,
+        overhead_ms=median(trace.overheads) * 1e3 if trace.overheads else None)
+
+
+def check_room(llm: LLM, case: Case, asked: str = "--prompt-tokens and --new-tokens") -> None:
+    """Raises UsageError if the case exceeds the model's context or batch. asked: the options behind its tokens."""
+    tokens, memory = case.prompt_tokens + case.new_tokens, llm.runtime.memory
+    if tokens > memory.max_context:
+        raise UsageError(f"{asked} are {tokens} together and the context holds {memory.max_context}: ask for fewer, or "
+                         "raise --max-context or --memory")
+    if case.batch > memory.max_batch:
+        raise UsageError(f"--batch {case.batch} is more than the {memory.max_batch} sequences that can run at the same "
+                         "time: ask for fewer, or raise --max-batch or --memory")
+
+
+# Report
+
+
+def _report(llm: LLM, case: Case, runs: Sequence[Measurement]) -> dict[str, Any]:
+    """Medians and runs, with the facts that explain them."""
+    from deltic.runner.model_runner import ModelRunner
+
+    bounds = bounds_of(llm.runtime, case) if isinstance(llm.runtime, ModelRunner) else {}
     return {**model_facts(llm), **asdict(case), "repeat": len(runs),
             **{name: _median([getattr(run, name) for run in runs]) for name in _MEASURES},
-            "peak_memory_mib": round(peak_memory_mib(), 1), **_floors(llm, case), "runs": [asdict(run) for run in runs],
+            "peak_memory_mib": round(peak_memory_mib(), 1), **bounds, "runs": [asdict(run) for run in runs],
             **origin_facts(llm)}
 
 
-def _floors(llm: LLM, case: Case) -> dict[str, Any]:
-    from deltic.runner.model_runner import ModelRunner
-
-    return floors(llm.runtime, case) if isinstance(llm.runtime, ModelRunner) else {}
-
-
-def _add_scenario(parser: argparse.ArgumentParser) -> None:
-    lines = "; ".join(f"{name}: {scenario.line}" for name, scenario in SCENARIOS.items())
-    group = parser.add_argument_group("scenario")
-    group.add_argument("--scenario", choices=tuple(SCENARIOS),
-                       help=f"send requests as programs send them, and show what is reused of their prompts. {lines}")
-    group.add_argument("--turns", type=whole(1, 10000), metavar="N",
-                       help="user messages, steps of an agent, or waves (default: the scenario's own)")
-    group.add_argument("--turn-tokens", type=whole(1), metavar="N",
-                       help="tokens that each of them brings (default: the scenario's own)")
+def model_facts(llm: LLM) -> dict[str, Any]:
+    runtime = llm.runtime
+    dtype = runtime.config.dtype if runtime.options.dtype == "auto" else runtime.options.dtype
+    kv = "float8_e4m3fn" if runtime.options.kv_dtype == "fp8" else dtype
+    return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype, "kv_dtype": kv,
+            "state_dtype": runtime.options.state_dtype, "device": runtime.options.device}
 
 
-def _check(args: argparse.Namespace) -> None:
-    for name in ("turns", "turn_tokens"):
-        if getattr(args, name) and not args.scenario:
-            raise UsageError(f"--{name.replace('_', '-')} needs --scenario")
-    if args.profile and args.scenario:
-        raise UsageError(f"--profile is of plain prompts: leave out --scenario {args.scenario}")
-    if args.batch and args.scenario and SCENARIOS[args.scenario].sizes.batch == 1:
-        raise UsageError(f"--batch {args.batch}: the requests of {args.scenario} come one after the other; leave it "
-                         "out, or take --scenario shared-system")
+def origin_facts(llm: LLM) -> dict[str, Any]:
+    """The machine and the code."""
+    from deltic.ops import explain
+
+    return {"machine": {**machine_facts(), "threads": llm.runtime.threads}, "version": __version__, "commit": commit(),
+            "ops": explain(llm.runtime.ops)}
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -129,9 +230,101 @@ def _median(values: Sequence[float | None]) -> float | None:
     return round(median(known), 4) if known else None
 
 
-def _for_people(result: dict[str, Any]) -> dict[str, Any]:
-    hidden = ("runs", "ops", "machine")
-    said = _MEASURES | _FLOORS
-    rows = {name: f"{value}  ({said[name]})" if name in said else value
-            for name, value in result.items() if name not in hidden}
-    return {**rows, "machine": result["machine"], "ops": result["ops"]}
+def _as_table(result: dict[str, Any]) -> str:
+    explained = _MEASURES | _BOUNDS
+    rows = {name: f"{value}  ({explained[name]})" if name in explained else value
+            for name, value in result.items() if name not in ("runs", "ops", "machine")}
+    return table({**rows, "machine": result["machine"], "ops": result["ops"]})
+
+
+# Bounds of the machine
+
+
+_READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+"""More than caches hold, and enough to make the launch negligible."""
+_MATRIX_SIZE, _TRIES = 8192, 16
+
+
+def bounds_of(runtime: ModelRunner, case: Case) -> dict[str, Any]:
+    """Measures how fast memory is read and, on a GPU, matrices are multiplied, and the tokens a second that allows."""
+    speed = _read_speed(runtime)
+    step = step_bytes(runtime, case.batch, case.prompt_tokens + case.new_tokens // 2)
+    bounds = {"memory_gb_per_second": round(speed / 1e9, 2), "step_mib": round(step / (1 << 20), 1),
+              "allowed_decode_tokens_per_second": round(case.batch * speed / step, 4)}
+    if runtime.device.type == "cuda":
+        rate = _multiply_speed(runtime.device)
+        operations = prompt_operations(runtime.config, case.prompt_tokens)
+        bounds |= {"multiply_tflops": round(rate / 1e12, 1),
+                   "allowed_prefill_tokens_per_second": round(case.prompt_tokens * rate / operations, 4)}
+    return bounds
+
+
+def step_bytes(runtime: ModelRunner, batch: int, context: int) -> int:
+    """Bytes that a decode step reads and writes: weights once, states, keys and values.
+
+    Of a mixture it counts the experts that some token selects, if all are equally likely.
+    """
+    from deltic.engine.scheduler import DEFERRED
+    from deltic.runner.input_batch import FEW_ROWS
+
+    decoder, pools, experts = runtime.decoder, runtime.pools, runtime.config.experts
+    weights = decoder.token_bytes()
+    if experts and batch > 1 and experts.per_token < experts.count:
+        selected = experts.per_token / experts.count
+        tied = decoder.weights.embedding is decoder.weights.head
+        whole = decoder.weight_bytes() - (0 if tied else decoder.weights.embedding.nbytes)
+        weights += int((whole - weights) * (1 - (1 - selected) ** batch - selected) / (1 - selected))
+    writes = 1 / DEFERRED if runtime.capabilities.defers_state_writes and batch > FEW_ROWS else 1
+    state = int((1 + writes) * batch * pools.recurrent[:, 0].nbytes) if len(pools.recurrent) else 0
+    return weights + state + 2 * batch * context * pools.keys[:, 0, 0].nbytes
+
+
+def prompt_operations(config: ModelConfig, tokens: int) -> int:
+    """Operations of products and attention in prefill. The delta rule and the head's single row are negligible."""
+    from deltic.loader.names import expected_tensors
+
+    weights = 0
+    for name, shape in expected_tensors(config).items():
+        if ".experts." in name and config.experts:
+            weights += config.experts.per_token * shape[1] * shape[2]
+        elif ".layers." in name and len(shape) == 2 and ".conv1d." not in name:
+            weights += shape[0] * shape[1]
+    attention = config.layer_types.count("full_attention") * config.num_attention_heads * config.head_dim
+    return 2 * weights * tokens + 2 * attention * tokens**2
+
+
+def _read_speed(runtime: ModelRunner) -> float:
+    """Bytes a second, on as many threads as the model has."""
+    import torch
+
+    from deltic.engine.memory import free_memory
+    from deltic.ops.cpu import use_torch_threads
+
+    use_torch_threads(runtime.decoder.ops, runtime.threads)
+    size = min(_READ_BYTES[runtime.device.type], free_memory(runtime.options.device) // 4)
+    numbers = torch.ones(max(size // 4, 1), device=runtime.device)
+    return numbers.nbytes / _best_seconds(numbers.sum, runtime.device)
+
+
+def _multiply_speed(device: torch.device) -> float:
+    """Operations a second, of bfloat16."""
+    import torch
+
+    left, right = (torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, device=device).bfloat16() for _ in range(2))
+    return 2 * _MATRIX_SIZE**3 / _best_seconds(lambda: left @ right, device)
+
+
+def _best_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    import torch
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    times = []
+    for _ in range(_TRIES):
+        began = now()
+        work()
+        times.append(now() - began)
+    return min(times)

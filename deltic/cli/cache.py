@@ -1,179 +1,231 @@
-"""`deltic cache`: what a cache directory keeps, and how to be rid of it."""
+"""Models and conversations on disk: `deltic pull`, `ls` and `rm`, and `deltic cache`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
+import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deltic.cache.offload.item_folder import (
-    FolderLabel,
-    StoredFile,
-    files,
-    folders,
-    prune,
-    prune_root,
-    read_label,
-    remove,
-    root_of,
-    split_folder,
-)
+from deltic.cli import options
+from deltic.cli.output import confirmed, date, grid, mib, table
 from deltic.cli.parser import UsageError, path_name, text, whole
-from deltic.cli.table import date, grid, table
-from deltic.cli.terminal import confirmed
 
-HELP = "Show or clear the prefixes of conversations that a cache directory keeps."
-_ACTIONS = {"ls": "list the prefixes, last used first", "stats": "show totals per model",
-            "clear": "delete what is kept, of all models"}
-_OWN = {"json": ("ls", "stats"), "yes": ("clear",), "older_than": ("clear",)}
+if TYPE_CHECKING:
+    from deltic.cache.offload.directory import CacheDirectory, ModelLabel, StoredRow
+
+_ACTIONS = {"ls": "list the prefixes, last used first", "stats": "show totals for each model",
+            "clear": "delete the contents, of all models"}
 _SHORT, _DAY = 12, 86400
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model's folder: what it keeps was computed in one way."""
-
-    folder: Path
-    label: FolderLabel
-    files: list[StoredFile]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        version, fingerprint = split_folder(self.folder.name)
-        return {"model": self.label.model or None, "about": self.label.about or None, "fingerprint": fingerprint,
-                "version": version}
+# Models
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_pull(parser: argparse.ArgumentParser) -> None:
+    parser.description = ("Download a model from the Hugging Face hub, or its missing files. The checksum of every "
+                          "file is compared.")
+    parser.add_argument("model", metavar="MODEL", type=text,
+                        help="a Hugging Face name such as Qwen/Qwen3.5-0.8B, or with one of its GGUF files, such as "
+                             "unsloth/Qwen3.5-0.8B-GGUF:Q8_0")
+    options.add_revision(parser)
+
+
+def run_pull(args: argparse.Namespace) -> int:
+    from deltic.loader.downloads import is_below, place
+    from deltic.loader.hub import resolve
+
+    path = resolve(args.model, args.revision, progress=sys.stderr.isatty())
+    if not is_below(place(), path):
+        raise UsageError(f"{args.model} is on this machine, at {path}: there is nothing to download")
+    print(path)
+    return 0
+
+
+def add_ls(parser: argparse.ArgumentParser) -> None:
+    parser.description = "List the models that were downloaded from the Hugging Face hub, last used first."
+    options.add_json(parser)
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    from deltic.loader.downloads import downloads, place
+    from deltic.loader.writing import size_of
+
+    models = downloads()
+    if args.json:
+        print(json.dumps({"directory": str(place()), "models": [asdict(model) for model in models]}, default=str))
+    elif not models:
+        print(f"nothing was downloaded to {place()}")
+    else:
+        print(grid([{"model": model.name, "size": size_of(model.bytes), "last_used": date(model.used),
+                     "revisions": ", ".join(revision.name for revision in model.revisions)} for model in models]))
+    return 0
+
+
+def add_rm(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Delete a model that was downloaded. A program that has loaded it is not affected."
+    parser.add_argument("model", metavar="MODEL", type=text, help="its name, as deltic ls shows it")
+    parser.add_argument("--revision", metavar="REV", help="only this branch, tag or commit (default: all)")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def run_rm(args: argparse.Namespace) -> int:
+    from deltic.loader.catalog import repository_of
+    from deltic.loader.downloads import delete, downloads, place
+    from deltic.loader.writing import size_of
+
+    model = next((model for model in downloads() if model.name == repository_of(args.model)), None)
+    if model is None:
+        raise UsageError(f"{args.model} is not among the models in {place()}, which deltic ls lists")
+    doomed = [revision for revision in model.revisions if args.revision is None or revision.is_called(args.revision)]
+    if not doomed:
+        known = ", ".join(revision.name for revision in model.revisions)
+        raise UsageError(f"{args.model} has no revision {args.revision!r} here; it has {known}")
+    revisions = "" if len(doomed) == len(model.revisions) else f" at {args.revision}"
+    if not args.yes and not confirmed(f"Delete {args.model}{revisions} ({size_of(model.bytes)})? [y/N] "):
+        print("nothing was deleted")
+        return 1
+    print(f"deleted {args.model}{revisions}: {size_of(delete(doomed))} are free again")
+    return 0
+
+
+# Conversations
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show or clear the prefixes of conversations in a cache directory."
     actions = "; ".join(f"{name}: {line}" for name, line in _ACTIONS.items())
     parser.add_argument("action", metavar="ACTION", choices=tuple(_ACTIONS), type=text, help=actions)
     parser.add_argument("directory", metavar="DIR", type=path_name, help="the directory, as given to --cache-dir")
-    parser.add_argument("--json", action="store_true", help="ls, stats: print one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="ls, stats: print one JSON object")
     parser.add_argument("--yes", action="store_true", help="clear: do not ask")
     parser.add_argument("--older-than", type=whole(0, 36500), metavar="DAYS",
                         help="clear: only what was not used for so many days")
 
 
-def run(args: argparse.Namespace) -> int:
-    for option, actions in _OWN.items():
-        given = getattr(args, option)
-        if given is not None and given is not False and args.action not in actions:
-            raise UsageError(f"--{option.replace('_', '-')} is for {' and '.join(actions)}, not for {args.action}")
+def run_cache(args: argparse.Namespace) -> int:
+    if args.action == "clear":
+        options.refuse({"--json": args.json}, "{} is for ls and stats, not for clear")
+    else:
+        options.refuse({"--yes": args.yes, "--older-than": args.older_than},
+                       f"{{}} is for clear, not for {args.action}")
+    from deltic.cache.offload.directory import CacheDirectory, root_of
+
     root = root_of(args.directory)
     if not root.parent.is_dir():
         raise UsageError(f"there is no directory {args.directory!r}")
     if root.is_symlink():
-        raise UsageError(f"{root} is a link, which deltic never makes: name the directory that it leads into")
-    models = [_Model(folder, read_label(folder), list(files(folder))) for folder in folders(root)]
+        raise UsageError(f"{root} is a link, which deltic never makes: name the directory that it points to")
+    directory = CacheDirectory(args.directory) if root.is_dir() else None
+    rows = directory.rows() if directory else []
     if args.action == "clear":
-        return _clear(root, models, args)
-    facts = {"ls": _listing, "stats": _stats}[args.action](root, models)
+        return _clear(directory, rows, args)
+    labels = directory.models() if directory else []
+    models = [_Model(label, [row for row in rows if row.model == label.model]) for label in labels]
+    listing = args.action == "ls"
+    facts = {"directory": str(root.parent), **(_listing(models) if listing else _stats(models, root.parent))}
     if args.json:
         print(json.dumps(facts, ensure_ascii=False))
-    elif not facts["prefixes" if args.action == "ls" else "bytes"]:
+    elif not rows:
         print(f"nothing kept in {args.directory}")
     else:
-        print({"ls": _listing_text, "stats": _stats_text}[args.action](facts))
+        print(_listing_text(facts) if listing else _stats_text(facts))
     return 0
 
 
-# ls
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model and its rows of the index."""
+
+    label: ModelLabel
+    rows: list[StoredRow]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        from deltic.cache.offload.directory import VERSION
+
+        return {"model": self.label.label or None, "about": self.label.about or None, "fingerprint": self.label.model,
+                "version": VERSION}
+
+    @property
+    def items(self) -> list[StoredRow]:
+        return [row for row in self.rows if row.kind != "record"]
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.size for row in self.rows)
 
 
-def _listing(root: Path, models: Iterable[_Model]) -> dict[str, Any]:
-    prefixes = [_prefix(model, found) for model in models for found in _by_key(model).values()]
-    prefixes.sort(key=lambda prefix: -prefix["used"])
-    return {"directory": str(root.parent), "prefixes": prefixes}
-
-
-def _by_key(model: _Model) -> dict[str, list[StoredFile]]:
-    found: dict[str, list[StoredFile]] = {}
-    for file in model.files:
-        if file.item:
-            found.setdefault(file.item.key, []).append(file)
-    return found
-
-
-def _prefix(model: _Model, found: Sequence[StoredFile]) -> dict[str, Any]:
-    """All items of one key."""
-    items = [file.item for file in found if file.item]
-    return {"key": items[0].key, "tokens": max(item.done for item in items),
-            "kinds": sorted({item.kind for item in items}), "bytes": sum(file.size for file in found),
-            "used": max(file.used for file in found), **model.facts}
+def _listing(models: Sequence[_Model]) -> dict[str, Any]:
+    prefixes = list[dict[str, Any]]()
+    for model in models:
+        by_key: dict[str, list[StoredRow]] = {}
+        for row in model.items:
+            by_key.setdefault(row.key, []).append(row)
+        for key, rows in by_key.items():
+            prefixes.append({"key": key, "tokens": max(row.done for row in rows),
+                             "kinds": sorted({row.kind for row in rows}), "bytes": sum(row.size for row in rows),
+                             "used": max(row.used for row in rows), **model.facts})
+    return {"prefixes": sorted(prefixes, key=lambda prefix: -prefix["used"])}
 
 
 def _listing_text(facts: dict[str, Any]) -> str:
-    return grid([{"key": prefix["key"][:_SHORT], "tokens": prefix["tokens"], "kind": "+".join(prefix["kinds"]),
-                  "mib": round(prefix["bytes"] / (1 << 20), 1), "last_used": date(prefix["used"]),
-                  "model": f"{prefix['model'] or '?'} ({prefix['fingerprint'][:_SHORT]})"}
-                 for prefix in facts["prefixes"]])
+    rows = []
+    for prefix in facts["prefixes"]:
+        rows.append({"key": prefix["key"][:_SHORT], "tokens": prefix["tokens"], "kind": "+".join(prefix["kinds"]),
+                     "mib": round(prefix["bytes"] / (1 << 20), 1), "last_used": date(prefix["used"]),
+                     "model": f"{prefix['model'] or '?'} ({prefix['fingerprint'][:_SHORT]})"})
+    return grid(rows)
 
 
-# stats
-
-
-def _stats(root: Path, models: Iterable[_Model]) -> dict[str, Any]:
-    models = list(models)
-    return {"directory": str(root.parent), "bytes": sum(file.size for model in models for file in model.files),
-            "disk_free": shutil.disk_usage(root.parent).free, "models": [_totals(model) for model in models]}
+def _stats(models: Sequence[_Model], directory: Path) -> dict[str, Any]:
+    return {"bytes": sum(model.bytes for model in models), "disk_free": shutil.disk_usage(directory).free,
+            "models": [_totals(model) for model in models]}
 
 
 def _totals(model: _Model) -> dict[str, Any]:
-    """prefixes: those that can be resumed; tokens: whose K/V is kept, counted once; others: notes and leftovers."""
-    items = [file.item for file in model.files if file.item]
-    used = [file.used for file in model.files]
+    """prefixes: how many can be resumed. tokens: how many have K/V, each counted once. notes: records of answers."""
+    items = model.items
+    used = [row.used for row in model.rows]
     return {**model.facts, "items": len(items), "prefixes": len({item.key for item in items if item.kind != "kv"}),
             "tokens": sum(item.done - item.start for item in items if item.kind == "kv"),
-            "notes": sum(file.note for file in model.files),
-            "other_files": sum(file.item is None and not file.note for file in model.files),
-            "bytes": sum(file.size for file in model.files),
+            "notes": len(model.rows) - len(items), "bytes": model.bytes,
             "oldest": min(used, default=None), "newest": max(used, default=None)}
 
 
 def _stats_text(facts: dict[str, Any]) -> str:
-    shown: dict[str, Any] = {"directory": facts["directory"], "size": _size(facts["bytes"]),
-                             "disk_free": _size(facts["disk_free"])}
+    shown: dict[str, Any] = {"directory": facts["directory"], "size": mib(facts["bytes"]),
+                             "disk_free": mib(facts["disk_free"])}
     for model in facts["models"]:
-        totals = {**model, "size": _size(model["bytes"]), "oldest": date(model["oldest"]),
-                  "newest": date(model["newest"])}
-        for name in ("model", "about", "bytes", "fingerprint"):
-            del totals[name]
-        about = (model["about"], model["fingerprint"][:_SHORT], f"version {totals.pop('version')}")
-        shown[f"{model['model'] or '?'} ({', '.join(filter(None, about))})"] = totals
+        counts = {name: model[name] for name in ("items", "prefixes", "tokens", "notes")}
+        about = (model["about"], model["fingerprint"][:_SHORT], f"version {model['version']}")
+        shown[f"{model['model'] or '?'} ({', '.join(filter(None, about))})"] = {
+            **counts, "oldest": date(model["oldest"]), "newest": date(model["newest"]), "size": mib(model["bytes"])}
     return table(shown)
 
 
-# clear
+def _clear(directory: CacheDirectory | None, rows: Sequence[StoredRow], args: argparse.Namespace) -> int:
+    from deltic.cache.offload.directory import root_of
 
-
-def _clear(root: Path, models: Sequence[_Model], args: argparse.Namespace) -> int:
-    now, least = time.time(), args.older_than
-    doomed = [(model.folder, file) for model in models for file in model.files
-              if least is None or now - file.used > least * _DAY]
-    what = (f"{len(doomed):,} file{'s' * (len(doomed) != 1)} ({_size(sum(file.size for _, file in doomed))}) "
-            f"below {root}")
+    days = args.older_than
+    before = float("inf") if days is None else time.time() - days * _DAY
+    doomed = [row for row in rows if row.used < before]
+    noun = "entry" if len(doomed) == 1 else "entries"
+    what = f"{len(doomed):,} {noun} ({mib(sum(row.size for row in doomed))}) below {root_of(args.directory)}"
     if not doomed:
-        print(f"nothing kept in {args.directory}" + (f" is older than {least} days" if least is not None else ""))
+        print(f"nothing kept in {args.directory}" + (f" is older than {days} days" if days is not None else ""))
     elif not args.yes and not confirmed(f"Delete {what}? [y/N] "):
         print("nothing was deleted")
         return 1
-    for folder, file in doomed:
-        remove(folder, file.path)
-    for model in models:
-        prune(model.folder)
-    prune_root(root)
+    if directory and days is None:
+        directory.remove_version_1()
+    if directory:
+        directory.remove_unused(before)
     if doomed:
         print(f"deleted {what}")
     return 0
-
-
-# words
-
-
-def _size(count: int) -> str:
-    return f"{count / (1 << 20):,.1f} MiB"

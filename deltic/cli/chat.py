@@ -1,4 +1,4 @@
-"""`deltic chat`: a conversation. Where stdin is a terminal, lines are edited; where it is a pipe, each is a turn."""
+"""`deltic chat`: a conversation. On a terminal lines can be edited; in a pipe each line is a message."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import base64
 import json
 import mimetypes
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.answer import Screen, read_answer, statistics_line
+from deltic.cli.files import decoded, numbered_lines, replace_file
 from deltic.cli.models import open_llm
-from deltic.cli.parser import MOST_BYTES, UsageError, as_typed, plain_file, read_bytes, read_text
-from deltic.cli.pictures import naming
-from deltic.cli.settings import replace_file
-from deltic.cli.signals import Interruption
+from deltic.cli.output import Screen, note, read_answer, statistics_line
+from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, plain_file, read_bytes, read_text
+from deltic.cli.process import Interruption
 from deltic.errors import RequestError, show
 
 if TYPE_CHECKING:
@@ -28,34 +28,32 @@ if TYPE_CHECKING:
     from deltic.llm import LLM, Choice
     from deltic.params import SamplingParams
 
-HELP = "Hold a conversation. Every line is a message; /help lists the commands. Ctrl-C stops an answer."
-
 _COMMANDS = {
-    "/set": "[NAME [VALUE]]  show the settings, put one back, or change it: temperature, think, system, ...",
+    "/set": "[NAME [VALUE]]  show the settings, reset one, or change it: temperature, think, system, ...",
     "/save": "FILE           write the conversation as JSON, as the server takes it",
-    "/load": "FILE           go on with a conversation that was saved",
-    "/image": "FILE          show a picture with the next message; again for several",
+    "/load": "FILE           continue a conversation that was saved",
+    "/image": "FILE          add a picture to the next message; may be repeated",
     "/reset": "              forget the conversation",
     "/help": "               show this",
-    "/exit": "               end, as Ctrl-D does",
+    "/exit": "               end, like Ctrl-D",
 }
 _HINT = '/help lists the commands; """ begins and ends a message of several lines; Ctrl-C stops an answer'
-_PROMPT, _MORE, _QUOTES = "> ", ". ", '"""'
+_QUOTES = '"""'
 _THINK = {"on": True, "off": False, "default": None}
+_CONTENT_PART = re.compile(r"messages\[\d+\]\.content\[(\d+)\]")
 
 Message = dict[str, Any]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Hold a conversation. Every line is a message; /help lists commands. Ctrl-C stops an answer."
     options.add_model(parser)
     options.add_conversation(parser)
     options.add_sampling(parser)
     options.add_engine(parser)
-    options.add_random(parser, hidden=True)
 
 
-def run(args: argparse.Namespace) -> int:
-    options.refuse_random(args)
+def run_chat(args: argparse.Namespace) -> int:
     sampling = options.sampling(args)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with open_llm(args) as llm:
@@ -63,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
         if interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() uses it)
-            _note(_HINT)
-        for text, quoted in _messages(_Typed() if interactive else _Piped()):
+            note(_HINT)
+        for text, quoted in _messages(_TerminalLines() if interactive else _piped_lines()):
             if quoted:
-                chat.say(text)
+                chat.send(text)
             elif text == "/exit":
                 break
             else:
@@ -75,60 +73,65 @@ def run(args: argparse.Namespace) -> int:
 
 
 class ChatState:
-    """The messages so far, and how the next answer is made. `failed`: something could not be done."""
+    """The messages and settings of a conversation. `failed`: a command or an answer has failed."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace, sampling: SamplingParams) -> None:
         self.failed = False
-        self._llm, self._given = llm, (sampling, args.think, args.system)
-        self._sampling, self._thinking, self._system = self._given
+        self._llm = llm
+        self._defaults = sampling, args.think, args.system
+        self._sampling, self._thinking, self._system = self._defaults
         self._thinking_output = args.thinking_output
         self._messages: list[Message] = []
-        self._shown: list[Message] = []
+        self._pictures: list[Message] = []
 
     @property
     def messages(self) -> list[Message]:
-        """With the system message."""
-        opening = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return [*opening, *self._messages]
+        """The messages, with the system message."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *self._messages]
 
     def take(self, line: str) -> None:
-        """One line of the user: a command or a message."""
+        """Executes a command, or sends a message."""
         name, _, rest = line.partition(" ")
         if name in _COMMANDS:
             try:
-                self._obey(name, rest.strip())
+                self._execute(name, rest.strip())
             except (UsageError, RequestError, OSError) as error:
                 self._fail(str(error))
         elif line.startswith("/") and line[1:].isalpha():
-            _note(f"there is no command {line}: /help lists them")
+            note(f"there is no command {line}: /help lists them")
         else:
-            self.say(line)
+            self.send(line)
 
-    def say(self, text: str) -> None:
-        """A message of the user; blank ones are none."""
+    def send(self, text: str) -> None:
+        """Sends a message with the pictures that were added, unless the text is blank."""
         if text.strip():
-            shown, self._shown = self._shown, []
-            self._answer({"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text})
+            pictures, self._pictures = self._pictures, []
+            content = [*pictures, {"type": "text", "text": text}] if pictures else text
+            self._answer({"role": "user", "content": content})
 
-    def _obey(self, name: str, rest: str) -> None:
+    def _execute(self, name: str, rest: str) -> None:
         if name == "/reset":
-            self._messages, self._shown = [], []
-            _note("the conversation is forgotten")
+            self._messages, self._pictures = [], []
+            note("the conversation is forgotten")
         elif name == "/set":
             self._set(*rest.split(maxsplit=1))
         elif name in ("/save", "/load", "/image"):
             if not rest:
                 raise UsageError(f"{name} needs the name of a file")
             if "\0" in rest:
-                raise UsageError(f"{show(rest)} is no name of a file: it has a NUL character")
-            path = Path(os.path.expanduser(rest))  # unlike Path's, it leaves users alone that are not known
-            _note({"/save": self._save, "/load": self._load, "/image": self._show}[name](path))
+                raise UsageError(f"{show(rest)} is not the name of a file: it has a NUL character")
+            path = Path(os.path.expanduser(rest))  # unlike Path.expanduser, keeps ~ of unknown users
+            note({"/save": self._save, "/load": self._load, "/image": self._add_picture}[name](path))
         else:
-            _note("\n".join(f"{command:<6} {about}" for command, about in _COMMANDS.items()) + f"\n{_HINT}")
+            note("\n".join(f"{command:<6} {about}" for command, about in _COMMANDS.items()) + f"\n{_HINT}")
+
+    # Settings
 
     def _set(self, name: str = "", value: str | None = None) -> None:
-        """Change a setting, or put it back where there is no value."""
-        name, (sampling, thinking, system) = name.replace("-", "_"), self._given
+        """Changes a setting, resets it if there is no value, and shows it; without a name shows all."""
+        name = name.replace("-", "_")
+        sampling, thinking, system = self._defaults
         if name == "system":
             self._system = system if value is None else value
         elif name == "think":
@@ -136,49 +139,48 @@ class ChatState:
                 raise UsageError(f"think is one of {', '.join(_THINK)}, not {show(value)}")
             self._thinking = thinking if value is None else _THINK[value]
         elif name in options.SAMPLING:
-            kind = options.SAMPLING[name][0]
-            try:
-                read = getattr(sampling, name) if value is None else kind(value)
-            except ValueError:
-                expected = "an integer" if kind is int else "a number"
-                raise UsageError(f"{name} must be {expected}, not {show(value)}") from None
-            self._sampling = replace(self._sampling, **{name: read})
+            changed = getattr(sampling, name) if value is None else _number(name, value)
+            self._sampling = replace(self._sampling, **{name: changed})
         elif name:
-            raise UsageError(f"there is no setting {show(name)}, but {', '.join(self._settings)}")
+            raise UsageError(f"there is no setting {show(name)}; the settings are {', '.join(self._settings)}")
         for known, shown in self._settings.items():
             if name in ("", known):
-                _note(f"{known} {shown}")
+                note(f"{known} {shown}")
 
     @property
     def _settings(self) -> dict[str, str]:
-        """All settings, in words."""
-        numbers = {name: getattr(self._sampling, name) for name in options.SAMPLING}
         think = next(word for word, value in _THINK.items() if value is self._thinking)
-        return {"system": self._system or "(none)", "think": think,
-                **{name: "(default)" if value is None else str(value) for name, value in numbers.items()}}
+        settings = {"system": self._system or "(none)", "think": think}
+        for name in options.SAMPLING:
+            value = getattr(self._sampling, name)
+            settings[name] = "(default)" if value is None else str(value)
+        return settings
+
+    # Files
 
     def _save(self, path: Path) -> str:
-        """Write the messages as a request's body; a file that is something else is not overwritten."""
+        """Writes the messages as the body of a request. Overwrites only conversations."""
         if path.exists():
             try:
                 _read_messages(path)
             except UsageError as error:
-                raise UsageError(f"{path} is there, and no conversation: choose another name") from error
-        body = {"messages": self.messages}
-        replace_file(Path(os.path.realpath(path)), json.dumps(body, indent=1, ensure_ascii=False) + "\n", 0o644)
+                raise UsageError(f"{path} exists and is not a conversation: choose another name") from error
+        body = json.dumps({"messages": self.messages}, indent=1, ensure_ascii=False)
+        replace_file(Path(os.path.realpath(path)), body + "\n", 0o644)
         return f"saved {len(self.messages)} messages to {path}"
 
     def _load(self, path: Path) -> str:
-        """Take the messages of a file, if the model's template does."""
+        """Replaces the messages by those of a file, if the model's template accepts them."""
         messages = _read_messages(path)
         self._llm.chat_processor.chat([*messages, {"role": "user", "content": "?"}])
-        opening = messages[0] if messages and messages[0].get("role") == "system" else None
-        text = opening["content"] if opening and isinstance(opening.get("content"), str) else None
-        self._system, self._messages = text, messages if text is None else messages[1:]
-        return f"loaded {len(messages)} messages from {path}"
+        count, self._system = len(messages), None
+        if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
+            self._system, messages = messages[0]["content"], messages[1:]
+        self._messages = messages
+        return f"loaded {count} messages from {path}"
 
-    def _show(self, path: Path) -> str:
-        """Keep a picture, in the form that requests have, for the next message."""
+    def _add_picture(self, path: Path) -> str:
+        """Keeps a picture for the next message, if the model can see it."""
         kind = mimetypes.guess_type(path.name)[0] or "image/png"
         try:
             content = read_bytes(plain_file(str(path)))
@@ -186,18 +188,17 @@ class ChatState:
             raise UsageError(f"{path} cannot be read: {error}") from error
         url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
         part = {"type": "image_url", "image_url": {"url": url}}
-        with naming([path]):
+        with naming_files([path]):
             self._llm.chat_processor.chat([{"role": "user", "content": [part, {"type": "text", "text": "?"}]}])
-        self._shown.append(part)
+        self._pictures.append(part)
         return f"{path.name} goes with the next message"
 
+    # Answers
+
     def _answer(self, question: Message) -> None:
-        """Answer, and keep question and answer if there was one."""
-        messages = [*self.messages, question]
-        deltas: list[Delta] = []
-        screen = Screen(self._thinking_output)
+        """Answers, and keeps question and answer unless the answer failed."""
         try:
-            deltas, choice = self._play(messages, screen)
+            deltas, choice = self._stream([*self.messages, question])
         except RequestError as error:
             self._fail(str(error))
             return
@@ -206,54 +207,84 @@ class ChatState:
             return
         self._messages += [question, _as_message(deltas)]
 
-    def _play(self, messages: list[Message], screen: Screen) -> tuple[list[Delta], Choice | None]:
-        """Show an answer; its choice is None if it was interrupted."""
+    def _stream(self, messages: list[Message]) -> tuple[list[Delta], Choice | None]:
+        """Shows an answer. Its choice is None if it was interrupted."""
         deltas: list[Delta] = []
+        screen = Screen(self._thinking_output)
 
         def show(delta: Delta) -> None:
             deltas.append(delta)
             screen.show(delta)
 
         with Interruption() as interruption:
-            stream, meter = read_answer(
+            stream, timing = read_answer(
                 self._llm, lambda: self._llm.stream(messages, self._sampling, thinking=self._thinking),
                 show, lambda: interruption.requested)
             screen.close()
         choice = stream.output.choices[0] if stream.output else None
         if sys.stderr.isatty():
-            _note(statistics_line(choice, meter) if choice else "stopped")
+            note(statistics_line(choice, timing) if choice else "stopped")
         return deltas, choice
 
     def _fail(self, message: str) -> None:
         self.failed = True
-        _note(f"deltic: error: {as_typed(message)}")
+        note(f"deltic: error: {as_typed(message)}")
+
+
+@contextmanager
+def naming_files(files: Sequence[Path]) -> Iterator[None]:
+    """Errors about pictures name their files. files: the first parts of a message's content, in order."""
+    try:
+        yield
+    except RequestError as error:
+        part = _CONTENT_PART.match(error.field or "")
+        if part is None or int(part[1]) >= len(files):
+            raise
+        file = str(files[int(part[1])])
+        message = str(error).replace(f" ({show(file)})", "")
+        message = message.replace(part[0], file) if part[0] in message else f"{file}: {message}"
+        raise RequestError(message, error.field) from error
+
+
+def _number(name: str, value: str) -> Any:
+    kind: type = options.SAMPLING[name][0]
+    try:
+        return float(value) if kind is float else int(value)
+    except ValueError:
+        expected = "an integer" if kind is int else "a number"
+        raise UsageError(f"{name} must be {expected}, not {show(value)}") from None
 
 
 def _as_message(deltas: list[Delta]) -> Message:
     from deltic.chat.deltas import join
 
     answer = join(deltas)
-    reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-    return {"role": "assistant", "content": answer.content, **reasoning}
+    message = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    return message
 
 
 def _read_messages(path: Path) -> list[Message]:
-    """The messages of a request's body in a file, or a list of them. UsageError says why not."""
+    """Returns the messages in a file: the body of a request, or a list. Raises UsageError for anything else."""
     try:
         found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from error
     messages = found.get("messages") if isinstance(found, dict) else found
-    if not isinstance(messages, list) or not all(isinstance(message, dict) and "role" in message
-                                                 for message in messages):
+    if not isinstance(messages, list) or not all(isinstance(one, dict) and "role" in one for one in messages):
         raise UsageError(f'{path} must be of the form {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
     return messages
 
 
-def _messages(read: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
-    """What is said: lines, and texts between quotes on several lines (True).
+# Lines
 
-    read: gives the next line, or None to drop the text that was begun, which it is told about; EOFError ends that.
+
+def _messages(read: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
+    """Yields lines, and texts of several lines between quotes, with True for the latter.
+
+    read: returns the next line, or None to drop the begun text, and raises EOFError at the end; its argument is True
+    within quotes.
     """
     begun: list[str] | None = None
     while True:
@@ -264,31 +295,32 @@ def _messages(read: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
         if line is None:
             begun = None
             continue
-        if begun is None and line.startswith(_QUOTES):
-            begun, line = [], line.removeprefix(_QUOTES)
         if begun is None:
-            yield line, False
-            continue
-        text = line.rstrip()
-        begun.append(text.removesuffix(_QUOTES) if text.endswith(_QUOTES) else line)
-        if sum(map(len, begun)) > MOST_BYTES:
-            raise UsageError(f"a message has more than {MOST_BYTES >> 20} MiB, which no context holds")
-        if text.endswith(_QUOTES):
+            if not line.startswith(_QUOTES):
+                yield line, False
+                continue
+            begun, line = [], line.removeprefix(_QUOTES)
+        stripped = line.rstrip()
+        ends = stripped.endswith(_QUOTES)
+        begun.append(stripped.removesuffix(_QUOTES) if ends else line)
+        if sum(map(len, begun)) > MAX_BYTES:
+            raise UsageError(f"a message has more than {MAX_BYTES >> 20} MiB, which no context holds")
+        if ends:
             yield "\n".join(begun).strip("\n"), True
             begun = None
     if begun is not None:
         yield "\n".join(begun).strip("\n"), True
 
 
-class _Typed:
-    """Lines from a person; Ctrl-C twice in a row ends, once gives a hint."""
+class _TerminalLines:
+    """Reads lines from a terminal. The first Ctrl-C gives a hint, a second one in a row ends the program."""
 
     def __init__(self) -> None:
         self._warned = False
 
-    def __call__(self, begun: bool) -> str | None:
+    def __call__(self, within_quotes: bool) -> str | None:
         try:
-            line = input(_MORE if begun else _PROMPT)
+            line = input(". " if within_quotes else "> ")
         except EOFError:
             print()
             raise
@@ -297,31 +329,19 @@ class _Typed:
             if self._warned:
                 raise
             self._warned = True
-            _note("Ctrl-C again, /exit or Ctrl-D end the program")
+            note("Ctrl-C again, /exit or Ctrl-D end the program")
             return None
         self._warned = False
         return line
 
 
-class _Piped:
-    """Lines of a file or pipe."""
+def _piped_lines() -> Callable[[bool], str]:
+    """Reads lines from a file or pipe."""
+    lines = numbered_lines(sys.stdin.buffer, " on stdin")
 
-    def __init__(self) -> None:
-        self._number = 0
+    def read(within_quotes: bool) -> str:
+        for number, line in lines:
+            return decoded(line, f"line {number} on stdin", first=number == 1).rstrip("\r\n")
+        raise EOFError
 
-    def __call__(self, begun: bool) -> str:
-        line, self._number = sys.stdin.buffer.readline(MOST_BYTES + 1), self._number + 1
-        if not line:
-            raise EOFError
-        if len(line) > MOST_BYTES:
-            raise UsageError(f"line {self._number} on stdin has more than {MOST_BYTES >> 20} MiB, which no context "
-                             "holds")
-        try:
-            return line.decode("utf-8-sig" if self._number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"line {self._number} on stdin is not valid UTF-8 (byte {error.start}): convert it "
-                             "first, for example with iconv") from error
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return read

@@ -1,4 +1,4 @@
-"""The clients that `deltic connect` knows: where each keeps its settings, and what they have to say."""
+"""The clients of `deltic connect`: their files, and the settings in them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 KEY_VARIABLE = "DELTIC_API_KEY"
-_MOST_ANSWER = 32_000  # tokens that are set aside for an answer, at most
+_MAX_ANSWER = 32_000  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model that a server serves. url: without /v1. context: tokens that prompt and answer may have together.
-    key: "" where the server wants none."""
+    """A model of a server. url: without /v1. context: tokens of prompt and answer. key: "" if there is none."""
 
     url: str
     model: str
@@ -24,24 +23,26 @@ class Target:
 
     @property
     def base(self) -> str:
-        """The base URL for clients of OpenAI's wire."""
+        """The base URL for clients of OpenAI's API."""
         return f"{self.url}/v1"
 
     @property
     def some_key(self) -> str:
-        """A key for clients that cannot do without."""
+        """A key for clients that require one."""
         return self.key or "none"
 
     @property
     def answer(self) -> int:
-        """Tokens of the context that a client should leave for the answer."""
-        return max(1, min(self.context // 4, _MOST_ANSWER))
+        """Tokens that a client should reserve for the answer."""
+        return max(1, min(self.context // 4, _MAX_ANSWER))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a file has to say. folder: below the home directory, or what the variable says instead. The ending says the
-    file's format. missing: what it says besides, where it does not say it yet."""
+    """Settings in a file, whose suffix is its format.
+
+    folder: below the home directory; `variable` replaces it. missing: values to add where the file has none.
+    """
 
     folder: str
     name: str
@@ -57,8 +58,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A program that talks to servers. files: its settings. environment: variables that it needs besides. start: how
-    it is run then."""
+    """A program that uses servers. start: how to run it. environment: variables that it needs besides the files."""
 
     about: str
     start: str
@@ -83,7 +83,7 @@ def _codex(target: Target) -> list[Settings]:
 
 
 def _claude_code(target: Target) -> list[Settings]:
-    """The header would change the beginning of every prompt."""
+    """The attribution header would change the beginning of every prompt."""
     kinds = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     return [Settings(".claude", "settings.json", {"env": {
         "ANTHROPIC_BASE_URL": target.url, "ANTHROPIC_AUTH_TOKEN": target.some_key,
@@ -137,8 +137,8 @@ CLIENTS: Mapping[str, Client] = {
     "crush": Client("Charm's coding agent", "crush", _crush),
     "llm": Client("Simon Willison's command line", "llm -m deltic 'Hello'", _llm,
                   lambda target: {"OPENAI_API_KEY": target.key} if target.key else {}),
-    "openai": Client("whatever uses the openai package", "your program", environment=lambda target: {
+    "openai": Client("programs that use the openai package", "your program", environment=lambda target: {
         "OPENAI_BASE_URL": target.base, "OPENAI_API_KEY": target.some_key}),
-    "anthropic": Client("whatever uses the anthropic package", "your program", environment=lambda target: {
+    "anthropic": Client("programs that use the anthropic package", "your program", environment=lambda target: {
         "ANTHROPIC_BASE_URL": target.url, "ANTHROPIC_AUTH_TOKEN": target.some_key}),
 }

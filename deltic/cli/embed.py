@@ -1,22 +1,23 @@
-"""`deltic embed`: vectors of the texts in a file."""
+"""`deltic embed` and `deltic rerank`: vectors of texts, and how well texts match a query."""
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
+import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from deltic.cli.parser import UsageError, path_name, text, whole
-from deltic.cli.terminal import Bar
-from deltic.cli.texts import add_source, is_seekable, open_encoder, open_lines, read_texts
+from deltic.cli import options
+from deltic.cli.files import decoded, lock, numbered_lines, open_lines
+from deltic.cli.output import Bar, bytes_bar, note
+from deltic.cli.parser import UsageError, existing_file, path_name, text, whole
 from deltic.errors import show
 
 if TYPE_CHECKING:
@@ -24,120 +25,207 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deltic.embeddings.encoder import Encoder
-
-HELP = "Vectors of the texts in a file. What was interrupted goes on where it was, if it is started again."
+    from deltic.embeddings.open import Task
 
 _WINDOW = 1024
-_ROOM = "make room, and run the same command again, which goes on from what is there"
-_KINDS = (".npy", ".npz")
+_NO_ROOM = "make room, and run the same command again to continue"
+_SUFFIXES = (".npy", ".npz")
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
+def add_embed(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Vectors of the texts in a file. The same command continues an interrupted one."
+    _add_source(parser)
     parser.add_argument("-o", "--output", type=_output, metavar="FILE",
                         help="a .npy or .npz file for the vectors, float32 [texts, numbers] (in .npz: `vectors`); "
-                             "without it they go to standard output, a line of JSON for each text")
+                             "without it, they are printed as a line of JSON for each text")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--query", dest="kind", action="store_const", const="query",
-                      help="the texts are queries: the model's prompt for them comes first, if it has one")
+                      help="the texts are queries: put the model's query prompt before each, if it has one")
     kind.add_argument("--passage", dest="kind", action="store_const", const="passage", help="the texts are passages")
     kind.add_argument("--prompt", type=text, metavar="TEXT", help="put this before each text")
     parser.add_argument("--dimensions", type=whole(1), metavar="N",
-                        help="keep the first N numbers of each vector, made length 1 again")
+                        help="keep the first N numbers of each vector, normalized again")
 
 
-def run(args: argparse.Namespace) -> int:
-    with open_lines(args.file) as file, open_encoder(args, "embed") as encoder:
+def run_embed(args: argparse.Namespace) -> int:
+    with open_lines(args.file) as file, _open_encoder(args, "embed") as encoder:
         if args.output is not None:
-            _to_file(encoder, args, file)
+            _write_vectors(encoder, args, file)
             return 0
         for rows in _vectors(encoder, args, read_texts(file, args.jsonl), lambda _: None):
             print(*(json.dumps(row.tolist()) for row in rows), sep="\n")
     return 0
 
 
-def _to_file(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:
-    output: Path = args.output
-    part, note = output.with_name(output.name + ".part"), output.with_name(output.name + ".part.json")
+def add_rerank(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Sort the texts in a file by how well they match a query, best first, each after its score."
+    _add_source(parser)
+    parser.add_argument("--query", type=text, required=True, metavar="TEXT", help="what to look for")
+    parser.add_argument("--top", type=whole(1), metavar="N", help="show the best N (default: all)")
+    parser.add_argument("--instruction", type=text, metavar="TEXT",
+                        help="the instruction for a reranker that is a decoder (default: the one that "
+                             "Qwen3-Reranker was trained with)")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each text: index, score, text")
+
+
+def run_rerank(args: argparse.Namespace) -> int:
+    with open_lines(args.file) as file:
+        documents = list(read_texts(file, args.jsonl))
+    with _open_encoder(args, "auto", instruction=args.instruction) as encoder:
+        for ranked in encoder.rank(args.query, documents, top_n=args.top, truncate=args.truncate):
+            document = documents[ranked.index]
+            facts = {"index": ranked.index, "score": ranked.score, "text": document}
+            print(json.dumps(facts, ensure_ascii=False) if args.json else f"{ranked.score:.6f}\t{document}")
+    return 0
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", type=text,
+                        help="a directory or a Hugging Face name such as BAAI/bge-m3")
+    parser.add_argument("file", metavar="FILE", type=_source, help="texts, one a line; - reads standard input")
+    options.add_revision(parser)
+    parser.add_argument("--jsonl", action="store_true",
+                        help="each line is JSON: a text, or an object with one as `text`")
+    parser.add_argument("--max-length", type=whole(1), metavar="N",
+                        help="maximum tokens of a text (default: the model's own)")
+    parser.add_argument("--no-truncate", dest="truncate", action="store_false",
+                        help="refuse texts that are too long instead of cutting them")
+    options.add_engine(parser)
+
+
+def _open_encoder(args: argparse.Namespace, task: Task, **more: Any) -> Encoder:
+    given = options.engine_options(args)
+    from deltic.embeddings.encoder import Encoder
+
+    with bytes_bar("loading") as bar:
+        return Encoder(args.model, task=task, revision=args.revision, max_length=args.max_length,
+                       progress=bar.update, **more, **given)
+
+
+# Texts
+
+
+def read_texts(file: BinaryIO, jsonl: bool) -> Iterator[str]:
+    """Yields the text of each line. Raises UsageError with the number of a wrong line."""
+    for number, line in numbered_lines(file):
+        content = decoded(line, f"line {number}", first=number == 1).rstrip("\r\n")
+        yield _json_text(content, number) if jsonl else content
+
+
+def _json_text(line: str, number: int) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"line {number} is not JSON: {error}") from None
+    found = value.get("text") if isinstance(value, dict) else value
+    if not isinstance(found, str):
+        raise UsageError(f'line {number} must be a text, or an object such as {{"text": "..."}}, not {show(value)}')
+    return found
+
+
+def _source(given: str) -> str:
+    """An existing file, a pipe, or - for standard input."""
+    return given if given == "-" else str(existing_file(text(given)))
+
+
+def _is_seekable(file: BinaryIO) -> bool:
+    try:
+        return file is not sys.stdin.buffer and file.seekable()
+    except (OSError, io.UnsupportedOperation):
+        return False
+
+
+# Vectors in a file
+
+
+def _output(given: str) -> Path:
+    path = Path(path_name(given))
+    if path.suffix not in _SUFFIXES:
+        raise argparse.ArgumentTypeError(f"must end in {' or '.join(_SUFFIXES)}, not {given[:80]!r}")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the directory {str(path.parent)!r} does not exist")
+    if path.exists() and not path.is_file():
+        kind = "directory" if path.is_dir() else "pipe or device"
+        raise argparse.ArgumentTypeError(f"{show(given)} is a {kind}; name a file")
+    return path
+
+
+def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:
+    """Appends raw rows to OUTPUT.part, so that they can be continued, and makes the output of them at the end."""
     from deltic.embeddings.encoder import check_dimensions
     from deltic.loader.writing import check_room, explained
 
+    output: Path = args.output
+    part, job = output.with_name(output.name + ".part"), output.with_name(output.name + ".part.json")
     check_dimensions(args.dimensions, encoder.dimension)
-    width, total = args.dimensions or encoder.dimension, 0
-    if is_seekable(file):
-        digest, total = hashlib.blake2b(digest_size=16), 0
-        for piece in iter(lambda: file.read(1 << 20), b""):
-            digest.update(piece)
-            total += piece.count(b"\n")
-        file.seek(0)
-        told = json.dumps({"texts": digest.hexdigest(), "model": encoder.name, "width": width, "kind": args.kind,
-                           "prompt": args.prompt, "jsonl": args.jsonl, "max_length": encoder.max_length})
-    else:
-        told = ""  # what came through a pipe is gone
-    with explained(output), _claimed(part, note, output) as target:
-        done = count = _resume(target, note, told, 4 * width)
-        check_room(output, 4 * width * (2 * total - done), _ROOM)  # the part stays until all is in the output
+    width = args.dimensions or encoder.dimension
+    description, total = _describe(encoder, args, file, width) if _is_seekable(file) else ("", 0)
+    with explained(output), _locked(part, job, output) as target:
+        done = count = _resume(target, job, description, 4 * width)
+        check_room(output, 4 * width * (2 * total - done), _NO_ROOM)  # part and output exist together at the end
         if done:
-            print(f"{done:,} vectors are there already: going on behind them", file=sys.stderr)
-        bar = Bar("embedding", 1, "texts")
-        try:
-            for rows in _vectors(encoder, args, islice(read_texts(file, args.jsonl), done, None),
-                                 lambda count: bar.update(done + count, max(total, done + count))):
+            note(f"{done:,} vectors exist already: continuing after them")
+        texts = islice(read_texts(file, args.jsonl), done, None)
+        with Bar("embedding", 1, "texts") as bar:
+            for rows in _vectors(encoder, args, texts, lambda new: bar.update(done + new, max(total, done + new))):
                 target.write(rows.tobytes())
                 target.flush()
                 count += len(rows)
-        finally:
-            bar.close()
         _finish(part, output, (count, width))
-        note.unlink(missing_ok=True)
+        job.unlink(missing_ok=True)
         part.unlink()
 
 
-def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], report: Any
+def _describe(encoder: Encoder, args: argparse.Namespace, file: BinaryIO, width: int) -> tuple[str, int]:
+    """Returns what identifies the job, so that only the same one is continued, and the number of lines."""
+    digest, total = hashlib.blake2b(digest_size=16), 0
+    for chunk in iter(lambda: file.read(1 << 20), b""):
+        digest.update(chunk)
+        total += chunk.count(b"\n")
+    file.seek(0)
+    return json.dumps({"texts": digest.hexdigest(), "model": encoder.name, "width": width, "kind": args.kind,
+                       "prompt": args.prompt, "jsonl": args.jsonl, "max_length": encoder.max_length}), total
+
+
+def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], report: Callable[[int], None]
              ) -> Iterator[NDArray[np.float32]]:
-    """Window by window."""
+    """Yields vectors in windows of texts. report: called with the number of encoded texts."""
     count = 0
 
-    def step(number: int) -> None:
+    def add(number: int) -> None:
         nonlocal count
         count += number
         report(count)
 
     while window := list(islice(texts, _WINDOW)):
         yield encoder.encode(window, kind=args.kind, prompt=args.prompt, dimensions=args.dimensions,
-                             truncate=args.truncate, progress=step)
+                             truncate=args.truncate, progress=add)
 
 
 @contextmanager
-def _claimed(part: Path, note: Path, output: Path) -> Iterator[BinaryIO]:
-    """The part, to be added to by this process alone; UsageError if another one writes it. note: what it is of."""
+def _locked(part: Path, job: Path, output: Path) -> Iterator[BinaryIO]:
+    """Opens the part for this process alone. Raises UsageError if another one writes it."""
     with part.open("ab") as target:
-        try:
-            fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(target.fileno()), part.stat())  # else another one has just finished it
-        except (BlockingIOError, FileNotFoundError):
-            mine = False
-        if not mine:
-            raise UsageError(f"{output} is being written by another process: wait for it, or name another file")
+        lock(target.fileno(), part, output)
         try:
             yield target
-        except BaseException:  # what has nothing to go on from does not stay
-            if not os.fstat(target.fileno()).st_size:
-                note.unlink(missing_ok=True)
+        except BaseException:
+            if not os.fstat(target.fileno()).st_size:  # nothing to continue from
+                job.unlink(missing_ok=True)
                 part.unlink(missing_ok=True)
             raise
 
 
-def _resume(part: BinaryIO, note: Path, told: str, row: int) -> int:
-    """How many vectors the part has, if it was begun in the same way; else it begins anew."""
+def _resume(part: BinaryIO, job: Path, description: str, row: int) -> int:
+    """Returns the number of vectors in the part of the same job; empties the part of another one."""
     try:
-        same = bool(told) and note.read_text(encoding="utf-8") == told
+        same = bool(description) and job.read_text(encoding="utf-8") == description
     except (OSError, UnicodeDecodeError):
         same = False
     done = os.fstat(part.fileno()).st_size // row if same else 0
     part.truncate(done * row)
     if not same:
-        note.write_text(told, encoding="utf-8")
+        job.write_text(description, encoding="utf-8")
     return done
 
 
@@ -151,21 +239,9 @@ def _finish(part: Path, output: Path, shape: tuple[int, int]) -> None:
         raise UsageError(f"{part} has {size:,} bytes instead of {wanted:,}, as another program has changed it: delete "
                          "it, and run the command again")
     rows = np.memmap(part, np.float32, "r", shape=shape) if shape[0] else np.zeros(shape, np.float32)
-    check_room(output, wanted, _ROOM)
+    check_room(output, wanted, _NO_ROOM)
     with replacing(output) as file:
         if output.suffix == ".npz":
             np.savez(file, vectors=rows)
         else:
             np.save(file, rows)
-
-
-def _output(given: str) -> Path:
-    path = Path(path_name(given))
-    if path.suffix not in _KINDS:
-        raise argparse.ArgumentTypeError(f"must end in {' or '.join(_KINDS)}, not {given[:80]!r}")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"the directory {str(path.parent)!r} does not exist")
-    if path.exists() and not path.is_file():
-        kind = "directory" if path.is_dir() else "pipe or device"
-        raise argparse.ArgumentTypeError(f"{show(given)} is a {kind}; name a file")
-    return path

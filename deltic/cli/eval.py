@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,65 +11,59 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from deltic.cli import options
+from deltic.cli.files import decoded, open_lines
 from deltic.cli.models import open_llm
-from deltic.cli.parser import MOST_BYTES, UsageError, text, whole
-from deltic.cli.terminal import reading_bar
-from deltic.cli.texts import open_lines
+from deltic.cli.output import print_facts, tokens_bar
+from deltic.cli.parser import MAX_BYTES, UsageError, text, whole
 from deltic.errors import show
 
 if TYPE_CHECKING:
     from deltic.llm import LLM
     from deltic.params import TokenLogprobs
 
-HELP = "The perplexity of a text file: how well the model predicts it. Lower is better."
-
 _WINDOW = 2048
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", type=text,
-                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the "
-                             "embedded demo model")
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.description = "The perplexity of a text file: how well the model predicts it. Lower is better."
+    options.add_model(parser, required=True)
     parser.add_argument("file", metavar="FILE", type=text, help="the text, in UTF-8; - reads standard input")
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
     parser.add_argument("--window", type=whole(2), metavar="N",
-                        help=f"tokens that are read at once; each begins with what the model's tokenizer puts before a "
-                             f"raw prompt, such as a bos token (default: {_WINDOW}, or what the context holds)")
+                        help="tokens that the model reads together; a window begins with the tokens that the tokenizer "
+                             f"puts before a raw prompt, such as bos (default: {_WINDOW}, or the context)")
     parser.add_argument("--stride", type=whole(1), metavar="N",
-                        help="tokens by which the windows advance: the fewer, the more context each scored token has, "
-                             "and the longer it takes (default: as many as the window less one)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+                        help="tokens by which windows advance: a small stride gives each scored token more context and "
+                             "takes longer (default: the window less one)")
+    options.add_json(parser)
     options.add_engine(parser)
-    options.add_random(parser, hidden=True)
 
 
-def run(args: argparse.Namespace) -> int:
-    options.refuse_random(args)
+def run_eval(args: argparse.Namespace) -> int:
     content = _read(args.file)
-    with open_llm(args) as llm:
-        started, bar = time.perf_counter(), reading_bar()
-        try:
-            found = perplexity(llm, content, args.window, args.stride, bar.update)
-        finally:
-            bar.close()
+    with open_llm(args) as llm, tokens_bar("reading") as bar:
+        started = time.perf_counter()
+        found = perplexity(llm, content, args.window, args.stride, bar.update)
         seconds = time.perf_counter() - started
-        if args.json:
-            print(json.dumps({
-                "model": llm.runtime.name, "file": args.file, "window": found.window, "stride": found.stride,
-                "tokens": found.tokens, "scored_tokens": found.scored, "scored_bytes": found.nbytes,
-                "log_likelihood": found.log_likelihood, "perplexity": found.perplexity,
-                "bits_per_byte": found.bits_per_byte, "seconds": round(seconds, 3)}))
-            return 0
-    print(f"perplexity     {found.perplexity:.4f}\nbits per byte  {found.bits_per_byte:.4f}\n"
-          f"tokens         {found.scored:,} scored of {found.tokens:,}, windows of {found.window:,}, "
-          f"stride {found.stride:,}\ntime           {seconds:.1f} s")
+        model = llm.runtime.name
+    if args.json:
+        print_facts({"model": model, "file": args.file, "window": found.window, "stride": found.stride,
+                     "tokens": found.tokens, "scored_tokens": found.scored, "scored_bytes": found.nbytes,
+                     "log_likelihood": found.log_likelihood, "perplexity": found.perplexity,
+                     "bits_per_byte": found.bits_per_byte, "seconds": round(seconds, 3)}, True)
+    else:
+        print_facts({"perplexity": f"{found.perplexity:.4f}", "bits_per_byte": f"{found.bits_per_byte:.4f}",
+                     "tokens": f"{found.scored:,} scored of {found.tokens:,}, windows of {found.window:,}, stride "
+                               f"{found.stride:,}",
+                     "time": f"{seconds:.1f} s"}, False)
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """How well a model predicts a text. window, stride: with which it was read. scored, nbytes: the tokens and bytes
-    that `log_likelihood` is of."""
+    """How well a model predicts a text.
+
+    window, stride: how it was read. scored, nbytes: the tokens and bytes behind `log_likelihood`.
+    """
 
     window: int
     stride: int
@@ -90,39 +83,50 @@ class Perplexity:
 
 def perplexity(llm: LLM, content: str, window: int | None = None, stride: int | None = None,
                progress: Callable[[int, int], None] = lambda done, total: None) -> Perplexity:
-    """Score every token of the text once: all but the first where the tokenizer puts nothing before it. progress: is
-    called with the tokens scored, and all. UsageError for a window that the context does not hold."""
+    """Scores every token of the text once; the first only if the tokenizer puts a token before it.
+
+    progress: called with the number of scored tokens, and of all. Raises UsageError for a window beyond the context.
+    """
     from deltic.params import SamplingParams
 
-    words, room = llm.chat_processor.tokenizer, llm.engine.max_context - 1
-    ids, before = words.encode(content), words.around[0]
-    if window is not None and window > room:
-        raise UsageError(f"--window {window} is more than the {room} tokens that the context holds: ask for fewer, or "
-                         "raise --max-context or --memory")
-    size = min(_WINDOW, room) if window is None else window
-    most = size - len(before) - 1
-    step = max(1, most) if stride is None else stride
-    if step > most:
-        raise UsageError(f"--stride {step} must be less than --window {size}, so that each scored token has one before "
-                         f"it{' besides the bos token' if before else ''}: ask for at most {most}, or raise --window")
-    first = 0 if before else 1
+    tokenizer = llm.chat_processor.tokenizer
+    ids, prefix = tokenizer.encode(content), tokenizer.around[0]
+    size, step = _window_and_stride(llm.engine.max_context - 1, len(prefix), window, stride)
+    first = 0 if prefix else 1
     if len(ids) <= first:
         raise UsageError("the text has too few tokens to be scored")
-    scoring, done, total = SamplingParams(max_tokens=0, prompt_logprobs=0), 0, 0.0
-    windows = _windows(len(ids), first, most + 1, step)
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    done, total = 0, 0.0
+    windows = _windows(len(ids), first, size - len(prefix), step)
     while group := list(islice(windows, llm.runtime.memory.max_batch)):
-        prompts = [[*before, *ids[start:end]] for start, _, end in group]
+        prompts = [[*prefix, *ids[start:end]] for start, _, end in group]
         for (_, fresh, end), output in zip(group, llm.generate(prompts, scoring), strict=True):
+            count = end - fresh
             scores: Sequence[TokenLogprobs] = output.sound().choices[0].prompt_logprobs or ()
-            total += math.fsum(score.token for score in scores[len(scores) - (end - fresh):])
-            done += end - fresh
+            total += math.fsum(score.token for score in scores[len(scores) - count:])
+            done += count
         progress(done, len(ids) - first)
-    unscored = sum(len(words.token_bytes(token)) for token in ids[:first])
+    unscored = sum(len(tokenizer.token_bytes(token)) for token in ids[:first])
     return Perplexity(size, step, len(ids), done, len(content.encode()) - unscored, total)
 
 
+def _window_and_stride(room: int, prefix: int, window: int | None, stride: int | None) -> tuple[int, int]:
+    """room: tokens of the context. prefix: tokens before a raw prompt."""
+    if window is not None and window > room:
+        raise UsageError(f"--window {window} is more than the {room} tokens of the context: ask for fewer, or raise "
+                         "--max-context or --memory")
+    size = min(_WINDOW, room) if window is None else window
+    most = size - prefix - 1
+    step = max(1, most) if stride is None else stride
+    if step > most:
+        raise UsageError(f"--stride {step} must be less than --window {size}, so that each scored token has one "
+                         f"before it{' besides the bos token' if prefix else ''}: ask for at most {most}, or raise "
+                         "--window")
+    return size, step
+
+
 def _windows(count: int, first: int, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Of so many tokens: where each window starts, from where on its tokens are scored, and where it ends."""
+    """Yields the start of each window, its first token to score, and its end."""
     fresh, end = first, min(size, count)
     while fresh < count:
         yield max(0, end - size), fresh, end
@@ -131,11 +135,7 @@ def _windows(count: int, first: int, size: int, stride: int) -> Iterator[tuple[i
 
 def _read(name: str) -> str:
     with open_lines(name) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise UsageError(f"{show(name)} has more than {MOST_BYTES >> 20} MiB: give a part of it")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{show(name)} is not valid UTF-8 (byte {error.start}): convert it first, for example with "
-                         "iconv") from error
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise UsageError(f"{show(name)} has more than {MAX_BYTES >> 20} MiB: give a part of it")
+    return decoded(content, show(name))

@@ -1,4 +1,4 @@
-"""What the library has to say goes to stderr as plain lines."""
+"""Shows the library's log on stderr as plain lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltic.cli.parser import as_typed
 
 
 class _PlainLines(logging.Formatter):
-    """`deltic: warning: MESSAGE`; of an exception its kind and message, and where it was raised for those who asked."""
+    """Formats a record as `deltic: warning: MESSAGE`. Tracebacks are shown only with --verbose."""
 
     def __init__(self, verbose: bool) -> None:
         super().__init__("deltic: %(lowered)s: %(message)s")
@@ -31,7 +31,7 @@ class _PlainLines(logging.Formatter):
 
 @contextmanager
 def logging_to_stderr(verbose: bool) -> Iterator[None]:
-    """Show warnings of the `deltic` loggers, with `verbose` everything."""
+    """Shows warnings of the `deltic` loggers, with `verbose` all records."""
     logger, handler = logging.getLogger("deltic"), logging.StreamHandler()
     handler.setFormatter(_PlainLines(verbose))
     level = logger.level

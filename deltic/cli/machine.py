@@ -1,4 +1,4 @@
-"""What a measurement needs to say about where it was made."""
+"""Facts about the machine and the code, for measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from deltic.config import available_cores
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, cores, memory and the versions below us."""
     import torch
 
     return {"cpu": cpu_name(), "cores": available_cores(), "memory_mib": memory_mib(),
@@ -23,7 +22,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", read_system("/proc/cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
 
@@ -32,11 +31,8 @@ def memory_mib() -> int:
 
 
 def peak_memory_mib() -> float:
-    """The most memory that this process has had at once.
-
-    Linux lets getrusage's figure survive from the parent of a process, so its own status is asked first.
-    """
-    found = re.search(r"^VmHWM:\s+(\d+) kB", _read("/proc/self/status"), re.MULTILINE)
+    """The peak memory of this process. getrusage on Linux may return the peak of its parent."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", read_system("/proc/self/status"), re.MULTILINE)
     if found:
         return int(found[1]) / 1024
     import resource
@@ -46,23 +42,19 @@ def peak_memory_mib() -> float:
 
 
 def commit() -> str | None:
-    """The commit that runs, with `+` if files differ from it; None outside of a checkout."""
+    """The commit of this checkout, with `+` if tracked files differ from it; None outside of a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
-        head = _git(root, "rev-parse", "--short=12", "HEAD").strip()
-        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     return None
 
 
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True,
-                          timeout=10).stdout
-
-
-def _read(path: str) -> str:
+def read_system(path: str) -> str:
+    """A file of the operating system; empty if it cannot be read."""
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

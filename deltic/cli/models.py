@@ -1,4 +1,4 @@
-"""From a command's arguments to a loaded model."""
+"""Loads the model that a command's arguments name."""
 
 from __future__ import annotations
 
@@ -7,46 +7,43 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from deltic.cli.options import engine_options
+from deltic.cli.output import bytes_bar, gib
 from deltic.cli.parser import UsageError
-from deltic.cli.terminal import loading_bar
 from deltic.config import EngineConfig, ModelConfig, available_memory
 
 if TYPE_CHECKING:
     from deltic.config import DType
-    from deltic.engine.loading import RandomModel
     from deltic.llm import LLM
 
-_SHARE = 0.9
-_CHAT = ("chat_template", "history", "strip_billing_header", "thinking", "thinking_budget", "tool_call_parser",
-         "parse_special")
-"""Options of the commands that read words."""
+_MEMORY_SHARE = 0.9  # of the free memory, that random weights may take
+_CHAT_OPTIONS = ("chat_template", "history", "strip_billing_header", "thinking", "thinking_budget",
+                 "tool_call_parser", "parse_special")
 
 
 def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
-    """Load what the arguments name, with a progress bar. `defaults` are engine options to use where none is given."""
+    """Loads a model with a progress bar. defaults: engine options, which given ones override."""
     check_source(args)
     options = {**defaults, **engine_options(args)}
     if args.random:
         _check_memory(args, options)
+    from deltic.engine.loading import RandomModel
     from deltic.llm import LLM
 
-    bar = loading_bar()
-    processor = {name: getattr(args, name) for name in _CHAT if hasattr(args, name)}
-    try:
-        return LLM(_source(args), revision=args.revision, progress=bar.update, **processor, **options)
-    finally:
-        bar.close()
+    source = RandomModel(args.random, args.layers, args.random_seed or 0) if args.random else args.model
+    processor = {name: getattr(args, name) for name in _CHAT_OPTIONS if hasattr(args, name)}
+    with bytes_bar("loading") as bar:
+        return LLM(source, revision=args.revision, progress=bar.update, **processor, **options)
 
 
 def timed_llm(args: argparse.Namespace) -> tuple[LLM, float]:
-    """The model, and the milliseconds that loading took."""
+    """Loads a model; returns it and the milliseconds that loading took."""
     started = time.perf_counter()
     llm = open_llm(args)
     return llm, round((time.perf_counter() - started) * 1e3, 3)
 
 
 def check_source(args: argparse.Namespace) -> None:
-    """A model or random weights, not both."""
+    """Raises UsageError if a model and random weights are both asked for."""
     if args.random and args.model:
         raise UsageError(f"MODEL ({args.model}) and --random exclude each other")
     if args.random and args.revision:
@@ -56,19 +53,20 @@ def check_source(args: argparse.Namespace) -> None:
 
 
 def _check_memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """UsageError if random weights would not fit into the memory that is left; some is needed beside them."""
+    """Raises UsageError if random weights do not fit into the available memory."""
     from deltic.engine.options import settled
 
     engine = settled(EngineConfig(**options))
-    free, needed = available_memory(), _random_bytes(args.random, args.layers, engine)
-    if engine.device != "cpu" or needed <= free * _SHARE:
+    free = available_memory()
+    room = free * _MEMORY_SHARE
+    needed = _random_bytes(args.random, args.layers, engine)
+    if engine.device != "cpu" or needed <= room:
         return
     layers = range(ModelConfig.preset(args.random, args.layers).num_hidden_layers - 1, 0, -1)
-    fitting = next((count for count in layers if _random_bytes(args.random, count, engine) <= free * _SHARE), None)
+    fitting = next((count for count in layers if _random_bytes(args.random, count, engine) <= room), None)
     remedy = f"keep fewer layers (--layers {fitting})" if fitting else "take a smaller preset"
-    raise UsageError(f"the weights of --random {args.random} take {_gib(needed)}, and {_gib(free)} of memory is "
-                     f"available: {remedy}. --quant does not help here: random weights are made whole before they are "
-                     "quantized")
+    raise UsageError(f"the weights of --random {args.random} take {gib(needed)}, and {gib(free)} of memory is "
+                     f"available: {remedy}. --quant does not help: random weights are quantized after all were made")
 
 
 def _random_bytes(preset: str, layers: int | None, engine: EngineConfig) -> int:
@@ -76,14 +74,3 @@ def _random_bytes(preset: str, layers: int | None, engine: EngineConfig) -> int:
 
     config = ModelConfig.preset(preset, layers)
     return weight_bytes(config, config.dtype if engine.dtype == "auto" else cast("DType", engine.dtype))
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
-
-
-def _source(args: argparse.Namespace) -> str | RandomModel | None:
-    from deltic.engine.loading import RandomModel
-
-    model: str | None = args.model
-    return RandomModel(args.random, args.layers, args.random_seed) if args.random else model

@@ -1,7 +1,4 @@
-"""Options that several commands share, and how they become the values that the engine takes.
-
-The engine's options are generated from the fields of EngineConfig.
-"""
+"""Options that several commands share. Engine options and limits are generated from EngineConfig and Limits."""
 
 from __future__ import annotations
 
@@ -16,68 +13,76 @@ from deltic.params import SamplingParams
 
 COMMON = ("device", "dtype", "threads", "memory", "gpu_memory_utilization", "kv_dtype", "max_context", "max_batch",
           "cache_dir", "mmproj", "quant", "expert_memory", "speculate")
-"""Options of the engine that the short help shows."""
+"""Engine options that the short help shows."""
 LIMITS = "limits"
+MODEL = "a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the embedded demo model"
 SAMPLING: dict[str, tuple[type, str, str]] = {
     "temperature": (float, "T", "0 always takes the most probable token"),
     "top_p": (float, "P", "draw from the most probable tokens that together reach P"),
     "top_k": (int, "K", "draw from the K most probable tokens; 0: from all"),
     "min_p": (float, "P", "drop tokens less probable than P times the most probable one"),
     "seed": (int, "N", "make the draws repeatable"),
-    "max_tokens": (int, "N", "most tokens of the answer (default: what the context holds)"),
+    "max_tokens": (int, "N", "maximum length of the answer (default: the rest of the context)"),
     "repetition_penalty": (float, "X", "make tokens of prompt and answer less probable; 1 is neutral"),
-    "presence_penalty": (float, "X", "subtract from tokens that the answer has"),
-    "frequency_penalty": (float, "X", "subtract from tokens as often as the answer has them"),
+    "presence_penalty": (float, "X", "subtract X from the logit of every token in the answer"),
+    "frequency_penalty": (float, "X", "subtract X for each time that a token is in the answer"),
 }
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", type=text,
-                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the "
-                             "embedded demo model (default)")
+def add_model(parser: argparse.ArgumentParser, required: bool = False) -> None:
+    """Adds MODEL and --revision, and sets the attributes of `add_random` to their defaults."""
+    if required:
+        parser.add_argument("model", metavar="MODEL", type=text, help=MODEL)
+    else:
+        parser.add_argument("model", nargs="?", metavar="MODEL", type=text, help=f"{MODEL} (default)")
+    add_revision(parser)
+    parser.set_defaults(random=None, layers=None, random_seed=0)
+
+
+def add_revision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
 
 
-def add_random(parser: argparse.ArgumentParser, hidden: bool = False) -> None:
-    """Random weights; commands that need words have the options only in order to explain why not."""
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace existing files")
+
+
+def add_random(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("random weights instead of a model")
-    texts = {"--random": f"a public shape, filled with random weights: {', '.join(PRESETS)}",
-             "--layers": "keep only the first N layers", "--random-seed": "seed of the weights (default: 0)"}
-    helps = {name: argparse.SUPPRESS if hidden else line for name, line in texts.items()}
-    group.add_argument("--random", metavar="PRESET", help=helps["--random"])
-    group.add_argument("--layers", type=whole(1), metavar="N", help=helps["--layers"])
-    group.add_argument("--random-seed", type=whole(0), default=0, metavar="N", help=helps["--random-seed"])
+    group.add_argument("--random", metavar="PRESET",
+                       help=f"a public shape, filled with random weights: {', '.join(PRESETS)}")
+    group.add_argument("--layers", type=whole(1), metavar="N", help="keep only the first N layers")
+    group.add_argument("--random-seed", type=whole(0), metavar="N", help="seed of the weights (default: 0)")
 
 
-def add_template(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--chat-template", type=existing_file, metavar="FILE",
-                        help="a jinja chat template to use instead of the model's own")
-    parser.add_argument("--history", choices=("preserve", "template"), default="preserve",
-                        help="how prompts treat earlier answers. preserve: with the exact tokens that were generated, "
-                             "thinking included, so that nothing is read twice (default). template: as the chat "
-                             "template renders them, which may drop their thinking")
-    parser.add_argument("--strip-billing-header", action="store_true",
-                        help="remove the x-anthropic-billing-header line that coding agents put before the system "
-                             "message: it changes with every request, so that no prompt could be reused")
-    parser.add_argument("--thinking-budget", type=whole(0), metavar="N",
-                        help="close the model's thinking after N tokens and let it answer; 0: at once. A client's chat "
-                             "request may say otherwise (default: it may think as long as it wants)")
-    parser.add_argument("--tool-call-parser", choices=("auto", "qwen", "json", "minimax"), default="auto",
-                        help="how the model writes tool calls. auto: as its chat template shows (default)")
-    parser.add_argument("--parse-special", action="store_true",
-                        help="let messages spell control tokens, so that <|im_end|> in a file or a web page ends a "
-                             "turn (default: it is ordinary text)")
-
-
-def add_thinking(parser: argparse.ArgumentParser, name: str = "thinking") -> None:
-    """name: what the arguments call it; a model is opened with the default one."""
-    parser.add_argument("--think", dest=name, action=argparse.BooleanOptionalAction, default=None,
-                        help="ask the model to think first, or not to. A client's chat request may say otherwise "
-                             "(default: as its template does)")
+def add_template(parser: argparse.ArgumentParser, think: str = "thinking") -> None:
+    """How messages become a prompt. think: the attribute of --think; a model takes `thinking` as its default."""
+    group = parser.add_argument_group("chat template")
+    group.add_argument("--chat-template", type=existing_file, metavar="FILE",
+                       help="a jinja chat template to use instead of the model's own")
+    group.add_argument("--think", dest=think, action=argparse.BooleanOptionalAction, default=None,
+                       help="ask the model to think first, or not to (default: as the template does)")
+    group.add_argument("--history", choices=("preserve", "template"), default="preserve",
+                       help="how prompts repeat earlier answers. preserve: as the tokens that were generated, which "
+                            "the cache knows (default). template: as rendered, perhaps without their thinking")
+    group.add_argument("--strip-billing-header", action="store_true",
+                       help="remove the x-anthropic-billing-header line of coding agents: it changes with every "
+                            "request, so that no cached prefix would match")
+    group.add_argument("--thinking-budget", type=whole(0), metavar="N",
+                       help="close the model's thinking after N tokens; 0: at once (default: no bound)")
+    group.add_argument("--tool-call-parser", choices=("auto", "qwen", "json", "minimax"), default="auto",
+                       help="how the model writes tool calls. auto: as its chat template shows (default)")
+    group.add_argument("--parse-special", action="store_true",
+                       help="let messages contain control tokens: <|im_end|> in a file ends a turn (default: it is "
+                            "ordinary text)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "Where not given, the model's generation_config.json decides.")
+    group = parser.add_argument_group("sampling", "The defaults come from the model's generation_config.json.")
     for name, (kind, metavar, line) in SAMPLING.items():
         group.add_argument(flag(name), type=kind, metavar=metavar, help=line, default=argparse.SUPPRESS)
     group.add_argument("--stop", action="append", type=text, metavar="TEXT", default=[],
@@ -85,64 +90,71 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def add_conversation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", type=text, help="system message")
-    add_thinking(parser, "think")  # goes with each request: in a chat it can be changed
-    parser.add_argument("--no-thinking-output", dest="thinking_output", action="store_false",
-                        help="do not show the thinking; otherwise it goes to stderr")
-    add_template(parser)
+    group = parser.add_argument_group("conversation")
+    group.add_argument("--system", metavar="TEXT", type=text, help="system message")
+    group.add_argument("--no-thinking-output", dest="thinking_output", action="store_false",
+                       help="hide the thinking, which otherwise goes to stderr")
+    add_template(parser, "think")  # given with each request, as /set changes it during a chat
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """An option per field of EngineConfig."""
-    _add_fields(parser.add_argument_group("engine"), EngineConfig, COMMON)
+    """An option for each field of EngineConfig, grouped by section."""
+    sections = {field.name: field.metadata.get("section") for field in fields(EngineConfig)}
+    for section in dict.fromkeys(filter(None, sections.values())):
+        names = [name for name, own in sections.items() if own == section]
+        _add_fields(parser.add_argument_group(section), EngineConfig, COMMON, names)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """An option per field of Limits."""
-    _add_fields(parser.add_argument_group(LIMITS, "What is beyond one is refused by its name."), Limits, ())
+    """An option for each field of Limits."""
+    group = parser.add_argument_group(LIMITS, "A request beyond a limit is refused with the limit's name.")
+    _add_fields(group, Limits, ())
     parser.add_argument("--help-limits", action=ShowHelp, show=lambda parser: parser.format_group(LIMITS),
                         help="show the limits and exit")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, checked."""
-    given, limits = _given(args, EngineConfig), _given(args, Limits)
-    if limits:
+    """The given engine options. Raises ConfigError for a wrong value."""
+    given = _given(args, EngineConfig)
+    if limits := _given(args, Limits):
         given["limits"] = Limits(**limits)
     EngineConfig(**given)
     return given
 
 
 def without(args: argparse.Namespace, name: str) -> argparse.Namespace:
-    """The arguments but for an engine option, which is not given then."""
-    return argparse.Namespace(**{given: value for given, value in vars(args).items() if given != _dest(name)})
-
-
-def _add_fields(group: argparse._ArgumentGroup, record: type, common: Collection[str]) -> None:
-    """common: the fields that the short help shows."""
-    kinds = get_type_hints(record)
-    for field in fields(record):
-        if kinds[field.name] is not Limits:
-            action = group.add_argument(flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS,
-                                        help=_help(field), **_form(kinds[field.name], field))
-            action.advanced = field.name not in common  # type: ignore[attr-defined]
-
-
-def _given(args: argparse.Namespace, record: type) -> dict[str, Any]:
-    return {field.name: getattr(args, _dest(field.name)) for field in fields(record)
-            if hasattr(args, _dest(field.name))}
+    """The arguments without an engine option."""
+    return argparse.Namespace(**{key: value for key, value in vars(args).items() if key != _dest(name)})
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
-    """What the sampling options ask for, checked."""
+    """The sampling parameters. Raises DelticError for a wrong value."""
     given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
     return SamplingParams(stop=tuple(args.stop), **given)
 
 
-def refuse_random(args: argparse.Namespace) -> None:
-    """For commands that need a tokenizer."""
-    if args.random or args.layers:
-        raise UsageError("random weights have no tokenizer, so they cannot talk: use deltic bench or deltic inspect")
+def refuse(given: dict[str, Any], reason: str) -> None:
+    """Raises UsageError for the first option that was given. given: option -> its value, or a false one."""
+    for name, value in given.items():
+        if value is not None and value is not False and value != []:
+            raise UsageError(reason.format(name))
+
+
+def _add_fields(group: argparse._ArgumentGroup, record: type, common: Collection[str],
+                names: Collection[str] | None = None) -> None:
+    """common: the fields that the short help shows. names: the fields to add, by default all."""
+    kinds = get_type_hints(record)
+    for field in fields(record):
+        if names is not None and field.name not in names:
+            continue
+        action = group.add_argument(flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS,
+                                    help=_help(field), **_form(kinds[field.name], field))
+        action.advanced = field.name not in common  # type: ignore[attr-defined]
+
+
+def _given(args: argparse.Namespace, record: type) -> dict[str, Any]:
+    names = [field.name for field in fields(record)]
+    return {name: getattr(args, _dest(name)) for name in names if hasattr(args, _dest(name))}
 
 
 def _dest(name: str) -> str:
@@ -151,12 +163,13 @@ def _dest(name: str) -> str:
 
 def _help(field: Field[Any]) -> str:
     line, default = str(field.metadata["help"]), field.default
-    shown = default not in (MISSING, None, False, ()) and "default" not in line
-    return (f"{line} (default: {default})" if shown else line).replace("%", "%%")
+    if default not in (MISSING, None, False, ()) and "default" not in line:
+        line += f" (default: {default})"
+    return line.replace("%", "%%")
 
 
 def _form(kind: Any, field: Field[Any]) -> dict[str, Any]:
-    """How argparse shall read a value of this type."""
+    """How argparse parses a value of this type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
     if "choices" in field.metadata:

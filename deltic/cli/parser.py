@@ -1,4 +1,8 @@
-"""An argument parser whose complaints are errors like all others, and types that name what is wrong."""
+"""An argument parser that raises errors instead of exiting, and argument types.
+
+argparse takes 15 ms to import, click 38 ms and typer 228 ms, which every command would pay; and neither reads -5+3= as
+a prompt.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,54 +22,77 @@ from deltic.errors import DelticError, show
 
 
 class UsageError(DelticError):
-    """The command line asks for what cannot be."""
+    """The command line is wrong."""
 
 
-# Marks what is no option: it came after "--", or no option begins so. An argument of a process cannot hold it.
-_WORD = "\0"
-MOST_BYTES = 64 << 20  # of what is read from files and pipes
-_MOST_HINTS = 4
-_SHORT = re.compile(r"-[a-z]{2,4}")
-_MOST = 1200  # characters of a message
-_OPTION = re.compile(r"`([a-z_]+)(?:='?(\w+)'?)?`")
-_DASHED = re.compile(r"-(?![A-Za-z]|-[A-Za-z]|-?\Z)", re.DOTALL)
+MAX_BYTES = 64 << 20
+"""Upper bound for what is read from a file or a pipe."""
+_LITERAL = "\0"
+"""Prefix of a word that is not an option although it begins with a dash. No process argument can contain it."""
+_MAX_HINTS = 4
+_MAX_MESSAGE = 1200
+_SHORT_OPTION = re.compile(r"-[a-z]{2,4}")
+_KEYWORD = re.compile(r"`([a-z_]+)(?:='?(\w+)'?)?`")
+_NOT_AN_OPTION = re.compile(r"-(?![A-Za-z]|-[A-Za-z]|-?\Z)", re.DOTALL)
+_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-(inf|nan)", re.IGNORECASE)
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes long options in full only, and raises UsageError instead of leaving the program."""
+    """Accepts long options only in full, and raises UsageError instead of exiting."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        dashed = "unrecognized arguments: -" in message or "ignored explicit argument" in message
-        hint = "; text that begins with a dash goes after --" if dashed else ""
-        unknown = message.partition("unrecognized arguments: ")[2].split()[:_MOST_HINTS] if dashed else []
-        hints = [option_hint(word, self._shown_options) for word in unknown if word.startswith("-")]
-        meant = "".join(f": {found}" for found in hints if found)
-        raise UsageError(f"{message.replace(_WORD, '')}{meant} (see {self.prog} --help{hint})")
+        _, found, unknown = message.partition("unrecognized arguments: ")
+        looks_like_option = "unrecognized arguments: -" in message or "ignored explicit argument" in message
+        hints = []
+        if found and looks_like_option:
+            known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+            options = [word for word in unknown.split()[:_MAX_HINTS] if word.startswith("-")]
+            hints = [hint for word in options if (hint := option_hint(word, known))]
+        dash = "; text that begins with a dash goes after --" if looks_like_option else ""
+        raise UsageError(": ".join([message.replace(_LITERAL, ""), *hints]) + f" (see {self.prog} --help{dash})")
 
-    @property
-    def _shown_options(self) -> list[str]:
-        return [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+    def parse_mixed(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses options and positional arguments in any order.
+
+        Everything after `--` is positional, and so is a word with a dash that cannot be an option, such as -5+3=.
+        """
+        end = argv.index("--") if "--" in argv else len(argv)
+        words = []
+        for word in argv[:end]:
+            if _SHORT_OPTION.fullmatch(word) and option_hint(word, ()):  # argparse would read -hf as -h
+                self.error(f"unrecognized arguments: {word}")
+            literal = _NOT_AN_OPTION.match(word) and not _NUMBER.fullmatch(word)
+            words.append(_LITERAL + word if literal else word)
+        return self.parse_intermixed_args([*words, *(_LITERAL + word for word in argv[end + 1:])])
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        return super()._get_value(action, arg_string.removeprefix(_LITERAL))
 
     def format_short_help(self) -> str:
-        """The help without options for experts (`advanced`), of which it says how they are shown, and with the first
-        sentence of each text; whole where there are none of these."""
-        hidden = {action for action in self._actions if is_advanced(action)}
+        """The help without advanced options, and with the first sentence of each text."""
+        hidden = [action for action in self._actions if is_advanced(action)]
         if not hidden:
             return self.format_help()
         brief = copy.deepcopy(self)
         for action in brief._actions:
-            action.help = argparse.SUPPRESS if is_advanced(action) else _brief(action.help)
+            action.help = argparse.SUPPRESS if is_advanced(action) else _first_sentence(action.help)
         for group in brief._action_groups:
             if all(action.help == argparse.SUPPRESS for action in group._group_actions):
                 group.description = None
-        words = " ".join(f"[{action.metavar}]" for action in self._actions if not action.option_strings)
-        brief.usage = f"{self.prog} [OPTION ...] {words}"
-        shown = [name for name in self._option_string_actions if name.startswith("--help-")]
-        brief.epilog = f"{len(hidden)} more options: {', '.join(f'{self.prog} {name}' for name in shown)}"
+        brief.usage = self.short_usage()
+        others = [f"{self.prog} {name}" for name in self._option_string_actions if name.startswith("--help-")]
+        brief.epilog = f"{len(hidden)} more options: {', '.join(others)}"
         return brief.format_help()
+
+    def short_usage(self) -> str:
+        words = [self.prog, "[OPTION ...]"]
+        for action in self._actions:
+            if not action.option_strings:
+                words.append(str(action.metavar) if action.required else f"[{action.metavar}]")
+        return " ".join(words)
 
     def format_group(self, title: str) -> str:
         """The help of one group of options."""
@@ -80,33 +106,18 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Unlike argparse's, says when nothing can be written."""
+        """Raises where argparse ignores that nothing can be written."""
         (file or sys.stderr).write(message)
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Types and choices see what was given, without the mark."""
-        return super()._get_value(action, arg_string.removeprefix(_WORD))
-
-    def parse_mixed(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Options may stand between positional arguments; what follows `--` is positional, whatever it looks like, and
-        so is what no option looks like, such as -5+3=.
-        """
-        end = argv.index("--") if "--" in argv else len(argv)
-        for word in argv[:end]:
-            if _SHORT.fullmatch(word) and option_hint(word, ()):  # or -hf would be -h
-                self.error(f"unrecognized arguments: {word}")
-        words = [_WORD + word if _DASHED.match(word) and not _is_number(word) else word for word in argv[:end]]
-        return self.parse_intermixed_args([*words, *(_WORD + word for word in argv[end + 1:])])
-
     def as_option(self, message: str, keyword: str | None) -> str:
-        """What the library says of a keyword, with which it begins, as a message about this command's option."""
+        """Quotes the keyword that begins a library's message, if this command has an option for it."""
         if keyword and flag(keyword) in self._option_string_actions:
             return re.sub(rf"^{keyword}(=\w+)?(?!\w)", r"`\g<0>`", message)
         return message
 
 
 class ShowHelp(argparse.Action):
-    """Prints a part of the help: what `show` makes of the parser."""
+    """Prints the part of the help that `show` returns, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, show: Callable[[Parser], str], help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -119,7 +130,7 @@ class ShowHelp(argparse.Action):
 
 
 def advanced(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Leave options out of the short help."""
+    """Hides options from the short help."""
     for name in names:
         parser._option_string_actions[name].advanced = True  # type: ignore[attr-defined]
 
@@ -128,8 +139,8 @@ def is_advanced(action: argparse.Action) -> bool:
     return getattr(action, "advanced", False)
 
 
-def _brief(help: str | None) -> str | None:
-    """The first sentence, with a short default."""
+def _first_sentence(help: str | None) -> str | None:
+    """The first sentence of a help text, with the default if it is short."""
     if help in (None, argparse.SUPPRESS):
         return help
     first = re.split(r"(?<=[^0-9])[.;:] |, such as| \(default", str(help))[0].rstrip(".")
@@ -137,52 +148,59 @@ def _brief(help: str | None) -> str | None:
     return f"{first} {default[0]}" if default and default[0] not in first else first
 
 
-def flag(name: str) -> str:
-    """The option that a keyword of the library is on the command line."""
-    return "--" + name.replace("_", "-")
+def flag(keyword: str) -> str:
+    """The option for a keyword of the Python API."""
+    return "--" + keyword.replace("_", "-")
 
 
 def as_typed(message: str) -> str:
-    """A message of the library with the options that it names as they are typed here: `max_context` is --max-context,
-    `vision=False` --no-vision, `device='cpu'` --device cpu."""
-    return _OPTION.sub(lambda found: _typed(*found.groups()), message)
+    """Replaces keywords in a library's message by options: `max_context` by --max-context, `vision=False` by
+    --no-vision, `device='cpu'` by --device cpu."""
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if value == "False":
+            return flag("no_" + name)
+        return flag(name) if value in (None, "True") else f"{flag(name)} {value}"
 
-
-def _typed(name: str, value: str | None) -> str:
-    if value == "False":
-        return flag("no_" + name)
-    return flag(name) if value in (None, "True") else f"{flag(name)} {value}"
+    return _KEYWORD.sub(option, message)
 
 
 def clipped(message: str) -> str:
-    """A message with its beginning and its end, where the advice is, and nothing that moves a terminal's cursor.
-
-    It may quote files and arguments without end.
-    """
-    if len(message) > _MOST:
-        message = f"{message[:_MOST // 2]} ... {message[-_MOST // 2:]}"
-    return "".join(character if character.isprintable() or character == "\n" else repr(character)[1:-1]
-                   for character in message)
+    """Shortens a message that quotes long input, and escapes control characters."""
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[:_MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 2:]}"
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in message)
 
 
-def _is_number(word: str) -> bool:
-    with suppress(ValueError):
-        return bool(float(word)) or True
-    return False
+# Argument types
 
 
 def whole(low: int, high: int = 1 << 31) -> Callable[[str], int]:
-    """An argument type: an integer from `low` to `high`."""
-    def read(given: str) -> int:
+    """An integer from `low` to `high`."""
+    def parse(given: str) -> int:
         value = int(given) if re.fullmatch(r"-?\d{1,19}", given, re.ASCII) else None
         if value is None or not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, not {given[:40]!r}")
         return value
-    return read
+    return parse
+
+
+def seconds(low: float = 0.0, high: float = 1e6) -> Callable[[str], float]:
+    """A number of seconds from `low` to `high`."""
+    def parse(given: str) -> float:
+        try:
+            value = float(given)
+        except ValueError:
+            value = -1.0
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be a number of seconds from {low:g} to {high:,.0f}, not "
+                                             f"{given[:40]!r}")
+        return value
+    return parse
 
 
 def existing_file(given: str) -> Path:
-    """An argument type: a file that is there, or a pipe."""
+    """An existing file or pipe."""
     try:
         mode = os.stat(given).st_mode
     except (OSError, ValueError):
@@ -195,29 +213,15 @@ def existing_file(given: str) -> Path:
 
 
 def plain_file(given: str) -> Path:
-    """An argument type: a file that is there, and no pipe, as it is read more than once."""
+    """An existing file that can be read more than once."""
     path = existing_file(given)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{show(given)} is a pipe; name a file")
     return path
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file or pipe; ValueError or OSError says why not."""
-    with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
-    return content
-
-
-def read_text(path: Path) -> str:
-    """The UTF-8 text of a file or pipe; ValueError or OSError says why not."""
-    return read_bytes(path).decode("utf-8-sig")
-
-
 def json_file(given: str) -> Any:
-    """An argument type: the value in a JSON file."""
+    """The value in a JSON file."""
     try:
         return json.loads(read_text(existing_file(given)))
     except (OSError, ValueError, RecursionError) as error:
@@ -225,20 +229,34 @@ def json_file(given: str) -> Any:
 
 
 def text(given: str) -> str:
-    """An argument type: text; arguments that were not valid UTF-8 are refused."""
+    """Text in UTF-8, also where the locale is not."""
+    if not any("\ud800" <= char <= "\udfff" for char in given):
+        return given
     try:
-        return os.fsencode(given).decode() if _has_bytes(given) else given
+        return os.fsencode(given).decode()
     except (UnicodeDecodeError, UnicodeEncodeError):
         raise argparse.ArgumentTypeError("is not valid UTF-8") from None
 
 
 def path_name(given: str) -> str:
-    """An argument type: the name of a file or directory, which need not be there."""
+    """The name of a file or directory, which need not exist."""
     if not given:
         raise argparse.ArgumentTypeError("is empty: name a file or directory")
     return text(given)
 
 
-def _has_bytes(given: str) -> bool:
-    """Whether the locale could not read it, as with LANG=C; it may be UTF-8 all the same."""
-    return any("\ud800" <= character <= "\udfff" for character in given)
+# Files
+
+
+def read_bytes(path: Path) -> bytes:
+    """Returns the content of a file or pipe. Raises OSError or ValueError."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """Returns the UTF-8 text of a file or pipe. Raises OSError or ValueError."""
+    return read_bytes(path).decode("utf-8-sig")

@@ -1,19 +1,19 @@
-"""`deltic serve`: the model over HTTP."""
+"""`deltic serve`: models over HTTP."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltic.cli import model_set, options
-from deltic.cli.models import check_source, open_llm
+from deltic.cli import options
+from deltic.cli.models import open_llm
+from deltic.cli.output import bytes_bar, note
 from deltic.cli.parser import (
     UsageError,
     advanced,
@@ -22,196 +22,120 @@ from deltic.cli.parser import (
     path_name,
     plain_file,
     read_text,
+    seconds,
     text,
     whole,
 )
-from deltic.cli.terminal import loading_bar
-from deltic.errors import DelticError
+from deltic.config import EngineConfig, Limits, parse_bytes
+from deltic.errors import ConfigError, DelticError
 
 if TYPE_CHECKING:
     import socket
     from ssl import SSLContext
 
     from deltic.llm import LLM
-    from deltic.server.embeddings.service import EmbeddingService
-    from deltic.server.model_registry import ModelSet
+    from deltic.server.embeddings import EmbeddingService
+    from deltic.server.models import ModelSet
     from deltic.server.request_log import RequestLog
 
-HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
-
 _KEY_VARIABLE = "DELTIC_API_KEY"
-_SHARED = ("device", "threads", "cpu_level", "limits")
-"""Options that models beside the first one have too."""
 _HOST, _PORT = "127.0.0.1", 8000
-_LONGEST = 1_000_000
+_ENCODER_OPTIONS = ("device", "threads", "cpu_level", "limits")
+"""Engine options that --embedding-model shares with MODEL."""
+_MEMORY_SHARE = 0.9  # of the free memory, for all models
+_CACHE_SHARE = 0.5  # of that, for their caches
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve models over HTTP. Ctrl-C waits a moment for running answers, then ends."
     options.add_model(parser)
     parser.add_argument("--config", type=plain_file, metavar="FILE",
                         help="YAML or TOML (.toml) file of options by their names, such as port: 8000; model and "
                              "models name the served models. Options on the command line override it")
-    parser.add_argument("--host", help=f"address to listen on (default: {_HOST})")
-    parser.add_argument("--port", type=whole(0, 65535), metavar="N",
-                        help=f"port to listen on; 0 takes a free one (default: {_PORT})")
-    parser.add_argument("--unix-socket", type=path_name, metavar="PATH",
-                        help="listen on a Unix socket instead; one that was left behind there is replaced")
-    parser.add_argument("--unix-socket-mode", type=_mode, default=0o600, metavar="MODE",
-                        help="who may connect to it: those who may write to a file of this mode (default: 600)")
-    parser.add_argument("--tls-certificate", type=existing_file, metavar="FILE",
-                        help="serve https with this PEM file: the certificate, and those between it and its root")
-    parser.add_argument("--tls-key", type=existing_file, metavar="FILE",
-                        help="the certificate's private key, as PEM without a passphrase")
-    parser.add_argument("--allowed-host", action="append", type=text, default=[], metavar="NAME",
-                        help="a name by which clients may ask for the server, *.NAME for all below one, * for all; may "
-                             "be repeated (default: localhost, or all if other machines can reach the server). "
-                             "Addresses are always allowed")
+    _add_connections(parser)
+    _add_access(parser)
     parser.add_argument("--served-name", type=text, metavar="NAME",
-                        help="what clients call the model (default: its own name)")
-    parser.add_argument("--api-key", action="append", type=text, default=[], metavar="KEY",
-                        help=f"what clients must send; may be repeated (default: ${_KEY_VARIABLE}, else nothing)")
-    parser.add_argument("--api-key-file", type=existing_file, metavar="FILE",
-                        help="more keys: a line for each, the key and then perhaps its owner's name")
-    parser.add_argument("--share-prefix-cache", action="store_true",
-                        help="share cached prefixes between the owners of API keys: saves work, and lets one owner "
-                             "find out how another's prompts begin")
+                        help="the model's name for clients (default: its own name)")
     parser.add_argument("--request-log", type=path_name, metavar="FILE",
-                        help="append a line of JSON for each request, without its text; - is standard output")
+                        help="append a JSON line per request without texts; - is stdout")
     parser.add_argument("--log-text", action="store_true",
-                        help="with --request-log: also what was asked and answered, as the model reads and writes it")
-    parser.add_argument("--drain-seconds", type=_seconds, default=30.0, metavar="N",
-                        help="seconds that running answers have when the server is asked to end; a second Ctrl-C or "
-                             "SIGTERM ends them at once (default: 30)")
-    parser.add_argument("--cors-origin", action="append", type=text, default=[], metavar="URL",
-                        help="a web page's origin that may use the server, * for all; may be repeated")
+                        help="with --request-log: add the text of prompts and answers, as the model sees them")
     parser.add_argument("--lenient", action="store_true",
-                        help="ignore fields of requests that nobody knows, and those of other servers that would "
-                             "change the answer, rather than refusing them")
-    parser.add_argument("--pin-prompt", action="append", type=_opening, default=[], metavar="FILE",
-                        help="a system prompt to read at start and to keep: text, or JSON with messages and tools as "
-                             "clients send them; may be repeated")
+                        help="do not refuse fields that would change the answer")
+    parser.add_argument("--pin-prompt", action="append", type=_prompt_to_pin, default=[], metavar="FILE",
+                        help="a system prompt to prefill at start and to keep in the cache: text, or JSON with "
+                             "messages and tools as clients send them; may be repeated")
     parser.add_argument("--task", choices=("auto", "chat", "embed", "rerank"), default="auto",
-                        help="what the model is served for; auto: an encoder for its vectors or scores, others for "
-                             "chat (default)")
+                        help="what MODEL is for; auto: an encoder for its vectors or scores, others for chat (default)")
     parser.add_argument("--embedding-model", action="append", type=text, default=[], metavar="MODEL",
-                        help="a model of vectors or scores to serve beside it; may be repeated")
-    model_set.add(parser)
-    options.add_thinking(parser)
+                        help="an encoder to serve beside MODEL; may be repeated")
+    _add_models(parser)
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)
-    options.add_random(parser, hidden=True)
     advanced(parser, "--unix-socket-mode", "--log-text", "--drain-seconds", "--strip-billing-header")
 
 
-def run(args: argparse.Namespace) -> int:
-    """The address is claimed, and files are read, before the model is loaded, so that what is wrong shows at once."""
-    options.refuse_random(args)
-    check_source(args)
-    keys, tls, limits = _keys(args), _tls(args), options.engine_options(args).get("limits")
-    if limits and limits.max_running_per_key and not keys:
+def _add_connections(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("connections")
+    group.add_argument("--host", help=f"address to listen on (default: {_HOST})")
+    group.add_argument("--port", type=whole(0, 65535), metavar="N",
+                       help=f"port to listen on; 0 takes a free one (default: {_PORT})")
+    group.add_argument("--unix-socket", type=path_name, metavar="PATH",
+                       help="listen on a Unix socket instead; an abandoned one is replaced")
+    group.add_argument("--unix-socket-mode", type=_mode, default=0o600, metavar="MODE",
+                       help="permissions of the Unix socket (default: 600)")
+    group.add_argument("--tls-certificate", type=existing_file, metavar="FILE",
+                       help="serve https with this PEM file: the certificate and its intermediate certificates")
+    group.add_argument("--tls-key", type=existing_file, metavar="FILE",
+                       help="the certificate's private key, as PEM without a passphrase")
+    group.add_argument("--drain-seconds", type=seconds(), default=30.0, metavar="N",
+                       help="seconds for running answers after Ctrl-C or SIGTERM; a second one ends them at once "
+                            "(default: 30)")
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("access")
+    group.add_argument("--allowed-host", action="append", type=text, default=[], metavar="NAME",
+                       help="a host name besides addresses that requests may have, *.NAME for all below one, * for "
+                            "all; may be repeated (default: localhost; all if other machines can reach the server)")
+    group.add_argument("--api-key", action="append", type=text, default=[], metavar="KEY",
+                       help=f"a key that clients must send; may be repeated (default: ${_KEY_VARIABLE}, else none)")
+    group.add_argument("--api-key-file", type=existing_file, metavar="FILE",
+                       help="more keys: a line for each, the key and optionally its owner's name")
+    group.add_argument("--share-prefix-cache", action="store_true",
+                       help="share cached prefixes between the owners of API keys, who can then find out how the "
+                            "prompts of others begin")
+    group.add_argument("--cors-origin", action="append", type=text, default=[], metavar="URL",
+                       help="origin of a web page that may use the server, * for all; may be repeated")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Binds the address and reads files before it loads the model, so that their errors show at once."""
+    keys, tls = _keys(args), _tls(args)
+    limits = options.engine_options(args).get("limits", Limits())
+    if limits.max_running_per_key and not keys:
         raise UsageError("--max-running-per-key needs API keys: without them all clients are one")
     with _listener(args) as listener:
-        door = {"listener": listener, "tls": tls, "drain_seconds": args.drain_seconds, "lenient": args.lenient,
-                "cors_origins": args.cors_origin, "allowed_hosts": args.allowed_host, "api_keys": keys,
-                "share_prefix_cache": args.share_prefix_cache,
-                "request_log": _request_log(args)}
-        chats = _chats(args)
-        if not chats:
-            _refuse_chat_options(args)
-        with _encoders(args, chats) as encoders:
-            if not chats:
-                return _serve_encoders(args, encoders, door)
+        settings = {"listener": listener, "tls": tls, "drain_seconds": args.drain_seconds, "lenient": args.lenient,
+                    "cors_origins": args.cors_origin, "allowed_hosts": args.allowed_host, "api_keys": keys,
+                    "share_prefix_cache": args.share_prefix_cache, "request_log": _request_log(args)}
+        host = args.host or _HOST
+        if _is_for_chat(args):
             from deltic.server.app import serve
 
-            serve(_chat_models(args), args.host or _HOST, served_name=args.served_name, encoders=encoders, **door)
+            with _encoders(args, for_chat=True) as encoders:
+                serve(_chat_models(args), host, served_name=args.served_name, encoders=encoders, **settings)
+            return 0
+        _refuse_chat_options(args)
+        from deltic.server.app import serve_encoders
+
+        with _encoders(args, for_chat=False) as encoders:
+            serve_encoders(encoders, limits, host, on_ready=lambda line: print(line, flush=True), **settings)
     return 0
 
 
-def _chats(args: argparse.Namespace) -> bool:
-    """Whether the model is served for chat."""
-    several = model_set.wanted(args)
-    if args.task != "auto" or args.random or not args.model:
-        chats = args.task in ("auto", "chat")
-        if not chats and (several or not args.model):
-            raise UsageError(f"--task {args.task} serves one MODEL: name it, and no --model, --idle-unload or "
-                             "--models-memory, which are for chat")
-        return chats
-    from deltic.embeddings.open import is_encoder
-    from deltic.loader.hub import resolve
-
-    encodes = is_encoder(resolve(args.model, args.revision))
-    if encodes and several:
-        raise UsageError(f"{args.model} is an encoder, and --model, --idle-unload and --models-memory are for chat: "
-                         f"give it as --embedding-model {args.model}")
-    return not encodes
-
-
-def _refuse_chat_options(args: argparse.Namespace) -> None:
-    """They have no meaning for vectors and scores."""
-    given = {"--pin-prompt": args.pin_prompt, "--log-text": args.log_text, "--chat-template": args.chat_template,
-             "--history": args.history != "preserve", "--strip-billing-header": args.strip_billing_header,
-             "--thinking-budget": args.thinking_budget is not None,
-             "--tool-call-parser": args.tool_call_parser != "auto", "--parse-special": args.parse_special}
-    if useless := [name for name, is_given in given.items() if is_given]:
-        raise UsageError(f"{useless[0]} is for chat, and {args.model} is served for vectors or scores alone: leave it "
-                         "out")
-
-
-def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:
-    prepare = partial(_prepare, args)
-    if model_set.wanted(args):
-        return model_set.model_set(args, prepare)
-    llm = open_llm(args)
-    prepare(llm)
-    return llm
-
-
-def _prepare(args: argparse.Namespace, llm: LLM) -> None:
-    """What the first request of a model should not have to wait for."""
-    for path, opening in args.pin_prompt:
-        print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
-    with suppress(DelticError, ImportError):  # who asks for what cannot be had is told so
-        llm.chat_processor.grammars.warm()
-
-
-@contextmanager
-def _encoders(args: argparse.Namespace, chats: bool) -> Iterator[list[EmbeddingService]]:
-    """The models of vectors and scores, loaded: those beside a chat model, or MODEL itself and those beside it."""
-    given = options.engine_options(args)
-    shared = {name: value for name, value in given.items() if name in _SHARED}
-    with ExitStack() as stack:
-        services = [] if chats else [stack.enter_context(
-            _encoder(args.model, args.served_name, task=args.task, revision=args.revision, **given))]
-        services += [stack.enter_context(_encoder(model, None, **shared)) for model in args.embedding_model]
-        names = [service.name for service in services]
-        if len(set(names)) < len(names):
-            raise UsageError(f"two models have one name ({', '.join(names)}): give --served-name, or rename a "
-                             "directory")
-        yield services
-
-
-@contextmanager
-def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[EmbeddingService]:
-    from deltic.embeddings.encoder import Encoder
-    from deltic.server.embeddings.service import EmbeddingService
-
-    bar, path = loading_bar(), Path(model)
-    try:
-        encoder = Encoder(model, progress=bar.update, **settings)
-    finally:
-        bar.close()
-    with encoder:
-        yield EmbeddingService(name or (path.resolve().name if path.exists() else model), encoder)
-
-
-def _serve_encoders(args: argparse.Namespace, services: list[EmbeddingService], door: dict[str, Any]) -> int:
-    from deltic.config import Limits
-    from deltic.server.embeddings.app import serve_encoders
-
-    limits = options.engine_options(args).get("limits", Limits())
-    serve_encoders(services, limits, args.host or _HOST, on_ready=lambda line: print(line, flush=True), **door)
-    return 0
+# Connections
 
 
 def _listener(args: argparse.Namespace) -> socket.socket:
@@ -235,68 +159,232 @@ def _tls(args: argparse.Namespace) -> SSLContext | None:
 
 
 def _keys(args: argparse.Namespace) -> dict[str, str | None]:
-    """The names of those to whom the keys belong, by key."""
+    """API keys with the names of their owners."""
     given = args.api_key
     if not all(given):
-        raise UsageError("--api-key is empty: leave it out for a server that everybody may use")
+        raise UsageError("--api-key is empty: leave it out for a server without keys")
     if args.api_key_file is None:
-        given = given or [key for key in [os.environ.get(_KEY_VARIABLE)] if key]
-    owners = dict[str, str | None].fromkeys(given)
-    if args.api_key_file is not None:
-        from deltic.server.api_keys import read_keys
+        key = os.environ.get("DELTIC_API_KEY")
+        return dict.fromkeys(given or ([key] if key else []))
+    from deltic.server.middleware import read_keys
 
-        owners |= read_keys(_content(args.api_key_file), args.api_key_file.name)
-    return owners
+    try:
+        content = read_text(args.api_key_file)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{args.api_key_file} cannot be read as UTF-8 text: {error}") from error
+    return {**dict.fromkeys(given), **read_keys(content, args.api_key_file.name)}
 
 
 def _request_log(args: argparse.Namespace) -> RequestLog | None:
     if args.request_log is None:
         if args.log_text:
-            raise UsageError("--log-text says what lines of a log have: give --request-log FILE, too")
+            raise UsageError("--log-text needs a log: give --request-log FILE, too")
         return None
     from deltic.server.request_log import RequestLog
 
     return RequestLog(args.request_log, args.log_text)
 
 
-def _content(path: Path) -> str:
+# Encoders
+
+
+def _is_for_chat(args: argparse.Namespace) -> bool:
+    """True if MODEL is served for chat, False if it is an encoder."""
+    several = _loads_on_demand(args)
+    if args.task != "auto" or not args.model:
+        for_chat = args.task in ("auto", "chat")
+        if not for_chat and (several or not args.model):
+            raise UsageError(f"--task {args.task} serves one MODEL: name it, and no --model, --idle-unload or "
+                             "--models-memory, which are for chat")
+        return for_chat
+    from deltic.embeddings.open import is_encoder
+    from deltic.loader.hub import resolve
+
+    encodes = is_encoder(resolve(args.model, args.revision))
+    if encodes and several:
+        raise UsageError(f"{args.model} is an encoder, and --model, --idle-unload and --models-memory are for chat: "
+                         f"give it as --embedding-model {args.model}")
+    return not encodes
+
+
+def _refuse_chat_options(args: argparse.Namespace) -> None:
+    options.refuse({"--pin-prompt": args.pin_prompt, "--log-text": args.log_text,
+                    "--chat-template": args.chat_template, "--history": args.history != "preserve",
+                    "--strip-billing-header": args.strip_billing_header, "--thinking-budget": args.thinking_budget,
+                    "--tool-call-parser": args.tool_call_parser != "auto", "--parse-special": args.parse_special},
+                   f"{{}} is for chat, and {args.model} is served for vectors or scores alone: leave it out")
+
+
+@contextmanager
+def _encoders(args: argparse.Namespace, for_chat: bool) -> Iterator[list[EmbeddingService]]:
+    """Loads the encoders: MODEL, unless it is for chat, and those beside it."""
+    given = options.engine_options(args)
+    shared = {name: value for name, value in given.items() if name in _ENCODER_OPTIONS}
+    with ExitStack() as stack:
+        services = []
+        if not for_chat:
+            own = _encoder(args.model, args.served_name, task=args.task, revision=args.revision, **given)
+            services.append(stack.enter_context(own))
+        services += [stack.enter_context(_encoder(model, None, **shared)) for model in args.embedding_model]
+        names = [service.name for service in services]
+        if len(set(names)) < len(names):
+            raise UsageError(f"two models have one name ({', '.join(names)}): give --served-name, or rename a "
+                             "directory")
+        yield services
+
+
+@contextmanager
+def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[EmbeddingService]:
+    from deltic.embeddings.encoder import Encoder
+    from deltic.server.embeddings import EmbeddingService
+
+    path = Path(model)
+    with bytes_bar("loading") as bar:
+        encoder = Encoder(model, progress=bar.update, **settings)
+    with encoder:
+        yield EmbeddingService(name or (path.resolve().name if path.exists() else model), encoder)
+
+
+# Chat models
+
+
+def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:
+    prepare = partial(_prepare, args)
+    if _loads_on_demand(args):
+        return _model_set(args, prepare)
+    llm = open_llm(args)
+    prepare(llm)
+    return llm
+
+
+def _prepare(args: argparse.Namespace, llm: LLM) -> None:
+    """Does what the first request should not have to wait for."""
+    for path, prompt in args.pin_prompt:
+        note(f"pinned {llm.pin(**prompt):,} tokens of {path}")
+    with suppress(DelticError, ImportError):  # a request that needs a grammar gets the error
+        llm.chat_processor.grammars.warm()
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several models", "They are loaded when a request asks for them by name. All "
+                                      "have the same options; --memory is for the cache of each.")
+    group.add_argument("--model", action="append", dest="models", type=_named_model, default=[], metavar="NAME=MODEL",
+                       help="one more model, and its name for clients; may be repeated. Requests without a name get "
+                            "the first model, which is MODEL if it is given")
+    group.add_argument("--idle-unload", type=seconds(1e-3, 1e9), metavar="SECONDS",
+                       help="unload a model that was not used for so long; the next request loads it again")
+    group.add_argument("--models-memory", type=_size, metavar="X",
+                       help="memory of all loaded models, such as 16GiB; auto: nearly all that is free (default). "
+                            "Beyond it idle models are unloaded, the least recently used first")
+
+
+def _loads_on_demand(args: argparse.Namespace) -> bool:
+    return bool(args.models) or args.idle_unload is not None or args.models_memory is not None
+
+
+def _model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> ModelSet:
+    """The models that the arguments name, not loaded yet. prepare: called with each loaded model."""
+    from deltic.engine.options import settled
+    from deltic.loader.hub import resolve
+    from deltic.loader.model_files import only_gguf
+    from deltic.server.generation import short_name
+    from deltic.server.models import ModelSet, ModelSource
+
+    config = settled(EngineConfig(**options.engine_options(args)))
+    models: list[tuple[str, str | None]] = list(args.models)
+    aliases: tuple[str, ...] = ()
+    if args.model or not models:
+        model = args.model or "tiny"
+        aliases = (model, Path(model).name)
+        models.insert(0, (args.served_name or short_name(model), args.model))
+    elif args.served_name:
+        raise UsageError("--served-name is the name of MODEL, which is not given: name models by --model NAME=MODEL")
+    memory = _models_memory(args, config)
+    cache = config.memory_bytes or int(memory * _CACHE_SHARE) // len(models)
+    paths = [resolve(model, args.revision if model == args.model else None) for _, model in models]
+    is_gguf = [path.is_file() or only_gguf(path) is not None for path in paths]
+    sources: list[ModelSource] = []
+    for (name, model), path, gguf in zip(models, paths, is_gguf, strict=True):
+        own = argparse.Namespace(**{**vars(args), "model": model})
+        own.revision = args.revision if model == args.model else None
+        if config.packed_weights == "on" and any(is_gguf) and not gguf:
+            own = options.without(own, "packed_weights")  # meant for the GGUF files among the models
+        load = partial(_load, own, cache, prepare)
+        sources.append(ModelSource(name, load, stored_bytes(path) + cache, () if sources else aliases))
+    return ModelSet(tuple(sources), config.limits, memory, args.idle_unload)
+
+
+def _models_memory(args: argparse.Namespace, config: EngineConfig) -> int:
+    from deltic.engine.memory import card_share, free_memory
+
+    if isinstance(args.models_memory, int):
+        return args.models_memory
+    if config.gpu_memory_utilization:
+        return card_share(config.device, config.gpu_memory_utilization)
+    return int(free_memory(config.device) * _MEMORY_SHARE)
+
+
+def _load(args: argparse.Namespace, cache: int, prepare: Callable[[LLM], None]) -> LLM:
+    llm = open_llm(options.without(args, "gpu_memory_utilization"), memory=str(cache))
     try:
-        return read_text(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from error
+        prepare(llm)
+        with llm.worker.hold():
+            for tier in llm.runtime.cache.tiers:
+                tier.prepare()
+            llm.runtime.warm_up()
+    except BaseException:
+        llm.close()
+        raise
+    return llm
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of a model's weights on disk, an estimate for those in memory."""
+    if path.is_dir():
+        folder, patterns = path, ["*.safetensors", "pytorch_model*.bin"]
+    else:
+        folder, patterns = path.parent, [path.name.replace("-00001-of", "-*-of")]
+    return max(sum(file.stat().st_size for file in folder.glob(pattern)) for pattern in patterns)
+
+
+# Argument types
 
 
 def _mode(given: str) -> int:
-    """An argument type: a file's mode, as chmod takes it."""
+    """The mode of a file, as chmod takes it."""
     if not re.fullmatch("0?[0-7]{3}", given):
         raise argparse.ArgumentTypeError(f"must be three octal digits such as 660, not {given[:40]!r}")
     return int(given, 8)
 
 
-def _seconds(given: str) -> float:
-    """An argument type: so many seconds, perhaps none."""
-    with suppress(ValueError):
-        if 0 <= (seconds := float(given)) <= _LONGEST:
-            return seconds
-    raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {_LONGEST}, not {given[:40]!r}")
+def _named_model(given: str) -> tuple[str, str]:
+    """NAME=MODEL."""
+    name, equals, model = text(given).partition("=")
+    if not (name and equals and model):
+        raise argparse.ArgumentTypeError(f"must be NAME=MODEL, not {given[:80]!r}; the only model of a server is named "
+                                         "without --model")
+    return name, model
 
 
-def _opening(given: str) -> tuple[Path, dict[str, Any]]:
-    """An argument type: a file, and what it gives to pin: its text as the system message, or the system messages and
-    tools of a request."""
+def _size(given: str) -> int | str:
+    try:
+        return given if given == "auto" else parse_bytes(given, "models_memory")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _prompt_to_pin(given: str) -> tuple[Path, dict[str, Any]]:
+    """A file with a system message, or with the system messages and tools of a request; as arguments of LLM.pin."""
     path = existing_file(given)
     if path.suffix != ".json":
-        return path, {"messages": [{"role": "system", "content": _text_of(path)}]}
+        try:
+            content = read_text(path)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{path} cannot be read as UTF-8 text: {error}") from error
+        return path, {"messages": [{"role": "system", "content": content}]}
     body = json_file(given)
     messages = body.get("messages", []) if isinstance(body, dict) else None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise argparse.ArgumentTypeError(f'{given} must be JSON of the form {{"messages": [...], "tools": [...]}}')
     system = [message for message in messages if message.get("role") in ("system", "developer")]
     return path, {"messages": system, "tools": body.get("tools"), "variables": body.get("chat_template_kwargs")}
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return read_text(path)
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be read as UTF-8 text: {error}") from error

@@ -1,10 +1,11 @@
-"""What a checkpoint is (ModelConfig), how to run it (EngineConfig), its authors' advice (GenerationDefaults).
+"""Shape of a checkpoint (ModelConfig), how to run it (EngineConfig), sampling defaults (GenerationDefaults).
 
 Dtypes are strings here, so that a command line can be built without importing torch.
 """
 
 from deltic.config.aliases import ARCHITECTURES
 from deltic.config.engine import AUTO, EngineConfig
+from deltic.config.families import LayerType, architecture
 from deltic.config.generation import GenerationDefaults
 from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, available_memory, parse_bytes
@@ -12,30 +13,14 @@ from deltic.config.model import (
     DTYPE_BYTES,
     DType,
     ExpertsConfig,
-    LayerType,
     LinearConfig,
     ModelConfig,
     RopeConfig,
-    architecture,
 )
 from deltic.config.presets import PRESETS
 
 __all__ = [
-    "ARCHITECTURES",
-    "AUTO",
-    "DTYPE_BYTES",
-    "PRESETS",
-    "DType",
-    "EngineConfig",
-    "ExpertsConfig",
-    "GenerationDefaults",
-    "LayerType",
-    "Limits",
-    "LinearConfig",
-    "ModelConfig",
-    "RopeConfig",
-    "architecture",
-    "available_cores",
-    "available_memory",
-    "parse_bytes",
+    "ARCHITECTURES", "AUTO", "DTYPE_BYTES", "PRESETS", "DType", "EngineConfig", "ExpertsConfig", "GenerationDefaults",
+    "LayerType", "Limits", "LinearConfig", "ModelConfig", "RopeConfig", "architecture", "available_cores",
+    "available_memory", "parse_bytes",
 ]

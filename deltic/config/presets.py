@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from deltic.config.model import ExpertsConfig, LayerType, LinearConfig, ModelConfig, RopeConfig
+from deltic.config.families import LayerType
+from deltic.config.model import ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 
 
 def _qwen3_5(

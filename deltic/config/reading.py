@@ -1,4 +1,4 @@
-"""Strict readers of JSON keys: every complaint names the key and what it may hold."""
+"""Strict readers of JSON values. Each error names the key and the allowed values."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def flag(source: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def token_ids(source: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Reads one id or a list of ids."""
     value = source.get(key)
     ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
     if any(type(token) is not int or not 0 <= token < 1 << 31 for token in ids):

@@ -1,6 +1,6 @@
-"""How tokenizers cut text before they merge it: patterns and normalizers of those that byte-level BPE models have.
+"""Pre-tokenizers of byte-level BPE models: how text is normalised and split before merging.
 
-They are those of transformers (tokenization_qwen2.py, tokenization_qwen3_5.py) and of the tokenizer.json of Llama 3,
+Patterns from transformers (tokenization_qwen2.py, tokenization_qwen3_5.py) and from the tokenizer.json of Llama 3,
 SmolLM2 and Mistral Nemo.
 """
 
@@ -22,8 +22,12 @@ GPT2: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """How text is cut before merging, one way after another, and what is done to it before that. whole: a piece that is
-    a token stays whole. bos: a raw prompt begins with a bos token if the metadata does not say."""
+    """A pre-tokenizer.
+
+    cuts: pre-tokenizers in the form of tokenizer.json, applied in order.
+    whole: a piece that is a token is not split by merges (ignore_merges).
+    bos: a raw prompt starts with a bos token by default.
+    """
 
     cuts: Sequence[Mapping[str, Any]]
     normalizer: Mapping[str, str] | None = None
@@ -48,15 +52,21 @@ _TEKKEN: Final = Splitter(_regex(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"), whole=True, bos=True)
 SPLITTERS: Final[Mapping[str, Splitter]] = {
-    "qwen2": _QWEN2, "qwen35": _QWEN35, "llama-bpe": _LLAMA3, "tekken": _TEKKEN, "gpt-2": Splitter([GPT2]),
-    "smollm": Splitter([{"type": "Digits", "individual_digits": True}, GPT2]), "deepseek-r1-qwen": _QWEN2}
-"""By their names in GGUF files (tokenizer.ggml.pre)."""
-_OF_MODELS: Final[Mapping[str, str]] = {"qwen35": "qwen35", "qwen36": "qwen35", "qwen38": "qwen35", "qwen3": "qwen2",
-                                       "qwen2": "qwen2"}
-"""Of an architecture, by how its name begins without punctuation; longer beginnings first."""
+    "qwen2": _QWEN2,
+    "qwen35": _QWEN35,
+    "llama-bpe": _LLAMA3,
+    "tekken": _TEKKEN,
+    "gpt-2": Splitter([GPT2]),
+    "smollm": Splitter([{"type": "Digits", "individual_digits": True}, GPT2]),
+    "deepseek-r1-qwen": _QWEN2,
+}
+"""Keyed by tokenizer.ggml.pre of GGUF files."""
+_BY_ARCHITECTURE: Final[Mapping[str, str]] = {
+    "qwen35": "qwen35", "qwen36": "qwen35", "qwen38": "qwen35", "qwen3": "qwen2", "qwen2": "qwen2"}
+"""Keyed by the start of an architecture's name; longer ones first."""
 
 
 def splitter_of(architecture: str) -> Splitter | None:
-    """How the models of an architecture (qwen35moe, qwen3_5_text) cut text, where all of them do it one way."""
+    """Returns the pre-tokenizer common to all models of an architecture (qwen35moe, qwen3_5_text), if there is one."""
     plain = re.sub("[^a-z0-9]", "", architecture.lower())
-    return next((SPLITTERS[name] for start, name in _OF_MODELS.items() if plain.startswith(start)), None)
+    return next((SPLITTERS[name] for start, name in _BY_ARCHITECTURE.items() if plain.startswith(start)), None)

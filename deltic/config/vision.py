@@ -1,34 +1,34 @@
-"""The vision half of a checkpoint: shapes of its tower, and how its pictures are prepared."""
+"""Shape of a vision tower, and preprocessing of its images and videos."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from deltic.config.reading import flag, integer, number
 from deltic.errors import ModelError, show
 
-_SQUARE = (0.5, 0.5, 0.5)
-_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-"""Means and deviations that Qwen2VLImageProcessor takes where a file does not say them."""
-_EDGES = ("shortest_edge", "longest_edge")
-_CHANNELS = ("image_mean", "image_std")
-_BICUBIC = 3
-"""Pillow's number for it."""
+_HALF: Final = (0.5, 0.5, 0.5)
+_CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
+_EDGES: Final = ("shortest_edge", "longest_edge")
+_BICUBIC: Final = 3
+"""Pillow's number."""
+_MAX_PIXELS: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Shape of the tower (Qwen3_5VisionModel), and the tokens that stand for what it sees.
+    """Shape of the tower (Qwen3_5VisionModel), and its placeholder tokens.
 
-    depth: blocks. hidden_size, intermediate_size, num_heads: of a block.
-    out_hidden_size: of the rows that it gives, which is the text model's.
-    num_position_embeddings: entries of the learned table, a square grid that is interpolated to a picture's.
-    patch_size, temporal_patch_size: pixels a side and frames of a patch. merge_size: patches a side of what becomes
-        one token.
-    image_token_id, video_token_id: of each token of a picture, of a film.
+    depth: number of blocks.
+    out_hidden_size: size of its output rows, the hidden_size of the text model.
+    num_position_embeddings: entries of the learned table, a square grid that is interpolated to the image's.
+    patch_size: side of a patch in pixels.
+    temporal_patch_size: frames of a patch.
+    merge_size: side of a token in patches.
     """
 
     depth: int
@@ -50,12 +50,12 @@ class VisionConfig:
             raise ModelError(f"vision_config: hidden_size ({self.hidden_size}) must be num_heads ({self.num_heads}) "
                              "times a multiple of 4")
         if self.grid_side ** 2 != self.num_position_embeddings:
-            raise ModelError("vision_config: num_position_embeddings must be a square, and is "
+            raise ModelError("vision_config: num_position_embeddings must be a square, not "
                              f"{self.num_position_embeddings}")
 
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any], out_hidden_size: int) -> VisionConfig | None:
-        """Read a config.json that has a `vision_config`; None without one. out_hidden_size: the text model's.
+        """Reads the `vision_config` of a config.json; None if there is none. out_hidden_size: the text model's.
 
         Raises ModelError naming the key that is absent, of the wrong type, absurd or unsupported.
         """
@@ -85,8 +85,8 @@ class VisionConfig:
             video_token_id=integer(mapping, "video_token_id", 0, 1 << 31),
         )
         if found.out_hidden_size != out_hidden_size:
-            raise ModelError(f"vision_config: out_hidden_size is {found.out_hidden_size}, and the text model's "
-                             f"hidden_size {out_hidden_size}: take the config.json that belongs to the weights")
+            raise ModelError(f"vision_config: out_hidden_size is {found.out_hidden_size}, but the text model's "
+                             f"hidden_size is {out_hidden_size}: take the config.json that belongs to the weights")
         return found
 
     @property
@@ -95,23 +95,25 @@ class VisionConfig:
 
     @property
     def grid_side(self) -> int:
-        """Entries a side of the table of positions."""
+        """Side of the table of positions."""
         return math.isqrt(self.num_position_embeddings)
 
     @property
     def patch_values(self) -> int:
-        """Numbers of a patch."""
+        """Numbers in a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size ** 2
 
 
 @dataclass(frozen=True, slots=True)
 class VideoConfig:
-    """How films become pictures (video_preprocessor_config.json of a checkpoint).
+    """Sampling of videos (video_preprocessor_config.json).
 
-    pixels: least and most of all frames together. frames: least and most that are looked at of a film that has so many.
-    rate: that are looked at of a second; 0: all. count: that are looked at of any film; 0: as `rate` says.
-    sampled: without, all frames are looked at, however many. frame_tokens: most tokens of a frame; 0: as many as
-    `pixels` allows.
+    pixels: bounds for all frames together.
+    frames: bounds for the number of sampled frames.
+    rate: sampled frames per second; 0: all frames.
+    frame_tokens: most tokens of a frame; 0: bounded by `pixels` only.
+    count: sampled frames of every video; 0: given by `rate`.
+    sampled: false: all frames are used.
     """
 
     pixels: tuple[int, int] = (128 * 32 * 32, 768 * 32 * 32)
@@ -123,63 +125,69 @@ class VideoConfig:
 
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any]) -> VideoConfig:
-        """Read a video_preprocessor_config.json. Raises ModelError naming the key."""
-        plain = cls()
-        size = dict(zip(_EDGES, plain.pixels, strict=True)) | _size(mapping)
-        given = {"min_frames": plain.frames[0], "max_frames": plain.frames[1], "fps": plain.rate,
-                 "max_video_tokens": 768, **{key: value for key, value in mapping.items() if value is not None}}
-        if "num_frames" in given and mapping.get("fps") is not None:
+        """Reads a video_preprocessor_config.json. Raises ModelError naming the key."""
+        default = cls()
+        given = {key: value for key, value in mapping.items() if value is not None}
+        if "num_frames" in given and "fps" in given:
             raise ModelError("num_frames and fps exclude each other: leave one of them out")
-        least, most = (integer(size, edge, 1, 1 << 31) for edge in _EDGES)
-        few, many = (integer(given, key, 1, 1 << 20) for key in ("min_frames", "max_frames"))
-        tokens = integer(given, "max_video_tokens", 1, 1 << 20)
+        size = {**dict(zip(_EDGES, default.pixels, strict=True)), **_size(mapping)}
+        values = {"min_frames": default.frames[0], "max_frames": default.frames[1], "max_video_tokens": 768,
+                  "fps": default.rate, **given}
         count = integer(given, "num_frames", 1, 1 << 20) if "num_frames" in given else 0
-        unbound = count or mapping.get("fps", plain.rate) is None  # null is not the same as left out
-        return cls((least, most), (few, many), 0.0 if unbound else number(given, "fps", 1e-3, 1e3),
-                   tokens if flag(given, "cap_pixels_per_frame", False) else 0, count,
-                   flag(given, "do_sample_frames", True))
+        all_frames = "fps" in mapping and mapping["fps"] is None
+        tokens = integer(values, "max_video_tokens", 1, 1 << 20)
+        return cls(
+            pixels=(integer(size, _EDGES[0], 1, 1 << 31), integer(size, _EDGES[1], 1, 1 << 31)),
+            frames=(integer(values, "min_frames", 1, 1 << 20), integer(values, "max_frames", 1, 1 << 20)),
+            rate=0.0 if count or all_frames else number(values, "fps", 1e-3, 1e3),
+            frame_tokens=tokens if flag(given, "cap_pixels_per_frame", False) else 0,
+            count=count,
+            sampled=flag(given, "do_sample_frames", True))
 
     def to_hf(self) -> dict[str, Any]:
-        """What `from_hf` reads."""
+        """Returns the mapping that `from_hf` reads."""
+        tokens = {"max_video_tokens": self.frame_tokens} if self.frame_tokens else {}
         return {"size": dict(zip(_EDGES, self.pixels, strict=True)), "min_frames": self.frames[0],
-                "max_frames": self.frames[1], "fps": self.rate or None,
-                "num_frames": self.count or None, "do_sample_frames": self.sampled,
-                "cap_pixels_per_frame": bool(self.frame_tokens),
-                **({"max_video_tokens": self.frame_tokens} if self.frame_tokens else {})}
+                "max_frames": self.frames[1], "fps": self.rate or None, "num_frames": self.count or None,
+                "do_sample_frames": self.sampled, "cap_pixels_per_frame": bool(self.frame_tokens), **tokens}
 
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """How pictures become patches (preprocessor_config.json of a checkpoint).
+    """Preprocessing of images (preprocessor_config.json).
 
-    min_pixels, max_pixels: a picture is scaled until it has so many. mean, std: each channel's, subtracted and divided
-    by, of values from 0 to 1, also of a film's frames.
+    min_pixels, max_pixels: bounds that an image is scaled to.
+    mean, std: normalisation of each channel, of values from 0 to 1, for video frames too.
     """
 
     min_pixels: int = 256 * 256
     max_pixels: int = 4096 * 4096
-    mean: tuple[float, ...] = _SQUARE
-    std: tuple[float, ...] = _SQUARE
+    mean: tuple[float, ...] = _HALF
+    std: tuple[float, ...] = _HALF
     videos: VideoConfig = VideoConfig()
 
     @classmethod
-    def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> ImageConfig:
-        """Read a preprocessor_config.json and a video_preprocessor_config.json, each empty if there is none. What one
-        leaves out is as transformers' classes have it. Raises ModelError naming the key."""
-        for said in (mapping, films):
-            _refuse_unsupported(said)
-        plain = cls(56 * 56, 28 * 28 * 1280, *_CLIP) if mapping else cls()
-        means, stds = (_channels(mapping, *each) for each in zip(_CHANNELS, (plain.mean, plain.std), strict=True))
-        if films and tuple(_channels(films, key, _SQUARE) for key in _CHANNELS) != (means, stds):
-            raise ModelError("image_mean and image_std of films must be those of pictures")
-        size = dict(zip(_EDGES, (plain.min_pixels, plain.max_pixels), strict=True)) | _size(mapping)
-        least, most = (integer(size, edge, 1, 1 << 30) for edge in _EDGES)
-        return cls(least, most, means, stds, VideoConfig.from_hf(films))
+    def from_hf(cls, images: Mapping[str, Any], videos: Mapping[str, Any]) -> ImageConfig:
+        """Reads a preprocessor_config.json and a video_preprocessor_config.json, each empty if there is none.
+
+        Absent keys have the defaults of transformers' classes. Raises ModelError naming the key.
+        """
+        for mapping in (images, videos):
+            _refuse_unsupported(mapping)
+        # a file without keys means Qwen2VLImageProcessor, no file Qwen3VL's sizes
+        default = cls(56 * 56, 28 * 28 * 1280, _CLIP_MEAN, _CLIP_STD) if images else cls()
+        mean = _channels(images, "image_mean", default.mean)
+        std = _channels(images, "image_std", default.std)
+        if videos and (_channels(videos, "image_mean", _HALF), _channels(videos, "image_std", _HALF)) != (mean, std):
+            raise ModelError("image_mean and image_std of videos must be those of images")
+        size = {_EDGES[0]: default.min_pixels, _EDGES[1]: default.max_pixels, **_size(images)}
+        least, most = (integer(size, edge, 1, _MAX_PIXELS) for edge in _EDGES)
+        return cls(least, most, mean, std, VideoConfig.from_hf(videos))
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """What a model sees with, and how pictures are prepared for it."""
+    """A vision tower and the preprocessing of its images."""
 
     tower: VisionConfig
     pictures: ImageConfig
@@ -191,18 +199,18 @@ def _refuse_unsupported(mapping: Mapping[str, Any]) -> None:
             raise ModelError(f"{key} false is not supported, only true")
     if mapping.get("resample", _BICUBIC) != _BICUBIC:
         raise ModelError(f"resample {show(mapping['resample'])} is not supported, only {_BICUBIC} (bicubic)")
-    if not math.isclose(number({"rescale_factor": 1 / 255, **mapping}, "rescale_factor", 0.0, 1.0), 1 / 255,
-                        rel_tol=1e-6):
+    factor = number({"rescale_factor": 1 / 255, **mapping}, "rescale_factor", 0.0, 1.0)
+    if not math.isclose(factor, 1 / 255, rel_tol=1e-6):
         raise ModelError(f"rescale_factor {mapping['rescale_factor']} is not supported, only 1 / 255")
 
 
 def _size(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Least and most pixels, as far as they are given. Their older keys go before `size`."""
+    """Returns the given bounds of pixels. The older keys min_pixels and max_pixels override `size`."""
     size = mapping.get("size") or {}
     if not isinstance(size, Mapping) or not {*size} <= {*_EDGES}:
         raise ModelError(f"size must be an object of {' and '.join(_EDGES)}, not {show(size)}")
-    older = zip(_EDGES, (mapping.get("min_pixels"), mapping.get("max_pixels")), strict=True)
-    return {**size, **{edge: pixels for edge, pixels in older if pixels is not None}}
+    older = {edge: mapping.get(key) for edge, key in zip(_EDGES, ("min_pixels", "max_pixels"), strict=True)}
+    return {**size, **{edge: pixels for edge, pixels in older.items() if pixels is not None}}
 
 
 def _channels(mapping: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
@@ -211,4 +219,5 @@ def _channels(mapping: Mapping[str, Any], key: str, default: tuple[float, ...]) 
         return default
     if not isinstance(given, list) or len(given) != 3:
         raise ModelError(f"{key} must be a list of three numbers, not {show(given)}")
-    return tuple(number({key: value}, key, 1e-6 if key == "image_std" else -1e6, 1e6) for value in given)
+    low = 1e-6 if key == "image_std" else -1e6
+    return tuple(number({key: value}, key, low, 1e6) for value in given)

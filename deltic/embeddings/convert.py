@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.directory import StoredEncoder
 from deltic.embeddings.gguf import ARCHITECTURE, POOLING_TYPES, RANK, gguf_names, recipe_keys
 from deltic.embeddings.sentence_transformers import Recipe, read_recipe
@@ -28,32 +27,26 @@ from deltic.loader.gguf.word_tokenizers import CONTROL, NORMAL, SPACE, UNKNOWN, 
 from deltic.loader.gguf.write import NewTensor, write_gguf
 from deltic.loader.safetensors import Progress
 
-_PLAIN: Final = ("position_embd", "token_types")
-"""Matrices that stay F32, as llama.cpp wants them."""
+_F32_MATRICES: Final = ("position_embd", "token_types")
+"""Matrices that llama.cpp requires as F32."""
+_POSITIONS: Final = "embeddings.position_embeddings.weight"
+_MAX_TOKENIZER: Final = 64 << 20
 
 logger = logging.getLogger(__name__)
 
 
 def convert_encoder(stored: StoredEncoder, name: str, path: Path, type: str, progress: Progress | None = None
                     ) -> Written:
-    """Write an encoder's directory to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`. As
-    `gguf.convert.convert`."""
-    if not stored.place.is_dir():
-        raise ModelError(f"{stored.place} is a GGUF file already; convert the original model")
-    if stored.compiled:
-        raise ModelError(f"{stored.place} is compiled by TVM; convert the original model")
-    if stored.recipe.dense:
-        raise ModelError(f"{stored.place} has layers behind its pooling (Dense), for which GGUF files have no place")
-    if any((stored.place / f"{kind}_linear.pt").is_file() for kind in ("sparse", "colbert")):
-        logger.warning("%s: GGUF files have no place for sparse weights and vectors of tokens: the file gives dense "
-                       "vectors alone", stored.place)
-    config, sources = stored.config, _sources(stored)
-    names = gguf_names(config)
-    most = BY_NAME[FILE_TYPES[type].most]
+    """Writes an encoder's directory as a GGUF file of a type (of `FILE_TYPES`), under a name."""
+    _check(stored)
+    names, sources = gguf_names(stored.config), dict(stored.sources)
+    sources[_POSITIONS] = _from_first_position(sources[_POSITIONS], stored.config.first_position)
+    block_type = BY_NAME[FILE_TYPES[type].most]
     targets = {}
-    for ours, source in sources.items():
-        plain = len(source.shape) < 2 or names[ours].startswith(_PLAIN)
-        targets[ours] = NewTensor(names[ours], BY_NAME["F32"] if plain else fitting(most, source.shape), source.shape)
+    for hf_name, source in sources.items():
+        plain = len(source.shape) < 2 or names[hf_name].startswith(_F32_MATRICES)
+        target_type = BY_NAME["F32"] if plain else fitting(block_type, source.shape)
+        targets[hf_name] = NewTensor(names[hf_name], target_type, source.shape)
     metadata = {
         "general.architecture": ARCHITECTURE, "general.type": "model", "general.name": name,
         "general.file_type": FILE_TYPES[type].id, "general.quantization_version": 2,
@@ -63,47 +56,63 @@ def convert_encoder(stored: StoredEncoder, name: str, path: Path, type: str, pro
                    Counter(target.type.name for target in targets.values()))
 
 
-def _sources(stored: StoredEncoder) -> dict[str, WeightSource]:
-    """The positions begin with that of the first token."""
-    name, first = "embeddings.position_embeddings.weight", stored.config.first_place
-    whole = stored.sources[name]
-    cut = WeightSource((whole.shape[0] - first, whole.shape[1]), lambda dtype: whole.read(dtype)[first:])
-    return {**stored.sources, name: cut}
+def vector_keys(directory: Path, architecture: str) -> dict[str, Any]:
+    """Returns the metadata of a decoder's pooling, empty if its directory states none. architecture: in GGUF's words.
+
+    Raises ModelError for layers that GGUF files cannot hold.
+    """
+    if not (directory / "modules.json").is_file():
+        return {}
+    recipe = read_recipe(directory, "lasttoken")
+    if recipe.dense:
+        raise _no_dense(directory)
+    return {f"{architecture}.pooling_type": pooling_type(recipe, False), **recipe_keys(recipe)}
+
+
+def pooling_type(recipe: Recipe, scores: bool) -> int:
+    """Returns llama.cpp's number of a pooling, 0 if it has none."""
+    if scores:
+        return RANK
+    return next((number for number, pooling in POOLING_TYPES.items() if number and recipe.pooling == (pooling,)), 0)
+
+
+def _check(stored: StoredEncoder) -> None:
+    place = stored.place
+    if not place.is_dir():
+        raise ModelError(f"{place} is a GGUF file already; convert the original model")
+    if stored.compiled:
+        raise ModelError(f"{place} is compiled by TVM; convert the original model")
+    if stored.recipe.dense:
+        raise _no_dense(place)
+    if (place / "sparse_linear.pt").is_file() or (place / "colbert_linear.pt").is_file():
+        logger.warning("%s: GGUF files have no place for sparse weights and vectors of tokens: the file gives dense "
+                       "vectors alone", place)
+
+
+def _no_dense(place: Path) -> ModelError:
+    return ModelError(f"{place} has layers behind its pooling (Dense), for which GGUF files have no place")
+
+
+def _from_first_position(source: WeightSource, first: int) -> WeightSource:
+    """Returns the position table without the rows before a sequence's first position."""
+    rows, columns = source.shape
+    return WeightSource((rows - first, columns), lambda dtype: source.read(dtype)[first:])
 
 
 def _data(sources: Mapping[str, WeightSource], targets: Mapping[str, NewTensor], progress: Progress | None
           ) -> Iterator[Iterator[Bytes]]:
     total, done = sum(target.nbytes for target in targets.values()), 0
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for ours, target in targets.items():
-            matrix = sources[ours].read(torch.float32).reshape(-1, target.shape[-1])
+        for name, target in targets.items():
+            matrix = sources[name].read(torch.float32).reshape(-1, target.shape[-1])
             yield quantize_in_pieces(target.name, matrix, target.type, pool)
             done += target.nbytes
             if progress is not None:
                 progress(done, total)
 
 
-def pooling_type(recipe: Recipe, scores: bool) -> int:
-    """llama.cpp's number of how states are pooled; 0 where it has none for it."""
-    if scores:
-        return RANK
-    one = recipe.pooling[0] if len(recipe.pooling) == 1 else None
-    return next((number for number, pooling in POOLING_TYPES.items() if number and pooling == one), 0)
-
-
-def vector_keys(directory: Path, architecture: str) -> dict[str, Any]:
-    """What the file of a decoder says of how vectors are made, if its directory does. architecture: as files call it.
-    ModelError where files have no place for it."""
-    if not (directory / "modules.json").is_file():
-        return {}
-    recipe = read_recipe(directory, "lasttoken")
-    if recipe.dense:
-        raise ModelError(f"{directory} has layers behind its pooling (Dense), for which GGUF files have no place")
-    return {f"{architecture}.pooling_type": pooling_type(recipe, False), **recipe_keys(recipe)}
-
-
 def _config_keys(stored: StoredEncoder) -> dict[str, Any]:
-    config: EncoderConfig = stored.config
+    config = stored.config
     keys = {
         "block_count": config.layers, "context_length": config.max_length, "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.heads,
@@ -117,72 +126,75 @@ def _config_keys(stored: StoredEncoder) -> dict[str, Any]:
 
 def _tokenizer_keys(stored: StoredEncoder) -> dict[str, Any]:
     path = stored.place / "tokenizer.json"
-    tokenizer = read_json(path, 64 << 20)
+    tokenizer = read_json(path, _MAX_TOKENIZER)
     kind = tokenizer.get("model", {}).get("type")
     if kind not in ("WordPiece", "Unigram"):
         raise ModelError(f"{path} is a {kind} tokenizer; those of encoders that can be written to a GGUF file are "
                          "WordPiece and Unigram")
     added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
     keys = (_wordpiece if kind == "WordPiece" else _unigram)(tokenizer, added, stored.config.vocab_size)
-    return {f"tokenizer.ggml.{key}": value for key, value in {
-        **keys, "token_type_count": stored.config.kinds, **_special_ids(tokenizer, added)}.items()} | {
+    keys |= {"token_type_count": stored.config.token_types, **_special_ids(tokenizer, added)}
+    return {**{f"tokenizer.ggml.{key}": value for key, value in keys.items()},
             "tokenizer.huggingface.json": path.read_text(encoding="utf-8")}
 
 
 def _wordpiece(tokenizer: Mapping[str, Any], added: Mapping[int, Any], count: int) -> dict[str, Any]:
-    """Beginnings of words are marked, not what goes on."""
+    """GGUF marks the beginnings of words, WordPiece their continuations."""
     model = tokenizer["model"]
-    names, types, mark = _listed(dict(model["vocab"]), added, count), [], model.get("continuing_subword_prefix", "##")
+    mark = model.get("continuing_subword_prefix", "##")
+    names = _token_names(dict(model["vocab"]), added, count)
+    types = [_token_type(id, added) for id in range(count)]
     for id, text in enumerate(names):
-        types.append(_type(id, added))
-        if types[-1] == NORMAL:
+        if types[id] == NORMAL:
             names[id] = text[len(mark):] if text.startswith(mark) else SPACE + text
     return {"model": "bert", "pre": "default", "tokens": names, "token_type": types}
 
 
 def _unigram(tokenizer: Mapping[str, Any], added: Mapping[int, Any], count: int) -> dict[str, Any]:
-    vocabulary = tokenizer["model"]["vocab"]
-    names = _listed({text: id for id, (text, _) in enumerate(vocabulary)}, added, count)
+    model = tokenizer["model"]
+    vocabulary, unknown = model["vocab"], model.get("unk_id")
     scores = np.full(count, -10000.0, np.float32)
     scores[:len(vocabulary)] = [score for _, score in vocabulary]
-    unknown = tokenizer["model"].get("unk_id")
-    types = [UNKNOWN if id == unknown else _type(id, added) for id in range(count)]
-    found = next((part["precompiled_charsmap"] for part in _parts(tokenizer.get("normalizer"))
-                  if part.get("precompiled_charsmap")), None)
-    charsmap = {} if found is None else {"precompiled_charsmap": np.frombuffer(b64decode(found), np.uint8)}
-    return {"model": "t5", "pre": "default", "tokens": names, "token_type": types, "scores": scores,
-            "add_space_prefix": True, "remove_extra_whitespaces": True, **charsmap}
+    keys = {
+        "model": "t5", "pre": "default",
+        "tokens": _token_names({text: id for id, (text, _) in enumerate(vocabulary)}, added, count),
+        "token_type": [UNKNOWN if id == unknown else _token_type(id, added) for id in range(count)],
+        "scores": scores, "add_space_prefix": True, "remove_extra_whitespaces": True}
+    for step in _steps(tokenizer.get("normalizer")):
+        if step.get("precompiled_charsmap"):
+            keys["precompiled_charsmap"] = np.frombuffer(b64decode(step["precompiled_charsmap"]), np.uint8)
+            break
+    return keys
 
 
-def _listed(vocabulary: Mapping[str, int], added: Mapping[int, Any], count: int) -> list[str]:
+def _token_names(vocabulary: Mapping[str, int], added: Mapping[int, Any], count: int) -> list[str]:
     names = {id: text for text, id in vocabulary.items()} | {id: token["content"] for id, token in added.items()}
     return [names.get(id, f"[PAD{id}]") for id in range(count)]
 
 
-def _type(id: int, added: Mapping[int, Any]) -> int:
+def _token_type(id: int, added: Mapping[int, Any]) -> int:
     if id not in added:
         return NORMAL
     return CONTROL if added[id].get("special") else USER_DEFINED
 
 
-def _parts(given: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """A step of a tokenizer, or those that it is made of."""
-    if given:
-        yield given
-        for part in (*given.get("normalizers", ()), *given.get("processors", ())):
-            yield from _parts(part)
+def _steps(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yields a step of a tokenizer, and the steps inside it."""
+    if step:
+        yield step
+        for inner in (*step.get("normalizers", ()), *step.get("processors", ())):
+            yield from _steps(inner)
 
 
 def _special_ids(tokenizer: Mapping[str, Any], added: Mapping[int, Any]) -> dict[str, Any]:
-    """What stands around a text, and what fills and hides."""
     ids = {token["content"]: id for id, token in added.items()}
-    around: list[int] = []
-    for part in _parts(tokenizer.get("post_processor")):
-        if part.get("type") == "TemplateProcessing":
-            texts = [step["SpecialToken"]["id"] for step in part["single"] if "SpecialToken" in step]
-            around = [part["special_tokens"][text]["ids"][0] for text in texts]
-        elif part.get("type") in ("BertProcessing", "RobertaProcessing"):
-            around = [part["cls"][1], part["sep"][1]]
+    around: list[int] = []  # special tokens before and after a text
+    for step in _steps(tokenizer.get("post_processor")):
+        if step.get("type") == "TemplateProcessing":
+            texts = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
+            around = [step["special_tokens"][text]["ids"][0] for text in texts]
+        elif step.get("type") in ("BertProcessing", "RobertaProcessing"):
+            around = [step["cls"][1], step["sep"][1]]
     found = dict(zip(("cls", "seperator"), around, strict=False)) | dict(zip(("bos", "eos"), around, strict=False))
     for key, names in (("unknown", ("[UNK]", "<unk>")), ("padding", ("[PAD]", "<pad>")),
                        ("mask", ("[MASK]", "<mask>"))):

@@ -1,5 +1,7 @@
-"""Decoders that embed (the last token's state) or judge (yes against no): through the engine, its batches and its
-prefix cache, so that an instruction is read once."""
+"""Decoders that embed (the last token's state) or rerank (yes against no), run by the engine.
+
+The engine's prefix cache computes a shared instruction once.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,7 @@ from deltic.embeddings.tokenize import EncoderTokenizer, backend_of
 from deltic.embeddings.types import Item, Output, Vectors
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.mailbox import EventMailbox
-from deltic.engine.worker import Worker
+from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ModelError
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.safetensors import Progress
@@ -36,44 +37,50 @@ _BEFORE: Final = ('<|im_start|>system\nJudge whether the Document meets the requ
                   'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
 _AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-"""What Qwen3-Reranker was trained with (its model card)."""
+"""The prompt that Qwen3-Reranker was trained with (its model card)."""
 
 
 class DecoderTextModel:
-    """A decoder that is loaded; a `TextModel`. judge [H]: a state's product with it is the logit of yes less that of
-    no; None: the states are the vectors."""
+    """A loaded decoder, a `TextModel`.
+
+    judge [H]: of a reranker; its product with a state is the logit of yes minus that of no.
+    """
+
+    overlaps = False
 
     def __init__(self, name: str, runtime: ModelRunner, recipe: Recipe, judge: Tensor | None) -> None:
         self.name, self.recipe, self.runtime, self._judge = name, recipe, runtime, judge
         self.outputs: frozenset[Output] = frozenset({"dense" if judge is None else "score"})
-        self.dimension, self.budget, self.ahead = runtime.config.hidden_size, _BUDGET, False
+        self.dimension, self.budget = runtime.config.hidden_size, _BUDGET
         self.max_length = min(recipe.max_length or runtime.memory.max_context, runtime.memory.max_context)
         self._worker = Worker(Engine(runtime))
         weakref.finalize(self, self._worker.stop, 0.0).atexit = False
 
     def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
-        mailbox, names = EventMailbox(1), [uuid.uuid4().hex for _ in items]
-        requests = [EngineRequest(name, tuple(item.ids), Embed(), (item.prompt,) if 0 < item.prompt < len(item) else (),
-                            cache_salt=item.cache_salt) for name, item in zip(names, items, strict=True)]
+        mailbox, requests = EventMailbox(1), list[EngineRequest]()
+        for item in items:
+            boundaries = (item.prompt,) if 0 < item.prompt < len(item) else ()
+            requests.append(EngineRequest(uuid.uuid4().hex, tuple(item.ids), Embed(), boundaries,
+                                          cache_salt=item.cache_salt))
         self._worker.submit(requests, mailbox, mailbox.on_reply)
-        return lambda: self._vectors(names, mailbox)
-
-    def _vectors(self, names: Sequence[str], mailbox: EventMailbox) -> list[Vectors]:
-        """What the engine has sent of these requests, when it is all there."""
-        found: dict[str, Vectors] = {}
-        while len(found) < len(names):
-            for event in mailbox.get():
-                if isinstance(event, VectorEvent):
-                    found[event.request] = self._finished(np.array(event.vector, np.float32))
-                elif event.finish:
-                    found[event.request] = Vectors(error=event.error or f"the engine ended it: {event.finish}")
-        return [found[name] for name in names]
+        return lambda: self._collect([request.id for request in requests], mailbox)
 
     def close(self) -> None:
-        if self._worker.stop(60.0, "the model has been closed: load it anew") and not self._worker.forked:
+        if self._worker.stop(60.0, "the model has been closed: load it again") and not self._worker.forked:
             self._worker.engine.close()
 
-    def _finished(self, state: NDArray[Any]) -> Vectors:
+    def _collect(self, ids: Sequence[str], mailbox: EventMailbox) -> list[Vectors]:
+        """Waits for the results of requests."""
+        found: dict[str, Vectors] = {}
+        while len(found) < len(ids):
+            for event in mailbox.get():
+                if isinstance(event, VectorEvent):
+                    found[event.request] = self._vectors(np.array(event.vector, np.float32))
+                elif event.finish:
+                    found[event.request] = Vectors(error=event.error or f"the engine ended it: {event.finish}")
+        return [found[id] for id in ids]
+
+    def _vectors(self, state: NDArray[Any]) -> Vectors:
         if self._judge is not None:
             logit = float(state.astype(np.float64) @ self._judge.double().numpy())
             return Vectors(score=float(1 / (1 + np.exp(-logit))))
@@ -84,20 +91,23 @@ class DecoderTextModel:
 
 def load_decoder(name: str, place: Path, task: str, options: EngineConfig, revision: str | None = None,
                  progress: Progress | None = None) -> DecoderTextModel:
-    """Load a decoder whose states are vectors or, for task rerank, judge pairs. auto: as its name says."""
+    """Loads a decoder. For task auto it is a reranker if its name says so."""
     file = GgufFile.open(place) if place.is_file() else None
     directory = place.parent if file else place
-    recipe = read_gguf_recipe(file) if file and gives_vectors(file) else read_recipe(directory, pooling="lasttoken")
+    if file and gives_vectors(file):
+        recipe = read_gguf_recipe(file)
+    else:
+        recipe = read_recipe(directory, pooling="lasttoken")
     if recipe.pooling != ("lasttoken",) or recipe.dense:
         raise ModelError(f"{place}: decoders give the state of the last token; this one asks for "
                          f"{', '.join(recipe.pooling)}{' and Dense layers' if recipe.dense else ''}")
     runtime = load(name, replace(options, speculate="off"), revision, progress, vectors=True)
-    judges = task == "rerank" or (task == "auto" and "rerank" in place.name.lower())
-    return DecoderTextModel(name, runtime, recipe, _judge(runtime, directory) if judges else None)
+    reranks = task == "rerank" or (task == "auto" and "rerank" in place.name.lower())
+    return DecoderTextModel(name, runtime, recipe, _judge(runtime, directory) if reranks else None)
 
 
 def decoder_texts(decoder: DecoderTextModel, max_length: int) -> EncoderTokenizer:
-    """Its tokenizer, from tokenizer.json or out of a GGUF file."""
+    """Returns the decoder's tokenizer, from tokenizer.json or its GGUF file."""
     stored, path = decoder.runtime.tokenizer, decoder.runtime.path
     assert path is not None
     if stored is None:
@@ -107,25 +117,29 @@ def decoder_texts(decoder: DecoderTextModel, max_length: int) -> EncoderTokenize
 
 def reranker_pairs(texts: EncoderTokenizer, instruction: str | None
                    ) -> Callable[[str, Sequence[str], bool, str | None], list[Item]]:
-    """Makes what a Qwen3-Reranker reads of a query and documents. Long documents are cut at their ends. instruction:
-    where a request has none."""
-    def pairs(query: str, documents: Sequence[str], truncate: bool, asked: str | None) -> list[Item]:
+    """Returns a function that makes a Qwen3-Reranker's items of a query and documents.
+
+    instruction: for requests without their own.
+    """
+    def pairs(query: str, documents: Sequence[str], truncate: bool, requested: str | None) -> list[Item]:
         before, after = texts.raw([_BEFORE, _AFTER])
-        head = f"<Instruct>: {asked or instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        head = f"<Instruct>: {requested or instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
         return texts.framed(before, head, documents, after, truncate)
     return pairs
 
 
 def _judge(runtime: ModelRunner, directory: Path) -> Tensor:
-    """The head's row of yes less that of no [H]."""
+    """Returns the head's row of yes minus that of no [H]."""
     stored = runtime.tokenizer.tokenizer if runtime.tokenizer else (directory / "tokenizer.json").read_text("utf-8")
-    backend, rows = backend_of(stored, directory), []
-    for word in ("yes", "no"):
+    backend = backend_of(stored, directory)
+
+    def row(word: str) -> Tensor:
         id = backend.token_to_id(word)
         if id is None:
             raise ModelError(f"{directory} cannot judge: its vocabulary has no token {word!r}")
-        rows.append(_head_row(runtime, id))
-    return rows[0] - rows[1]
+        return _head_row(runtime, id)
+
+    return row("yes") - row("no")
 
 
 def _head_row(runtime: ModelRunner, id: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""An encoder on disk: what its files say, all but the weights read."""
+"""Reads everything about an encoder's directory except its weights."""
 
 from __future__ import annotations
 
@@ -14,38 +14,42 @@ from deltic.embeddings.sentence_transformers import Recipe, read_recipe
 from deltic.embeddings.tokenize import EncoderTokenizer
 from deltic.embeddings.weights import WeightForm, WeightSource, find_sources
 from deltic.errors import ModelError
-from deltic.export.opening import kind_of
+from deltic.export.program import kind_of
 from deltic.loader.files import read_json
 
 HEADS: Final = "heads.safetensors"
-"""The classifier of a compiled encoder, which its library does not have."""
+"""The classifier of a compiled encoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEncoder:
-    """sources: tensors by Hugging Face's names (`weights.expected_tensors`). heads: what comes behind, in a form.
-    texts: its tokenizer, for items of so many tokens at most. compiled: the directory's library computes the states,
-    and sources has the classifier's tensors alone."""
-
     place: Path
     config: EncoderConfig
     sources: Mapping[str, WeightSource]
+    """Tensors by Hugging Face's names (`weights.expected_tensors`)."""
     recipe: Recipe
     heads: Callable[[WeightForm], Heads]
+    """Reads the layers after the encoder."""
     texts: Callable[[int], EncoderTokenizer]
+    """Reads the tokenizer, for items of up to so many tokens."""
     compiled: bool = False
+    """The states come from a compiled library, and sources holds the classifier alone."""
 
 
 def read_directory(directory: Path) -> StoredEncoder:
-    """ModelError names the file, key or tensor that cannot be used."""
+    """Raises ModelError naming the file, key or tensor that cannot be used."""
     path = directory / "config.json"
-    mapping = read_json(path)
+    hf_config = read_json(path)
     try:
-        config = EncoderConfig.from_hf(mapping)
+        config = EncoderConfig.from_hf(hf_config)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     compiled = kind_of(directory) == "tvm"
-    sources, recipe = find_sources(directory, config, not compiled), read_recipe(directory)
-    heads = partial(read_heads, directory, config, sources, recipe, mapping=mapping)
-    return StoredEncoder(directory, config, sources, recipe, heads, lambda longest: EncoderTokenizer.read(
-        directory / "tokenizer.json", longest, recipe.lower), compiled)
+    sources = find_sources(directory, config, classifier_only=compiled)
+    recipe = read_recipe(directory)
+    heads = partial(read_heads, directory, config, sources, recipe, hf_config=hf_config)
+
+    def texts(max_length: int) -> EncoderTokenizer:
+        return EncoderTokenizer.read(directory / "tokenizer.json", max_length, recipe.lower)
+
+    return StoredEncoder(directory, config, sources, recipe, heads, texts, compiled)

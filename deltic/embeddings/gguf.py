@@ -1,5 +1,7 @@
-"""Encoders in GGUF files, as llama.cpp's converter writes them (conversion/bert.py; src/models/bert.cpp reads them),
-and what else such a file says of how vectors are made."""
+"""Reads encoders from GGUF files, and how vectors are made from any GGUF file.
+
+The names are those of llama.cpp's converter (conversion/bert.py) and loader (src/models/bert.cpp).
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,16 @@ from deltic.loader.gguf.blocks import fill
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.reader import GgufTensor
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
-from deltic.ops.quantized import PackedForm as PackedForm
-from deltic.ops.quantized import QTensor
+from deltic.ops.quantized import PackedForm, QTensor
 
 ARCHITECTURE: Final = "bert"
 POOLING_TYPES: Final[Mapping[int, str]] = {0: "mean", 1: "mean", 2: "cls", 3: "lasttoken", 4: "cls"}
-"""What llama.cpp's numbers stand for. 0: states of all tokens; 4: a reranker."""
+"""Poolings by llama.cpp's numbers. 0: unspecified; 4: a reranker."""
 RANK: Final = 4
 RECIPE: Final = "deltic.recipe"
-"""A key of our own: what sentence-transformers' files said, as JSON, where the format has no word for it."""
+"""deltic's own key: what the files of sentence-transformers state, as JSON, where the format has no key for it."""
+_RECIPE_TYPES: Final = {"normalize": bool, "with_prompt": bool, "lower": bool, "max_length": int | None,
+                        "default": str | None, "prompts": dict}
 _TOP: Final[Mapping[str, str]] = {
     "token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
     "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm"}
@@ -40,90 +43,100 @@ _BLOCK: Final[Mapping[str, str]] = {
     "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
     "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
     "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm"}
-_KEYS: Final[Mapping[str, str]] = {
-    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "layers": "block_count",
-    "heads": "attention.head_count"}
-_MOST: Final = 1 << 20
+_MAX_SIZE: Final = 1 << 20
 
 
 def is_bert(file: GgufFile) -> bool:
-    """Whether it holds an encoder of the BERT family."""
+    """Returns whether a file holds an encoder of the BERT family."""
     return file.metadata.get("general.architecture") == ARCHITECTURE
 
 
 def gives_vectors(file: GgufFile) -> bool:
-    """Whether its model is for vectors or scores: an encoder, or a decoder that says how its states are pooled."""
+    """Returns whether a file holds an encoder, or a decoder with a pooling type."""
     return is_bert(file) or f"{file.metadata.get('general.architecture')}.pooling_type" in file.metadata
 
 
 def gguf_names(config: EncoderConfig) -> dict[str, str]:
-    """The names in a file of the tensors of `expected_tensors`, by Hugging Face's."""
-    theirs = {ours: name for name, ours in _TOP.items()}
+    """Returns the GGUF names of `expected_tensors`, by Hugging Face's."""
+    modules = {hf_name: name for name, hf_name in _TOP.items()}
     for layer in range(config.layers):
-        theirs |= {f"encoder.layer.{layer}.{ours}": f"blk.{layer}.{name}" for name, ours in _BLOCK.items()}
+        modules |= {f"encoder.layer.{layer}.{hf_name}": f"blk.{layer}.{name}" for name, hf_name in _BLOCK.items()}
     if config.labels:
-        theirs |= dict(zip(classifier_names(config), ("cls", "cls.output"), strict=True))
-    return {name: f"{theirs[module]}.{part}" for name in expected_tensors(config)
-            for module, _, part in [name.rpartition(".")]}
+        modules |= dict(zip(classifier_names(config), ("cls", "cls.output"), strict=True))
+    names = {}
+    for name in expected_tensors(config):
+        module, _, part = name.rpartition(".")
+        names[name] = f"{modules[module]}.{part}"
+    return names
 
 
 def read_gguf(file: GgufFile) -> StoredEncoder:
-    """ModelError names the file, and the key or tensor that cannot be used."""
+    """Reads everything except the weights. Raises ModelError naming the file, and the key or tensor."""
     path = file.paths[0]
     try:
-        config = _config(file)
-        sources, recipe = _sources(file, config), read_gguf_recipe(file)
+        config, recipe = _config(file), read_gguf_recipe(file)
+        sources = _sources(file, config)
         tokenizer = tokenizer_from_gguf(file.metadata).tokenizer
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    return StoredEncoder(path, config, sources, recipe, partial(_heads, config, sources),
-                         lambda longest: EncoderTokenizer(backend_of(tokenizer, path), longest, recipe.lower))
+
+    def heads(form: WeightForm) -> Heads:
+        return Heads(classifier=read_classifier(config, sources, form) if config.labels else None)
+
+    def texts(max_length: int) -> EncoderTokenizer:
+        return EncoderTokenizer(backend_of(tokenizer, path), max_length, recipe.lower)
+
+    return StoredEncoder(path, config, sources, recipe, heads, texts)
 
 
 def read_gguf_recipe(file: GgufFile) -> Recipe:
-    """How vectors are made. Without our key they are pooled as the file says, and of length 1."""
-    architecture, told = file.metadata.get("general.architecture"), file.metadata.get(RECIPE)
-    if told is not None:
-        return _told(told)
-    key = f"{architecture}.pooling_type"
+    """Returns how vectors are made. Without deltic's key they are pooled as the file says, and normalised."""
+    stored = file.metadata.get(RECIPE)
+    if stored is not None:
+        return _parse_recipe(stored)
+    key = f"{file.metadata.get('general.architecture')}.pooling_type"
     pooling = integer({key: 0, **file.metadata}, key, 0, max(POOLING_TYPES))
     return Recipe((POOLING_TYPES[pooling],))
 
 
 def recipe_keys(recipe: Recipe) -> dict[str, str]:
-    """What `read_gguf_recipe` reads of our key."""
+    """Returns the metadata that `read_gguf_recipe` reads."""
     return {RECIPE: json.dumps({key: value for key, value in asdict(recipe).items() if key != "dense"})}
 
 
-def _told(told: object) -> Recipe:
+def _parse_recipe(stored: object) -> Recipe:
     try:
-        found = json.loads(str(told))
+        found = json.loads(str(stored))
         recipe = replace(Recipe(), **{**found, "pooling": tuple(found["pooling"])})
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{RECIPE} cannot be used ({error}): convert the model again") from error
-    fine = {"normalize": bool, "with_prompt": bool, "lower": bool, "max_length": int | None, "default": str | None,
-            "prompts": dict}
-    if not recipe.pooling or not set(recipe.pooling) <= set(POOLINGS) or not all(
-            isinstance(getattr(recipe, key), kind) for key, kind in fine.items()):
-        raise ModelError(f"{RECIPE} cannot be used ({show(told)}): convert the model again")
+    valid = recipe.pooling and set(recipe.pooling) <= set(POOLINGS)
+    if not valid or not all(isinstance(getattr(recipe, key), kind) for key, kind in _RECIPE_TYPES.items()):
+        raise ModelError(f"{RECIPE} cannot be used ({show(stored)}): convert the model again")
     return recipe
 
 
 def _config(file: GgufFile) -> EncoderConfig:
     metadata, tensors = file.metadata, file.tensors
-    sizes = {ours: integer(metadata, f"{ARCHITECTURE}.{key}", 1, _MOST) for ours, key in _KEYS.items()}
+
+    def size(key: str) -> int:
+        return integer(metadata, f"{ARCHITECTURE}.{key}", 1, _MAX_SIZE)
+
+    sizes = {"hidden_size": size("embedding_length"), "intermediate_size": size("feed_forward_length"),
+             "layers": size("block_count"), "heads": size("attention.head_count")}
     if metadata.get(f"{ARCHITECTURE}.attention.causal") not in (None, False):
         raise ModelError(f"{ARCHITECTURE}.attention.causal is true; encoders see all of a text")
-    rows = {name: _rows(tensors, f"{name}.weight") for name in ("token_embd", "position_embd", "token_types")}
-    family = "bert" if metadata.get("tokenizer.ggml.model") == "bert" else "roberta"
-    ranks = "cls.output.weight" in tensors
-    if ranks and "cls.weight" not in tensors:
+    vocab_size, positions, token_types = (
+        _rows(tensors, f"{name}.weight") for name in ("token_embd", "position_embd", "token_types"))
+    reranks = "cls.output.weight" in tensors
+    if reranks and "cls.weight" not in tensors:
         raise ModelError("tensor 'cls.weight' is missing, the first of a reranker's two last layers, which some "
                          "converters leave out: convert the original model with deltic convert")
     return EncoderConfig(
-        family, rows["token_embd"], **sizes, places=rows["position_embd"], first_place=0, kinds=rows["token_types"],
+        family="bert" if metadata.get("tokenizer.ggml.model") == "bert" else "roberta",
+        vocab_size=vocab_size, **sizes, positions=positions, first_position=0, token_types=token_types,
         eps=number(metadata, f"{ARCHITECTURE}.attention.layer_norm_epsilon", 0, 1),
-        labels=_rows(tensors, "cls.output.weight") if ranks else 0)
+        labels=_rows(tensors, "cls.output.weight") if reranks else 0)
 
 
 def _rows(tensors: Mapping[str, GgufTensor], name: str) -> int:
@@ -134,27 +147,28 @@ def _rows(tensors: Mapping[str, GgufTensor], name: str) -> int:
 
 
 def _sources(file: GgufFile, config: EncoderConfig) -> dict[str, WeightSource]:
-    names = {theirs: ours for ours, theirs in gguf_names(config).items()}
-    expected, found = expected_tensors(config), dict[str, WeightSource]()
+    hf_names = {name: hf_name for hf_name, name in gguf_names(config).items()}
+    expected, sources = expected_tensors(config), dict[str, WeightSource]()
     for stored in file.tensors.values():
-        ours = names.get(stored.name)
-        if ours is None:
+        name = hf_names.get(stored.name)
+        if name is None:
             raise ModelError(f"tensor {stored.name!r} has no place in an encoder of {config.layers} layers")
-        if stored.shape != expected[ours]:
+        if stored.shape != expected[name]:
             raise ModelError(f"tensor {stored.name!r} has shape {list(stored.shape)}, the metadata asks for "
-                             f"{list(expected[ours])}")
+                             f"{list(expected[name])}")
         if not stored.type.readable:
             raise ModelError(f"tensor {stored.name!r} is of type {stored.type.name}, which is not supported; choose "
                              "another quantization, such as Q8_0")
-        blocks = stored.type.weights > 1 and len(stored.shape) == 2
-        found[ours] = WeightSource(stored.shape, partial(_plain, stored), partial(_pack, stored) if blocks else None)
-    missing = [theirs for theirs, ours in names.items() if ours not in found]
+        quantized = stored.type.weights > 1 and len(stored.shape) == 2
+        sources[name] = WeightSource(stored.shape, partial(_read, stored),
+                                     partial(_pack, stored) if quantized else None)
+    missing = [name for name, hf_name in hf_names.items() if hf_name not in sources]
     if missing:
         raise ModelError(f"{len(missing)} tensors are missing, such as {missing[0]!r}; download the file again")
-    return found
+    return sources
 
 
-def _plain(stored: GgufTensor, dtype: torch.dtype) -> Tensor:
+def _read(stored: GgufTensor, dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(stored.shape, dtype=dtype)
     fill(tensor, stored.type, stored.read)
     return tensor
@@ -163,7 +177,3 @@ def _plain(stored: GgufTensor, dtype: torch.dtype) -> Tensor:
 def _pack(stored: GgufTensor, form: PackedForm) -> QTensor:
     rows, columns = stored.shape
     return form.pack(stored.type.name, stored.type.id, rows, columns, stored.type.size(columns), stored.read)
-
-
-def _heads(config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm) -> Heads:
-    return Heads(classifier=read_classifier(config, sources, form)) if config.labels else Heads()

@@ -1,18 +1,18 @@
-"""What comes behind an encoder: layers over pooled vectors, BGE-M3's two other outputs, a classifier."""
+"""Layers after an encoder: pooling, dense layers, BGE-M3's sparse and ColBERT outputs, a classifier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from deltic.config.reading import flag
 from deltic.embeddings.bert_config import EncoderConfig
-from deltic.embeddings.sentence_transformers import Recipe, refuse_other_names
+from deltic.embeddings.sentence_transformers import Recipe, check_module_names
 from deltic.embeddings.types import Output
 from deltic.embeddings.weights import WeightForm, WeightSource, classifier_names
 from deltic.errors import ModelError, show
@@ -29,65 +29,56 @@ _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.linear.Identity": nn.Identity(), "torch.nn.modules.activation.Tanh": torch.tanh,
     "torch.nn.modules.activation.ReLU": torch.relu, "torch.nn.modules.activation.GELU": nn.functional.gelu,
     "torch.nn.modules.activation.Sigmoid": torch.sigmoid}
-"""What names in files stand for; nothing that they name is imported."""
+"""Activations by their names in files, from which nothing is imported."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """dense: layers over pooled vectors. sparse: a weight for each token. colbert: a vector for each. classifier: two
-    layers over the first token's state. activation: of its score."""
-
     dense: tuple[tuple[Affine, Activation], ...] = ()
+    """Layers after the pooling."""
     sparse: Affine | None = None
     colbert: Affine | None = None
     classifier: tuple[Affine, Affine] | None = None
+    """Two layers over the first token's state."""
     activation: Activation = torch.sigmoid
+    """Of the classifier's score."""
 
     @property
     def outputs(self) -> frozenset[Output]:
         if self.classifier is not None:
             return frozenset({"score"})
-        found: set[Output] = {"dense"}
-        if self.sparse:
-            found.add("sparse")
-        if self.colbert:
-            found.add("colbert")
-        return frozenset(found)
+        outputs: dict[Output, bool] = {
+            "dense": True, "sparse": self.sparse is not None, "colbert": self.colbert is not None}
+        return frozenset(output for output, there in outputs.items() if there)
 
     def dimension(self, pooled: int) -> int:
-        """Numbers of a vector, of the pooled ones."""
+        """Returns the size of a vector. pooled: its size before the dense layers."""
         return len(self.dense[-1][0].bias) if self.dense else pooled
 
 
-def read_heads(
-    directory: Path,
-    config: EncoderConfig,
-    sources: Mapping[str, WeightSource],
-    recipe: Recipe,
-    form: WeightForm,
-    *,
-    mapping: Mapping[str, Any],
-) -> Heads:
-    """What the directory has. ModelError names the file that cannot be used."""
+def read_heads(directory: Path, config: EncoderConfig, sources: Mapping[str, WeightSource], recipe: Recipe,
+               form: WeightForm, *, hf_config: Mapping[str, Any]) -> Heads:
+    """Reads a directory's heads. Raises ModelError naming the file that cannot be used."""
     if config.labels:
         return Heads(classifier=read_classifier(config, sources, form),
-                     activation=_score_activation(directory, mapping))
-    sparse, colbert = (_m3_layer(directory / f"{name}_linear.pt", config.hidden_size, form)
-                       for name in ("sparse", "colbert"))
+                     activation=_score_activation(directory, hf_config))
     layers, width = [], len(recipe.pooling) * config.hidden_size
-    for place in recipe.dense:
-        layers.append(_dense(place, width, form))
+    for folder in recipe.dense:
+        layers.append(_dense(folder, width, form))
         width = len(layers[-1][0].bias)
+    sparse = _m3_layer(directory / "sparse_linear.pt", config.hidden_size, form)
+    colbert = _m3_layer(directory / "colbert_linear.pt", config.hidden_size, form)
     return Heads(tuple(layers), sparse, colbert)
 
 
-def read_classifier(
-    config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm
-) -> tuple[Affine, Affine]:
-    """The layers of a reranker."""
-    dense, last = (_affine(sources[f"{name}.weight"].read(torch.float32), sources[f"{name}.bias"].read(torch.float32),
-                           form) for name in classifier_names(config))
-    return dense, last
+def read_classifier(config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm
+                    ) -> tuple[Affine, Affine]:
+    def read(name: str) -> Affine:
+        weight, bias = (sources[f"{name}.{part}"].read(torch.float32) for part in ("weight", "bias"))
+        return _affine(weight, bias, form)
+
+    dense, last = classifier_names(config)
+    return read(dense), read(last)
 
 
 def _affine(weight: Tensor, bias: Tensor, form: WeightForm) -> Affine:
@@ -98,7 +89,7 @@ def _affine(weight: Tensor, bias: Tensor, form: WeightForm) -> Affine:
 
 
 def _m3_layer(path: Path, hidden: int, form: WeightForm) -> Affine | None:
-    """A layer of BGE-M3, which keeps them as pickles."""
+    """Reads a layer of BGE-M3, stored as a pickle."""
     if not path.is_file():
         return None
     tensors = read_pickled(path)
@@ -108,39 +99,93 @@ def _m3_layer(path: Path, hidden: int, form: WeightForm) -> Affine | None:
     return _affine(weight, bias, form)
 
 
-def _dense(place: Path, width: int, form: WeightForm) -> tuple[Affine, Activation]:
-    config = read_json(place / "config.json")
-    refuse_other_names(place / "config.json", config)
+def _dense(folder: Path, width: int, form: WeightForm) -> tuple[Affine, Activation]:
+    path = folder / "config.json"
+    config = read_json(path)
+    check_module_names(path, config)
     if flag(config, "use_residual", False):
-        raise ModelError(f"{place / 'config.json'}: use_residual true is not supported, only false")
+        raise ModelError(f"{path}: use_residual true is not supported, only false")
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if name not in _ACTIVATIONS:
-        raise ModelError(f"{place / 'config.json'}: activation_function {show(name)} is not supported, only "
+        raise ModelError(f"{path}: activation_function {show(name)} is not supported, only "
                          f"{', '.join(each.rpartition('.')[2] for each in _ACTIVATIONS)}")
-    tensors = _tensors_of(place)
+    tensors = _all_tensors(folder)
     weight = tensors.get("linear.weight")
     if weight is None or weight.dim() != 2 or weight.shape[1] != width:
-        raise ModelError(f"{place} must hold linear.weight [rows, {width}]; download it again")
+        raise ModelError(f"{folder} must hold linear.weight [rows, {width}]; download it again")
     bias = tensors.get("linear.bias")
     return _affine(weight, torch.zeros(len(weight)) if bias is None else bias, form), _ACTIVATIONS[name]
 
 
-def _tensors_of(place: Path) -> dict[str, Tensor]:
-    if any(place.glob("*.safetensors")):
-        return {name: read_stored(name, stored, torch.float32, torch.device("cpu"))
-                for name, stored in find_tensors(place).items()}
-    return read_pickled(place / "pytorch_model.bin")
+def _all_tensors(folder: Path) -> dict[str, Tensor]:
+    if not any(folder.glob("*.safetensors")):
+        return read_pickled(folder / "pytorch_model.bin")
+    return {name: read_stored(name, stored, torch.float32, torch.device("cpu"))
+            for name, stored in find_tensors(folder).items()}
 
 
-def _score_activation(directory: Path, mapping: Mapping[str, Any]) -> Activation:
-    """Scores of one label go through a sigmoid, unless the model's files say otherwise."""
-    nested = mapping.get("sentence_transformers")
-    name = (nested or {}).get("activation_fn") if isinstance(nested, dict | None) else None
-    path = directory / "config_sentence_transformers.json"
-    name = name or mapping.get("sbert_ce_default_activation_function") or (
-        read_json(path).get("activation_fn") if path.is_file() else None)
+def _score_activation(directory: Path, hf_config: Mapping[str, Any]) -> Activation:
+    """Returns the activation that the model's files name, by default a sigmoid."""
+    nested, path = hf_config.get("sentence_transformers"), directory / "config_sentence_transformers.json"
+    name = nested.get("activation_fn") if isinstance(nested, dict) else None
+    name = name or hf_config.get("sbert_ce_default_activation_function")
+    if not name and path.is_file():
+        name = read_json(path).get("activation_fn")
     if name is None:
         return torch.sigmoid
     if name not in _ACTIVATIONS:
         raise ModelError(f"{directory}: the activation {show(name)} of scores is not supported")
     return _ACTIVATIONS[name]
+
+
+# Pooling
+
+Reduction = Literal["max", "mean", "sum"]
+
+
+def pooled(states: Tensor, lengths: Sequence[int], prompts: Sequence[int], poolings: Sequence[str]) -> Tensor:
+    """Pools the states [T, H] of N texts, one after another. Returns vectors [N, H * poolings] float32.
+
+    A text's vector depends on its own states alone. prompts: leading tokens of each text that do not count, except for
+    cls and lasttoken.
+    """
+    sizes, skipped = torch.tensor(lengths), torch.tensor(prompts)
+    ends = sizes.cumsum(0)
+    firsts = ends - sizes
+    vectors = []
+    for pooling in poolings:
+        if pooling in ("cls", "lasttoken"):
+            indices = firsts if pooling == "cls" else ends - 1
+            vectors.append(states[indices.to(states.device)].float())
+            continue
+        rows, places = states, torch.arange(int(ends[-1])) - firsts.repeat_interleave(sizes)
+        if any(prompts):
+            kept = places >= skipped.repeat_interleave(sizes)
+            rows, places = states[kept.to(states.device)], places[kept]
+        vectors.append(_pooled(pooling, rows.float(), places.to(states.device), (sizes - skipped).to(states.device)))
+    return torch.cat(vectors, 1)
+
+
+def _pooled(pooling: str, rows: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
+    match pooling:
+        case "max" | "mean":
+            return _reduced(rows, pooling, lengths)
+        case "mean_sqrt_len":
+            return _reduced(rows, "sum", lengths) / lengths[:, None].sqrt()
+        case "weightedmean":  # a token's weight is its place, from 1
+            weights = (places + 1).to(rows.dtype)[:, None]
+            return _reduced(rows * weights, "sum", lengths) / _reduced(weights, "sum", lengths)
+    raise AssertionError(f"{pooling} is no pooling")
+
+
+def _reduced(rows: Tensor, how: Reduction, lengths: Tensor) -> Tensor:
+    """Reduces each text's rows to one."""
+    if rows.device.type == "cpu":  # several times faster there
+        return torch.stack([_reduced_one(part, how) for part in rows.split(lengths.tolist())])
+    return torch.segment_reduce(rows, how, lengths=lengths, axis=0, unsafe=True)
+
+
+def _reduced_one(rows: Tensor, how: Reduction) -> Tensor:
+    if how == "max":
+        return rows.amax(0) if len(rows) else rows.new_full(rows.shape[1:], -torch.inf)
+    return rows.mean(0) if how == "mean" else rows.sum(0)

@@ -1,4 +1,4 @@
-"""From what a user calls a model of texts to one that is loaded, with its tokenizer."""
+"""Finds and loads embedding models and rerankers, with their tokenizers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from deltic.engine.options import settled
 from deltic.errors import ConfigError, ModelError, RequestError, show
 from deltic.loader.files import read_json
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.hub import ACCEPTED, only_gguf, resolve
+from deltic.loader.hub import ACCEPTED, resolve
+from deltic.loader.model_files import only_gguf
 from deltic.loader.safetensors import Progress
 
 Task = Literal["auto", "embed", "rerank"]
 Pairs = Callable[[str, Sequence[str], bool, str | None], list[Item]]
+"""Makes the items of a query, documents, whether to truncate, and an instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """pairs: makes the items of a query and documents; then come whether to cut long ones, and an instruction."""
-
     model: TextModel
     texts: EncoderTokenizer
     pairs: Pairs
 
 
 def is_encoder(place: Path) -> bool:
-    """Whether a model's directory or GGUF file holds an encoder of the BERT family, or says how vectors are made of its
-    states."""
+    """Returns whether a directory or GGUF file holds an encoder of the BERT family, or states how to pool vectors."""
     place = _file_or_directory(place)
     if place.is_file():
         return gives_vectors(GgufFile.open(place))
@@ -48,7 +47,7 @@ def is_encoder(place: Path) -> bool:
 
 
 def open_stored(place: Path) -> StoredEncoder | None:
-    """The encoder of the BERT family in a directory or a GGUF file; None if it is something else."""
+    """Returns the encoder of the BERT family in a directory or GGUF file, None if there is none."""
     place = _file_or_directory(place)
     if place.is_file():
         file = GgufFile.open(place)
@@ -58,61 +57,62 @@ def open_stored(place: Path) -> StoredEncoder | None:
 
 
 def _file_or_directory(place: Path) -> Path:
-    """The GGUF file of a directory that has nothing else."""
+    """Returns the GGUF file of a directory without other weights, else the path itself."""
     return (only_gguf(place) if place.is_dir() else None) or place
 
 
 def open_texts(model: str | Path, task: Task, options: EngineConfig, revision: str | None = None,
                progress: Progress | None = None, max_length: int | None = None, instruction: str | None = None
                ) -> Opened:
-    """Load a model of vectors or scores. ModelError names the file that cannot be used; ConfigError the option."""
+    """Loads a model. Raises ModelError naming the file, ConfigError naming the option that cannot be used."""
     if not isinstance(model, str | Path):
         raise ModelError(f"a model is {ACCEPTED}, not {show(model)}")
     place = resolve(model, revision, progress=progress is not None)
-    stored = open_stored(place)
-    options = options if stored is not None and stored.compiled else settled(options)
+    name, stored = str(model), open_stored(place)
+    if stored is None or not stored.compiled:
+        options = settled(options)
     if stored is not None:
         if instruction is not None:
-            raise _not_instructed(model)
-        return _encoder(str(model), stored, task, options, progress, max_length)
-    decoder = load_decoder(str(model), place, task, options, revision, progress)
+            raise _takes_no_instruction(name)
+        return _open_encoder(name, stored, task, options, progress, max_length)
+    decoder = load_decoder(name, place, task, options, revision, progress)
     if instruction is not None and "score" not in decoder.outputs:
         decoder.close()
-        raise _not_instructed(model)
-    longest = _longest(max_length, decoder.max_length)
-    texts = decoder_texts(decoder, longest)
+        raise _takes_no_instruction(name)
+    texts = decoder_texts(decoder, _checked_length(max_length, decoder.max_length))
     return Opened(decoder, texts, reranker_pairs(texts, instruction))
 
 
-def _encoder(name: str, stored: StoredEncoder, task: Task, options: EngineConfig, progress: Progress | None,
-             max_length: int | None) -> Opened:
-    loaded = load_bert(name, stored, options, progress)
+def _open_encoder(name: str, stored: StoredEncoder, task: Task, options: EngineConfig, progress: Progress | None,
+                  max_length: int | None) -> Opened:
+    model = load_bert(name, stored, options, progress)
     needed = {"embed": "dense", "rerank": "score"}.get(task)
-    if needed is not None and needed not in loaded.outputs:
-        raise ConfigError(f"task={task}: {name} gives {', '.join(sorted(loaded.outputs))}", "task")
-    texts = stored.texts(_longest(max_length, loaded.max_length))
-    if texts.vocab_size > loaded.config.vocab_size:
+    if needed is not None and needed not in model.outputs:
+        raise ConfigError(f"task={task}: {name} gives {', '.join(sorted(model.outputs))}", "task")
+    texts, config = stored.texts(_checked_length(max_length, model.max_length)), model.config
+    if texts.vocab_size > config.vocab_size:
         raise ModelError(f"{stored.place}: the tokenizer has {texts.vocab_size} tokens, the model only "
-                         f"{loaded.config.vocab_size}; take the files of one revision")
-    if "score" in loaded.outputs and loaded.config.family == "bert" and texts.kinds > loaded.config.kinds:
-        raise ModelError(f"{stored.place}: the tokenizer has {texts.kinds} token types, the model only "
-                         f"{loaded.config.kinds}; take the files of one revision")
+                         f"{config.vocab_size}; take the files of one revision")
+    if "score" in model.outputs and config.family == "bert" and texts.token_types > config.token_types:
+        raise ModelError(f"{stored.place}: the tokenizer has {texts.token_types} token types, the model only "
+                         f"{config.token_types}; take the files of one revision")
+
     def pairs(query: str, documents: Sequence[str], truncate: bool, instruction: str | None) -> list[Item]:
         if instruction is not None:
             raise RequestError(f"{name} takes no instruction: only rerankers that are decoders do", "instruction")
         return texts.pairs(query, documents, truncate)
 
-    return Opened(loaded, texts, pairs)
+    return Opened(model, texts, pairs)
 
 
-def _not_instructed(model: str | Path) -> ConfigError:
-    return ConfigError(f"instruction: {model} takes none, only rerankers that are decoders do", "instruction")
+def _takes_no_instruction(name: str) -> ConfigError:
+    return ConfigError(f"instruction: {name} takes none, only rerankers that are decoders do", "instruction")
 
 
-def _longest(wanted: int | None, most: int) -> int:
+def _checked_length(wanted: int | None, limit: int) -> int:
     if wanted is None:
-        return most
-    if type(wanted) is not int or not 1 <= wanted <= most:
-        raise ConfigError(f"max_length must be an integer from 1 to {most}, which the model reads, not {show(wanted)}",
+        return limit
+    if type(wanted) is not int or not 1 <= wanted <= limit:
+        raise ConfigError(f"max_length must be an integer from 1 to {limit}, which the model reads, not {show(wanted)}",
                           "max_length")
     return wanted

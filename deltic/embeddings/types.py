@@ -1,4 +1,4 @@
-"""What models of texts are asked, and what they give."""
+"""Inputs and outputs of embedding models and rerankers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ Output = Literal["dense", "sparse", "colbert", "score"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A text, or a pair of them, as a model reads it. ids: with all special tokens. kinds: token types, empty: all 0.
-    prompt: so many of the first tokens are those of what was put before the text. cut: the text was longer. cache_salt:
-    as in `EngineRequest`."""
+    """A text, or a pair of texts, as tokens."""
 
     ids: Sequence[int]
-    kinds: Sequence[int] = ()
+    """With all special tokens."""
+    token_types: Sequence[int] = ()
+    """Empty: all 0."""
     prompt: int = 0
+    """Leading tokens that belong to the prompt before the text."""
     cut: bool = False
+    """Whether the text was truncated."""
     cache_salt: str = ""
 
     def __len__(self) -> int:
@@ -33,22 +35,20 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """What a text gives, of which there is what was asked for.
-
-    dense: float32 [D]. sparse: weights by token id. colbert: float32 [tokens after the first, D]. score: of a pair or
-    a text, from 0 to 1. error: why there is nothing.
-    """
+    """The requested outputs of an item, or an error."""
 
     dense: Vector | None = None
     sparse: Mapping[int, float] = field(default_factory=dict)
+    """Weights by token id."""
     colbert: Vector | None = None
+    """float32 [tokens after the first, D]"""
     score: float = 0.0
+    """From 0 to 1."""
     error: str | None = None
 
 
 class TextModel(Protocol):
-    """A model that gives vectors or scores. outputs: what it can give. budget: tokens that are worth a batch. ahead: a
-    batch may be started before what came of the last one is fetched, as a device computes meanwhile."""
+    """A model that returns vectors or scores."""
 
     name: str
     recipe: Recipe
@@ -56,10 +56,12 @@ class TextModel(Protocol):
     dimension: int
     max_length: int
     budget: int
-    ahead: bool
+    """Tokens of a batch."""
+    overlaps: bool
+    """Whether a batch may start before the results of the one before are fetched."""
 
     def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
-        """Begin with a batch. What is returned waits for it, and gives one for each item. One thread at a time."""
+        """Starts a batch. Returns a function that waits for its results, one for each item."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Frees what the model holds."""

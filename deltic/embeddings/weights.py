@@ -1,4 +1,4 @@
-"""An encoder's tensors: found under Hugging Face's names, checked, and put into the form that computes."""
+"""An encoder's tensors: found under Hugging Face's names, checked, and converted for the kernels."""
 
 from __future__ import annotations
 
@@ -7,104 +7,95 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.config import DType, available_cores
 from deltic.embeddings.bert_config import EncoderConfig
-from deltic.embeddings.rounding import TOKENS, q8_0_blocks, random_ids
 from deltic.errors import ModelError
 from deltic.loader.files import PICKLED, StoredTensor, find_tensors
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.pickled import read_pickled
 from deltic.loader.quantize import quantized
 from deltic.loader.safetensors import TORCH_DTYPES, Progress, read_stored
-from deltic.ops.encoder import (
-    Affine,
-    EncoderLayer,
-    EncoderWeights,
-    LayerNorm,
-    LayerStates,
-    Ragged,
-    embeddings,
-    normed,
-    padded_attention,
-    run_layer,
-)
+from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged
 from deltic.ops.memory import Arena
-from deltic.ops.quantized import PackedForm as PackedForm
-from deltic.ops.quantized import QTensor, host_form, pack_tensor
+from deltic.ops.quantized import PackedForm, QTensor, host_form, pack_tensor
 from deltic.ops.torch.basic import embed
+from deltic.ops.torch.encoder import LayerStates, embeddings, normed, padded_attention, run_layer
 from deltic.ops.types import Block
 
 Shape = tuple[int, ...]
-Read = Callable[[torch.dtype], Tensor]
-"""Gives a tensor in a dtype."""
 
-_BASE: Final = re.compile(r"(bert|roberta|xlm_roberta|model)\.(?=embeddings|encoder|pooler)")
+_PREFIX: Final = re.compile(r"(bert|roberta|xlm_roberta|model)\.(?=embeddings|encoder|pooler)")
 _IGNORED: Final = re.compile(r"embeddings\.(position|token_type)_ids|cls\..*|lm_head\..*|pooler\..*|"
                              r"encoder\.layer\.\d+\.attention\.self\.mask")
-_OLD: Final = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))
-_FORMATS: Final[Mapping[str, tuple[str, ...]]] = {"none": (), "q8_0": ("Q8_0",), "q4_k": ("Q4_K", "Q8_0")}
-"""Types of the matrices by quant: the first whose blocks their rows fit."""
+_OLD_NAMES: Final = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))
+_QUANT_TYPES: Final[Mapping[str, tuple[str, ...]]] = {"none": (), "q8_0": ("Q8_0",), "q4_k": ("Q4_K", "Q8_0")}
+"""Block types of the matrices, by quant, in order of preference: the first one that divides a row is used."""
+_QKV: Final = ("attention.self.query", "attention.self.key", "attention.self.value")
+_OUT, _UP, _DOWN = "attention.output.dense", "intermediate.dense", "output.dense"
+_ATTENTION_NORM, _OUTPUT_NORM = "attention.output.LayerNorm", "output.LayerNorm"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """A tensor that may be read. pack: makes a matrix that is stored in blocks what a form has of such; None: it is not
-    stored so."""
+    """A tensor on disk."""
 
     shape: Shape
-    read: Read
+    read: Callable[[torch.dtype], Tensor]
     pack: Callable[[PackedForm], QTensor] | None = None
+    """Packs a matrix that is stored in quantized blocks; None for others."""
 
 
 def expected_tensors(config: EncoderConfig) -> dict[str, Shape]:
-    """Every tensor by Hugging Face's name without the model's prefix, with its shape."""
+    """Returns the shape of each tensor by Hugging Face's name without the model's prefix."""
     hidden, inner = config.hidden_size, config.intermediate_size
     tensors: dict[str, Shape] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
-        "embeddings.position_embeddings.weight": (config.places, hidden),
-        "embeddings.token_type_embeddings.weight": (config.kinds, hidden), **_pair("embeddings.LayerNorm", hidden)}
+        "embeddings.position_embeddings.weight": (config.positions, hidden),
+        "embeddings.token_type_embeddings.weight": (config.token_types, hidden)}
+
+    def add(name: str, rows: int, *columns: int) -> None:
+        tensors[f"{name}.weight"] = (rows, *columns)
+        tensors[f"{name}.bias"] = (rows,)
+
+    add("embeddings.LayerNorm", hidden)
     for number in range(config.layers):
         layer = f"encoder.layer.{number}."
-        for part in ("query", "key", "value"):
-            tensors |= _pair(f"{layer}attention.self.{part}", hidden, hidden)
-        tensors |= {**_pair(f"{layer}attention.output.dense", hidden, hidden),
-                    **_pair(f"{layer}attention.output.LayerNorm", hidden),
-                    **_pair(f"{layer}intermediate.dense", inner, hidden),
-                    **_pair(f"{layer}output.dense", hidden, inner),
-                    **_pair(f"{layer}output.LayerNorm", hidden)}
+        for part in (*_QKV, _OUT):
+            add(layer + part, hidden, hidden)
+        add(layer + _ATTENTION_NORM, hidden)
+        add(layer + _UP, inner, hidden)
+        add(layer + _DOWN, hidden, inner)
+        add(layer + _OUTPUT_NORM, hidden)
     if config.labels:
         dense, last = classifier_names(config)
-        tensors |= {**_pair(dense, hidden, hidden), **_pair(last, config.labels, hidden)}
+        add(dense, hidden, hidden)
+        add(last, config.labels, hidden)
     return tensors
 
 
 def classifier_names(config: EncoderConfig) -> tuple[str, str]:
-    """The two layers over the first token's state that give the labels' scores."""
+    """Returns the names of the classifier's two layers."""
     return ("pooler.dense", "classifier") if config.family == "bert" else ("classifier.dense", "classifier.out_proj")
 
 
-def _pair(name: str, rows: int, *columns: int) -> dict[str, Shape]:
-    return {f"{name}.weight": (rows, *columns), f"{name}.bias": (rows,)}
+def find_sources(directory: Path, config: EncoderConfig, *, classifier_only: bool = False) -> dict[str, WeightSource]:
+    """Returns the tensors of `expected_tensors`, from safetensors files or else pytorch_model.bin.
 
-
-def find_sources(directory: Path, config: EncoderConfig, whole: bool = True) -> dict[str, WeightSource]:
-    """The tensors of `expected_tensors`, in safetensors files or, where there are none, pytorch_model.bin. whole=False:
-    the classifier's alone.
-
-    ModelError names the tensor that is unknown, missing, doubled or of another shape or dtype, or the file.
+    Raises ModelError naming a tensor that is unknown, missing, doubled, or of another shape or dtype.
     """
     expected, sources = expected_tensors(config), dict[str, WeightSource]()
-    if not whole:
+    if classifier_only:
         expected = {name: shape for name, shape in expected.items() if name.startswith(classifier_names(config))}
-    for stored_name, source in _stored(directory) if expected else ():
-        name = _BASE.sub("", stored_name, count=1)
-        for old, new in _OLD:
+    for stored_name, source in _stored_tensors(directory) if expected else ():
+        name = _PREFIX.sub("", stored_name, count=1)
+        for old, new in _OLD_NAMES:
             name = name.replace(old, new)
         if name not in expected:
             if _IGNORED.fullmatch(name):
@@ -124,7 +115,7 @@ def find_sources(directory: Path, config: EncoderConfig, whole: bool = True) -> 
     return sources
 
 
-def _stored(directory: Path) -> Iterator[tuple[str, WeightSource]]:
+def _stored_tensors(directory: Path) -> Iterator[tuple[str, WeightSource]]:
     if any(directory.glob("*.safetensors")) or not (directory / PICKLED).is_file():
         for name, stored in find_tensors(directory).items():
             yield name, _from_file(name, stored)
@@ -141,114 +132,95 @@ def _from_file(name: str, stored: StoredTensor) -> WeightSource:
     return WeightSource(stored.shape, read)
 
 
+# Reading
+
+
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How weights are kept. packed: as the compiled kernels want them. quant: of _FORMATS."""
+    """How weights are kept."""
 
     dtype: DType
     device: str
     quant: str
+    """Of `_QUANT_TYPES`."""
     packed: bool
+    """In the compiled kernels' layout."""
 
     @property
-    def plain(self) -> torch.dtype:
-        """Of what is no matrix."""
+    def vector_dtype(self) -> torch.dtype:
+        """Dtype of biases, norms and small tables."""
         return torch.float32 if self.device == "cpu" else TORCH_DTYPES[self.dtype]
 
 
 def read_weights(config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm,
                  progress: Progress | None = None) -> EncoderWeights:
-    """progress(done, total) counts numbers of the tensors that are read."""
+    """Reads all weights. progress(done, total): numbers that were read."""
     return _WeightReader(sources, form, progress).weights(config)
 
 
 class _WeightReader:
     def __init__(self, sources: Mapping[str, WeightSource], form: WeightForm, progress: Progress | None) -> None:
         self._sources, self._form, self._progress = sources, form, progress
-        self._total, self._done = sum(int(np.prod(source.shape)) for source in sources.values()), 0
+        self._total = sum(int(np.prod(source.shape)) for source in sources.values())
+        self._done = 0
         self._arena = Arena()
-        self._host, self._kept = host_form(self._arena), dict[str, Tensor]()
+        self._host = host_form(self._arena)
+        self._layer_matrices: dict[str, Tensor] = {}
 
     def weights(self, config: EncoderConfig) -> EncoderWeights:
         with ThreadPoolExecutor(available_cores()) as pool, torch.inference_mode():
-            words, places, kinds = (f"embeddings.{name}_embeddings.weight" for name in ("word", "position",
-                                                                                       "token_type"))
-            top = EncoderWeights(self._matrix(words, pool), self._plain(places), self._plain(kinds),
-                                 self._norm("embeddings.LayerNorm"), (), config.heads, config.eps)
-            sample = self._sample(top, config) if self._weighs(config) else None
+            weights = EncoderWeights(
+                self._matrix("embeddings.word_embeddings.weight", pool),
+                self._vector("embeddings.position_embeddings.weight"),
+                self._vector("embeddings.token_type_embeddings.weight"),
+                self._norm("embeddings.LayerNorm"), (), config.heads, config.eps)
+            sample = _sample(weights, config) if self._calibrates(config) else None
             layers = []
             for number in range(config.layers):
                 layer = f"encoder.layer.{number}."
-                states = self._states(layer, sample, top) if sample is not None else None
+                states = None if sample is None else self._sample_states(layer, sample, weights)
                 layers.append(self._layer(layer, pool, states))
                 sample = states.result if states else None
-                self._kept.clear()
-            return replace(top, layers=tuple(layers))
-
-    def _weighs(self, config: EncoderConfig) -> bool:
-        """Whether matrices become Q8_0 here, with columns that weigh as random tokens say."""
-        plain = all(self._sources[name].pack is None for name in expected_tensors(config))
-        sizes = (config.hidden_size, config.intermediate_size)
-        return self._form.packed and self._form.quant == "q8_0" and plain and not any(size % 32 for size in sizes)
-
-    def _sample(self, top: EncoderWeights, config: EncoderConfig) -> Tensor:
-        """The first layer's input of some random tokens."""
-        length = min(TOKENS[1], config.max_length)
-        ids = random_ids(config.vocab_size, config.first_place + 4, length).flatten()
-        places = (torch.arange(length) + config.first_place).repeat(TOKENS[0])
-        batch = Ragged(ids, places, torch.zeros_like(ids), torch.arange(TOKENS[0] + 1) * length)
-        return normed(embeddings(top, batch, embed(ids, top.words, torch.float32)), top)
-
-    def _states(self, layer: str, sample: Tensor, top: EncoderWeights) -> LayerStates:
-        """What the layer makes of the sample, with its matrices as they are stored, which are kept for a while."""
-        names = [f"{layer}attention.self.{part}" for part in ("query", "key", "value")]
-        products = [*names, *(f"{layer}{part}.dense" for part in ("attention.output", "intermediate", "output"))]
-        self._kept = {f"{name}.weight": self._sources[f"{name}.weight"].read(torch.float32) for name in products}
-        plain = {name: Affine(self._kept[f"{name}.weight"], self._sources[f"{name}.bias"].read(torch.float32))
-                 for name in products}
-        qkv = Affine(torch.cat([self._kept[f"{name}.weight"] for name in names]),
-                     torch.cat([plain[name].bias for name in names]))
-        norms = [LayerNorm(*(self._sources[f"{layer}{part}.LayerNorm.{kind}"].read(torch.float32)
-                        for kind in ("weight", "bias"))) for part in ("attention.output", "output")]
-        found = EncoderLayer(qkv, plain[products[3]], norms[0], plain[products[4]], plain[products[5]], norms[1])
-        return run_layer(found, sample, padded_attention([len(sample) // TOKENS[0]] * TOKENS[0]), top)
+                self._layer_matrices.clear()
+            return replace(weights, layers=tuple(layers))
 
     def _layer(self, layer: str, pool: ThreadPoolExecutor, states: LayerStates | None) -> EncoderLayer:
-        parts = [f"{layer}attention.self.{part}" for part in ("query", "key", "value")]
-        given = [None] * 4 if states is None else [states.qkv, states.out, states.up, states.down]
-        qkv, out, up, down = (None if each is None else each.square().mean(0) for each in given)
-        blocks = tuple(self._matrix(f"{part}.weight", pool, qkv) for part in parts)
-        fused = blocks if self._form.packed else torch.cat([block for block in blocks if isinstance(block, Tensor)])
-        return EncoderLayer(Affine(fused, torch.cat([self._plain(f"{part}.bias") for part in parts])),
-                            self._affine(f"{layer}attention.output.dense", pool, out),
-                            self._norm(f"{layer}attention.output.LayerNorm"),
-                            self._affine(f"{layer}intermediate.dense", pool, up),
-                            self._affine(f"{layer}output.dense", pool, down), self._norm(f"{layer}output.LayerNorm"))
+        inputs: dict[str, Tensor] = {}
+        if states is not None:
+            inputs = {"qkv": states.qkv, _OUT: states.out, _UP: states.up, _DOWN: states.down}
+        importance = {name: each.square().mean(0) for name, each in inputs.items()}
 
-    def _affine(self, name: str, pool: ThreadPoolExecutor, columns: Tensor | None) -> Affine:
-        return Affine(self._matrix(f"{name}.weight", pool, columns), self._plain(f"{name}.bias"))
+        def affine(name: str) -> Affine:
+            matrix = self._matrix(f"{layer}{name}.weight", pool, importance.get(name))
+            return Affine(matrix, self._vector(f"{layer}{name}.bias"))
+
+        blocks = tuple(self._matrix(f"{layer}{part}.weight", pool, importance.get("qkv")) for part in _QKV)
+        bias = torch.cat([self._vector(f"{layer}{part}.bias") for part in _QKV])
+        fused = blocks if self._form.packed else torch.cat([block for block in blocks if isinstance(block, Tensor)])
+        return EncoderLayer(Affine(fused, bias), affine(_OUT), self._norm(layer + _ATTENTION_NORM), affine(_UP),
+                            affine(_DOWN), self._norm(layer + _OUTPUT_NORM))
 
     def _norm(self, name: str) -> LayerNorm:
-        return LayerNorm(self._plain(f"{name}.weight"), self._plain(f"{name}.bias"))
+        return LayerNorm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
 
-    def _plain(self, name: str) -> Tensor:
-        return self._read(name, self._form.plain).to(self._form.device)
+    def _vector(self, name: str) -> Tensor:
+        return self._read(name, self._form.vector_dtype).to(self._form.device)
 
-    def _matrix(self, name: str, pool: ThreadPoolExecutor, weights: Tensor | None = None) -> Block:
-        """weights: how much each column counts, where that is known."""
+    def _matrix(self, name: str, pool: ThreadPoolExecutor, importance: Tensor | None = None) -> Block:
+        """importance: of each column, if known."""
         form, source = self._form, self._sources[name]
-        columns = source.shape[1]
+        rows, columns = source.shape
         if form.packed and source.pack is not None:
             self._count(source)
             return source.pack(self._host)
-        if weights is not None and bool(torch.isfinite(self._kept[name]).all()):
+        if importance is not None and bool(torch.isfinite(self._layer_matrices[name]).all()):
             self._count(source)
-            type = BY_NAME["Q8_0"]
-            flat = q8_0_blocks(self._kept.pop(name), weights).reshape(-1)
-            return self._host.pack(type.name, type.id, source.shape[0], columns, type.size(columns),
-                                   lambda start, count: flat[start:start + count])
-        types = (BY_NAME[type] for type in _FORMATS[form.quant])
-        fitting = next((type for type in types if columns % type.weights == 0), None)
+            block_type = BY_NAME["Q8_0"]
+            blocks = q8_0_blocks(self._layer_matrices.pop(name), importance).reshape(-1)
+            return self._host.pack(block_type.name, block_type.id, rows, columns, block_type.size(columns),
+                                   lambda start, count: blocks[start:start + count])
+        types = (BY_NAME[name] for name in _QUANT_TYPES[form.quant])
+        fitting = next((each for each in types if columns % each.weights == 0), None)
         if form.packed and fitting is not None:
             return quantized(name, self._read(name, torch.float32), fitting, pool, self._host)
         tensor = self._read(name, TORCH_DTYPES[form.dtype])
@@ -262,3 +234,85 @@ class _WeightReader:
         self._done += int(np.prod(source.shape))
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+    # Calibration for Q8_0
+
+    def _calibrates(self, config: EncoderConfig) -> bool:
+        """Returns whether matrices are quantized here, to Q8_0, with the importance of their columns."""
+        plain = all(self._sources[name].pack is None for name in expected_tensors(config))
+        fits = config.hidden_size % 32 == 0 and config.intermediate_size % 32 == 0
+        return self._form.packed and self._form.quant == "q8_0" and plain and fits
+
+    def _sample_states(self, layer: str, sample: Tensor, weights: EncoderWeights) -> LayerStates:
+        """Runs a layer on the sample with unquantized matrices, which are kept until the layer is read."""
+        def read(name: str, part: str) -> Tensor:
+            return self._sources[f"{layer}{name}.{part}"].read(torch.float32)
+
+        for name in (*_QKV, _OUT, _UP, _DOWN):
+            self._layer_matrices[f"{layer}{name}.weight"] = read(name, "weight")
+
+        def affine(*names: str) -> Affine:
+            matrices = [self._layer_matrices[f"{layer}{name}.weight"] for name in names]
+            return Affine(torch.cat(matrices) if len(names) > 1 else matrices[0],
+                          torch.cat([read(name, "bias") for name in names]))
+
+        def norm(name: str) -> LayerNorm:
+            return LayerNorm(read(name, "weight"), read(name, "bias"))
+
+        plain = EncoderLayer(affine(*_QKV), affine(_OUT), norm(_ATTENTION_NORM), affine(_UP), affine(_DOWN),
+                             norm(_OUTPUT_NORM))
+        sequences = _SAMPLE[0]
+        return run_layer(plain, sample, padded_attention([len(sample) // sequences] * sequences), weights)
+
+
+# Q8_0 blocks. Encoders have a few columns of states many times larger than the others, so that a matrix's errors in
+# these columns dominate. Random tokens run through the layers while they are read find these columns; a block that
+# has one gets the scale with the smallest weighted error.
+
+_SAMPLE: Final = (4, 64)
+"""Random sequences, and tokens of each."""
+_PEAK: Final = 1.0
+"""A block's scale is searched if a column weighs more than this times the block's mean."""
+_SCALES: Final = tuple(1.0 + 0.0025 * step for step in range(33))
+"""Factors of a block's smallest scale, at which the largest number has code 127."""
+
+
+def _sample(weights: EncoderWeights, config: EncoderConfig) -> Tensor:
+    """Returns the first layer's inputs for the random tokens, always the same."""
+    sequences, length = _SAMPLE[0], min(_SAMPLE[1], config.max_length)
+    first = min(config.first_position + 4, config.vocab_size - 1)
+    drawn = np.random.default_rng(0).integers(first, config.vocab_size, (sequences, length))
+    ids = torch.from_numpy(drawn).flatten()
+    places = (torch.arange(length) + config.first_position).repeat(sequences)
+    batch = Ragged(ids, places, torch.zeros_like(ids), torch.arange(sequences + 1) * length)
+    return normed(embeddings(weights, batch, embed(ids, weights.words, torch.float32)), weights)
+
+
+def q8_0_blocks(matrix: Tensor, importance: Tensor) -> NDArray[Any]:
+    """Quantizes matrix [rows, columns] float32 to Q8_0 blocks [rows, bytes] uint8.
+
+    importance [columns]: weights of the columns' squared errors, the mean squares of their inputs.
+    """
+    rows, columns = matrix.shape
+    blocks = matrix.view(rows, columns // 32, 32)
+    smallest = blocks.abs().amax(2) / 127
+    scale, weights = smallest.half().float(), importance.view(columns // 32, 32)
+    peaks = (weights.amax(1) > _PEAK * weights.mean(1)).nonzero()[:, 0]
+    if len(peaks):
+        some, weigh = blocks[:, peaks], weights[peaks]
+        best, chosen = torch.full(some.shape[:2], torch.inf), scale[:, peaks]
+        for factor in _SCALES:
+            tried = (smallest[:, peaks] * factor).half().float()
+            error = ((_codes(some, tried) * tried[:, :, None] - some).square() * weigh).sum(2)
+            better = error < best
+            best, chosen = torch.where(better, error, best), torch.where(better, tried, chosen)
+        scale[:, peaks] = chosen
+    found = np.empty((rows, columns // 32), np.dtype([("d", "<f2"), ("q", "i1", 32)]))
+    found["d"] = scale.half().numpy()
+    found["q"] = _codes(blocks, scale).to(torch.int8).numpy()
+    return found.view(np.uint8).reshape(rows, -1)
+
+
+def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    return (blocks * inverse[:, :, None]).round_().clamp_(-127, 127)

@@ -1,21 +1,26 @@
-"""What a request asks for is looked at once, when it comes: what cannot be served is refused with the field's name."""
+"""From a request to its sequences. A request is checked once, when it arrives; an error names the field."""
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Iterable
 
 import torch
 
+from deltic.cache.memory_plan import distinct, kept_positions
+from deltic.engine.sequence import Repeats, Sequence
 from deltic.errors import LongPromptError, RequestError, context_bound, too_long
-from deltic.params import Embed, EngineRequest, Prompt, content_keys
+from deltic.params import Embed, EngineRequest, Prompt, SamplingParams, content_keys
 
 _SALTED = 2  # keys: 126 bits of hashes
+_NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=0, max_repeat=0)
+"""The sampling parameters of a request for a vector."""
 
 
 def keys_of(request: EngineRequest, vocabulary: int, max_context: int, pictures: bool) -> array[int]:
-    """The keys of its prompt, not yet salted; RequestError if it cannot be served as asked. vocabulary: tokens of the
-    model. max_context: those that a prompt and its answer may have together. pictures: the model sees them."""
+    """Returns the keys of its prompt, not yet salted. Raises RequestError if it cannot be served. vocabulary: tokens of
+    the model. max_context: upper bound for prompt and answer. pictures: the model has a vision tower."""
     if not request.prompt:
         raise RequestError("the prompt is empty: give at least one token", "prompt")
     if len(request.prompt) >= max_context:
@@ -54,8 +59,40 @@ def salted(keys: array[int], salt: str, public: Iterable[array[int]] = ()) -> ar
     return keys
 
 
+def new_sequence(request: EngineRequest, choice: int, seed: int | None, keys: array[int], max_context: int,
+                 eos: frozenset[int], spacing: int) -> Sequence:
+    """Returns the sequence of one choice. seed: that of the request's other choices. keys: those of the prompt. eos:
+    ids that end an answer of this model. spacing: tokens between checkpoints of a long prompt."""
+    params, prompt = request.output if isinstance(request.output, SamplingParams) else _NO_TOKENS, request.ids
+    if seed is None:
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+    limit = max_context if params.max_tokens is None else min(max_context, len(prompt) + params.max_tokens)
+    ignores_eos = params.ignore_eos and not request.constraint  # a constraint decides where an answer may end
+    ends = frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else eos)
+    boundaries = distinct(request.stable_prefixes, len(prompt))
+    wanted = () if choice else kept_positions(len(prompt), boundaries, spacing)
+    if isinstance(request.output, Embed):
+        wanted = wanted[:-1]  # no prompt continues after its end
+    return Sequence(
+        request,
+        choice,
+        params,
+        seed,
+        ends,
+        limit,
+        tuple(prompt),
+        matcher=request.matcher() if request.matcher else None,
+        guide=request.guide() if request.guide else None,
+        constraint=request.constraint() if request.constraint else None,
+        repeats=Repeats(params.max_repeat) if params.max_repeat else None,
+        prompt_keys=keys,
+        stable_prefixes=boundaries,
+        wanted=wanted,
+    )
+
+
 def _array(ids: tuple[int, ...]) -> array[int] | None:
-    """None where some are larger than any token."""
+    """None if an id does not fit 64 bits."""
     try:
         return array("q", ids)
     except OverflowError:

@@ -24,9 +24,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltic.cache.offload.item_folder import write_whole
+from deltic.cache.offload.directory import write_whole
+from deltic.cache.offload.identity import Identity
 from deltic.config import available_cores
-from deltic.engine.identity import Identity
 from deltic.errors import ConfigError
 from deltic.ops.quantized import QTensor
 from deltic.ops.types import Weight

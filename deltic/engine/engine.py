@@ -1,28 +1,25 @@
 """The engine: requests in, token events out, one step at a time.
 
-Single-threaded: whoever calls `step` also calls `add` and `abort`. It knows token ids only, no text.
+Single-threaded: one thread calls `step`, `add` and `abort`. The engine sees token ids only, no text.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isfinite
 from typing import Any
 
 from torch import Tensor
 
-from deltic.cache.memory_plan import distinct, grid_spacing, kept_positions
-from deltic.engine.admission import keys_of, salted
-from deltic.engine.async_schedule import plan_ahead, plan_behind_drafts
+from deltic.cache.memory_plan import grid_spacing
+from deltic.engine.admission import keys_of, new_sequence, salted
+from deltic.engine.async_schedule import schedule_async
 from deltic.engine.failures import Failures
 from deltic.engine.policy import StepTimes
-from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import ForkPoint, Sequence
 from deltic.engine.stats import RequestProgress, TokenMeter, progress
@@ -30,7 +27,6 @@ from deltic.engine.step_plan import base_after
 from deltic.errors import RequestError
 from deltic.params import Embed, EngineRequest, Event, Finish, SamplingParams, TokenEvent, TokenLogprobs, VectorEvent
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.known_logits import KnownLogits
 from deltic.runner.launch import InFlight, Launcher, SampledTokens, ScheduledSequence
 from deltic.runner.model import Model
@@ -40,28 +36,29 @@ from deltic.spec_decode.proposers import Proposer
 
 log = logging.getLogger("deltic")
 
-_SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
+_BAD_LOGITS = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
          "`debug_layers` to find the first bad layer, or with the reference ops (`ops=['reference']`)")
-_NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one that a grammar allows, or all but "
+_ALL_FORBIDDEN = ("no token is left to choose from: logit_bias forbids every one that a grammar allows, or all but "
               "those that min_tokens forbids too; allow at least one more")
 
-_PICTURE_ROOM = 256 << 20
-"""Bytes of rows of pictures that may wait for prompts, or for others that show the same picture."""
+_MAX_EMBEDS_BYTES = 256 << 20
+"""Bytes of image embeddings that are kept for prompts that wait, or that show the same image."""
 _NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=0, max_repeat=0)
-"""How the tokens of a request for a vector are chosen: there are none."""
+"""How the tokens of a request for a vector are sampled: there are none."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
+    """Counters since the start.
 
-    ahead: steps that were launched before the tokens of the one before were seen.
-    prompt_tokens: processed ones, so those of a preempted request count again.
+    async_steps: steps that were launched before the host had the tokens of the step before.
+    prompt_tokens: processed prompt tokens; those of a preempted request count again.
     reused_tokens: prompt tokens of finished requests that the cache knew.
+    last_overhead: seconds of the last step outside of the model's forward pass.
     """
 
     steps: int = 0
-    ahead: int = 0
+    async_steps: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -74,26 +71,25 @@ class Engine:
     """Continuous batching over one `Model`."""
 
     def __init__(self, runtime: Model, drafter: Proposer | None = None, depth: DraftLength | None = None,
-                 ahead: bool | None = None) -> None:
-        """drafter, depth: who drafts tokens, and how many; by default what the runtime's options say. ahead: launch
-        steps before the one in flight is collected; by default where a device computes beside the host."""
+                 overlap: bool | None = None) -> None:
+        """drafter, depth: propose tokens, and decide how many; default: as the runtime's options say. overlap: launch
+        each step before the one in flight is collected; default: as the runtime's device allows."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), TokenMeter()
         options = runtime.options
         longest = None if options.max_stall_ms is None else options.max_stall_ms / 1000
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget, StepTimes(longest),
-                                   not runtime.verifies,
-                                   FEW_ROWS + 1 if runtime.defers_state_writes else None)
+                                   not runtime.capabilities.verifies, runtime.capabilities.defer_from)
         self.speculator = SpeculationController(runtime, self.scheduler, drafter, depth)
-        self.pictures = ImageEmbeds(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
+        self.pictures = ImageEmbeds(runtime.encode, _MAX_EMBEDS_BYTES) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
         self._known = KnownLogits(runtime.config.vocab_size, runtime.memory.max_batch)
         self._failures = Failures(runtime, self.scheduler, self.speculator)
-        self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
-        if self.ahead:
-            runtime.cache.allocate_spare_slots(runtime.memory.max_batch)
+        self.overlap = runtime.capabilities.overlaps if overlap is None else overlap
+        if self.overlap:
+            runtime.cache.states.allocate_spares(runtime.memory.max_batch)
         self._flight: InFlight | None = None
-        self._sound: dict[Sequence, ScheduledSequence] = {}
-        """Those that have drawn a sound token since what they have emitted was kept."""
+        self._finite: dict[Sequence, ScheduledSequence] = {}
+        """Sequences that have drawn a token from finite logits since their checkpoints were committed."""
         self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[Event] = []
@@ -101,16 +97,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything: not if all requests are paused."""
+        """True if `step` would do anything. False if all requests are paused."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._events)
 
     @property
     def max_context(self) -> int:
-        """Tokens that one prompt and its answer may have together."""
+        """Upper bound for the tokens of a prompt and its answer."""
         return self.runtime.memory.max_context
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; raises RequestError if it cannot be served as asked."""
+        """Queues a request. Raises RequestError if it cannot be served."""
         if request.id in self._sequences:
             raise RequestError(f"a request with id {request.id!r} is already running", "id")
         keys = self.keys_of(request)
@@ -121,7 +117,7 @@ class Engine:
         self.scheduler.add(first)
 
     def keys_of(self, request: EngineRequest) -> array[int]:
-        """The keys of its prompt; RequestError if it cannot be served as asked. For any thread."""
+        """Returns the keys of its prompt. Raises RequestError if it cannot be served. Thread-safe."""
         if isinstance(request.output, Embed) and self.runtime.options.batch_invariant:
             raise RequestError("this model was loaded with batch_invariant, which is for answers: load it without for "
                                "vectors", "output")
@@ -133,52 +129,51 @@ class Engine:
         cache does not hold it."""
         keys = array("q", prompt)
         self._public += [] if keys in self._public else [keys]
-        return self.runtime.cache.pin(prompt)
+        return self.runtime.cache.tree.pin(prompt)
 
     def abort(self, request: str) -> None:
-        """End a request now, in whatever state it is; its choices finish with reason "abort"."""
-        self._keep_emitted()
+        """Ends a request now; its choices finish with reason "abort"."""
+        self._commit_checkpoints()
         for sequence in self._sequences.get(request, ())[:]:
             sequence.finish = "abort"
             self._end(sequence)
 
     def progress(self, request: EngineRequest) -> RequestProgress:
-        """How far a request is; of one that it does not know, that it is finished. For any thread."""
+        """Returns the progress of a request; an unknown one counts as finished. Thread-safe."""
         return progress(self._sequences.get(request.id, []), len(request.prompt))
 
     def pause(self, request: str) -> None:
-        """Have a request give up its places until `resume`; what it has read stays as long as there is room for it.
-        Its answers are the same. Unknown and paused requests stay as they are."""
-        self._keep_emitted()
+        """Takes a request's places until `resume`. What it has processed stays cached while there is room. Its answers
+        do not change. Does nothing for unknown and paused requests."""
+        self._commit_checkpoints()
         for sequence in self._sequences.get(request, ()):
             self.speculator.forget(sequence)
             self.scheduler.pause(sequence)
         self._failures.flush()
 
     def resume(self, request: str) -> None:
-        """Have a paused request go on, before those that came after it. Others stay as they are."""
+        """Queues a paused request again, before later ones. Does nothing for others."""
         for sequence in self._sequences.get(request, ()):
             self.scheduler.resume(sequence)
 
     def step(self) -> list[Event]:
-        """Collect a step: the one in flight, or else one that is launched now. Where the step after it needs nothing
-        that the host has to see first, it is launched before that, so that no device waits for the host."""
-        began, before, read = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
-        self._keep_emitted()
+        """Collects one step, and returns the events since the last call."""
+        began, before, prompt_tokens = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
+        self._commit_checkpoints()
         flight = self._flight if self._flight and self._flight.live else self._launch()
         self._flight = None
         if flight:
             try:
                 if flight.error:
                     raise flight.error
-                self._commit(flight)
-                self._flight = self._launch_ahead(flight) if self.ahead else None
-                self._collect(flight)
-                self._draft_on(self._flight)
+                if self.overlap:
+                    self._finish_overlapped(flight)
+                else:
+                    self._finish(flight)
             except Exception as error:
                 self._failures.lose(flight, error, self._fail_request)
             self.stats.steps += 1
-            self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - read)
+            self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - prompt_tokens)
         self._failures.end_refused(self._fail_request)
         if not self.scheduler.running and not self.scheduler.waiting:
             self._failures.flush()  # no plan will follow soon
@@ -186,9 +181,23 @@ class Engine:
         self.stats.last_overhead = time.perf_counter() - began - (self.launcher.seconds - before)
         return events
 
+    def _finish(self, flight: InFlight) -> None:
+        """Commits and collects a step. The next one is launched in the next call of `step`."""
+        self._commit(flight)
+        self._collect(flight)
+
+    def _finish_overlapped(self, flight: InFlight) -> None:
+        """As `_finish`, but launches the next step before it waits for the tokens of this one, so that the device does
+        not wait for the host. That step is None if it depends on these tokens."""
+        self._commit(flight)
+        self._flight = self._launch_async(flight)
+        self._collect(flight)
+        if self._flight and self._flight.pending:
+            self._draft_on(self._flight)
+
     def check(self) -> None:
-        """Assert the cache's accounts, and that nothing is leased when nothing is running."""
-        self._keep_emitted()
+        """Asserts that the cache's accounts are right, and that the cache is idle if nothing runs."""
+        self._commit_checkpoints()
         self.runtime.cache.check()
         queued = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.paused]
         live = {sequence for group in self._sequences.values() for sequence in group}
@@ -197,189 +206,169 @@ class Engine:
             assert self.runtime.cache.idle, "a finished or paused sequence still has a lease"
 
     def close(self) -> None:
-        """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
+        """Waits until the cache's tiers have everything. The engine must not be used afterwards."""
         self._known.close()
-        self._keep_emitted()
+        self._commit_checkpoints()
         self.runtime.cache.close()
         if self.runtime.experts:
             self.runtime.experts.close()
 
     def _launch(self) -> InFlight | None:
-        """Draft, admit, plan, run and draw; None if there is nothing to do."""
+        """Drafts, schedules and launches a step; None if there is nothing to do."""
         self._failures.recover()
         self.launcher.masks.begin(self.scheduler.running)
         drafting = self.speculator.draft()
         self._failures.recover()
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
-            self._blame_picture(*failed)
-        plan, sequences = self.scheduler.plan()
+            self._fail_for_image(*failed)
+        plan, sequences = self.scheduler.schedule()
         if self._failures.gives_up(plan):
             self._failures.recover()
             return None
-        promise = self.speculator.promise
-        if promise and not promise.covers(sequences):
-            plan, promise = promise.fulfil(plan, sequences), None  # somebody has come whom the device knows nothing of
+        pending = self.speculator.pending
+        if pending and not pending.covers(sequences):  # the device has no drafts for a sequence that was added
+            plan, pending = pending.resolve(plan, sequences), None
         ready = self._known.ready(self.scheduler.running, self._fail)
-        flight = self.launcher.launch(plan, sequences, ready, promise=promise)
+        flight = self.launcher.launch(plan, sequences, ready, pending=pending)
         flight.drafting = drafting
         self.speculator.draft_ahead(flight)
         return flight if flight.scheduled or flight.error else None
 
-    def _launch_ahead(self, flight: InFlight) -> InFlight | None:
-        """The step after the one in flight; None where it has to wait for that one's tokens."""
-        if any(share.draft_tokens for share in flight.scheduled):
-            return self._launch_behind_drafts(flight)
-        live = [share.sequence for share in flight.scheduled if share.live]
-        ahead = plan_ahead(self.scheduler, flight, partial(self.speculator.drafts_next, live))
-        if ahead is None:
+    def _launch_async(self, flight: InFlight) -> InFlight | None:
+        """Schedules and launches the step after the one in flight; None if it depends on that one's tokens."""
+        step = schedule_async(self.scheduler, flight, self.speculator)
+        if step is None or self._failures.gives_up(step.plan):
             return None
-        plan, sequences = ahead
-        if self._failures.gives_up(plan):
-            return None
-        self.stats.ahead += 1
+        self.stats.async_steps += 1
+        if step.drafts and self.runtime.mtp_runner:
+            hidden = self.runtime.mtp_runner.hidden(sum(each.tokens for each in flight.scheduled))
+            for each in flight.scheduled:
+                each.hidden = hidden
         ready = self._known.ready(self.scheduler.running, self._fail)
-        following = self.launcher.launch(plan, sequences, ready, before=flight)
-        if all(row.drawn is not None for row in plan.rows):
-            following.drafting = sequences if self.speculator.drafter else ()
+        following = self.launcher.launch(step.plan, step.sequences, ready, before=flight, pending=step.drafts)
+        if all(row.drawn is not None or row.drafts for row in step.plan.rows):
+            following.drafting = step.sequences if self.speculator.drafter else ()
         else:
-            flight.drafting = ()  # what it takes from here on is not what an answer's step takes
+            flight.drafting = ()  # from here on its time is not that of a decode step
         return following
 
-    def _launch_behind_drafts(self, flight: InFlight) -> InFlight | None:
-        """As `_launch_ahead`, behind a step with drafts: the device finds where its rows begin."""
-        speculator = self.speculator
-        ahead = plan_behind_drafts(self.scheduler, flight, partial(speculator.drafts_behind, flight),
-                                   partial(speculator.promised_behind, flight))
-        if ahead is None:
-            return None
-        self.stats.ahead += 1
-        plan, promise = ahead
-        if self.runtime.mtp_runner:
-            hidden = self.runtime.mtp_runner.hidden(sum(share.tokens for share in flight.scheduled))
-            for share in flight.scheduled:
-                share.hidden = hidden
-        sequences = [share.sequence for share in flight.scheduled]
-        following = self.launcher.launch(plan, sequences, promise=promise)
-        following.drafting = sequences
-        return following
-
-    def _draft_on(self, following: InFlight | None) -> None:
-        """The step before this one, if there is one in flight, was collected: have drafted what follows it."""
-        if following and following.promise:
-            following.resolve_positions()
-            if all(share.live for share in following.scheduled):
-                self.speculator.draft_ahead(following)
+    def _draft_on(self, following: InFlight) -> None:
+        """Starts the drafts behind a step whose own drafts were pending, once the step before it is collected."""
+        following.resolve_positions()
+        if all(each.live for each in following.scheduled):
+            self.speculator.draft_ahead(following)
 
     def _commit(self, flight: InFlight) -> None:
-        """Move the cursors over what the step has processed, but for drafts: all of it is known to be right by now."""
+        """Moves the cursors over the tokens of a step, except for drafts. All of these tokens are known to be right."""
         cache = self.runtime.cache
-        for share in flight.scheduled:
-            row, sequence = share.row, share.sequence
-            if row is None or not share.live:
+        for each in flight.scheduled:
+            row, sequence = each.row, each.sequence
+            if row is None or not each.live:
                 continue
             if not row.drafts:
-                cache.commit(share.cache, len(row.tokens), base_after(row))
+                cache.commit(each.cache, len(row.tokens), base_after(row))
             if row.target is not None:
-                cache.swap_spare_slot(share.cache, row.target)
+                cache.states.swap_spare(each.cache, row.target)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
 
     def _collect(self, flight: InFlight) -> None:
-        """See what the step has drawn, and follow it in every sequence that still runs."""
+        """Waits for the tokens of a step, and appends them to the sequences that still run."""
         flight.resolve_drafts()
-        for share in flight.scheduled:
-            if share.live and share.scores:
-                self._score(share.sequence, share.scores.report())
+        for each in flight.scheduled:
+            if each.live and each.scores:
+                self._score(each.sequence, each.scores.report())
         if flight.sampled is None and flight.vectors is None:
             return
-        chosen = self.launcher.wait(flight)
-        for share in flight.scheduled:
-            if share.live and share.vector is not None and flight.vectors is not None:
-                self._give(share, flight.vectors[share.vector])
-            if share.draw is None or chosen is None or not share.live:
+        sampled = self.launcher.wait(flight)
+        for each in flight.scheduled:
+            if each.live and each.vector is not None and flight.vectors is not None:
+                self._emit_vector(each, flight.vectors[each.vector])
+            if each.draw is None or sampled is None or not each.live:
                 continue
-            sequence = share.sequence
+            sequence = each.sequence
             try:
-                if share.error:
-                    raise share.error
-                if self._known.postpone(share, chosen.healthy[share.draw]):
+                if each.error:
+                    raise each.error
+                if self._known.postpone(each, sampled.healthy[each.draw]):
                     continue
-                if chosen.healthy[share.draw] and share.cache.checkpoint_slots:
-                    self._sound[sequence] = share
-                if chosen.healthy[share.draw] and sequence.needs_fork:
-                    self._keep_emitted()
-                    self._split(sequence, share.end)
-                self._follow(share, chosen, share.draw)
+                if sampled.healthy[each.draw] and each.cache.checkpoint_slots:
+                    self._finite[sequence] = each
+                if sampled.healthy[each.draw] and sequence.needs_fork:
+                    self._commit_checkpoints()
+                    self._fork(sequence, each.end)
+                self._accept(each, sampled, each.draw)
             except Exception as error:
-                self._blame(sequence, error)
+                self._fail_for(sequence, error)
 
-    def _keep_emitted(self) -> None:
-        """Put the states that sound sequences have emitted into the tree: once their tokens are out, as a long prompt
-        has many pages, and before anybody looks there."""
-        while self._sound:
-            sequence, share = self._sound.popitem()
+    def _commit_checkpoints(self) -> None:
+        """Puts the checkpoints of sequences with finite logits into the tree: after their tokens are out, because a
+        long prompt has many pages, and before the tree is used."""
+        while self._finite:
+            sequence, each = self._finite.popitem()
             try:
-                if share.live:
-                    self.runtime.cache.commit_checkpoints(share.cache, share.end)
+                if each.live:
+                    self.runtime.cache.commit_checkpoints(each.cache, each.end)
             except Exception as error:
-                self._blame(sequence, error)
+                self._fail_for(sequence, error)
 
     def _score(self, sequence: Sequence, found: list[TokenLogprobs]) -> None:
-        """More tokens of a prompt have their probabilities."""
+        """Adds log probabilities of prompt tokens."""
         if not all(isfinite(score.token) for score in found):
-            return self._fail(sequence, _SICK)
+            return self._fail(sequence, _BAD_LOGITS)
         sequence.scores += found
 
-    def _give(self, share: ScheduledSequence, vector: Tensor) -> None:
-        """A sequence has come to the end of its prompt, and this is the vector [H] that was wanted of it."""
-        sequence = share.sequence
+    def _emit_vector(self, each: ScheduledSequence, vector: Tensor) -> None:
+        """Emits the vector [H] of a sequence that has processed its prompt."""
+        sequence = each.sequence
         if not bool(vector.isfinite().all()) or bool((vector == vector[0]).all()):
-            return self._fail(sequence, _SICK)
-        if share.cache.checkpoint_slots:
-            self.runtime.cache.commit_checkpoints(share.cache)
+            return self._fail(sequence, _BAD_LOGITS)
+        if each.cache.checkpoint_slots:
+            self.runtime.cache.commit_checkpoints(each.cache)
         self._events.append(VectorEvent(sequence.request.id, array("f", vector.tolist()), sequence.usage))
         self._forget(sequence)
 
-    def _timed(self, flight: InFlight, seconds: float, read: int) -> None:
-        """The step took so long, and read so many tokens of prompts."""
+    def _timed(self, flight: InFlight, seconds: float, prompt_tokens: int) -> None:
+        """Records the duration of a step."""
         if self.scheduler.times:
-            self.scheduler.times.add(read, seconds)
+            self.scheduler.times.add(prompt_tokens, seconds)
         if flight.drafting and len(flight.drafting) == len(flight.scheduled) == len(flight.plan.rows):
             self.speculator.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
 
-    def _follow(self, share: ScheduledSequence, chosen: SampledTokens, place: int) -> None:
-        """Take the tokens that were chosen for a sequence, from `place` on, as far as its drafts are right."""
-        sequence, draft, right, last = share.sequence, share.draft_tokens, 0, 0
+    def _accept(self, each: ScheduledSequence, sampled: SampledTokens, place: int) -> None:
+        """Appends the tokens that were sampled for a sequence, from `place` on, as far as its drafts are right."""
+        sequence, draft, right, last = each.sequence, each.draft_tokens, 0, 0
         while True:
-            if not chosen.healthy[place + right]:
-                return self._fail(sequence, _SICK)
+            if not sampled.healthy[place + right]:
+                return self._fail(sequence, _BAD_LOGITS)
             if draft:
                 last = right
-                self.runtime.cache.commit(share.cache, 1, share.base_after)
+                self.runtime.cache.commit(each.cache, 1, each.base_after)
             forced = sequence.forced_tokens
-            if forced is None and not chosen.possible[place + right]:
-                return self._fail(sequence, _NONE_LEFT)
-            token = chosen.tokens[place + right] if forced is None else forced
+            if forced is None and not sampled.possible[place + right]:
+                return self._fail(sequence, _ALL_FORBIDDEN)
+            token = sampled.tokens[place + right] if forced is None else forced
             accepted = right < len(draft) and token == draft[right]
             judged = right + (right < len(draft))
-            sequence.drafted += right < len(draft)
-            sequence.accepted += accepted
-            finish = self._take(sequence, token, chosen, place + right)
+            sequence.drafts.drafted += right < len(draft)
+            sequence.drafts.accepted += accepted
+            finish = self._append(sequence, token, sampled, place + right)
             right += accepted
             if finish or not accepted:
                 break
         if draft:
             # what was drafted after the end was neither right nor wrong
             drafted = judged if finish else len(draft)
-            sequence.drafted += drafted - judged
+            sequence.drafts.drafted += drafted - judged
             self.speculator.learn(sequence, drafted, right)
-            self._settle(share, last, chosen.tokens[place:])
+            self._settle_draft_head(each, last, sampled.tokens[place:])
         if finish and sequence.generated:
             self._forget(sequence)
         elif finish:
             self._end(sequence)
 
-    def _split(self, sequence: Sequence, logits: Tensor | None) -> None:
-        """Make the request's other choices. They fork the prompt's end when they run, and draw from its logits [V]."""
+    def _fork(self, sequence: Sequence, logits: Tensor | None) -> None:
+        """Adds the request's other choices. They fork the prompt's end when they run, and sample from its logits
+        [V]."""
         count = sequence.sampling.n - 1
         siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.prompt_keys)
                     for choice in range(1, count + 1)]
@@ -388,19 +377,20 @@ class Engine:
         origin = ForkPoint(snapshot, count) if snapshot else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
-            sibling.fork_point = origin
+            sibling.queue.fork_point = origin
             self.scheduler.add(sibling)
 
-    def _settle(self, share: ScheduledSequence, last: int, drawn: list[int]) -> None:
-        """Of a step with drafts the last token that was committed is this one of its row. drawn: after each of them."""
-        known = next((index for index, draft in enumerate(share.draft_tokens) if draft != drawn[index]),
-                     len(share.draft_tokens))
-        if self.runtime.mtp_runner and not (share.ahead and known == last):
-            self.runtime.mtp_runner.settle(share.cache.slot, share.start + last, share.hidden)
-            self.speculator.disagree(share.sequence)
+    def _settle_draft_head(self, each: ScheduledSequence, last: int, drawn: list[int]) -> None:
+        """Sets the draft head's hidden state to that of the last committed token of a row with drafts. drawn: the token
+        after each draft."""
+        known = next((index for index, draft in enumerate(each.draft_tokens) if draft != drawn[index]),
+                     len(each.draft_tokens))
+        if self.runtime.mtp_runner and not (each.drafted_next and known == last):
+            self.runtime.mtp_runner.settle(each.cache.slot, each.start + last, each.hidden)
+            self.speculator.drop_pending(each.sequence)
 
-    def _take(self, sequence: Sequence, token: int, chosen: SampledTokens, row: int) -> Finish | None:
-        """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""
+    def _append(self, sequence: Sequence, token: int, sampled: SampledTokens, row: int) -> Finish | None:
+        """Appends one token that was sampled or forced. Returns the finish reason if the answer ends with it."""
         if sequence.sampling.max_tokens == 0:
             sequence.finish = "length"
             return sequence.finish
@@ -408,19 +398,19 @@ class Engine:
         self.stats.generated_tokens += 1
         self.meter.token(sequence)
         self._events.append(TokenEvent(sequence.request.id, sequence.choice, token,
-                                     chosen.logprobs(row, token, sequence.sampling.logprobs), finish,
+                                     sampled.logprobs(row, token, sequence.sampling.logprobs), finish,
                                      sequence.usage if finish else None, prompt=sequence.report))
         return finish
 
-    def _blame(self, sequence: Sequence, error: Exception) -> None:
-        """What a request brought along has raised this error, which is being handled."""
+    def _fail_for(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence whose own matcher, guide, constraint or processor has raised this error."""
         if isinstance(error, RequestError):
             return self._fail(sequence, str(error), error)
         log.exception("a request's own matcher, guide or constraint failed; the request ends with an error")
         self._fail(sequence, f"internal error: {error}")
 
-    def _blame_picture(self, sequence: Sequence, error: Exception) -> None:
-        """A picture of this one cannot be encoded."""
+    def _fail_for_image(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence with an image that cannot be encoded."""
         log.error("a picture could not be encoded; its request ends with an error", exc_info=error)
         self._fail(sequence, f"internal error: {error}")
 
@@ -433,7 +423,7 @@ class Engine:
         self._end(sequence, message, refused)
 
     def _end(self, sequence: Sequence, error: str | None = None, refused: RequestError | None = None) -> None:
-        """Finish a sequence without a token."""
+        """Finishes a sequence without a token."""
         request, choices = sequence.request, [sequence.choice]
         if not sequence.generated and len(self._sequences[request.id]) == 1:
             # the other choices, which would have forked the end of this prompt, end with it
@@ -446,12 +436,12 @@ class Engine:
         self._forget(sequence, len(choices) - 1)
 
     def _forget(self, sequence: Sequence, unbegun: int = 0) -> None:
-        if sequence in self._sound:
-            self._keep_emitted()
-        # the state of a sequence that has drawn a token is known to be sound
+        if sequence in self._finite:
+            self._commit_checkpoints()
+        # the state of a sequence that has drawn a token is finite
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
-        if sequence.mask:
-            sequence.mask.cancel()  # nobody wants it any more
+        if sequence.sampler.mask:
+            sequence.sampler.mask.cancel()  # it is not needed any more
         self.speculator.forget(sequence)
         self.stats.finished += 1
         self.meter.end(sequence, unbegun)
@@ -462,24 +452,7 @@ class Engine:
             del self._sequences[sequence.request.id]
 
     def _sequence(self, request: EngineRequest, choice: int, seed: int | None, keys: array[int]) -> Sequence:
-        """seed: of the request's other choices. keys: of its prompt."""
-        params, prompt = request.output if isinstance(request.output, SamplingParams) else _NO_TOKENS, request.ids
-        if seed is None:
-            seed = secrets.randbits(63) if params.seed is None else params.seed
-        limit = self.max_context
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt) + params.max_tokens)
-        goes_on = params.ignore_eos and not request.constraint  # which knows where an answer has to end
-        eos = frozenset(params.stop_token_ids) | (frozenset() if goes_on else self._eos())
-        boundaries = distinct(request.stable_prefixes, len(prompt))
-        wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
-        if isinstance(request.output, Embed):
-            wanted = wanted[:-1]  # nobody goes on after its end
-        return Sequence(request, choice, params, seed, eos, limit, tuple(prompt),
-                        request.matcher() if request.matcher else None, request.guide() if request.guide else None,
-                        request.constraint() if request.constraint else None,
-                        Repeats(params.max_repeat) if params.max_repeat else None, prompt_keys=keys,
-                        stable_prefixes=boundaries, wanted=wanted)
+        return new_sequence(request, choice, seed, keys, self.max_context, self._eos(), self._spacing)
 
     def _eos(self) -> frozenset[int]:
         return frozenset(self.runtime.generation.eos_token_ids) | frozenset(self.runtime.config.eos_token_ids)

@@ -14,24 +14,21 @@ import torch
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
+from deltic.cache.offload.identity import FileMark, Identity, machine_facts
 from deltic.cache.tensors import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.aot import PackedFile
-from deltic.engine.heap import keep_freed_memory
-from deltic.engine.identity import Identity, machine_facts
-from deltic.engine.memory import plan_memory, share_memory
+from deltic.engine.memory import keep_freed_memory, plan_memory, share_memory
 from deltic.engine.offload_tiers import open_tiers
 from deltic.engine.options import settled
 from deltic.engine.packed_weights import check_packed, dequantized_in_steps, keeps_packed, not_packed, packed_form
-from deltic.engine.start_times import StartTimes
 from deltic.errors import ConfigError, ModelError, show
-from deltic.export.backend import ProgramModel
-from deltic.export.opening import kind_of, open_artifact
+from deltic.export.backend import ProgramModel, load_program
+from deltic.export.program import kind_of
 from deltic.loader.dummy import random_head, random_tensors
-from deltic.loader.fingerprint import FileMark
 from deltic.loader.fp8 import Float8
 from deltic.loader.gguf.tokenizer import TokenizerTexts
-from deltic.loader.hub import ModelFiles, open_model
+from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.quantize import FP8, quantize_tensors, quantize_tower
 from deltic.model.decoder import Decoder, build
 from deltic.model.draft_vocabulary import Tokens, draftable
@@ -40,9 +37,9 @@ from deltic.model.mtp_head import build_head
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
-from deltic.ops.cuda import quantized_gemm, serves_rings
-from deltic.ops.cuda.card_store import GpuExpertCache
-from deltic.ops.cuda.tile_store import TileStore
+from deltic.ops.cuda import quantized_tiles, serves_delta_logs
+from deltic.ops.cuda.expert_cache import GpuExpertCache
+from deltic.ops.cuda.expert_stores import TileStore
 from deltic.ops.memory import memory_for
 from deltic.ops.quantized import host_form
 from deltic.ops.types import MoeWeights, Weight
@@ -59,7 +56,7 @@ from deltic.runner.expert_offload import (
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.model_runner import ModelRunner
-from deltic.vision.patches import Pixels, patches_of
+from deltic.vision.preprocess import Pixels, patches_of
 
 log = logging.getLogger("deltic")
 
@@ -162,7 +159,7 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
                              "Hugging Face hub")
         if given.name:
             raise ConfigError(f"{given.name} is not possible: {model} is compiled", given.name)
-        began, program = time.perf_counter(), open_artifact(Path(model), options)
+        began, program = time.perf_counter(), load_program(Path(model), options)
         log.info("%s: loaded in %.2f s", model, time.perf_counter() - began)
         return program
     return load(model, options, revision, progress, rings, given=given)
@@ -223,7 +220,7 @@ def _defers(loaded: _Loaded) -> bool:
     options, dtype = loaded.options, str(loaded.decoder.dtype).removeprefix("torch.")
     return (options.device != "cpu" and options.max_batch > FEW_ROWS and not options.batch_invariant
             and loaded.config.linear is not None
-            and serves_rings(torch.device(options.device), dtype) and not loaded.drafts)
+            and serves_delta_logs(torch.device(options.device), dtype) and not loaded.drafts)
 
 
 def _unpacks(loaded: _Loaded) -> bool:
@@ -231,7 +228,7 @@ def _unpacks(loaded: _Loaded) -> bool:
     if loaded.experts:
         return isinstance(loaded.experts.store, TileStore)
     layers = loaded.decoder.weights.layers
-    return any(isinstance(block, quantized_gemm.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
+    return any(isinstance(block, quantized_tiles.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
                for part in layer.mlp.parts[:1] for block in (part.down,))
 
 
@@ -338,7 +335,7 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     speculation = options.speculation
     if not isinstance(speculation, Auto | Mtp):
         return None
-    if isinstance(speculation, Auto) and options.device != "cpu" and not serves_rings(
+    if isinstance(speculation, Auto) and options.device != "cpu" and not serves_delta_logs(
             torch.device(options.device), dtype):
         return None  # there torch would verify them, one op at a time
     found: dict[str, Weight] | None
@@ -422,3 +419,29 @@ def _check_device(device: str) -> None:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {device}: torch finds no CUDA device here; use `device='cpu'`, or install a CUDA "
                           "build of torch", "device")
+
+
+class StartTimes:
+    """Seconds of the parts of a start, in order.
+
+    files         finding and downloading them, reading all but the weights
+    weights       reading and quantizing them, those of the draft head too
+    layers        what the ops compute with: packed matrices, offloaded experts
+    vision tower  the same for the tower
+    cache         allocating its memory, opening the disk tier
+    """
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, part: str) -> None:
+        """Ends a part, which began with the end of the last one."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        """The total and its parts: `1.29 s (files 0.03 s, weights 1.26 s)`."""
+        parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
+        return f"{self._last - self._began:.2f} s ({parts})"

@@ -9,12 +9,12 @@ import torch
 from deltic.config import DType, EngineConfig, ModelConfig
 from deltic.errors import ConfigError
 from deltic.loader.gguf.load import is_quantized, unserved_experts, wants_packing
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.ops.cpu import missing
-from deltic.ops.cuda import quantized_gemm
+from deltic.ops.cuda import quantized_tiles
+from deltic.ops.cuda.expert_stores import pinned_form
 from deltic.ops.cuda.kernel_config import knows_sizes
 from deltic.ops.cuda.quantized_moe import knows_packed
-from deltic.ops.cuda.tile_store import form as pinned_form
 from deltic.ops.quantized import PackedForm, host_form
 from deltic.params import Draft
 
@@ -29,7 +29,7 @@ def packed_form(options: EngineConfig) -> PackedForm:
         return host_form()
     if options.offloads_experts:
         return pinned_form(torch.device(options.device))
-    return quantized_gemm.form(options.device)
+    return quantized_tiles.tiles_form(options.device)
 
 
 def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:

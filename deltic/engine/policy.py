@@ -1,42 +1,53 @@
-"""How prompts share a step, and when one waits for another: pure functions, no torch.
+"""Scheduling policy as pure functions, without torch: how prompts share a step, who gets a place in the batch, and
+which waiting request gives way.
 
-A step has a budget of tokens. Half of it is for the prompts that are nearest to their goal, so that a short one is
-answered at once beside long ones; the other half, and what the first leaves over, is for the oldest, so that a long one
-is read however many short ones come.
+Prompts: one half of a step's token budget goes to the prompts nearest to their goal, so that a short one is answered at
+once beside long ones; the other half, and the rest of the first, goes to the oldest, so that a long one makes progress
+however many short ones come.
+
+Places: the first to come runs first, but clients take turns, and so do the groups of one client (the prompts of one
+body, the choices of one request). A sequence keeps its place for a quantum of steps, a short one if its client has more
+places. Then a sequence of another client may preempt it; it resumes later from the state that it left.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import filterfalse
+from operator import attrgetter
 from statistics import median
+from typing import Protocol, TypeVar
 
+from deltic.engine.sequence import Sequence as Running
 from deltic.params import PAGE
 
+# The token budget
+
+
 STEP = 2 * PAGE
-"""Tokens that a step costs as much as, besides those that it reads: weights are read, rows laid out."""
+"""The fixed cost of a step (weights are read, rows laid out), in tokens."""
 _RECENT = 5
-"""Steps whose median counts: one that others disturbed does not."""
+"""Steps of which the median duration counts, so that outliers do not."""
 _STALL = 0.03
 """Seconds of a step with prompts that readers of answers do not notice."""
 _MARGIN = 0.9
-"""Share of the longest step that is aimed at: times scatter."""
+"""Fraction of the longest step to aim at, because durations vary."""
 _BESIDE_ANSWERS, _ALONE = 4, 20
-"""A step with prompts may always last this many times as long as a step without prompts. Each step reads the weights
-again, which then takes at most a quarter of the time while an answer runs, and a twentieth while none does."""
+"""A step with prompts may last this many times as long as one without, so that reading the weights takes at most a
+quarter of the time while an answer runs, and a twentieth otherwise."""
 
 
 def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int]:
-    """How many of a step's tokens each prompt gets, for prompts in order of age, oldest first.
+    """Returns the tokens that each prompt gets in a step, for prompts in order of age, oldest first.
 
-    pending: tokens that each has still to read, at least 1. goals: how many of them until something comes of it: its
-    first token, or a state that others wait for. All that can be given is given: the sum is the lesser of the budget
-    and what is pending.
+    pending: unprocessed tokens of each, at least 1. goals: tokens of each until its first token, or a state that others
+    wait for. The sum of the result is the lesser of the budget and all pending tokens.
 
-    The oldest gets half of the budget, rounded up, if it can use it: a prompt before which, itself included, W tokens
-    are pending is read after 2 W / budget steps at the latest, whatever comes after it. And a prompt reaches its goal
-    after as many steps as half of the budget takes for its own goal and all that are nearer.
+    The oldest gets half of the budget, rounded up, if it can use it: a prompt with W tokens pending up to its own end
+    is done after 2 W / budget steps at the latest, whatever comes later. A prompt reaches its goal after as many steps
+    as half of the budget takes for its own goal and all nearer ones.
     """
     counts, left = [0] * len(pending), budget // 2
     for index in sorted(range(len(goals)), key=goals.__getitem__):
@@ -51,10 +62,8 @@ def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int
 
 
 def hurry(counts: Sequence[int], goals: Sequence[int], first: bool = False) -> list[int]:
-    """Of a step's shares those of the prompts that reach their goal in it, so that it is soon over. If none does, and
-    the step draws no answer's first token, all: no client waits for this step.
-
-    Meant for every other step at most: the others go on in the next.
+    """Keeps only the prompts that reach their goal in this step, so that it is short. Keeps all if none does and the
+    step draws no first token. Meant for every other step at most: the others continue in the next.
     """
     near = [count if count >= goal else 0 for count, goal in zip(counts, goals, strict=True)]
     return near if first or any(near) else list(counts)
@@ -62,14 +71,14 @@ def hurry(counts: Sequence[int], goals: Sequence[int], first: bool = False) -> l
 
 @dataclass(frozen=True, slots=True)
 class PrefixWait:
-    """A prompt that could wait until another one has read what they have in common.
+    """A prompt that could wait until another one has processed their common prefix. All numbers are tokens.
 
-    own: tokens that it would have to read if it began now.
-    saved: those of them that it need not read if it waits.
-    away: tokens that the other one still has to read to that point.
-    others: tokens pending in all prompts that are being read, the other one's among them.
-    alone: nobody else reads beside the other one.
-    nearer: tokens pending in those that are nearer to their goal than `own`, which are read first.
+    own: to process if it began now.
+    saved: those of `own` that waiting saves.
+    away: the other prompt's tokens up to the end of the prefix.
+    others: pending in all prompts that run, the other one's among them.
+    alone: the other one is the only prompt that runs.
+    nearer: pending in prompts nearer to their goal than `own`, which go first.
     """
 
     own: int
@@ -80,8 +89,8 @@ class PrefixWait:
     nearer: int = 0
 
     def pays(self, budget: int) -> bool:
-        """Whether all come out ahead. Counted in tokens that steps read until this prompt's first token: waiting may
-        make them more, but by no more than it spares those that come after."""
+        """True if waiting pays. Compares the tokens of all steps until this prompt's first token: waiting may add to
+        them no more than it saves later prompts."""
         if self.saved < STEP:
             return False
         half = max(budget // 2, 1)
@@ -92,7 +101,7 @@ class PrefixWait:
 
 
 def _reading(budget: int, others: int, own: int, nearer: int = 0) -> int:
-    """Tokens that steps read until a prompt of `own` tokens is read beside others, some of them before it."""
+    """Tokens of all steps until a prompt of `own` tokens is done beside others, some of them before it."""
     steps = 1 if others + own <= budget else -(-(own + nearer) // max(budget // 2, 1))
     return steps * (STEP + min(others + own, budget))
 
@@ -132,3 +141,145 @@ class StepTimes:
             return self.longest
         times = _BESIDE_ANSWERS if answers else _ALONE
         return max(_STALL, times * median(self.without) if self.without else 0)
+
+
+# Places in the batch
+
+
+QUANTUM, SHORT_QUANTUM, _FEW = 32, 8, 8
+"""The quantum in steps of a client's only place and of one of several places, if at most `_FEW` sequences run. Many
+short answers end within one. If more run, the quantum grows with their number, because a preemption makes a step
+longer."""
+LONGEST_WAIT = 32 * QUANTUM
+"""Steps after which a waiting sequence goes before all others of its client, and of clients with as many places."""
+_SCAN = 256
+"""Waiting sequences that are examined in one step: the first of each client, then the second of each, and so on."""
+_SHARE = 4
+"""If resuming means to process tokens again, a quantum takes so many times as long as that."""
+
+
+def in_turn(waiting: Iterable[Running], running: Iterable[Running], step: int) -> list[Running]:
+    """The first waiting sequences, in the order in which they shall run."""
+    running = list(running)
+    groups = Counter(sequence.group for sequence in running)
+    clients = Counter(sequence.client for sequence in running)
+    ranks = list[tuple[bool, int, bool, Running]]()
+    for sequence in _candidates(waiting):
+        patient = step - sequence.queue.turn >= LONGEST_WAIT
+        ranks.append((not patient, groups[sequence.group], sequence.queue.rest is not None, sequence))
+        groups[sequence.group] += 1
+    ranks.sort(key=lambda rank: rank[:-1])
+    places = list[tuple[int, bool, int, bool, Running]]()
+    for rank in ranks:
+        client = rank[-1].client
+        places.append((clients[client], *rank))
+        clients[client] += 1
+    return [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
+
+
+def _candidates(waiting: Iterable[Running]) -> list[Running]:
+    """The sequences that are examined."""
+    known, own = [*waiting], Counter[str]()
+    if len(known) <= _SCAN:
+        return known
+    places = list[int]()
+    for sequence in known:
+        places.append(own[sequence.client])
+        own[sequence.client] += 1
+    return [known[index] for index in sorted(range(len(known)), key=places.__getitem__)[:_SCAN]]
+
+
+def quantum_of(places: int, running: int) -> int:
+    """The quantum of a client with so many places."""
+    return (QUANTUM if places == 1 else SHORT_QUANTUM) * max(running, _FEW) // _FEW
+
+
+def no_preemption(running: Sequence[Running], step: int) -> bool:
+    """True if no sequence can be preempted: all clients have one place, and no quantum is over."""
+    return (len({sequence.client for sequence in running}) == len(running)
+            and all(step - sequence.queue.turn < quantum_of(1, len(running)) for sequence in running))
+
+
+def quantum_to_process(tokens: int, running: int) -> int:
+    """The quantum in steps if resuming processes so many tokens again while all others wait: long enough that this
+    takes a small part of the time."""
+    return _SHARE * running * tokens // (STEP + running)
+
+
+def preempted_by(first: Running, running: Iterable[Running], step: int,
+              turn: Callable[[Running], int | None]) -> Running | None:
+    """The running sequence that the first waiting one preempts, if any: of the client, then of the group with most
+    places, the one that has generated most. A client without a place preempts an answer of a client with several at
+    once; otherwise the quantum must be over. A preempted sequence waits at least one quantum. turn: the least quantum
+    of a sequence, by the cost of resuming it; None: it cannot be preempted."""
+    if first.held or (first.queue.rest and step - first.queue.turn < QUANTUM):
+        return None
+    running = list(running)
+    clients, groups = (Counter(map(attrgetter(name), running)) for name in ("client", "group"))
+
+    def may_stay(sequence: Running) -> bool:
+        own = sequence.client == first.client
+        places = groups[sequence.group] if own else clients[sequence.client]
+        wanted = groups[first.group] if own else clients[first.client]
+        if places <= wanted:
+            return True
+        if places > 1 and not wanted:
+            return not sequence.generated
+        return step - sequence.queue.turn < max(quantum_of(places, len(running)), least[sequence])
+
+    least = {sequence: steps for sequence in running if (steps := turn(sequence)) is not None}
+    return max(filterfalse(may_stay, least), default=None, key=lambda sequence: (
+        clients[sequence.client], groups[sequence.group], sequence.generated))
+
+
+# The queue of waiting requests
+
+
+class HeldRequest(Protocol):
+    """A request that runs or waits."""
+
+    @property
+    def client(self) -> str:
+        """The client that it counts for."""
+
+    @property
+    def waiting(self) -> int:
+        """Answers without a token."""
+
+    @property
+    def begun(self) -> int:
+        """Unfinished answers with a token."""
+
+
+Request = TypeVar("Request", bound=HeldRequest)
+
+
+def to_give_up(held: Sequence[tuple[Request, int]], client: str, size: int, most: int) -> list[Request] | None:
+    """The requests to end so that one more request of a client fits; None if that one must be refused.
+
+    held: requests in order of arrival, each with its size (answers, or prompt tokens). All sizes together may be
+    `most`; a larger request fits only alone. The client that holds most loses its newest waiting request, a begun one
+    only if it has no other, but never so that the new request's client would hold as much.
+    """
+    total = sum(taken for _, taken in held)
+    if not total or total + size <= most:
+        return []
+    clients = Counter[str]()
+    for request, taken in held:
+        clients[request.client] += taken
+    own, going = clients.pop(client, 0) + size, list[Request]()
+    sizes = {id(request): taken for request, taken in held}
+    while total + size > most:
+        largest = max(clients, key=clients.__getitem__, default=None)
+        if largest is None or clients[largest] <= own:
+            return None
+        candidates = [request for request, taken in held if request.client == largest and request.waiting and taken
+                      and request not in going]
+        if not candidates:  # all that it holds runs
+            del clients[largest]
+            continue
+        newest = max(range(len(candidates)), key=lambda index: (not candidates[index].begun, index))
+        going.append(candidates[newest])
+        clients[largest] -= sizes[id(candidates[newest])]
+        total -= sizes[id(candidates[newest])]
+    return going

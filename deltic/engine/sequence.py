@@ -1,17 +1,16 @@
-"""One answer in the making: the only mutable record that the scheduler, the sampler and the engine share."""
+"""A sequence: the mutable record of one answer, with a small record for each owner of a part of it."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deltic.cache.handles import CacheSnapshot, PreemptedState, SequenceCache
 from deltic.cache.offload.tiers import LoadRequest
-from deltic.engine.repeats import Repeats
 from deltic.params import (
     PAGE,
     Constraint,
@@ -29,6 +28,43 @@ from deltic.params import (
 )
 from deltic.spec_decode.draft_length import Acceptance
 
+LONGEST = 128
+"""Tokens of the longest group whose repetition is detected."""
+_SHORT = 8  # a run of dashes or spaces and a column of zeros are no circle: shorter groups must fill as many tokens
+
+
+class Repeats:
+    """Detects an answer that ends with the same group of 1 to LONGEST tokens again and again.
+
+    times: repetitions in a row that are enough, at least 2. Groups of fewer than 8 tokens must fill as many tokens as a
+    group of 8 would: a single token must come 8 * times times. The cost of a token depends on how often it occurs among
+    the last LONGEST, not on the answer's length.
+    """
+
+    def __init__(self, times: int) -> None:
+        # by period: how many of the last tokens, one after the other, equal the token a period before, where any do;
+        # and when these and the period before the first of them are enough
+        self._equal: dict[int, int] = {}
+        self._enough = [times * max(period, _SHORT) - period for period in range(LONGEST + 1)]
+        # the last tokens, and where each of them stands
+        self._last: deque[int] = deque()
+        self._places: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._count = 0
+
+    def push(self, token: int, /) -> bool:
+        """Adds a token. True if the answer repeats itself with it."""
+        before, enough, places, count = self._equal, self._enough, self._places[token], self._count
+        equal = self._equal = {count - place: before.get(count - place, 0) + 1 for place in places}
+        places.append(count)
+        self._last.append(token)
+        self._count += 1
+        if len(self._last) > LONGEST:
+            first = self._last.popleft()
+            self._places[first].popleft()
+            if not self._places[first]:
+                del self._places[first]
+        return any(number >= enough[period] for period, number in equal.items())
+
 
 @dataclass(slots=True, eq=False)
 class ForkPoint:
@@ -38,44 +74,104 @@ class ForkPoint:
     waiting: int
 
 
+@dataclass(slots=True)
+class QueueState:
+    """Owned by the scheduler.
+
+    fork_point: the prompt end to fork instead of processing the prompt.
+    prefix_wait: a position, and the running sequence that must reach it first.
+    load: what the tiers load for it.
+    known: the prefix tree's tokens of it, and the tree's change count at that time.
+    turn: the step since which it runs or waits without a break.
+    rest: the state to resume, if it was preempted at the end of its quantum.
+    """
+
+    fork_point: ForkPoint | None = None
+    prefix_wait: tuple[int, Sequence] | None = None
+    load: LoadRequest | None = None
+    known: tuple[int, int] = (0, -1)
+    turn: int = 0
+    rest: PreemptedState | None = None
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """Owned by the sampler.
+
+    counts: occurrences of the answer's tokens.
+    penalties: kept penalties and biases of all tokens (`Penalties`).
+    logits [V]: those of the last token, if known.
+    processing: the request's logits processors at work on them (`Processing`).
+    mask: the allowed next tokens, if they are computed before the step.
+    mask_seconds: recent time per mask.
+    """
+
+    counts: Counter[int] = field(default_factory=Counter)
+    penalties: Any = None
+    logits: Any = None
+    processing: Any = None
+    mask: Future[list[bytes | None]] | None = None
+    mask_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class DraftState:
+    """Owned by speculative decoding.
+
+    tokens: drafts to verify in the next step.
+    drafted, accepted: drafts so far, and the right ones among them.
+    acceptance: statistics for the draft length.
+    """
+
+    tokens: tuple[int, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
+    acceptance: Acceptance | None = None
+
+
+@dataclass(slots=True)
+class ImageState:
+    """Owned by the image encoder.
+
+    positions, offset, pictures: as in `Prompt`.
+    first_unencoded: index of the first image token without an embedding.
+    """
+
+    positions: Positions | None = None
+    offset: int = 0
+    pictures: tuple[Picture, ...] = ()
+    first_unencoded: int | None = None
+
+
+@dataclass(slots=True)
+class Times:
+    """In seconds of time.perf_counter. admitted: when the sequence first ran."""
+
+    arrived: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    last_token: float | None = None
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice of one request.
 
-    tokens: ids of prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are
-        the request's own prompt, of which many that wait need no copies.
-    keys: what prefixes are compared by, of text without a salt the tokens themselves.
-    prompt_keys: those of the prompt as an array, of which parts are quickly compared; choices share it.
-    cache: None while waiting.
-    positions, offset, pictures: as in `Prompt`.
-    first_unencoded_image: the first position that stands for a picture nobody has encoded yet; None: there is none.
-    embeds: wanted is a vector, and no token.
+    tokens: ids of prompt and answer; those after `cache.done` are still to be processed. Until it first runs they are
+        the request's own prompt, so that waiting sequences need no copies.
     eos: ids that end the answer.
     limit: tokens at which it ends with reason "length".
-    repeats: ends it so too, if it goes round in circles.
-    guide: forces tokens on it.
-    constraint: says which tokens may come.
-    counts: occurrences of the answer's tokens.
-    penalties: what the sampler knows of them.
-    fork_point: where to fork from instead of processing the prompt.
-    stable_prefixes: where following prompts are expected to part.
-    wanted: prompt positions whose state is worth keeping.
-    prefix_wait: up to which position it waits for another one to read.
-    load: what the tiers bring for it.
-    known: tokens that the tree knows of it, and as of which of the tree's changes.
-    turn: the step since which it runs, or waits, without a break.
-    rest: what it returns to, where it waits because its turn was over.
-    arrived, admitted, last_token: when it came, when it first got a lease, and when it drew its last token, in seconds
-        of time.perf_counter.
-    logits [V]: those of the last token, if known.
-    processing: what the request's logits processors make of them, where they are at work.
-    mask: the tokens that may come next, where that is worked out before the step; mask_seconds: of a processor that
-    each of the last ones took.
-    draft_tokens: what may come next, to be verified in the next step.
-    drafted, accepted: drafts so far, and those of them that were right.
-    acceptance: what is known of them.
-    group: what came together has one share of its client's places.
-    client: who has one share of all.
+    repeats: ends it with that reason if it repeats itself.
+    guide: forces tokens.
+    constraint: restricts the next tokens.
+    cache: None while waiting.
+    prompt_keys: the prompt's keys as an array, of which parts are quickly compared; choices share it.
+    stable_prefixes: lengths at which following prompts are expected to diverge.
+    wanted: prompt positions whose state is worth a checkpoint.
+    cached: prompt tokens that the cache knew.
+    scores: log probabilities of prompt tokens.
+    keys: compared instead of tokens to find common prefixes; of text without a salt the tokens themselves.
+    embeds: the request wants a vector and no tokens.
+    group: shares its client's places. client: shares all places.
     """
 
     request: EngineRequest
@@ -90,36 +186,18 @@ class Sequence:
     constraint: Constraint | None = None
     repeats: Repeats | None = None
     cache: SequenceCache | None = None
-    fork_point: ForkPoint | None = None
     prompt_keys: array[int] = field(default_factory=lambda: array("q"))
     stable_prefixes: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
-    prefix_wait: tuple[int, Sequence] | None = None
-    load: LoadRequest | None = None
-    known: tuple[int, int] = (0, -1)
-    logits: Any = None
-    processing: Any = None
-    mask: Future[list[bytes | None]] | None = None
-    mask_seconds: float = 0.0
     cached: int = 0
-    turn: int = 0
-    rest: PreemptedState | None = None
-    arrived: float = field(default_factory=time.perf_counter)
-    admitted: float | None = None
-    last_token: float | None = None
-    counts: Counter[int] = field(default_factory=Counter)
-    penalties: Any = None
     finish: Finish | None = None
-    draft_tokens: tuple[int, ...] = ()
-    drafted: int = 0
-    accepted: int = 0
-    acceptance: Acceptance | None = None
     scores: list[TokenLogprobs] = field(default_factory=list)
+    queue: QueueState = field(default_factory=QueueState)
+    sampler: SamplerState = field(default_factory=SamplerState)
+    drafts: DraftState = field(default_factory=DraftState)
+    images: ImageState = field(default_factory=ImageState)
+    times: Times = field(default_factory=Times)
     keys: list[int] | tuple[int, ...] | array[int] = field(init=False)
-    positions: Positions | None = field(init=False, default=None)
-    offset: int = field(init=False, default=0)
-    pictures: tuple[Picture, ...] = field(init=False, default=())
-    first_unencoded_image: int | None = field(init=False, default=None)
     embeds: bool = field(init=False)
     group: str = field(init=False)
     client: str = field(init=False)
@@ -130,19 +208,19 @@ class Sequence:
         self.keys = self.prompt_keys if own else self.tokens
         self.embeds = isinstance(self.request.output, Embed)
         if isinstance(prompt, Prompt):
-            self.positions, self.offset = prompt.positions, prompt.offset
-            self.pictures = tuple(replace(each, digest=each.digest + salt) for each in prompt.pictures)
-            self.first_unencoded_image = self.pictures[0].start if self.pictures else None
+            pictures = tuple(replace(each, digest=each.digest + salt) for each in prompt.pictures)
+            first = pictures[0].start if pictures else None
+            self.images = ImageState(prompt.positions, prompt.offset, pictures, first)
         self.group = self.request.group or self.request.id
         self.client = self.request.client or self.group
 
     def __repr__(self) -> str:
-        """Without what was asked: what an error says may reach others."""
+        """Shows no content, because error messages may reach other clients."""
         return f"Sequence({self.request.id!r}, {self.choice})"
 
     @property
     def key_array(self) -> array[int]:
-        """The keys as an array that nobody changes: the same one until there is an answer."""
+        """The keys as an array; the same one until there is an answer. Must not be changed."""
         return self.prompt_keys if len(self.prompt_keys) == len(self.keys) else array("q", self.keys)
 
     @property
@@ -151,13 +229,13 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens still to be processed before the next can be chosen."""
+        """Tokens to process before the next one can be sampled."""
         return len(self.tokens) - self.done
 
     @property
     def readable(self) -> int:
-        """Those of them that can be processed now."""
-        return self.pending if self.first_unencoded_image is None else max(self.first_unencoded_image - self.done, 0)
+        """Pending tokens before the first image without embeddings."""
+        return self.pending if self.images.first_unencoded is None else max(self.images.first_unencoded - self.done, 0)
 
     @property
     def generated(self) -> int:
@@ -165,57 +243,57 @@ class Sequence:
 
     @property
     def forced_tokens(self) -> int | None:
-        """The token that comes next whatever the model says, if there is one."""
+        """The token that the guide forces next, if any."""
         return self.guide.forced() if self.guide else None
 
     @property
     def usage(self) -> Usage:
-        queued = (self.admitted or time.perf_counter()) - self.arrived
-        return Usage(len(self.request.prompt), self.cached, self.generated, self.drafted, self.accepted,
+        queued = (self.times.admitted or time.perf_counter()) - self.times.arrived
+        return Usage(len(self.request.prompt), self.cached, self.generated, self.drafts.drafted, self.drafts.accepted,
                      queued_seconds=queued)
 
     @property
     def reading(self) -> bool:
-        """Whether the prompt is still being processed for the first time."""
+        """True while the prompt is processed for the first time."""
         return self.cache is not None and not self.generated and self.pending > 0
 
     @property
     def held(self) -> bool:
-        """Whether what it waits for is still being read."""
-        if self.prefix_wait is None:
+        """True while the prefix that it waits for is not processed."""
+        if self.queue.prefix_wait is None:
             return False
-        position, other = self.prefix_wait
+        position, other = self.queue.prefix_wait
         return other.cache is not None and other.cache.done < position
 
     @property
     def scoring(self) -> bool:
-        """Whether probabilities of the prompt's tokens are wanted that are not known yet."""
+        """True while log probabilities of prompt tokens are missing."""
         return (self.sampling.prompt_logprobs is not None and not self.choice
                 and len(self.scores) < len(self.request.prompt) - 1)
 
     @property
     def report(self) -> tuple[TokenLogprobs, ...] | None:
-        """Those that go out with the first event, if they are wanted."""
+        """The log probabilities of prompt tokens, for the first event."""
         wanted = self.sampling.prompt_logprobs is not None and not self.choice
         return tuple(self.scores) if wanted and not self.scoring and self.generated < 2 else None
 
     @property
     def answering(self) -> bool:
-        """Whether the next step would do nothing but choose the next token, so that drafts of more are welcome."""
-        return self.cache is not None and self.generated > 0 and self.pending == 1 and self.logits is None
+        """True if the next step only decodes, so that it may have drafts."""
+        return self.cache is not None and self.generated > 0 and self.pending == 1 and self.sampler.logits is None
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether it sits out steps until its mask is there."""
-        return self.mask is not None and not self.mask.done()
+        """True if it cannot run until its mask is computed."""
+        return self.sampler.mask is not None and not self.sampler.mask.done()
 
     @property
     def needs_fork(self) -> bool:
-        """Whether the request's other choices go on from here: its prompt has just been processed."""
+        """True if the request's other choices fork here: its prompt has just been processed."""
         return self.sampling.n > 1 and not self.choice and not self.generated
 
     def own_keys(self) -> list[int]:
-        """The keys, in a list that from now on is the sequence's own, as the tokens are."""
+        """The keys as a list of the sequence's own. Copies tokens and keys at the first call."""
         if not isinstance(self.tokens, list):
             same, self.tokens = self.keys is self.tokens, list(self.tokens)
             self.keys = self.tokens if same else list(self.keys)
@@ -223,46 +301,46 @@ class Sequence:
         return self.keys
 
     def rotary(self, start: int, count: int) -> Positions | int:
-        """The rotary positions of `count` tokens from there on, or the offset, which makes them of their places."""
-        if self.positions is None or start >= len(self.request.prompt):
-            return self.offset
+        """The rotary positions of `count` tokens from `start` on, or their offset from the cache indices."""
+        if self.images.positions is None or start >= len(self.request.prompt):
+            return self.images.offset
         end, after = start + count, max(len(self.request.prompt), start)
-        first, second, third = ((*axis[start:end], *range(after + self.offset, end + self.offset))
-                                for axis in self.positions)
+        first, second, third = ((*axis[start:end], *range(after + self.images.offset, end + self.images.offset))
+                                for axis in self.images.positions)
         return first, second, third
 
-    def start(self, lease: SequenceCache) -> None:
-        """Run on this lease, which may hold the beginning of the tokens already."""
-        self.cache, self.load, self.prefix_wait = lease, None, None
-        self.first_unencoded_image = next(
-            (picture.start for picture in self.pictures if picture.end > lease.done), None
+    def start(self, cache: SequenceCache) -> None:
+        """Starts on this cache, which may hold the first tokens already."""
+        self.cache, self.queue.load, self.queue.prefix_wait = cache, None, None
+        self.images.first_unencoded = next(
+            (picture.start for picture in self.images.pictures if picture.end > cache.done), None
         )
-        if self.admitted is None:  # later it may find what it has read itself
-            self.admitted = time.perf_counter()
-            self.cached = lease.done
-        self.logits = lease.logits if lease.done == len(self.tokens) else None
-        lease.likely_resume.update(self.stable_prefixes)
-        if lease.shared > lease.done + 2 * PAGE:
-            # another prompt went on differently here: the third one shall not read this again
-            self.wanted = tuple(sorted({*self.wanted, lease.shared}))
-            lease.likely_resume.add(lease.shared)
+        if self.times.admitted is None:  # later it may find its own tokens
+            self.times.admitted = time.perf_counter()
+            self.cached = cache.done
+        self.sampler.logits = cache.logits if cache.done == len(self.tokens) else None
+        cache.likely_resume.update(self.stable_prefixes)
+        if cache.shared > cache.done + 2 * PAGE:
+            # another prompt diverged here: keep a checkpoint for the third one
+            self.wanted = tuple(sorted({*self.wanted, cache.shared}))
+            cache.likely_resume.add(cache.shared)
 
     def append(self, token: int) -> Finish | None:
-        """Take the token that was chosen; returns why the answer ends with it, if it does."""
+        """Appends a token. Returns the finish reason if the answer ends with it."""
         assert isinstance(self.tokens, list), "a token for a sequence that never ran"
         self.tokens.append(token)
         if self.keys is not self.tokens:
             assert isinstance(self.keys, list)
             self.keys.append(token)
-        self.counts[token] += 1
+        self.sampler.counts[token] += 1
         matched = self.matcher.push(token) if self.matcher else False
-        circling = self.repeats.push(token) if self.repeats else False
+        repeating = self.repeats.push(token) if self.repeats else False
         if self.guide:
             self.guide.push(token)
         if self.constraint:
             self.constraint.push(token)
         if token in self.eos or matched:
             self.finish = "stop"
-        elif circling or len(self.tokens) >= self.limit:
+        elif repeating or len(self.tokens) >= self.limit:
             self.finish = "length"
         return self.finish

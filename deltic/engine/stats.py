@@ -91,16 +91,16 @@ class TokenMeter:
         """A sequence has drawn a token; only a request's first choice tells how long the request waited."""
         now = time.perf_counter()
         self.pace.count(now)
-        if sequence.last_token is not None:
-            self.inter_token.observe(now - sequence.last_token)
-        sequence.last_token = now
+        if sequence.times.last_token is not None:
+            self.inter_token.observe(now - sequence.times.last_token)
+        sequence.times.last_token = now
         if sequence.generated == 1 and not sequence.choice:
-            self.first_token.observe(now - sequence.arrived)
-            self.queued.observe((sequence.admitted or now) - sequence.arrived)
+            self.first_token.observe(now - sequence.times.arrived)
+            self.queued.observe((sequence.times.admitted or now) - sequence.times.arrived)
 
     def end(self, sequence: Sequence, unbegun: int = 0) -> None:
         """A sequence has ended, and with it so many choices that would have begun where it did."""
-        self.latency.observe(time.perf_counter() - sequence.arrived)
+        self.latency.observe(time.perf_counter() - sequence.times.arrived)
         if sequence.finish:
             self.finishes[sequence.finish] += 1 + unbegun
 

@@ -1,22 +1,23 @@
-"""A step as plain data: which tokens of which sequences, and what is to be done to the pools before."""
+"""A step as plain data: the tokens of its rows, and the operations on the pools before them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from deltic.cache.handles import SequenceCache
 from deltic.cache.operations import Operation, operation_of, plain
-from deltic.params import Positions, ring_base
+from deltic.params import Picture, Positions, ring_base
 
 UNKNOWN = -1
-"""Stands for a token that is not on the host yet."""
+"""Stands for a token that the host does not have yet."""
 
 
 class ImageSpan(NamedTuple):
-    """Tokens of a row that stand for a part of a picture: `length` from the row's `token` on, for its rows from `first`
-    on."""
+    """Image tokens of a row: `length` from the row's `token` on take the image's embeddings from `first` on."""
 
     token: int
     length: int
@@ -26,21 +27,24 @@ class ImageSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read the
-    state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
+    """The tokens of one sequence in a step, with cache indices done, done + 1, ... in these pages.
 
-    pages: the lease's own list, which only becomes longer.
+    pages: the list of the sequence's cache, which only becomes longer.
+    slot: the state to read.
+    logits: the last tokens whose logits are wanted.
+    target: the slot to write; None: `slot`.
     checkpoints: (position, slot) pairs: also write the state after `position` tokens to this slot.
-    base: tokens that the state in the slot stands for (None: done); those after it are in the replay ring `delta_log`.
-    append: leave this step's tokens there too.
-    drafts: how many of the tokens, the last ones, are drafts.
-    drawn: the one token is what this draw of the step in flight gives, and is not known yet.
-    accepts: how many drafts of the step in flight may be right; only the device knows how many are. So many tokens
-        further on than `done` the row begins, and the ring has room for its tokens in any case.
-    hidden: give the hidden state of the last token.
-    scored: how many of the logits, the first ones, are of tokens whose next one is known, and has its probability told.
-    images: which tokens stand for pictures.
-    rotary: the tokens' rotary positions, or what makes them of their cache indices when added.
+    base: tokens in the slot's state; None: done. Those after it are in the delta log.
+    delta_log: the sequence's unit of the delta log.
+    append: leave this step's tokens in the delta log instead of writing the state.
+    drafts: drafts among the tokens, the last ones.
+    drawn: the draw of the step in flight that gives the only token.
+    accepts: drafts of the step in flight that may be right. The row begins so many tokens after `done` as are right,
+        which only the device knows; the delta log has room for its tokens in any case.
+    rotary: the tokens' rotary positions, or their offset from the cache indices.
+    hidden: the hidden state of the last token is wanted.
+    scored: logits, the first ones, of prompt tokens whose log probabilities are wanted.
+    images: the image tokens.
     """
 
     tokens: tuple[int, ...]
@@ -67,9 +71,26 @@ class PlannedRow:
         return self.tokens[len(self.tokens) - self.drafts:]
 
 
+def next_row(cache: SequenceCache, tokens: tuple[int, ...], logits: int, ahead: int = 0, **fields: Any) -> PlannedRow:
+    """The row of a sequence's next tokens. ahead: tokens between its cursor and the row. fields: those of `PlannedRow`
+    that differ from their defaults."""
+    fields = {"base": cache.base, "delta_log": cache.delta_log or 0, **fields}
+    return PlannedRow(tokens, cache.done + ahead, cache.pages, cache.slot, logits, **fields)
+
+
+def image_spans(pictures: Iterable[Picture], start: int, end: int) -> tuple[ImageSpan, ...]:
+    """`PlannedRow.images` of a row with the tokens from start to end."""
+    spans = list[ImageSpan]()
+    for picture in pictures:
+        first, last = max(picture.start, start), min(picture.end, end)
+        if first < last:
+            spans.append(ImageSpan(first - start, last - first, picture.digest, first - picture.start))
+    return tuple(spans)
+
+
 def base_after(row: PlannedRow) -> int | None:
-    """What `HybridCache.commit` is to be told after a step with this row: tokens that the state in the slot stands for,
-    if the row was appended to the replay ring."""
+    """The argument `base` of `HybridCache.commit` after a step with this row: tokens in the slot's state, if the row
+    was appended to the delta log."""
     if not row.append:
         return None
     return ring_base(row.done if row.base is None else row.base, row.done, len(row.tokens))
@@ -77,14 +98,13 @@ def base_after(row: PlannedRow) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step as plain data. operations: what is to be done to the pools before, in order. rows: those of single tokens
-    first, by slot."""
+    """rows: those of single tokens first, by slot. operations: on the pools, in order, before the rows run."""
 
     rows: tuple[PlannedRow, ...]
     operations: tuple[Operation, ...] = ()
 
     def to_json(self) -> str:
-        """All of it: who carries it out on other pools, which have had all plans before, does the same."""
+        """The plan as JSON. On other pools that have had all plans before, it computes the same bits."""
         return json.dumps({"rows": [asdict(row) for row in self.rows], "operations": [*map(plain, self.operations)]})
 
     @classmethod
@@ -100,5 +120,5 @@ def _row(fields: dict[str, Any]) -> PlannedRow:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON knows lists alone."""
+    """Turns JSON's lists into tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,15 +1,16 @@
-"""The thread that owns an engine. Everybody may ask it, so that what many ask for at once is batched.
+"""The thread that owns an engine. Any thread may submit requests, so that concurrent ones are batched.
 
     callers, in any thread                         the engine's thread
     submit, abort  -- inbox ------------------->   between two steps: add, abort
     Listener       <----------------------------   the events of a step, in one call per listener
     hold, call     -- inbox ------------------->   waits between two steps while the caller has the engine
 
-It knows neither text nor clients: a listener brings the events to its own thread or event loop.
+It knows no text and no clients: a listener brings the events to its own thread or event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import queue
@@ -28,8 +29,8 @@ from deltic.params import EngineRequest, Event, TokenEvent
 
 log = logging.getLogger("deltic")
 
-_SETTLE = 0.2  # seconds at rest before the accounts are checked: the check must not delay the next request
-_PAUSE = 0.002  # seconds to sleep when a step could do nothing, so that this does not spin
+_SETTLE = 0.2  # idle seconds before the accounts are checked: the check must not delay the next request
+_PAUSE = 0.002  # seconds to sleep if a step could do nothing
 _MAX_FAILURES = 3
 
 Command = Callable[[], None]
@@ -39,18 +40,18 @@ Result = TypeVar("Result")
 
 
 class Listener(Protocol):
-    """Who hears of the requests that it submitted. Called in the worker's thread, so it must return at once."""
+    """Receives the events of its requests. Called in the worker's thread, so it must return at once."""
 
     def on_events(self, events: list[Event]) -> None:
-        """News of its requests, in order. An error without usage ends all choices of its request."""
+        """Events of its requests, in order. An error without usage ends all choices of its request."""
 
     def on_end(self, error: UnavailableError) -> None:
-        """The worker has ended before its requests had."""
+        """The worker has ended before its requests."""
 
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """A request that is not finished. left: choices without an end."""
+    """An unfinished request. left: its unfinished choices."""
 
     listener: Listener
     left: int
@@ -73,10 +74,10 @@ class _CallerTurn:
 
 
 class Worker:
-    """Owns an engine from the first request on, until `stop` or the end of the process.
+    """Owns an engine from the first request until `stop` or the end of the process.
 
-    Its methods are for any thread; they return at once, but for `hold`, `call` and `stop`. UnavailableError where
-    a process was forked from the one that made the worker: it has none of its threads.
+    Its methods are thread-safe and return at once, except for `hold`, `call` and `stop`. They raise UnavailableError in
+    a forked process, which does not have the worker's thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -92,11 +93,11 @@ class Worker:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is not the worker's."""
+        """True in a process that was forked from the worker's."""
         return os.getpid() != self._process
 
     def start(self) -> None:
-        """Start the thread, unless it runs; the first request does so, too."""
+        """Starts the thread unless it runs, as the first request does."""
         if self.forked:
             raise forked_from(self._process)
         if self._started:
@@ -108,18 +109,18 @@ class Worker:
 
     def submit(self, requests: Sequence[EngineRequest], listener: Listener,
                reply: Callable[[Exception | None], None]) -> None:
-        """Queue requests that belong together: all, or none if the engine refuses one. reply: called in the worker's
-        thread, before any event, with None or what is wrong (a RequestError, or UnavailableError)."""
+        """Queues requests that belong together: all, or none if the engine refuses one. reply: called in the worker's
+        thread, before any event, with None, a RequestError or an UnavailableError."""
         self.ask(partial(self._add, requests, listener, reply), reply)
 
     def abort(self, requests: Sequence[str]) -> None:
-        """End requests, where they have not ended; their listener hears of it as of any other end."""
+        """Ends unfinished requests. Their listener gets the end as any other."""
         self.ask(partial(self._abort, requests))
 
     @contextmanager
     def hold(self) -> Iterator[Engine]:
-        """The engine for the caller's own thread, while the worker waits between two steps. Who steps it must be alone
-        with it, as the events of all requests come to him. Not to be nested."""
+        """Lends the engine to the caller's thread, while the worker waits between two steps. A caller that steps it
+        gets the events of all requests. Must not be nested."""
         turn = _CallerTurn()
         self.ask(turn.give, turn.refuse)
         try:
@@ -131,20 +132,20 @@ class Worker:
             turn.over.set()
 
     def call(self, function: Callable[[Engine], Result]) -> Result:
-        """What the function returns or raises, between two steps."""
+        """Calls a function between two steps. Returns or raises what it does."""
         with self.hold() as engine:
             return function(engine)
 
     def ask(self, command: Command, refuse: Refusal = lambda error: None) -> None:
-        """Carry out a command in the worker's thread, between two steps. refuse: called instead where that is too
-        late, perhaps in the caller's thread."""
+        """Runs a command in the worker's thread between two steps. refuse: called instead if the worker has ended,
+        perhaps in the caller's thread."""
         self.start()
         self._inbox.put((command, refuse))
         if self._ended:  # perhaps after its last look into the inbox
             self._refuse_all()
 
     def fault(self, stuck_after: float) -> str | None:
-        """Why the engine makes no progress or cannot be trusted, if so."""
+        """The reason why the engine makes no progress or cannot be trusted, if there is one."""
         since = self._since
         if self._fault or self._ended:
             return self._fault or self._reason
@@ -153,7 +154,7 @@ class Worker:
         return None
 
     def stop(self, patience: float, reason: str = "the engine has stopped") -> bool:
-        """End all requests and the thread, for good; False if it does not react in so many seconds."""
+        """Ends all requests and the thread. False if that takes more than `patience` seconds."""
         if self.forked:
             return True
         with self._starting:
@@ -185,7 +186,7 @@ class Worker:
             self._end()
 
     def _obey(self) -> bool:
-        """Carry out all commands that are there; without work, sleep until there is one. False: the end."""
+        """Runs all queued commands; without work, waits for one. False: the worker must end."""
         task = self._wait() if not self.engine.has_work else _NOTHING
         while task is not None:
             self._carry_out(task[0])
@@ -285,11 +286,11 @@ class Worker:
             try:
                 listener.on_events(found)
             except Exception:
-                log.exception("who asked for an answer cannot take it; the request ends")
+                log.exception("a listener failed; its request ends")
                 self._abort([event.request for event in found])
 
     def _finish(self) -> None:
-        """Leave the engine empty, as it was found."""
+        """Aborts all requests, so that the engine is empty."""
         self._abort(list(self._live))
         if self.engine.has_work:
             self.engine.step()
@@ -305,7 +306,7 @@ class Worker:
         self._refuse_all()
 
     def _refuse_all(self) -> None:
-        """Whatever is asked of a worker that has ended."""
+        """Refuses all commands, once the worker has ended."""
         while True:
             try:
                 task = self._inbox.get_nowait()
@@ -320,3 +321,71 @@ def _nothing(*_: object) -> None:
 
 
 _NOTHING: Task = (_nothing, _nothing)
+
+
+class EventMailbox:
+    """A `Listener` whose events another thread or task reads with `get` or `aget`. For one reader at a time.
+
+    patience: events that gather before the reader is woken; the end of a choice always wakes it.
+    """
+
+    def __init__(self, patience: int = 1) -> None:
+        self._patience = patience
+        self._gathered: list[Event] = []  # the worker's alone
+        self._queue: queue.SimpleQueue[list[Event] | Exception] = queue.SimpleQueue()
+        self._wake: Callable[[], object] | None = None
+
+    def get(self, timeout: float | None = None) -> list[Event]:
+        """Returns the next events; none after `timeout` seconds. Raises the worker's error."""
+        try:
+            return self._opened(self._queue.get(timeout=timeout))
+        except queue.Empty:
+            return []
+
+    async def aget(self) -> list[Event]:
+        """As `get`, for asyncio."""
+        loop = asyncio.get_running_loop()
+        while True:
+            woken = loop.create_future()
+            # set before the queue is read, so that no event is missed
+            self._wake = partial(loop.call_soon_threadsafe, _set, woken)
+            try:
+                return self._opened(self._queue.get_nowait())
+            except queue.Empty:
+                await woken
+            finally:
+                self._wake = None
+
+    def on_reply(self, error: Exception | None) -> None:
+        """The worker has accepted or refused the requests."""
+        if error:
+            self._put(error)
+
+    def on_events(self, events: list[Event]) -> None:
+        self._gathered += events
+        if len(self._gathered) >= self._patience or any(event.finish for event in events):
+            gathered, self._gathered = self._gathered, []
+            self._put(gathered)
+
+    def on_end(self, error: UnavailableError) -> None:
+        self._put(error)
+
+    def _put(self, news: list[Event] | Exception) -> None:
+        self._queue.put(news)
+        wake = self._wake
+        if wake:
+            try:
+                wake()
+            except RuntimeError:  # the event loop is closed
+                self._wake = None
+
+    def _opened(self, news: list[Event] | Exception) -> list[Event]:
+        if isinstance(news, Exception):
+            self._queue.put(news)  # later calls raise it again
+            raise news
+        return news
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

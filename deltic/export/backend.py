@@ -1,4 +1,4 @@
-"""A compiled program as a `Model`: what the engine, sessions, `LLM` and the server step."""
+"""Serves a compiled program as a model of the engine: for sessions, `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryNeeds, MemoryPlan, split_memory
-from deltic.cache.offload.prefix_items import ItemValidator
+from deltic.cache.offload.types import ItemValidator
 from deltic.cache.operations import CopyPage, CopySlot, Operation, PoolSizes
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.errors import ConfigError
-from deltic.export.options import check_compiled
-from deltic.export.program import Program, ProgramInfo
+from deltic.export.program import Program, ProgramInfo, check_options, open_program
 from deltic.ops import Ops, select
+from deltic.ops.capabilities import Capabilities
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import PAGE
 
@@ -28,19 +28,16 @@ log = logging.getLogger("deltic")
 
 @dataclass(frozen=True, slots=True)
 class ProgramPools:
-    """The accounts' pools where a program keeps sequences: a slot is a whole sequence, state and K/V, and pages are
-    counted but have no content of their own."""
+    """Cache pools whose slots are whole sequences of a program, state and KV cache. Pages are only counted."""
 
     program: Program
     sizes: PoolSizes
 
     @property
     def item_validator(self) -> ItemValidator:
-        """What comes from tiers: there are none."""
         raise AssertionError("a program has no tiers")
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Carry these out, in order."""
         for operation in operations:
             match operation:
                 case CopySlot(source, target):
@@ -48,27 +45,22 @@ class ProgramPools:
                 case CopyPage():
                     pass
                 case _:
-                    raise AssertionError(f"a program has neither replay rings nor tiers: {operation}")
+                    raise AssertionError(f"a program has neither state delta logs nor tiers: {operation}")
 
     def forget(self, operations: Sequence[Operation]) -> None:
-        """Nothing is held for them."""
+        """Does nothing: operations hold no data."""
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
-        """Nobody can look into a program's states: what no logits have shown to be sound is not kept."""
+        """Returns False: the states of a program cannot be inspected."""
         return False
 
     def hold(self, content: object) -> int:
-        """Only tiers have something to be held."""
         raise AssertionError("a program has no tiers")
 
 
 @dataclass(slots=True, eq=False)
 class ProgramModel:
-    """A `Model` whose steps run in a program, one sequence after another.
-
-    path: the directory with the tokenizer's files, None if there are none. threads: those that compute for it.
-    tokenizer, notes: as of a `ModelRunner`. What else that has, a program has not.
-    """
+    """Runs steps in a program, one sequence after another. The fields are those of a `ModelRunner`."""
 
     name: str
     path: Path | None
@@ -84,57 +76,57 @@ class ProgramModel:
     notes: Any = None
     numbers: Any = field(default_factory=dict)
     vision = mtp_runner = draft = encode = experts = hooks = cast(Any, None)
-    verifies = defers_state_writes = False
+    capabilities = Capabilities()
 
     @property
     def device(self) -> torch.device:
-        """Where it takes batches and gives logits."""
         return torch.device("cpu")
 
     def run(self, batch: Batch) -> Tensor:
-        """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor."""
+        """Runs one step. Returns the logits [L, V] float32 of its `logit_tokens`."""
         return self.run_hidden(batch)[0]
 
     @torch.inference_mode()
     def run_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """As `run`. ConfigError if hidden states are wanted: a program has no way out for them."""
+        """As `run`. Raises ConfigError if hidden states are requested."""
         if batch.layout.hidden:
             raise ConfigError("a compiled program gives logits, not hidden states: load the model itself for vectors")
-        self._forget()
+        self._drop_unowned()
         logits = torch.empty(batch.layout.logits, self.config.vocab_size)
-        place = 0
+        index = 0
         for row in _rows(batch):
             for found in self._feed(row):
-                logits[place] = found
-                place += 1
+                logits[index] = found
+                index += 1
         return logits, None
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
-        """Choose from logits [L, V] float32, which may be changed."""
+        """Samples from logits [L, V] float32, which may be overwritten."""
         return self.ops.sample(logits, sampling)
 
     def warm_up(self) -> None:
-        """There is nothing left to be compiled."""
+        """Does nothing: all code is compiled."""
 
-    def _forget(self) -> None:
-        """Drop the sequences of slots that nobody owns any more: their K/V would keep others from having it."""
-        if not self.cache.accounts.queue:  # what is queued may still read them
-            for slot in [slot for slot in self.program.slots if not self.cache.slots.owned(slot)]:
+    def _drop_unowned(self) -> None:
+        """Frees the sequences of slots without an owner, and with them their KV cache."""
+        if self.cache.operations.queued:  # queued copies may still read them
+            return
+        for slot in tuple(self.program.slots):
+            if not self.cache.slots.owned(slot):
                 self.program.drop(slot)
 
     def _feed(self, row: _ProgramRow) -> Iterator[Tensor]:
-        """Append the row's tokens to its sequence, and leave copies where states are to be kept; the logits [V] of
-        those tokens that want them."""
-        program, at = self.program, 0
+        """Appends the row's tokens and writes its state checkpoints. Yields the requested logits [V]."""
+        program, done = self.program, 0
         if not row.done:
             program.start(row.target)
         elif row.source != row.target:
             program.copy(row.source, row.target)
-        # a position must never be fed twice to a recurrent layer (L1)
-        assert program.position(row.target) == row.done, "the program's sequence is not where the cursor stands"
+        # feeding a position twice would corrupt the recurrent state (L1)
+        assert program.position(row.target) == row.done, "the program's position differs from the cursor"
         for end in sorted({*row.checkpoints, *row.wanted, len(row.tokens)}):
-            logits = program.feed(row.target, row.tokens[at:end])
-            at = end
+            logits = program.feed(row.target, row.tokens[done:end])
+            done = end
             if end in row.wanted:
                 yield torch.from_numpy(logits)
             if end in row.checkpoints:
@@ -143,15 +135,16 @@ class ProgramModel:
 
 @dataclass(frozen=True, slots=True)
 class _ProgramRow:
-    """A batch's row in plain numbers. wanted: lengths of its tokens after which logits are wanted. checkpoints: slots
-    by such lengths."""
+    """A batch row as plain numbers. Lengths count the row's own tokens."""
 
     tokens: list[int]
     done: int
     source: int
     target: int
     wanted: set[int]
+    """Lengths after which logits are wanted."""
     checkpoints: dict[int, int]
+    """Slots for state checkpoints, by length."""
 
 
 def _rows(batch: Batch) -> Iterator[_ProgramRow]:
@@ -159,37 +152,40 @@ def _rows(batch: Batch) -> Iterator[_ProgramRow]:
     columns = (column.tolist() for column in (batch.done, batch.source, batch.target))
     emits = [*zip(batch.emit_row.tolist(), batch.emit_length.tolist(), batch.emit_slot.tolist(), strict=True)]
     for index, (count, done, source, target) in enumerate(zip(batch.layout.chunks, *columns, strict=True)):
-        yield _ProgramRow(ids[start:start + count], done, source, target,
-                   {token - start + 1 for token in wanted if start <= token < start + count},
-                   {length - done: slot for row, length, slot in emits if row == index})
+        lengths = {token - start + 1 for token in wanted if start <= token < start + count}
+        checkpoints = {length - done: slot for row, length, slot in emits if row == index}
+        yield _ProgramRow(ids[start:start + count], done, source, target, lengths, checkpoints)
         start += count
 
 
-def model_of(program: Program, name: str, options: EngineConfig) -> ProgramModel:
-    """A program with its cache; ConfigError naming an option that makes no sense for it."""
+def load_program(path: Path, options: EngineConfig) -> ProgramModel:
+    """Opens a compiled model and plans its cache. Raises ConfigError for an option that it cannot follow."""
+    program = open_program(path, options)
     info = program.info
-    options = _checked(options, info)
+    options = effective_options(options, info)
     needs = MemoryNeeds(info.token_bytes * PAGE, info.slot_bytes, info.max_context, options.max_batch,
                         options.max_context, 4 * info.config.vocab_size)
     memory = split_memory(options.memory_bytes or available_memory() // 2, needs)
     for warning in memory.warnings:
         log.warning("%s", warning)
     program.reserve(memory.slots, memory.pages * PAGE)
-    # a slot is all of a sequence, so that even without recurrent layers it cannot be cut anywhere
+    # a slot holds a whole sequence: it cannot be cut, even without recurrent layers
     sizes = PoolSizes(memory.pages, memory.slots, 0, info.token_bytes, info.slot_bytes, recurrent=True)
     threads = options.threads_for(info.config.parameter_count)
     ops = select(options.ops, "cpu", options.cpu_level, threads)
     cache = HybridCache(ProgramPools(program, sizes), options.prefix_cache, (), memory.rows)
-    return ProgramModel(name, info.sidecar, info.config, options, info.generation, memory, cache, program, ops, threads)
+    return ProgramModel(str(path), info.sidecar, info.config, options, info.generation, memory, cache, program, ops,
+                        threads)
 
 
-def _checked(options: EngineConfig, info: ProgramInfo) -> EngineConfig:
-    check_compiled(options)
+def effective_options(options: EngineConfig, info: ProgramInfo) -> EngineConfig:
+    """Returns the options that a program runs with. Raises ConfigError for one that it cannot follow."""
+    check_options(options)
     if options.speculate not in ("auto", "off"):
         raise ConfigError(f"speculate={options.speculate} is not possible: a compiled program verifies no drafts",
                           "speculate")
     if options.max_context is not None and options.max_context > info.max_context:
         raise ConfigError(f"max_context {options.max_context} is more than the {info.max_context} tokens that this "
-                          "program was compiled for: choose less, or compile it anew", "max_context")
+                          "program was compiled for: choose less, or compile it again", "max_context")
     batch = options.max_batch if info.max_batch is None else min(options.max_batch, info.max_batch)
     return replace(options, device="cpu", speculate="off", max_batch=batch)

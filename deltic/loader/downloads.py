@@ -1,17 +1,18 @@
-"""What was downloaded from the hub, and how to be rid of it."""
+"""Lists and deletes models in the Hugging Face hub's cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deltic.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A commit of a repository. refs: branches and tags that were asked for and meant it."""
+    """A downloaded commit. refs: branches and tags by which it was downloaded."""
 
     commit: str
     refs: tuple[str, ...]
@@ -23,13 +24,17 @@ class Revision:
         return self.refs[0] if self.refs else self.commit[:12]
 
     def is_called(self, name: str) -> bool:
-        """By branch, tag, or the beginning of the commit."""
+        """Matches a branch, a tag, or the start of the commit."""
         return name in self.refs or (len(name) >= 7 and self.commit.startswith(name))
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A repository. bytes: on the disk; its revisions may share files. used: when last, as seconds since 1970."""
+    """A downloaded repository.
+
+    bytes: size on disk; revisions may share files.
+    used: Unix time of the last use.
+    """
 
     name: str
     bytes: int
@@ -38,7 +43,7 @@ class Download:
 
 
 def place() -> Path:
-    """The hub's cache directory."""
+    """Returns the hub's cache directory."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -49,7 +54,7 @@ def is_below(directory: Path, path: Path) -> bool:
 
 
 def downloads() -> list[Download]:
-    """All models, last used first. ModelError if the directory cannot be read."""
+    """Lists the models, last used first. Raises ModelError if the cache cannot be read."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -59,19 +64,23 @@ def downloads() -> list[Download]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{place()} cannot be read: {error}") from error
     models = [repository for repository in found.repos if repository.repo_type == "model"]
-    return [Download(model.repo_id, model.size_on_disk, model.last_accessed, tuple(
-        Revision(revision.commit_hash, tuple(sorted(revision.refs)), revision.size_on_disk, revision.snapshot_path)
-        for revision in sorted(model.revisions, key=lambda revision: -revision.last_modified)))
-        for model in sorted(models, key=lambda model: -model.last_accessed)]
+    return [Download(model.repo_id, model.size_on_disk, model.last_accessed, _revisions(model))
+            for model in sorted(models, key=lambda model: -model.last_accessed)]
+
+
+def _revisions(model: Any) -> tuple[Revision, ...]:
+    newest_first = sorted(model.revisions, key=lambda revision: -revision.last_modified)
+    return tuple(Revision(each.commit_hash, tuple(sorted(each.refs)), each.size_on_disk, each.snapshot_path)
+                 for each in newest_first)
 
 
 def delete(revisions: Iterable[Revision]) -> int:
-    """Delete revisions, with their repository if none is left; returns how many bytes that frees."""
+    """Deletes revisions, and repositories without revisions. Returns the freed bytes."""
     from huggingface_hub import scan_cache_dir
 
     strategy = scan_cache_dir(place()).delete_revisions(*(revision.commit for revision in revisions))
     strategy.execute()
     left = next((path for path in (*strategy.repos, *strategy.snapshots) if path.exists()), None)
     if left:
-        raise ModelError(f"{left} cannot be deleted: who owns it?")
+        raise ModelError(f"{left} cannot be deleted: check its owner and permissions")
     return strategy.expected_freed_size

@@ -1,5 +1,4 @@
-"""Where the tensors of a model's directory lie on disk, in safetensors files or in PyTorch's own. Nothing in the files
-is believed unchecked."""
+"""Locates the tensors of a model's directory, in safetensors files or PyTorch's own. File contents are untrusted."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor
 
-from deltic.errors import ModelError
+from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.fp8 import GROUP
 from deltic.loader.layout import is_pointer, pointer_error
 from deltic.loader.names import is_head, stack_of
@@ -29,51 +28,36 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
 PICKLED: Final = "pytorch_model.bin"
-
+FLOAT8: Final = "F8_E4M3"
+SCALES: Final = "_scale_inv"
+"""Suffix of the tensor with a float8 tensor's scales."""
+IN_MEMORY: Final = Path("<weights in memory>")
+"""Path of tensors that are in no file."""
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }
-# A header of this family has some kilobytes; far larger ones only serve to exhaust memory.
+_DTYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: FLOAT8}
+# Headers of these models have some kilobytes. Far larger ones only serve to exhaust memory.
 _MAX_HEADER: Final = 16 << 20
 _MAX_INDEX: Final = 64 << 20
 _MAX_DIMENSIONS: Final = 8
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
-_AGAIN: Final = "the file is truncated or corrupt, download it again"
+_DOWNLOAD_AGAIN: Final = "the file is truncated or corrupt, download it again"
+_ONE_REVISION: Final = "keep the files of one revision"
 
 
-FLOAT8: Final = "F8_E4M3"
-SCALES: Final = "_scale_inv"
-"""Behind a tensor's name: its scales."""
-
-
-class _TensorReader(io.RawIOBase):
-    """Reads a tensor's bytes as if they lay in a file."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._bytes, self._place = numbers.numpy().data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._place = offset
-        return offset
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self._bytes[self._place:self._place + len(buffer)]
-        buffer[:len(piece)] = piece
-        self._place += len(piece)
-        return len(piece)
+# Tensors
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`. scales: of
-    FLOAT8, what each block of GROUP rows and columns is to be multiplied with. data: the tensor itself, if it is in
-    memory instead."""
+    """A tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`.
+
+    scales: for FLOAT8, the factors of blocks of GROUP rows and columns.
+    data: the tensor itself if it is in memory.
+    """
 
     path: Path
     dtype: str
@@ -84,24 +68,23 @@ class StoredTensor:
     data: Tensor | None = field(default=None, compare=False)
 
     def open(self) -> BinaryIO | _TensorReader:
-        """Its file, or something like it."""
+        """Opens its file, or a stand-in."""
         return self.path.open("rb", buffering=0) if self.data is None else _TensorReader(self.data)
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The tensor itself: it lies in one piece."""
+        """The tensor itself, as the only part."""
         return (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A tensor whose entries along the first axis are stored one by one, all of one dtype and shape."""
+    """A tensor whose entries along the first axis are stored separately, all of one dtype and shape."""
 
     parts: tuple[StoredTensor, ...]
 
     @property
     def path(self) -> Path:
-        """The file of the first part."""
         return self.parts[0].path
 
     @property
@@ -120,9 +103,30 @@ class Stack:
 Source = StoredTensor | Stack
 
 
+class _TensorReader(io.RawIOBase):
+    """Reads a tensor's bytes like a file."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset
+        return offset
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._bytes[self._position:self._position + len(buffer)]
+        buffer[:len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Tensors that a caller has handed over, by the names of a checkpoint; in the place of a directory."""
+    """Tensors in memory, by their names in a checkpoint, instead of a directory."""
 
     tensors: Mapping[str, StoredTensor]
 
@@ -130,53 +134,106 @@ class InMemory:
         return "`weights`"
 
 
+def in_memory(weights: Any) -> InMemory:
+    """Wraps a state_dict. Raises ConfigError for anything but a mapping of names to dense tensors; names, shapes and
+    dtypes are checked like those of files."""
+    if not isinstance(weights, Mapping) or not weights:
+        raise ConfigError(f"weights must map tensor names to tensors, as state_dict() does, not {show(weights)}",
+                          "weights")
+    return InMemory(with_scales({name: _stored(name, tensor) for name, tensor in weights.items()}))
+
+
+def _stored(name: Any, tensor: Any) -> StoredTensor:
+    if not isinstance(name, str):
+        raise ConfigError(f"weights: names must be text, not {show(name)}", "weights")
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        raise ConfigError(f"weights[{name[:200]!r}] must be a dense torch.Tensor with data, not {show(tensor)}",
+                          "weights")
+    dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    nbytes = tensor.numel() * ITEM_BYTES.get(dtype, tensor.itemsize)
+    return StoredTensor(IN_MEMORY, dtype, tuple(tensor.shape), 0, nbytes, data=tensor)
+
+
 def scales_of(source: Source) -> Source | None:
-    """Of float8 numbers, as they lie."""
+    """Returns the scales of a float8 tensor or stack."""
     scales = [part.scales for part in source.parts if part.scales]
     if not scales:
         return None
     return scales[0] if isinstance(source, StoredTensor) else Stack(tuple(scales))
 
 
-def stacked(tensors: Mapping[str, StoredTensor], counts: Callable[[str], int]) -> dict[str, Source]:
-    """The tensors by our names, with those of single experts put together to stacks, in the place of the first.
+def stacked(tensors: Mapping[str, StoredTensor], count_of: Callable[[str], int]) -> dict[str, Source]:
+    """Combines tensors of single experts to stacks, each at the place of its first expert.
 
-    counts: how many experts the stack of this name must have. Raises ModelError naming the tensor that is missing, and
-    one that is of another dtype or shape than the first.
+    count_of: number of experts that a stack must have. Raises ModelError naming the tensor that is missing, doubled, or
+    of another dtype or shape than the first.
     """
     found: dict[str, Source | None] = {}
-    stacks: dict[str, dict[int, StoredTensor]] = {}
+    experts: dict[str, dict[int, StoredTensor]] = {}
     for name, stored in tensors.items():
         place = stack_of(name)
         if place is None:
             found[name] = stored
         else:
-            found.setdefault(place[0], None)
-            stacks.setdefault(place[0], {})[place[1]] = stored
-    for name in stacks:
+            stack, index = place
+            found.setdefault(stack, None)
+            experts.setdefault(stack, {})[index] = stored
+    for name in experts:
         if found[name] is not None:
-            raise ModelError(f"tensor {name!r} is given twice, as a whole and expert by expert; keep the files of one "
-                             "revision")
-    return {name: source or _stack(name, stacks[name], counts(name)) for name, source in found.items()}
+            raise ModelError(f"tensor {name!r} is given twice, as a whole and expert by expert; {_ONE_REVISION}")
+    return {name: source or _stack(name, experts[name], count_of(name)) for name, source in found.items()}
 
 
 def _stack(name: str, parts: Mapping[int, StoredTensor], count: int) -> Stack:
     first = next(iter(parts.values()))
     missing = [expert for expert in range(count) if expert not in parts]
     if missing or len(parts) > count:
-        wrong = (f"{len(missing)} of {count} experts are missing, such as expert {missing[0]}" if missing
-                 else f"there are {len(parts)} experts, config.json says {count}")
+        wrong = f"there are {len(parts)} experts, but {count} in config.json"
+        if missing:
+            wrong = f"{len(missing)} of {count} experts are missing, such as expert {missing[0]}"
         raise ModelError(f"tensor {name!r} in {first.path.parent}: {wrong}; download all shards of the revision that "
                          "config.json belongs to")
     for expert, part in parts.items():
         if (part.dtype, part.shape) != (first.dtype, first.shape):
             raise ModelError(f"tensor {name!r}: expert {expert} is {part.dtype[:20]} {list(part.shape)}, others are "
-                             f"{first.dtype[:20]} {list(first.shape)}; keep the files of one revision")
+                             f"{first.dtype[:20]} {list(first.shape)}; {_ONE_REVISION}")
     return Stack(tuple(parts[expert] for expert in range(count)))
 
 
+def with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Attaches the scales to float8 tensors, and removes them from the names. Raises ModelError naming a tensor with
+    missing or unsupported scales."""
+    found = dict(tensors)
+    for name, stored in tensors.items():
+        if stored.dtype != FLOAT8:
+            continue
+        scales = found.pop(f"{name}{SCALES}", None)
+        if scales is None:
+            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} without scales ({name[:200]}{SCALES}); "
+                             "take a float8 checkpoint with scales, or the unquantized one")
+        blocks = (*stored.shape[:-2], *(-(-size // GROUP) for size in stored.shape[-2:]))
+        if len(stored.shape) < 2 or scales.shape != blocks or scales.dtype not in ("F32", "BF16", "F16"):
+            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} with scales of shape {list(scales.shape)} "
+                             f"and dtype {scales.dtype[:20]}; only blocks of {GROUP} by {GROUP} can be read, so use "
+                             "the unquantized checkpoint")
+        found[name] = replace(stored, scales=scales)
+    return found
+
+
+# Reading JSON and headers
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError for anything but a regular file, such as a pipe, which could block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
 def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ModelError naming a file that is absent, too large, or none."""
+    """Reads a JSON object of at most `limit` bytes. Raises ModelError naming the file."""
     try:
         with open_plain(path) as file:
             text = file.read(limit + 1)
@@ -185,42 +242,33 @@ def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if len(text) > limit:
-        raise ModelError(f"{path} is larger than {limit} bytes, which no file of its kind is")
+        raise ModelError(f"{path} is larger than {limit} bytes, the limit for such a file")
     return parse_json(text, path)
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """Open for reading; OSError for what is no plain file, such as a pipe that nobody writes to."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object `text` that came from `path`. Raises ModelError naming the path if it is none."""
+    """Parses a JSON object that came from `path`. Raises ModelError naming the path."""
     if is_pointer(text):
         raise pointer_error(path)
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} does not hold valid JSON ({error}); {_AGAIN}") from error
+        raise ModelError(f"{path} does not hold valid JSON ({error}); {_DOWNLOAD_AGAIN}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object; {_AGAIN}")
+        raise ModelError(f"{path} must hold a JSON object; {_DOWNLOAD_AGAIN}")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"the name {counts.most_common(1)[0][0][:200]!r} occurs twice")
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {name[:200]!r} occurs twice")
     return found
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of one safetensors file, in file order.
+    """Returns the tensors of a safetensors file in file order.
 
     Raises ModelError naming the file unless the tensors tile its data exactly.
     """
@@ -232,32 +280,33 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, StoredTensor]:
-    """`read_header` of a file of `size` bytes wherever it lies; `read(count)` gives its bytes one after another."""
-    length = int.from_bytes(start := read(8), "little")
+    """Like `read_header`, for a file of `size` bytes; `read(count)` returns its next bytes."""
+    start = read(8)
+    length = int.from_bytes(start, "little")
     if is_pointer(start):
         raise pointer_error(path)
     if size < 8 or length > min(size - 8, _MAX_HEADER):
-        raise ModelError(f"{path} announces a header of {length} bytes in a file of {size}; {_AGAIN}")
+        raise ModelError(f"{path} announces a header of {length} bytes in a file of {size}; {_DOWNLOAD_AGAIN}")
     header = parse_json(read(length), path)
     header.pop("__metadata__", None)
-    entries = [_entry(path, name, entry, 8 + length) for name, entry in header.items()]
-    tensors = dict(sorted(entries, key=lambda item: (item[1].offset, item[1].nbytes)))
+    entries = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     _check_tiling(path, tensors, 8 + length, size)
     return tensors
 
 
-def _entry(path: Path, name: str, entry: object, start: int) -> tuple[str, StoredTensor]:
+def _entry(path: Path, name: str, entry: object, start: int) -> StoredTensor:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if (
                 len(shape) <= _MAX_DIMENSIONS and all(map(_is_size, [*shape, begin, end])) and begin <= end):
             stored = StoredTensor(path, dtype, tuple(shape), start + begin, end - begin)
         case _:
-            raise ModelError(f"{path}: the header entry of tensor {name[:200]!r} is malformed; {_AGAIN}")
+            raise ModelError(f"{path}: the header entry of tensor {name[:200]!r} is malformed; {_DOWNLOAD_AGAIN}")
     item = ITEM_BYTES.get(dtype)
     if item is not None and math.prod(shape) * item != stored.nbytes:
         raise ModelError(f"{path}: tensor {name[:200]!r} has {stored.nbytes} bytes, which its shape "
-                         f"{str(shape)[:80]} and dtype {dtype} contradict; {_AGAIN}")
-    return name, stored
+                         f"{str(shape)[:80]} and dtype {dtype} contradict; {_DOWNLOAD_AGAIN}")
+    return stored
 
 
 def _is_size(number: object) -> bool:
@@ -267,25 +316,31 @@ def _is_size(number: object) -> bool:
 def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
     for name, stored in tensors.items():
         if stored.offset != start:
-            raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {_AGAIN}")
+            raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {_DOWNLOAD_AGAIN}")
         start += stored.nbytes
     if start != size:
-        raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {_AGAIN}")
+        raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {_DOWNLOAD_AGAIN}")
+
+
+# Finding files
 
 
 def find_tensors(directory: Path | InMemory) -> dict[str, StoredTensor]:
-    """All tensors of a model directory, or of those in memory, by the names they are stored under.
+    """Returns all tensors of a model directory, or those in memory, by their stored names.
 
-    Reads `model.safetensors`, else the shards of its index, else an only other safetensors file that is no draft head,
+    Reads `model.safetensors`, else the shards of its index, else the only other safetensors file that is no draft head,
     else `pytorch_model.bin`, else the shards of its index.
     Raises ModelError for an absent, foreign or corrupt file, and for a tensor stored twice.
     """
     if isinstance(directory, InMemory):
         return {**directory.tensors}
-    index = _index(directory)
+    index = _find_index(directory)
     if index is None:
-        return with_scales(_union(_without_index(directory)))
-    weight_map = _weight_map(index)
+        return with_scales(_union(_files_without_index(directory)))
+    weight_map = check_weight_map(read_json(index), index)
+    for shard in dict.fromkeys(weight_map.values()):
+        if not (directory / shard).is_file():
+            raise ModelError(f"{index} names the shard {shard[:200]!r}, which is absent; download it too")
     tensors = _union(directory / name for name in sorted(set(weight_map.values())))
     for name, shard in weight_map.items():
         if name not in tensors or tensors[name].path.name != shard:
@@ -294,62 +349,34 @@ def find_tensors(directory: Path | InMemory) -> dict[str, StoredTensor]:
     return with_scales(tensors)
 
 
-def _index(directory: Path) -> Path | None:
-    """That of the shards; None where there is a single file, or nothing."""
+def _find_index(directory: Path) -> Path | None:
+    """Returns the index of the shards; None if there is a single file, or nothing."""
     if (directory / SINGLE).exists():
         return None
     if (directory / INDEX).exists():
         return directory / INDEX
     index = directory / PICKLED_INDEX
-    return None if (directory / PICKLED).exists() or not index.exists() or _no_heads(directory) else index
-
-
-def with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same tensors, where those of float8 have their scales, which are no tensors of their own then. Raises
-    ModelError naming one without scales, or with scales of another shape or dtype."""
-    found = dict(tensors)
-    for name, stored in tensors.items():
-        if stored.dtype != FLOAT8:
-            continue
-        scales = found.pop(f"{name}{SCALES}", None)
-        blocks = (*stored.shape[:-2], *(-(-size // GROUP) for size in stored.shape[-2:]))
-        if scales is None:
-            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} without scales ({name[:200]}{SCALES}); "
-                             "take a checkpoint in float8 with them, or the unquantized one")
-        if len(stored.shape) < 2 or scales.shape != blocks or scales.dtype not in ("F32", "BF16", "F16"):
-            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} with scales of shape {list(scales.shape)} "
-                             f"and dtype {scales.dtype[:20]}; only blocks of {GROUP} by {GROUP} can be "
-                             "read, so use the unquantized checkpoint")
-        found[name] = replace(stored, scales=scales)
-    return found
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    weight_map = check_weight_map(read_json(path), path)
-    for shard in dict.fromkeys(weight_map.values()):
-        if not (path.parent / shard).is_file():
-            raise ModelError(f"{path} names the shard {shard[:200]!r}, which is absent; download it too")
-    return weight_map
+    return None if (directory / PICKLED).exists() or not index.exists() or _model_files(directory) else index
 
 
 def check_weight_map(index: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Tensor -> shard beside it, out of the index that came from `path`. ModelError naming that if it is none."""
+    """Returns tensor name -> shard of an index that came from `path`. Raises ModelError naming the path."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{path} has no weight_map; {_AGAIN}")
-    ending = Path(path.name.removesuffix(".index.json")).suffix
+        raise ModelError(f"{path} has no weight_map; {_DOWNLOAD_AGAIN}")
+    suffix = Path(path.name.removesuffix(".index.json")).suffix
     for shard in dict.fromkeys(map(str, weight_map.values())):
-        if "/" in shard or "\\" in shard or len(shard) > 200 or not shard.endswith(ending):
+        if "/" in shard or "\\" in shard or len(shard) > 200 or not shard.endswith(suffix):
             raise ModelError(f"{path} names the shard {shard[:200]!r}; "
-                             f"a shard is a {ending} file beside its index")
+                             f"a shard is a {suffix} file beside its index")
     return {name: str(shard) for name, shard in weight_map.items()}
 
 
-def _without_index(directory: Path) -> list[Path]:
-    """The files that hold the tensors where no index says so: one, or all shards of one model."""
+def _files_without_index(directory: Path) -> list[Path]:
+    """Returns the file with the tensors, or all shards of one model."""
     if (directory / SINGLE).exists():
         return [directory / SINGLE]
-    found = _no_heads(directory)
+    found = _model_files(directory)
     if len(found) == 1:
         return found
     if found:
@@ -362,8 +389,19 @@ def _without_index(directory: Path) -> list[Path]:
     raise ModelError(f"{directory} has no weights: {SINGLE} or {INDEX} with its shards is needed")
 
 
+def _model_files(directory: Path) -> list[Path]:
+    """Returns the safetensors files without those of a draft head, and without copies of the weights in other forms."""
+    names = [path for path in sorted(directory.glob("*.safetensors")) if not holds_only_head(path)]
+    return [path for path in names if not path.name.startswith(_COPIES)] or names
+
+
+def holds_only_head(path: Path) -> bool:
+    """True if a safetensors file contains a multi-token-prediction head only."""
+    return all(map(is_head, read_header(path)))
+
+
 def _all_shards(directory: Path, found: list[Path]) -> list[Path]:
-    """Several safetensors files, if their names say that they are all of one model."""
+    """Checks that several safetensors files are, by their names, all shards of one model."""
     shards = [shard for path in found if (shard := _SHARD.fullmatch(path.name))]
     if len({(shard[1], shard[3]) for shard in shards}) != 1:
         names = ", ".join(path.name for path in found[:6])
@@ -377,34 +415,22 @@ def _all_shards(directory: Path, found: list[Path]) -> list[Path]:
     return [directory / shard[0] for shard in shards]
 
 
-def _no_heads(directory: Path) -> list[Path]:
-    """The safetensors files that have more than a draft head, and are no copy of the weights in another form."""
-    names = [path for path in sorted(directory.glob("*.safetensors")) if not holds_only_head(path)]
-    return [path for path in names if not path.name.startswith(_COPIES)] or names
-
-
-def holds_only_head(path: Path) -> bool:
-    """Whether a safetensors file has nothing but a multi-token-prediction head."""
-    return all(map(is_head, read_header(path)))
-
-
-def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    """Of a file of either kind."""
-    if path.suffix != Path(PICKLED).suffix:
-        return read_header(path)
-    try:
-        with open_plain(path) as file:
-            return {name: StoredTensor(path, *piece) for name, piece in find_pickled(path, file).items()}
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-
-
 def _union(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
         for name, stored in _tensors_of(path).items():
             if name in tensors:
                 raise ModelError(f"tensor {name[:200]!r} is in both {tensors[name].path.name} and "
-                                 f"{path.name} of {path.parent}; keep the files of one revision")
+                                 f"{path.name} of {path.parent}; {_ONE_REVISION}")
             tensors[name] = stored
     return tensors
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    if path.suffix != Path(PICKLED).suffix:
+        return read_header(path)
+    try:
+        with open_plain(path) as file:
+            return {name: StoredTensor(path, *place) for name, place in find_pickled(path, file).items()}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error

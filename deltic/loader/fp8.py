@@ -1,5 +1,5 @@
-"""Matrices in float8 (e4m3: a sign, four bits of exponent, three more significant ones) with scales: of checkpoints one
-for each block of 128 rows and columns, in memory one for each 128 columns of a row."""
+"""Matrices in float8 (e4m3) with scales: in checkpoints one for each block of 128 rows and columns, in memory one for
+128 columns of a row."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from torch import Tensor
 from deltic.errors import ModelError
 
 GROUP: Final = 128
-"""Columns that share a scale, and rows, in checkpoints."""
+"""Columns that share a scale; in checkpoints rows, too."""
 LARGEST: Final = 448.0
-"""Of the numbers that float8 has."""
+"""Largest finite float8 value."""
 BLOCK_BYTES: Final = 4 + GROUP
-"""Of a group of a row, in memory: its scale, then codes."""
+"""Bytes of a group in memory: its scale, then codes."""
 
 
 def quantize_fp8(name: str, matrix: Tensor) -> Tensor:
-    """The blocks of a matrix [rows, columns] of any float type, uint8 [rows, bytes], where it lies. columns: a multiple
-    of GROUP. Numbers are rounded to the nearest, the largest of a group becomes LARGEST. Raises ModelError with the
-    tensor's name where it has values that are not finite."""
+    """Quantizes a float matrix [rows, columns], columns a multiple of GROUP, to blocks, uint8 [rows, bytes], on its
+    device. The largest value of a group becomes LARGEST. Raises ModelError for values that are not finite."""
     groups = matrix.float().unflatten(1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
     if not bool(largest.isfinite().all()):
@@ -34,8 +33,11 @@ def quantize_fp8(name: str, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8:
-    """A matrix, or a stack of some, as a checkpoint has it: codes [..., rows, columns] uint8, scales
-    [..., rows / GROUP, columns / GROUP] float32, both rounded up."""
+    """A matrix or a stack in the format of checkpoints.
+
+    codes: uint8 [..., rows, columns].
+    scales: float32 [..., rows / GROUP, columns / GROUP], rounded up.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -49,22 +51,22 @@ class Float8:
         return self.codes.nbytes + self.scales.nbytes
 
     def numbers(self) -> Tensor:
-        """[..., rows, columns] float32."""
-        scales = self._of_rows().repeat_interleave(GROUP, -1)[..., :self.shape[-1]]
+        """Returns the values, float32 [..., rows, columns]."""
+        scales = self._row_scales().repeat_interleave(GROUP, -1)[..., :self.shape[-1]]
         return self.codes.view(torch.float8_e4m3fn).float().mul_(scales)
 
     def blocks(self) -> Tensor:
-        """As `quantize_fp8`, of all matrices one behind the other; nothing is rounded."""
-        scales = self._of_rows().flatten(0, -2).contiguous().view(torch.uint8).unflatten(1, (-1, 4))
+        """Returns the blocks of `quantize_fp8` for all matrices, one after another, without rounding."""
+        scales = self._row_scales().flatten(0, -2).contiguous().view(torch.uint8).unflatten(1, (-1, 4))
         codes = self.codes.flatten(0, -2).unflatten(1, (-1, GROUP))
         return torch.cat((scales, codes), -1).flatten(1)
 
     def halves(self) -> tuple[Float8, Float8]:
-        """The upper and the lower half of the rows, of which no block has some of both."""
+        """Splits the rows in two halves. No block may extend over both."""
         codes, scales = self.codes.chunk(2, -2), self.scales.chunk(2, -2)
         return Float8(codes[0], scales[0]), Float8(codes[1], scales[1])
 
-    def _of_rows(self) -> Tensor:
-        """[..., rows, columns / GROUP]"""
+    def _row_scales(self) -> Tensor:
+        """Returns the scales of each row, [..., rows, columns / GROUP]."""
         found: Tensor = self.scales.repeat_interleave(GROUP, -2)[..., :self.shape[-2], :]
         return found

@@ -1,5 +1,4 @@
-"""What lies in a directory or file that is given as a model, told by names and first bytes alone, and what to do about
-what is no model."""
+"""Recognises models, and things that are no models, by file names and first bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from deltic.errors import ModelError, show
 
 _GGUF: Final = b"GGUF"
 _POINTER: Final = b"version https://git-lfs"
-_OWN_FORMS: Final[Mapping[str, str]] = {
-    "params.json": "is in the form of its authors (params.json): take the repository's Hugging Face form, with "
+_OTHER_FORMATS: Final[Mapping[str, str]] = {
+    "params.json": "is in the original format of its authors (params.json): take the Hugging Face format, with "
                    "config.json and model.safetensors",
-    "model_index.json": "is a diffusers pipeline, which makes pictures: it has no language model to serve",
+    "model_index.json": "is a diffusers pipeline, which generates pictures: it has no language model to serve",
     "weights.npz": "is an MLX model (weights.npz): take the original checkpoint, or a GGUF file",
     "*.onnx": "is an ONNX model: take the original checkpoint, or a GGUF file",
     "onnx/*.onnx": "has only ONNX weights: take the original checkpoint, or a GGUF file",
@@ -24,31 +23,30 @@ _OWN_FORMS: Final[Mapping[str, str]] = {
     "openvino_model.xml": "is an OpenVINO model: take the original checkpoint, or a GGUF file",
     "mlc-chat-config.json": "has only the parameters of an mlc-llm model and no library: compile one with deltic "
                             "compile, or take the original checkpoint"}
-"""Other tools' models, by a file that tells them."""
-_SHOWN: Final = 3
+"""Models of other tools, by a typical file."""
+_MAX_LISTED: Final = 3
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a plain file begins as GGUF files do, whatever it is called: Ollama's blobs have no suffix."""
+    """True if a file starts like a GGUF file, whatever its name: Ollama's blobs have no suffix."""
     return _begins(path, _GGUF)
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a directory has weights that are no GGUF file, more than those of a draft head or an adapter."""
+    """True if a directory has weights of a model, other than GGUF files, draft heads and adapters."""
     weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin"),
                *directory.glob("*.safetensors.index.json")]
     return any(not path.name.startswith(("mtp", "adapter_")) for path in weights)
 
 
 def refuse(directory: Path) -> None:
-    """Raise ModelError naming the cause and the fix if a directory is recognised as something else than a model that
-    can be loaded."""
-    for check in (_refuse_adapter, _refuse_tower, _refuse_own_forms, _refuse_folders):
+    """Raises ModelError with cause and remedy if a directory is recognised as something that cannot be loaded."""
+    for check in (_refuse_adapter, _refuse_tower, _refuse_other_formats, _refuse_folders):
         check(directory)
 
 
 def is_pointer(content: bytes) -> bool:
-    """Whether a file's content, or the beginning of it, is that of a git-lfs pointer."""
+    """True if a file's content starts like a git-lfs pointer."""
     return len(content) >= len(_GGUF) and content.startswith(_POINTER[:len(content)])
 
 
@@ -58,7 +56,7 @@ def pointer_error(path: Path) -> ModelError:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise ModelError if a file is a git-lfs pointer."""
+    """Raises ModelError if a file is a git-lfs pointer."""
     if _begins(path, _POINTER):
         raise pointer_error(path)
 
@@ -89,18 +87,17 @@ def _refuse_tower(directory: Path) -> None:
                          "beside it")
 
 
-def _refuse_own_forms(directory: Path) -> None:
-    for pattern, message in _OWN_FORMS.items():
+def _refuse_other_formats(directory: Path) -> None:
+    for pattern, message in _OTHER_FORMATS.items():
         if next(directory.glob(pattern), None):
             raise ModelError(f"{directory} {message}")
 
 
 def _refuse_folders(directory: Path) -> None:
-    """The model may lie further down: in a checkpoint of a training, in a snapshot of the hub's cache."""
-    marks = ("config.json", "*.gguf")
-    found = {path.parent if path.name == "config.json" else path
-             for depth in ("*", "*/*") for mark in marks for path in directory.glob(f"{depth}/{mark}")}
-    models = sorted(path for path in found if path.is_file() or has_weights(path))
+    """Refuses a directory whose folders contain models: checkpoints of a training, snapshots of the hub's cache."""
+    configs = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
+    files = [*directory.glob("*/*.gguf"), *directory.glob("*/*/*.gguf")]
+    models = sorted({*files, *(path.parent for path in configs if has_weights(path.parent))})
     if models:
         raise ModelError(f"{directory} holds no model itself, but its folders do: name "
-                         + " or ".join(str(path) for path in models[-_SHOWN:]))
+                         + " or ".join(str(path) for path in models[-_MAX_LISTED:]))

@@ -1,7 +1,7 @@
-"""The multi-token-prediction head of a safetensors checkpoint: where it lies, loading it, and a file of it alone.
+"""The multi-token-prediction head of a safetensors checkpoint: finding, loading and extracting it.
 
-A head lies among the model's own shards or, where they have none, in `mtp.safetensors` beside them, in
-`mtp/weights.safetensors` or, without those, in another safetensors file there.
+A head is in the model's own shards, else in `mtp.safetensors` or `mtp/weights.safetensors` of the directory, else in
+another safetensors file there.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from deltic.loader.safetensors import TORCH_DTYPES, Progress, check_stored, read
 from deltic.loader.writing import check_room, replacing
 
 FILE: Final = "mtp.safetensors"
-"""What the file of a head is called unless somebody says otherwise."""
-_PLACES: Final = (FILE, "mtp/weights.safetensors")
-"""Where a head may lie under a name of its own, the first of them in use."""
+"""Default name of an extracted head."""
+_HEAD_FILES: Final = (FILE, "mtp/weights.safetensors")
+"""Files of heads, by priority."""
 _PIECE: Final = 8 << 20
 _MAX_CONFIG: Final = 64 << 20
 
@@ -57,10 +57,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """Files beside each other, and in folders there, in a directory or on the hub.
+    """Files of a checkpoint, in a directory or on the hub.
 
-    place: what comes before their names in messages. sizes: bytes of each. read(name, offset, count) gives bytes of
-    one, or raises ModelError saying why not.
+    place: prefix of their names in messages.
+    sizes: bytes of each file.
+    read(name, offset, count): returns bytes of a file, or raises ModelError.
     """
 
     place: Path
@@ -68,7 +69,7 @@ class CheckpointFiles:
     read: Callable[[str, int, int], bytes]
 
     def json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file. Raises ModelError naming it if it is absent, too large, or none."""
+        """Reads a JSON object. Raises ModelError naming the file."""
         path, size = self.place / name, self.sizes.get(name)
         if size is None or size > _MAX_CONFIG:
             raise ModelError(f"{path} is {'absent' if size is None else 'too large'}; "
@@ -76,19 +77,19 @@ class CheckpointFiles:
         return parse_json(self.read(name, 0, size), path)
 
     def header(self, name: str) -> dict[str, StoredTensor]:
-        """The tensors of a safetensors file."""
-        done = 0
+        """Returns the tensors of a safetensors file."""
+        position = 0
 
-        def following(count: int) -> bytes:
-            nonlocal done
-            done += count
-            return self.read(name, done - count, count)
+        def read_next(count: int) -> bytes:
+            nonlocal position
+            position += count
+            return self.read(name, position - count, count)
 
-        return parse_header(self.place / name, self.sizes[name], following)
+        return parse_header(self.place / name, self.sizes[name], read_next)
 
 
 def directory_checkpoint(directory: Path) -> CheckpointFiles:
-    """The files of a directory, and a head's in a folder of its own."""
+    """Opens the files of a directory, and that of a head in a folder of its own."""
     def read(name: str, offset: int, count: int) -> bytes:
         path = directory / name
         try:
@@ -99,7 +100,7 @@ def directory_checkpoint(directory: Path) -> CheckpointFiles:
             raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
     try:
-        paths = [*sorted(directory.iterdir()), *(directory / name for name in _PLACES if "/" in name)]
+        paths = [*sorted(directory.iterdir()), *(directory / name for name in _HEAD_FILES if "/" in name)]
         sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths if path.is_file()}
     except OSError as error:
         raise ModelError(f"{directory} cannot be read: {error.strerror}") from error
@@ -107,34 +108,34 @@ def directory_checkpoint(directory: Path) -> CheckpointFiles:
 
 
 def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Source]:
-    """Where each tensor of the head is stored, by canonical name, all but the data checked; empty if there is no head.
+    """Locates the head's tensors by canonical name, and checks everything but their data; empty if there is no head.
 
-    Only headers are read, of the files that have tensors of it. Raises ModelError naming a tensor that is missing,
-    unknown, doubled, or of another shape or an unsupported dtype, and a head of another kind.
+    Reads only headers. Raises ModelError naming a tensor that is missing, unknown, doubled, or of another shape or an
+    unsupported dtype, and for a head of another kind.
     """
     own, others = _files(checkpoint)
     stored = _heads(checkpoint, own)
     if not stored:
-        named = [name for name in _PLACES if name in others][:1]
+        named = [name for name in _HEAD_FILES if name in others][:1]
         stored = _heads(checkpoint, named) if named else _only_head(checkpoint, others)
     return _checked_head(checkpoint.place, stored, config)
 
 
 def head_in_memory(weights: InMemory, config: ModelConfig) -> dict[str, Source]:
-    """As `find_head`, of tensors that are in memory."""
+    """Like `find_head`, for tensors in memory."""
     named = ((canonical_head(name), stored) for name, stored in weights.tensors.items())
     return _checked_head(weights, {name: stored for name, stored in named if name is not None}, config)
 
 
 def _checked_head(place: Path | InMemory, stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, Source]:
     expected = {**expected_head(config), **optional_head(config)}
-    found = stacked(stored, lambda name: expected.get(name, (0,))[0])
+    found = stacked(stored, count_of=lambda name: expected.get(name, (0,))[0])
     _check_head(place, found, config)
     return found
 
 
 def _files(checkpoint: CheckpointFiles) -> tuple[list[str], list[str]]:
-    """The safetensors files that the model's own head may lie in, and those that are none of the model's."""
+    """Returns the model's own safetensors files that may contain a head, and files that are not the model's."""
     names = [name for name in checkpoint.sizes if name.endswith(".safetensors")]
     if SINGLE in names or INDEX not in checkpoint.sizes:
         own = {SINGLE} & set(names)
@@ -147,33 +148,34 @@ def _files(checkpoint: CheckpointFiles) -> tuple[list[str], list[str]]:
 
 
 def _only_head(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
-    """The head in one of these files, which may be anything, so that those that cannot be read are passed over."""
+    """Returns the head in one of these files. Files that cannot be read are skipped, because they may be anything."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for name in files:
         try:
             if tensors := _heads(checkpoint, [name]):
                 found[name] = tensors
         except ModelError as error:
-            logger.warning("not looked at for a draft head: %s", error)
+            logger.warning("skipped in the search for a draft head: %s", error)
     if len(found) > 1:
         raise ModelError(f"{checkpoint.place} has several files with a multi-token-prediction head: "
-                         f"{', '.join(found)}; call the one to use {FILE}")
+                         f"{', '.join(found)}; rename the one to use to {FILE}")
     return next(iter(found.values()), {})
 
 
 def _heads(checkpoint: CheckpointFiles, files: Iterable[str]) -> dict[str, StoredTensor]:
-    theirs: dict[str, str] = {}
+    stored_names: dict[str, str] = {}
     found: dict[str, StoredTensor] = {}
     for file in files:
         for stored_name, stored in checkpoint.header(file).items():
             name = canonical_head(stored_name)
-            if name in theirs:
-                raise ModelError(f"tensor {name!r} is in both {found[theirs[name]].path.name} and {file} of "
+            if name in stored_names:
+                raise ModelError(f"tensor {name!r} is in both {found[stored_names[name]].path.name} and {file} of "
                                  f"{checkpoint.place}; keep the files of one revision")
             if name is not None:
-                theirs[name], found[stored_name] = stored_name, stored
-    whole = with_scales(found)
-    return {name: whole[stored_name] for name, stored_name in theirs.items() if stored_name in whole}
+                stored_names[name] = stored_name
+                found[stored_name] = stored
+    complete = with_scales(found)
+    return {name: complete[stored_name] for name, stored_name in stored_names.items() if stored_name in complete}
 
 
 def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: ModelConfig) -> None:
@@ -200,7 +202,7 @@ def _check_head(place: Path | InMemory, stored: Mapping[str, Source], config: Mo
 
 def load_stored_head(stored: Mapping[str, Source], config: ModelConfig, dtype: DType, device: str | torch.device
                      ) -> dict[str, Tensor]:
-    """What `find_head` found in a directory, contiguous, on `device`: matrices of `dtype`, norms float32."""
+    """Loads the tensors of `find_head`: matrices in `dtype`, norms in float32."""
     tensors: dict[str, Tensor] = {}
     for name, source in stored.items():
         tensor = read_stored(name, source, TORCH_DTYPES[tensor_dtype(name, dtype)], torch.device(device))
@@ -208,12 +210,12 @@ def load_stored_head(stored: Mapping[str, Source], config: ModelConfig, dtype: D
     return tensors
 
 
-# A file of its own
+# Extracting
 
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """What was written: the file's size, the numbers in it, and its tensors by dtype."""
+    """Result of `extract_head`: size of the file, number of weights, and number of tensors by dtype."""
 
     nbytes: int
     weights: int
@@ -221,13 +223,12 @@ class Extracted:
 
 
 def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progress: Progress | None = None) -> Extracted:
-    """Write the head of a checkpoint to a safetensors file, bit for bit, under canonical names.
+    """Copies the head of a checkpoint to a safetensors file, bit for bit, under canonical names.
 
-    Tensors of single experts are written as one tensor of all of them, one projection after another. The file says of
-    itself what it is: metadata `kind`, `source` and `config` (JSON: the model's sizes). An existing
-    file is replaced when the new one is complete. Only the head is read, some megabytes at a time; `progress(done,
-    total)` counts bytes. Raises ModelError if there is no head or it cannot be read, DelticError naming the target
-    where it cannot be written.
+    Tensors of single experts become stacks. The metadata has `kind`, `source` and `config` (JSON: the model's sizes).
+    An existing file is replaced once the new one is complete. Reads only the head, some megabytes at a time;
+    `progress(done, total)` counts bytes. Raises ModelError if there is no head or it cannot be read, DelticError if the
+    target cannot be written.
     """
     config = ModelConfig.from_hf(checkpoint.json("config.json"))
     head = find_head(checkpoint, config)
@@ -239,7 +240,9 @@ def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progres
     parts = [part for tensor in stored.values() for part in tensor.parts]
     if any(path.resolve() == target.resolve() for path in {part.path for part in parts}):
         raise ModelError(f"{target} is the file that the head is read from; give another name")
-    header, total, done = _header(stored, config, source), sum(tensor.nbytes for tensor in stored.values()), 0
+    header = _header(stored, config, source)
+    total = sum(tensor.nbytes for tensor in stored.values())
+    done = 0
     check_room(target, len(header) + total, "make room, or choose another place")
     with replacing(target) as file:
         file.write(header)
@@ -259,7 +262,7 @@ def extract_head(checkpoint: CheckpointFiles, target: Path, source: str, progres
 
 
 def _header(stored: Mapping[str, Source], config: ModelConfig, source: str) -> bytes:
-    """All that comes before the data, which begins at a multiple of eight bytes."""
+    """Returns the bytes before the data, padded to a multiple of eight."""
     sizes = {"architecture": config.architecture, "hidden_size": config.hidden_size,
              "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
              "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,

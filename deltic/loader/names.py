@@ -1,4 +1,4 @@
-"""Names and shapes of a model's tensors. Ours are Hugging Face's text names; other spellings map to them."""
+"""Canonical names and shapes of a model's tensors. They are those of Hugging Face's text models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD: Final = "lm_head.weight"
 
 _QUANTIZED: Final = re.compile(r"\.(qweight|qzeros|g_idx|scales|biases|weight_(packed|scale|scale_2|shape)|SCB|trellis|"
                                r"weight\.(absmax|quant_\w+|nested_\w+)|input_scale)$")
-"""What the tools of other quantizations (AWQ, GPTQ, bitsandbytes, compressed-tensors, MLX ...) put beside weights."""
+"""Extra tensors of other quantizations (AWQ, GPTQ, bitsandbytes, compressed-tensors, MLX ...)."""
 _PREFIX: Final = re.compile(r"(model\.language_model\.|language_model\.(?:model\.)?|model\.)?(.*)")
 _LAYER: Final = re.compile(r"layers\.(0|[1-9]\d{0,4})\.([a-z_0-9.A-Z]+)")
 _LAYER_TENSORS: Final = frozenset({
@@ -35,15 +35,15 @@ _LAYER_TENSORS: Final = frozenset({
     "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight",
     "linear_attn.out_proj.weight",
 })
-# Parts of a checkpoint that the text model does not have: draft head, vision tower, rotary tables, and a
-# convolution bias that some exporters write although the layer has none.
+# Tensors that are not part of the text model: draft head, vision tower, rotary tables, and a convolution bias that some
+# exporters write although the layer has none.
 _IGNORED: Final = re.compile(
     r"^((model|language_model)\.){0,2}(mtp|visual|vision_tower|vision_model|multi_modal_projector)\."
     r"|\.rotary_emb\.(original_)?inv_freq$"
     r"|\.linear_attn\.conv1d\.bias$")
 _HEAD: Final = re.compile(r"(?:(?:model|language_model)\.){0,2}(mtp\..*)", re.DOTALL)
 HEAD_GATES: Final = ("mtp.layers.0.mlp.gate.weight", "mtp.layers.0.mlp.shared_expert_gate.weight")
-"""The router of a head with experts, and the gate of its shared one."""
+"""The router of a head with experts, and the gate of its shared expert."""
 _HEAD_TABLES: Final = ("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")
 _STACK: Final = re.compile(r"mlp\.experts\.(gate_up|gate|up|down)_proj")
 _EXPERT: Final = re.compile(r"(.*\.mlp\.experts\.)(0|[1-9]\d{0,3})\.((?:gate|up|down)_proj\.weight)")
@@ -57,11 +57,10 @@ _PACKED: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def canonical(name: str) -> str | None:
-    """Our name of a checkpoint's tensor; `None` for a tensor that the text model may do without.
+    """Returns the canonical name of a checkpoint's tensor; `None` for a tensor that the text model does not need.
 
-    Packed projections (`in_proj_qkvz`, `in_proj_ba` of older exports, `experts.gate_up_proj`) keep their name: see
-    `split_packed`; so do tensors of a single expert: see `stack_of`.
-    Raises ModelError for a name that means nothing to us.
+    Packed projections (`in_proj_qkvz`, `in_proj_ba` of older exports, `experts.gate_up_proj`) keep their name, see
+    `split_packed`; so do tensors of a single expert, see `stack_of`. Raises ModelError for an unknown name.
     """
     if _IGNORED.search(name):
         return None
@@ -76,21 +75,21 @@ def canonical(name: str) -> str | None:
             layer and (layer[2] in _LAYER_TENSORS or _EXPERT.fullmatch(rest))):
         return f"model.{rest}"
     if _QUANTIZED.search(name):
-        raise ModelError(f"tensor {name[:200]!r} is part of a quantization that is not read: take the unquantized "
+        raise ModelError(f"tensor {name[:200]!r} is part of an unsupported quantization: take the unquantized "
                          "checkpoint, or a GGUF file of the model")
     raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized checkpoint of the architecture that "
                      "its config.json names?")
 
 
 def is_head(name: str) -> bool:
-    """Whether a checkpoint's tensor belongs to a multi-token-prediction head of any kind."""
+    """True for a tensor of any kind of multi-token-prediction head."""
     return _HEAD.fullmatch(name) is not None
 
 
 def canonical_head(name: str) -> str | None:
-    """Our name (`mtp.` and what follows) of a tensor of the multi-token-prediction head; `None` for any other tensor.
+    """Returns the canonical name (`mtp.` ...) of a head's tensor; `None` for any other tensor.
 
-    Raises ModelError for a tensor of a kind of head that is not supported.
+    Raises ModelError for an unsupported kind of head.
     """
     found = _HEAD.fullmatch(name)
     if found is None:
@@ -103,28 +102,28 @@ def canonical_head(name: str) -> str | None:
 
 
 def is_stack(name: str) -> bool:
-    """Whether a tensor of ours has the matrices of all experts, stacked along the first axis."""
+    """True for a canonical name of the stacked matrices of all experts."""
     return _STACK.search(name) is not None
 
 
 def stack_of(name: str) -> tuple[str, int] | None:
-    """For a tensor of a single expert: our name of that of all experts, stacked along the first axis, and its place."""
+    """Returns the stack's name and the index for a tensor of a single expert; None for others."""
     found = _EXPERT.fullmatch(name)
     return found and (found[1] + found[3], int(found[2]))
 
 
 def is_norm(name: str) -> bool:
-    """Whether a tensor of ours is the scale of a norm."""
+    """True for the weight of a norm."""
     return _NORM.search(name) is not None
 
 
 def tensor_dtype(name: str, dtype: DType) -> DType:
-    """Dtype in which a tensor is kept: vectors (norms, biases, decay parameters) are float32, as the math is."""
+    """Returns the dtype of a tensor in memory: float32 for vectors (norms, biases, decay parameters)."""
     return "float32" if is_norm(name) or name.endswith((".A_log", ".dt_bias", ".bias")) else dtype
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of the model by canonical name, with its shape; a tied head has none of its own."""
+    """Returns the shape of every tensor of the text model by canonical name, without a tied head."""
     hidden = config.hidden_size
     tensors: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden)}
     for index, kind in enumerate(config.layer_types):
@@ -138,7 +137,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 
 def expected_head(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of the model's multi-token-prediction head by canonical name, with its shape.
+    """Returns the shape of every tensor of the multi-token-prediction head by canonical name.
 
     Raises ModelError for a head of several layers.
     """
@@ -157,12 +156,12 @@ def expected_head(config: ModelConfig) -> dict[str, Shape]:
 
 
 def required_head(config: ModelConfig) -> dict[str, Shape]:
-    """Of `expected_head` what must be there: gates of experts may be taken from the model (`model.mtp.build_head`)."""
+    """Returns `expected_head` without the gates of experts, which may be taken from the model."""
     return {name: shape for name, shape in expected_head(config).items() if name not in HEAD_GATES}
 
 
 def optional_head(config: ModelConfig) -> dict[str, Shape]:
-    """What a head has of its own where it does not share the model's: the embedding, the matrix of its logits."""
+    """Returns the tensors of a head that does not share the model's embedding and lm_head."""
     return dict.fromkeys(_HEAD_TABLES, (config.vocab_size, config.hidden_size))
 
 
@@ -191,7 +190,8 @@ def _experts(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
 
 def _attention_tensors(config: ModelConfig) -> dict[str, Shape]:
     hidden, dim = config.hidden_size, config.head_dim
-    query, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    query = config.num_attention_heads * dim
+    keys = config.num_key_value_heads * dim
     rows = {"q": 2 * query if config.attention_output_gate else query, "k": keys, "v": keys}
     return {
         **{f"self_attn.{part}_proj.weight": (count, hidden) for part, count in rows.items()},
@@ -223,7 +223,7 @@ def _linear(config: ModelConfig) -> LinearConfig:
 
 
 def packed_parts(name: str) -> tuple[str, ...]:
-    """Canonical names that a packed projection splits into; empty for any other tensor."""
+    """Returns the canonical names that a packed projection splits into; empty for any other tensor."""
     for suffix, parts in _PACKED.items():
         if name.endswith(suffix):
             return tuple(name.removesuffix(suffix) + part for part in parts)
@@ -231,17 +231,17 @@ def packed_parts(name: str) -> tuple[str, ...]:
 
 
 def packed_shape(name: str, config: ModelConfig) -> Shape:
-    """Shape that the packed projection `name` must have."""
+    """Returns the required shape of a packed projection."""
     if name.endswith(_FUSED_EXPERTS):
         if config.experts is None:
-            raise ModelError(f"tensor {name} is of a mixture of experts, but config.json has no num_experts")
+            raise ModelError(f"tensor {name} belongs to a mixture of experts, but config.json has no num_experts")
         return (config.experts.count, 2 * config.experts.size, config.hidden_size)
     linear = _linear(config)
     return (sum(_group_rows(name, linear)) * linear.num_key_heads, config.hidden_size)
 
 
 def _group_rows(name: str, linear: LinearConfig) -> list[int]:
-    """Rows per key-head group, in the order in which they are packed: q, k, v, z, or b, a."""
+    """Returns the rows per key-head group in packed order: q, k, v, z, or b, a."""
     share = linear.num_value_heads // linear.num_key_heads
     if name.endswith(".in_proj_ba.weight"):
         return [share, share]
@@ -249,15 +249,14 @@ def _group_rows(name: str, linear: LinearConfig) -> list[int]:
 
 
 def split_packed(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Split a packed projection into its canonical parts (copies).
+    """Splits a packed projection into copies of its canonical parts.
 
-    The projections of Gated DeltaNet layers are interleaved: each key head's group holds its own q, k, v, z (or b, a)
-    rows. Those of experts are each expert's gate, then its up.
-    Raises ModelError with name and shape where the layout does not fit the config.
+    Projections of Gated DeltaNet layers are interleaved: each key head's group has its own q, k, v, z (or b, a) rows.
+    Those of experts hold each expert's gate, then its up. Raises ModelError if the shape does not fit the config.
     """
     if not packed_parts(name) or tuple(tensor.shape) != packed_shape(name, config):
         raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, "
-                         f"but config.json asks for {list(packed_shape(name, config))}")
+                         f"but config.json requires {list(packed_shape(name, config))}")
     if name.endswith(_FUSED_EXPERTS):
         return {part: half.contiguous()
                 for part, half in zip(packed_parts(name), tensor.chunk(2, dim=1), strict=True)}

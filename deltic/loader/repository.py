@@ -1,4 +1,4 @@
-"""Which files of a repository on the Hugging Face hub are downloaded, and which of them is the model."""
+"""Selects the files of a Hugging Face repository that make up a model."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from typing import Final
 
 from deltic.errors import ModelError, show
 
-_TEXTS: Final = ("*.json", "*.jinja", "*.txt")
-_BESIDE: Final = ("*_linear.pt", "*_Dense/pytorch_model.bin")
-"""Of encoders: the outputs of BGE-M3, layers behind the pooling."""
-SAFETENSORS: Final = ("*.safetensors", *_TEXTS, *_BESIDE)
-SKIPPED: Final = (
-    *(f"{prefix}{folder}/*" for folder in ("checkpoint-*", "global_step*", "epoch*", "step*", "original", "onnx",
-                                           "openvino", "coreml", "gguf", "mlx", "runs") for prefix in ("", "*/")),
+_CONFIG: Final = ("*.json", "*.jinja", "*.txt")
+_ENCODER_HEADS: Final = ("*_linear.pt", "*_Dense/pytorch_model.bin")
+"""Extra outputs of BGE-M3, and layers after the pooling."""
+_MTP_HEADS: Final = ("mtp*.safetensors",)
+"""Draft heads in files of their own, also in folders."""
+_SAFETENSORS: Final = ("*.safetensors", *_CONFIG, *_ENCODER_HEADS)
+_PICKLED: Final = ("pytorch_model*.bin", *_MTP_HEADS, *_CONFIG, *_ENCODER_HEADS)
+_SKIPPED_FOLDERS: Final = (
+    "checkpoint-*", "global_step*", "epoch*", "step*", "original", "onnx", "openvino", "coreml", "gguf", "mlx", "runs")
+_SKIPPED: Final = (
+    *(f"{prefix}{folder}/*" for folder in _SKIPPED_FOLDERS for prefix in ("", "*/")),
     "consolidated*", "adapter_*", "optimizer*", "*/optimizer*")
-"""Beside the model: states of its training, and its weights once more in other forms."""
-_HEADS: Final = ("mtp*.safetensors",)
-"""Draft heads in files of their own, in directories too."""
-PICKLED: Final = ("pytorch_model*.bin", *_HEADS, *_TEXTS, *_BESIDE)
-_TYPES: Final = ("Q4_K_M", "Q4_K_XL", "Q8_0")
-"""Of several GGUF files the first one of these is taken, where none is named."""
-_TOWERS: Final = ("BF16", "F16", "Q8_0")
+"""States of the training, and the weights in other formats."""
+_PREFERRED_TYPES: Final = ("Q4_K_M", "Q4_K_XL", "Q8_0")
+_PREFERRED_TOWERS: Final = ("BF16", "F16", "Q8_0")
 _PART: Final = re.compile(r"-(\d{5})-of-(\d{5})$")
-_SHOWN: Final = 12
+_MAX_LISTED: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """patterns: of names, as fnmatch reads them, that are downloaded. skipped: of those that are not, all the same.
-    file: the GGUF file that is the model, the first of its parts; None: the directory is."""
+    """Files to download.
+
+    patterns: fnmatch patterns of names.
+    file: the GGUF file that is the model, the first of its parts; None: the directory is the model.
+    skipped: patterns that override `patterns`.
+    """
 
     patterns: tuple[str, ...]
     file: str | None = None
@@ -45,33 +49,44 @@ class Selection:
 
 
 def select(repository: str, names: Iterable[str], wanted: str | None) -> Selection:
-    """wanted: the name of a GGUF file, or its type of weights (Q4_K_M), as it follows a repository's name behind a
-    colon; None: safetensors, else what torch has saved, else the GGUF file if there is one, or one of a common type.
-    ModelError says what there is instead."""
+    """Selects files by the part of a model's name after the colon.
+
+    wanted: name of a GGUF file, or its type of weights (Q4_K_M). None: safetensors, else pytorch_model.bin, else the
+    only GGUF file, or one of a common type. Raises ModelError that lists the choices.
+    """
     names = sorted(names)
     if wanted is None:
-        kept = [name for name in names if not _matches(name, SKIPPED)]
-        if any(_matches(name, SAFETENSORS[:1]) and not _matches(name, _HEADS) for name in kept):
-            return Selection(SAFETENSORS, skipped=SKIPPED)
-        if any(_matches(name, PICKLED[:1]) for name in kept):
-            return Selection(PICKLED, skipped=SKIPPED)
-    files = [name for name in names if is_model(name)]
-    if not files:
-        if "adapter_config.json" in names:
-            raise ModelError(f"{repository} is an adapter (LoRA) and no model: merge it into its base model, which "
-                             "adapter_config.json names (peft: merge_and_unload, then save_pretrained), and name the "
-                             "directory")
-        raise ModelError(f"{repository} has no GGUF files: leave out :{wanted}" if wanted is not None else
-                         f"{repository} has no weights that are read here (safetensors, GGUF, pytorch_model.bin): "
-                         "choose another repository of the model")
-    found = _named(files, wanted) if wanted is not None else files[0] if len(files) == 1 else next(
-        filter(None, (_named(files, kind) for kind in _TYPES)), None)
+        kept = [name for name in names if not _matches(name, _SKIPPED)]
+        if any(name.endswith(".safetensors") and not _matches(name, _MTP_HEADS) for name in kept):
+            return Selection(_SAFETENSORS, skipped=_SKIPPED)
+        if any(_matches(name, _PICKLED[:1]) for name in kept):
+            return Selection(_PICKLED, skipped=_SKIPPED)
+    models = [name for name in names if is_model(name)]
+    if not models:
+        raise _no_models(repository, names, wanted)
+    if wanted is not None:
+        found = _find(models, wanted)
+    elif len(models) == 1:
+        found = models[0]
+    else:
+        found = _first(models, _PREFERRED_TYPES)
     if found is None:
         which = "several GGUF files" if wanted is None else f"not one GGUF file of this type or name: {show(wanted)}"
-        raise ModelError(f"{repository} has {which}; name one, as {repository}:NAME, of {_listed(files)}")
+        raise ModelError(f"{repository} has {which}; name one, as {repository}:NAME, of {_list(models)}")
     tower = _tower(found, names)
-    exact = tuple(escape(name) for name in (*_parts(found, names), *([tower] if tower else [])))
-    return Selection((*exact, *_HEADS), found)
+    files = [*_parts(found, names), *([tower] if tower else [])]
+    return Selection((*map(escape, files), *_MTP_HEADS), found)
+
+
+def _no_models(repository: str, names: Sequence[str], wanted: str | None) -> ModelError:
+    if "adapter_config.json" in names:
+        return ModelError(f"{repository} is an adapter (LoRA) and no model: merge it into its base model, which "
+                          "adapter_config.json names (peft: merge_and_unload, then save_pretrained), and name the "
+                          "directory")
+    if wanted is not None:
+        return ModelError(f"{repository} has no GGUF files: leave out :{wanted}")
+    return ModelError(f"{repository} has no weights that can be read (safetensors, GGUF, pytorch_model.bin): choose "
+                      "another repository of the model")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -79,45 +94,50 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def is_model(name: str) -> bool:
-    """Whether a file's name is that of a GGUF model, or of the first of its parts."""
+    """True for the name of a GGUF model, or of the first of its parts."""
     path = PurePosixPath(name.lower())
     part = _PART.search(path.stem)
-    return (path.suffix == ".gguf" and not (part and int(part[1]) != 1)
-            and "mmproj" not in path.name and "imatrix" not in path.name)
+    if path.suffix != ".gguf" or (part and int(part[1]) != 1):
+        return False
+    return "mmproj" not in path.name and "imatrix" not in path.name
 
 
-def _core(name: str) -> str:
-    """A file's name without directory, parts and ending."""
+def _stem(name: str) -> str:
+    """Returns a file's name without directory, part number and suffix."""
     return _PART.sub("", PurePosixPath(name).stem)
 
 
-def _named(files: Sequence[str], wanted: str) -> str | None:
-    """The file of this name; or whose name ends with this type, of several the one with the shortest name."""
+def _find(files: Sequence[str], wanted: str) -> str | None:
+    """Returns the file with this name, else the shortest name that ends with this type; None if that is ambiguous."""
     exact = [name for name in files if wanted in (name, PurePosixPath(name).name)]
-    typed = [name for name in files if re.search(rf"(?:^|[-_.]){re.escape(wanted)}$", _core(name), re.IGNORECASE)]
-    found = sorted(exact or typed, key=lambda name: len(_core(name)))
-    if len(found) > 1 and len(_core(found[0])) == len(_core(found[1])):
+    suffix = re.compile(rf"(?:^|[-_.]){re.escape(wanted)}$", re.IGNORECASE)
+    found = sorted(exact or [name for name in files if suffix.search(_stem(name))], key=lambda name: len(_stem(name)))
+    if len(found) > 1 and len(_stem(found[0])) == len(_stem(found[1])):
         return None
     return found[0] if found else None
 
 
-def _parts(found: str, names: Iterable[str]) -> list[str]:
-    """The file, and the others that it is a part with."""
-    path = PurePosixPath(found)
-    stem = _PART.sub("", path.stem)
+def _first(files: Sequence[str], types: Iterable[str]) -> str | None:
+    return next(filter(None, (_find(files, type) for type in types)), None)
+
+
+def _parts(model: str, names: Iterable[str]) -> list[str]:
+    """Returns all parts of a split model."""
+    path = PurePosixPath(model)
     return [name for name in names if PurePosixPath(name).parent == path.parent and name.endswith(path.suffix)
-            and _PART.sub("", PurePosixPath(name).stem) == stem]
+            and _stem(name) == _stem(model)]
 
 
-def _tower(found: str, names: Iterable[str]) -> str | None:
-    """The vision tower of its folder, else of the folders that this lies in."""
-    folders = PurePosixPath(found).parents
+def _tower(model: str, names: Iterable[str]) -> str | None:
+    """Returns the vision tower in the nearest folder above the model."""
     named = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in PurePosixPath(name).name.lower()]
-    towers = next(filter(None, ([name for name in named if PurePosixPath(name).parent == folder]
-                                for folder in folders)), [])
-    return next(filter(None, (_named(towers, kind) for kind in _TOWERS)), next(iter(towers), None))
+    for folder in PurePosixPath(model).parents:
+        towers = [name for name in named if PurePosixPath(name).parent == folder]
+        if towers:
+            return _first(towers, _PREFERRED_TOWERS) or towers[0]
+    return None
 
 
-def _listed(files: Sequence[str]) -> str:
-    more = f" and {len(files) - _SHOWN} others" if len(files) > _SHOWN else ""
-    return ", ".join(show(name) for name in files[:_SHOWN]) + more
+def _list(files: Sequence[str]) -> str:
+    more = f" and {len(files) - _MAX_LISTED} others" if len(files) > _MAX_LISTED else ""
+    return ", ".join(show(name) for name in files[:_MAX_LISTED]) + more

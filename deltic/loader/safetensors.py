@@ -1,4 +1,4 @@
-"""Load a model's directory into memory, exactly the tensors that the model has."""
+"""Loads the tensors of a model's directory."""
 
 from __future__ import annotations
 
@@ -36,25 +36,6 @@ _CHUNK: Final = 4 << 20
 _FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
 
 
-def load_directory(
-    path: str | Path | InMemory,
-    config: ModelConfig,
-    dtype: DType | Literal["auto"] = "auto",
-    device: str | torch.device = "cpu",
-    progress: Progress | None = None,
-) -> dict[str, torch.Tensor]:
-    """Load the text model in `path`: the tensors of `expected_tensors(config)`, contiguous, on `device`.
-
-    Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`).
-    `progress(done, total)` counts bytes. Memory stays near the size of the result: tensors are read one by
-    one, without mapping the file, so that no later eviction of cached pages can stall a step.
-    Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, and
-    naming the file that is absent, truncated or corrupt.
-    """
-    tensors = dict(read_directory(path, config, dtype, device, progress))
-    return {name: tensors[name] for name in expected_tensors(config)}
-
-
 def read_directory(
     path: str | Path | InMemory,
     config: ModelConfig,
@@ -63,7 +44,14 @@ def read_directory(
     progress: Progress | None = None,
     experts: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `load_directory`, one after another as they lie in the files. experts: with theirs."""
+    """Yields the tensors of `expected_tensors(config)` in file order, contiguous, on `device`. experts: include theirs.
+
+    Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`).
+    `progress(done, total)` counts bytes. Peak memory is near the size of the result: tensors are read one by one. Files
+    are not mapped, because a later eviction of cached pages would stall a step.
+    Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, or the file that
+    is absent, truncated or corrupt.
+    """
     found = _read_all(Path(path) if isinstance(path, str) else path, config, dtype, device, progress, experts, False)
     return cast(Iterator[tuple[str, torch.Tensor]], found)
 
@@ -71,7 +59,7 @@ def read_directory(
 def read_directory_float8(path: Path | InMemory, config: ModelConfig, dtype: DType, device: str | torch.device,
                           progress: Progress | None = None, experts: bool = True
                           ) -> Iterator[tuple[str, torch.Tensor | Float8]]:
-    """As `read_directory`, but what is stored in float8 stays so, if it is one of the model's matrices, or a stack."""
+    """Like `read_directory`, but matrices and stacks stored in float8 stay float8."""
     return _read_all(path, config, dtype, device, progress, experts, True)
 
 
@@ -81,7 +69,8 @@ def _read_all(path: Path | InMemory, config: ModelConfig, dtype: DType | Literal
     planned = plan_directory(path, config)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
     kept: DType = config.dtype if dtype == "auto" else dtype
-    total, done = sum(stored.nbytes for stored in sources.values()), 0
+    total = sum(stored.nbytes for stored in sources.values())
+    done = 0
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
@@ -91,9 +80,10 @@ def _read_all(path: Path | InMemory, config: ModelConfig, dtype: DType | Literal
         else:
             tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
             parts = {**split_packed(name, tensor, config)} if packed_parts(name) else {name: tensor}
-            del tensor  # whoever takes the parts may let go of them one by one
+            del tensor  # so that the caller can free the parts one by one
         while parts:
-            yield (part := next(iter(parts))), parts.pop(part)
+            part = next(iter(parts))
+            yield part, parts.pop(part)
         done += stored.nbytes
         if progress is not None:
             progress(done, total)
@@ -102,19 +92,18 @@ def _read_all(path: Path | InMemory, config: ModelConfig, dtype: DType | Literal
 
 
 def _stays_float8(name: str, stored: Source) -> bool:
-    """Whether it is in float8, and either one of our tensors or gates and other halves, of which no block has both."""
-    whole = not packed_parts(name) or (is_stack(name) and stored.shape[-2] % (2 * GROUP) == 0)
-    return stored.dtype == FLOAT8 and whole
+    """True for a float8 tensor that need not be split, or whose halves share no block."""
+    splittable = is_stack(name) and stored.shape[-2] % (2 * GROUP) == 0
+    return stored.dtype == FLOAT8 and (splittable or not packed_parts(name))
 
 
 def _float8_parts(name: str, weight: Float8) -> dict[str, torch.Tensor | Float8]:
-    """Under our names."""
     names = packed_parts(name)
     return {**dict(zip(names, weight.halves(), strict=True))} if names else {name: weight}
 
 
 def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str, Source]:
-    """Source of each tensor by canonical (or packed) name, in file order, all but the data checked."""
+    """Locates each tensor by canonical (or packed) name, in file order, and checks everything but the data."""
     expected = expected_tensors(config)
     shapes = {**expected, HEAD: expected[EMBEDDING]}
     named: dict[str, str] = {}
@@ -126,7 +115,7 @@ def plan_directory(directory: Path | InMemory, config: ModelConfig) -> dict[str,
         if name is not None:
             named[name], tensors[name] = stored_name, stored
     served: dict[str, str] = {}
-    sources = stacked(tensors, lambda name: shapes.get(name, (0,))[0])
+    sources = stacked(tensors, count_of=lambda name: shapes.get(name, (0,))[0])
     for name, source in sources.items():
         stored_name = named.get(name, name)
         for part in packed_parts(name) or (name,):
@@ -146,9 +135,9 @@ def _twice(name: str, first: str, second: str) -> ModelError:
 
 
 def check_stored(name: str, stored: Source, shape: Shape) -> None:
-    """Raise ModelError naming the tensor unless it has this shape and can be read."""
+    """Raises ModelError naming the tensor unless it has this shape and a supported dtype."""
     if stored.shape != shape:
-        raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json asks for "
+        raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json requires "
                          f"{list(shape)}; take the config.json that belongs to the weights")
     if stored.dtype not in _STORED_DTYPES and stored.dtype != FLOAT8:
         raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16, F16 and {FLOAT8} can be read, "
@@ -166,7 +155,7 @@ def _check_complete(directory: Path | InMemory, expected: dict[str, Shape], serv
 
 
 def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One tensor of a file, or of several, converted; ModelError naming it and the file if that is truncated."""
+    """Reads and converts a tensor. Raises ModelError naming a truncated file."""
     result = torch.empty(stored.shape, dtype=dtype, device=device)
     for part, piece in zip(stored.parts, result.view(len(stored.parts), -1), strict=True):
         try:
@@ -178,7 +167,7 @@ def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.dev
 
 def _read_part(name: str, stored: StoredTensor, result: torch.Tensor) -> None:
     if stored.scales:
-        return _read_numbers(name, stored, stored.scales, result)
+        return _read_float8_values(name, stored, stored.scales, result)
     source_dtype = torch.uint8 if stored.dtype == "U8" else _STORED_DTYPES[stored.dtype]
     direct = source_dtype == result.dtype and result.device.type == "cpu"
     staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
@@ -192,8 +181,8 @@ def _read_part(name: str, stored: StoredTensor, result: torch.Tensor) -> None:
                 _check_range(name, raw, piece)
 
 
-def _read_numbers(name: str, stored: StoredTensor, scales: StoredTensor, result: torch.Tensor) -> None:
-    """Those of a tensor in float8, piece by piece."""
+def _read_float8_values(name: str, stored: StoredTensor, scales: StoredTensor, result: torch.Tensor) -> None:
+    """Reads and dequantizes a float8 tensor, piece by piece."""
     (rows, columns), factors = stored.shape[-2:], torch.empty(scales.shape)
     _read_part(name, scales, factors.view(-1))
     step = max(1, _CHUNK // (GROUP * columns)) * GROUP
@@ -211,7 +200,7 @@ def _read_numbers(name: str, stored: StoredTensor, scales: StoredTensor, result:
 
 
 def read_float8(name: str, stored: Source, device: torch.device) -> Float8:
-    """A tensor in float8 as it is stored; ModelError as `read_stored`."""
+    """Reads a float8 tensor without conversion. Raises ModelError as `read_stored`."""
     scales = scales_of(stored)
     assert scales is not None
     codes = [replace(part, dtype="U8", scales=None) for part in stored.parts]
@@ -231,7 +220,7 @@ def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:
 
 
 def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
-    """Only a cast to float16 can lose magnitude."""
+    """Raises ModelError if a cast to float16 overflowed."""
     if piece.dtype == torch.float16 and raw.dtype != torch.float16:
         low, high = (float(bound) for bound in torch.aminmax(raw))
         if _FLOAT16_LIMIT <= max(-low, high) < float("inf"):
@@ -239,7 +228,7 @@ def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
 
 
 def check_tied(sources: Mapping[str, Source]) -> None:
-    """Some exporters write a tied head too; it is redundant only where it equals the embedding."""
+    """Raises ModelError unless a redundant tied head, as some exporters write, equals the embedding."""
     (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
     same = head.dtype == embedding.dtype != FLOAT8
     with head.open() as left, embedding.open() as right:

@@ -1,4 +1,4 @@
-"""The vision tower's tensors in a safetensors directory."""
+"""Names, shapes and loading of a vision tower in a safetensors directory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from deltic.loader.names import Shape
 from deltic.loader.safetensors import TORCH_DTYPES, check_stored, read_stored
 
 _TOWER: Final = re.compile(r"(?:model\.)?(visual\..*)", re.DOTALL)
-KEPT: Final = re.compile(r"norm\d?\.weight$|\.bias$|pos_embed\.weight$")
-"""Names of tensors that stay float32."""
+FLOAT32: Final = re.compile(r"norm\d?\.weight$|\.bias$|pos_embed\.weight$")
+"""Names of tensors that are float32 in memory."""
 
 
 def canonical_tower(name: str) -> str | None:
-    """Our name (`visual.` and what follows) of a tensor of the vision tower; `None` for any other tensor."""
+    """Returns the canonical name (`visual.` ...) of a tower's tensor; `None` for any other tensor."""
     found = _TOWER.fullmatch(name)
     return found[1] if found else None
 
 
 def expected_tower(config: VisionConfig) -> dict[str, Shape]:
-    """Every tensor of the tower by canonical name, with its shape."""
-    width, inner, merged = config.hidden_size, config.intermediate_size, config.hidden_size * config.merge_size ** 2
+    """Returns the shape of every tensor by canonical name."""
+    width, inner = config.hidden_size, config.intermediate_size
+    merged = width * config.merge_size ** 2
     side = config.patch_size
 
     def affine(name: str, *shape: int) -> dict[str, Shape]:
@@ -47,7 +48,7 @@ def expected_tower(config: VisionConfig) -> dict[str, Shape]:
 
 
 def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, StoredTensor]:
-    """Where each tensor of the tower is stored, by canonical name, all but the data checked; empty if there is none.
+    """Locates the tower's tensors by canonical name, and checks everything but their data; empty if there is no tower.
 
     Raises ModelError naming a tensor that is missing, unknown, doubled, or of another shape or an unsupported dtype.
     """
@@ -72,6 +73,9 @@ def plan_tower(directory: Path | InMemory, config: VisionConfig) -> dict[str, St
 
 
 def load_tower(stored: dict[str, StoredTensor], dtype: DType, device: str | torch.device) -> dict[str, Tensor]:
-    """What `plan_tower` found, contiguous, on `device`: matrices of `dtype`, norms, biases and positions float32."""
-    return {name: read_stored(name, tensor, torch.float32 if KEPT.search(name) else TORCH_DTYPES[dtype],
-                              torch.device(device)) for name, tensor in stored.items()}
+    """Loads the tensors of `plan_tower`: matrices in `dtype`, norms, biases and positions in float32."""
+    found = dict[str, Tensor]()
+    for name, tensor in stored.items():
+        kept = torch.float32 if FLOAT32.search(name) else TORCH_DTYPES[dtype]
+        found[name] = read_stored(name, tensor, kept, torch.device(device))
+    return found

@@ -1,4 +1,4 @@
-"""Files that appear when they are complete, or not at all."""
+"""Atomic writing of files and directories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deltic.errors import DelticError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which takes the name `path` when all went well. Errors of the system name that file."""
+    """Opens a temporary file that is renamed to `path` on success. OSErrors become DelticErrors that name `path`."""
     temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     try:
         with explained(path):
@@ -30,8 +30,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_files(folder: Path, old: Callable[[Path], Iterable[Path]]) -> Iterator[Path]:
-    """A new directory, whose files go into `folder` when all went well, in the place of those that `old` finds in it.
-    Errors of the system name `folder`."""
+    """Creates a temporary directory whose files are moved to `folder` on success, where they replace those that `old`
+    finds. OSErrors become DelticErrors that name `folder`."""
     place = folder.resolve()
     absent = [parent for parent in place.parents if not parent.exists()]
     made = place.with_name(f".{place.name[:200]}.{os.getpid()}.part")
@@ -48,12 +48,12 @@ def replacing_files(folder: Path, old: Callable[[Path], Iterable[Path]]) -> Iter
     finally:
         shutil.rmtree(made, ignore_errors=True)
         for parent in absent:
-            with suppress(OSError):  # it is in use
+            with suppress(OSError):
                 parent.rmdir()
 
 
 def check_room(path: Path, size: int, advice: str) -> None:
-    """Raise DelticError, with `advice` on what to do, where the disk has no room for a file of `size` bytes."""
+    """Raises DelticError with `advice` if the disk has no room for a file of `size` bytes."""
     with explained(path):
         free = shutil.disk_usage(next(place for place in path.absolute().parents if place.exists())).free
     if size > free:
@@ -62,13 +62,13 @@ def check_room(path: Path, size: int, advice: str) -> None:
 
 
 def size_of(count: int) -> str:
-    """So many bytes, in words."""
+    """Formats a number of bytes."""
     return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Errors of the system become DelticErrors that name this path, not a temporary one."""
+    """Turns OSErrors into DelticErrors that name this path."""
     try:
         yield
     except OSError as error:

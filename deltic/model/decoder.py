@@ -31,14 +31,13 @@ from deltic.ops.types import (
 
 _GGUF_NAMES = {dtype: name for dtype, (name, _) in PLAIN_TYPES.items()}
 Observer = Callable[[int, Tensor], Tensor | None]
-"""Called with (layer index, residual stream [T, H]): after the embedding, as layer -1, and after each layer. What it
-returns, unless that is None, takes the place of the output."""
+"""Called with (layer index, residual stream [T, H]) after the embedding, as layer -1, and after each layer. A result
+other than None replaces the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model ready to run. Stateless: everything a step depends on is in its batch and views. dtype: of the hidden
-    states."""
+    """A model ready to run. Stateless: a step depends on its batch and views only. dtype: of the hidden states."""
 
     config: ModelConfig
     ops: Ops
@@ -46,10 +45,10 @@ class Decoder:
     dtype: torch.dtype
 
     def forward(self, batch: Batch, views: CacheViews, observe: Observer | None = None) -> Tensor:
-        """Run one step; returns the hidden states after the final norm: of the tokens `batch.logit_tokens` [L, H], or,
-        with `batch.layout.hidden`, of all tokens [T, H].
+        """Runs one step; returns hidden states after the final norm: of the tokens `batch.logit_tokens` [L, H] or, with
+        `batch.layout.hidden`, of all tokens [T, H].
 
-        Mutates the views as the mixers say: K/V of every token, the rows' target slots, the emit slots.
+        Mutates the views as the mixers do: K/V of every token, the rows' target slots, the emit slots.
         """
         ops, weights = self.ops, self.weights
         rope = ops.rope(batch.positions, weights.rope)
@@ -75,7 +74,7 @@ class Decoder:
         return self.ops.head(hidden, self.weights.head)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """The last layer's output [T, H] -> hidden states, as `forward` gives them."""
+        """The last layer's output [T, H] -> hidden states, as `forward` returns them."""
         return self.ops.add_norm(hidden, None, self.weights.norm, self.weights.eps)[1]
 
     def _mix(self, x: Tensor, layer: DecoderLayer, batch: Batch, views: CacheViews, rope: Rope) -> Tensor:
@@ -84,8 +83,7 @@ class Decoder:
         return self.ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
 
     def weight_kinds(self) -> dict[str, int]:
-        """Bytes of the parameters by the form that they are kept in (a GGUF type, or a dtype), a tied head counted
-        once."""
+        """Bytes of the parameters by format (a GGUF type, or a dtype); a tied head counts once."""
         weights: list[Weight] = [self.weights.embedding, self.weights.norm, self.weights.head]
         for layer in self.weights.layers:
             weights += _weights(layer)
@@ -96,12 +94,12 @@ class Decoder:
         return kinds
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, a tied head counted once."""
+        """Bytes of all parameters; a tied head counts once."""
         return sum(self.weight_kinds().values())
 
     def token_bytes(self) -> int:
-        """Bytes of parameters that are read for a token: all, but for experts that it does not pass and other rows of
-        an embedding that is not the head."""
+        """Bytes of parameters that a token reads: all except unused experts and the other rows of an embedding that is
+        not the head."""
         weights, embedding = self.weights, self.weights.embedding
         own = sum(block.nbytes for weight in (weights.norm, weights.head) for block in _blocks(weight))
         row = 0 if embedding is weights.head else embedding.nbytes // len(embedding)
@@ -120,7 +118,7 @@ def _token_bytes(layer: DecoderLayer) -> int:
 
 
 def feed_forward(ops: Ops, x: Tensor, layer: DecoderLayer) -> Tensor:
-    """The layer's second half, between the norm and the residual: x [T, H] -> [T, H]."""
+    """A layer's feed-forward, between norm and residual: x [T, H] -> [T, H]."""
     return ops.moe(x, layer.mlp) if isinstance(layer.mlp, MoeWeights) else ops.mlp(x, layer.mlp)
 
 
@@ -129,7 +127,7 @@ def _blocks(weight: Weight) -> tuple[Block, ...]:
 
 
 def dense_parts(weights: MlpWeights | MoeWeights) -> tuple[MlpWeights, ...]:
-    """What a layer's feed-forward is made of: itself, or all experts, the shared one last."""
+    """Returns the dense parts of a feed-forward: itself, or all experts, the shared one last."""
     return (weights,) if isinstance(weights, MlpWeights) else weights.parts
 
 
@@ -149,9 +147,12 @@ def _weights(layer: DecoderLayer) -> Iterator[Weight]:
 
 def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype,
           tiled: bool = False, pools: Sequence[ExpertPool] = ()) -> Decoder:
-    """Make a decoder of canonical tensors (`weights.names`). Takes the tensors out of `weights` as it goes, so that
-    joining projections never needs more than one layer's memory on top. dtype: of the hidden states. tiled: the value
-    heads are in the order of GGUF files. pools: the experts of each layer, where they are not among the weights."""
+    """Builds a decoder from canonical tensors (loader/names), which it pops from `weights`, so that joining projections
+    needs memory for one layer only.
+
+    dtype: of the hidden states. tiled: value heads are in the order of GGUF files. pools: experts of each layer that
+        are not among the weights.
+    """
     counts = {"linear_attention": 0, "full_attention": 0}
     layers = []
     for index, kind in enumerate(config.layer_types):
@@ -169,7 +170,7 @@ def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torc
 
 
 class WeightLoader:
-    """Pops the tensors of one module prefix, in the form that the ops want."""
+    """Pops the tensors of one module prefix, in the form of the ops."""
 
     def __init__(self, weights: dict[str, Weight], prefix: str, ops: Ops, norm_offset: float) -> None:
         self.weights, self.prefix, self.ops, self.norm_offset = weights, prefix, ops, norm_offset
@@ -180,7 +181,7 @@ class WeightLoader:
         return tensor
 
     def block(self, name: str, table: bool = False) -> Block:
-        """A matrix in the backend's form."""
+        """Returns a matrix in the backend's form."""
         matrix = self.weights.pop(f"{self.prefix}{name}.weight")
         assert not isinstance(matrix, tuple), f"{name} is a stack"
         return matrix if isinstance(matrix, QTensor) else self.ops.pack(matrix, table)
@@ -189,15 +190,15 @@ class WeightLoader:
         return self.plain(name).float()
 
     def norm(self, name: str) -> Tensor:
-        """The scale itself: checkpoints store it less the family's offset."""
+        """Returns the scale itself: checkpoints store it less the family's offset."""
         return self.float32(name + ".weight") + self.norm_offset
 
     def linear(self, *names: str) -> Weight:
-        """One weight of the rows of all these modules; in blocks where some are packed already."""
+        """Returns one weight with the rows of all these modules; in blocks if some are packed already."""
         return self._joined([self.weights.pop(f"{self.prefix}{name}.weight") for name in names])
 
     def feed_forward(self, experts: ExpertsConfig | None, pool: ExpertPool | None = None) -> MlpWeights | MoeWeights:
-        """What follows the mixer: dense where there are no experts. pool: these are elsewhere."""
+        """Returns the feed-forward: dense if the model has no experts. pool: the experts, if they are elsewhere."""
         if experts is None:
             return self._mlp("mlp.")
         own = self._experts() if pool is None else pool
@@ -208,7 +209,7 @@ class WeightLoader:
 
     def _experts(self) -> tuple[MlpWeights, ...]:
         stacks = [self.weights.pop(f"{self.prefix}mlp.experts.{part}_proj.weight") for part in ("gate", "up", "down")]
-        # as many copies as there are experts would not be worth it
+        # copying every expert would not be worth it
         return tuple(MlpWeights(self._joined([gate, up], copies=False), self._joined([down]))
                      for gate, up, down in zip(*stacks, strict=True))
 
@@ -216,7 +217,7 @@ class WeightLoader:
         return MlpWeights(self.linear(f"{prefix}gate_proj", f"{prefix}up_proj"), self.linear(f"{prefix}down_proj"))
 
     def _joined(self, blocks: Sequence[Weight], copies: bool = True) -> Weight:
-        """copies: packed blocks may be copied to be one."""
+        """copies: packed blocks may be copied to be joined."""
         plain = [block for block in blocks if isinstance(block, Tensor)]
         if len(plain) == len(blocks):
             return self.ops.pack(plain[0] if len(plain) == 1 else torch.cat(plain), False)

@@ -46,7 +46,7 @@ class Tokens:
 
     @classmethod
     def of(cls, text: str) -> Tokens:
-        """Of the file's text; empty where it has another form."""
+        """Parses the file's text; empty if it has another form."""
         try:
             ids = _member(text, "vocab")
             if not isinstance(ids, dict):
@@ -60,7 +60,7 @@ NOTHING: Final = Tokens()
 
 
 def _member(text: str, name: str) -> Any:
-    """A member of this name in a JSON text. To read all of it would be to read the merges, which take longest."""
+    """Returns a member of a JSON text by name, without parsing the merges, which take longest."""
     found = re.search(rf'"{name}"\s*:\s*', text)
     return json.JSONDecoder().raw_decode(text, found.end())[0] if found else ()
 
@@ -111,16 +111,16 @@ class DraftVocabulary:
         base = len(tokens) - len(tokens) // _ADAPTIVE
         self._base = frozenset(tokens[:base])
         self._recent = OrderedDict((tokens[row], row) for row in reversed(range(base, len(tokens))))
-        """The other tokens and their rows: first those that were never seen, then the one that was seen longest ago."""
+        """The other tokens and their rows, least recently seen first; tokens never seen come before all."""
 
     def __contains__(self, token: object) -> bool:
-        """Whether it has a row."""
+        """True if the token has a row."""
         return token in self._base or token in self._recent
 
     @torch.inference_mode()
     def see(self, tokens: Iterable[int]) -> None:
-        """Have these tokens among the rows, in place of those that were not seen for longest. It takes some operations
-        for each of them, and a copy of a row for each that is new."""
+        """Gives these tokens rows, in place of those not seen for longest. Takes some operations for each token, and a
+        copy of a row for each new one."""
         if self._whole is None:
             return
         changed = dict[int, int]()
@@ -136,11 +136,11 @@ class DraftVocabulary:
             self._overwrite(changed)
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Logits [T, N] of the rows -> [T, V] of all tokens, -inf where a token has no row."""
+        """Logits [T, N] of the rows -> [T, V] of all tokens, -inf for a token without a row."""
         return logits.new_full((len(logits), self.size), -torch.inf).index_copy_(1, self.ids, logits)
 
     def _overwrite(self, tokens: Mapping[int, int]) -> None:
-        """tokens: of rows, the new ones."""
+        """tokens: the new token of each row."""
         assert self._whole is not None
         host = torch.tensor([*tokens, *tokens.values()])
         rows, ids = (host if self.ids.device.type == "cpu" else on_device(host, self.ids.device)).chunk(2)
@@ -150,7 +150,7 @@ class DraftVocabulary:
 
 
 def _picked(whole: Block, ids: Tensor) -> Block:
-    """A copy of these rows."""
+    """Returns a copy of these rows."""
     if isinstance(whole, Tensor):
         return (whole.to_dense() if whole.is_mkldnn else whole).index_select(0, ids)
     head = whole.room_for(len(ids))

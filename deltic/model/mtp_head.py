@@ -1,4 +1,4 @@
-"""The multi-token-prediction head: one more attention layer, which drafts what follows the token that comes next."""
+"""The multi-token-prediction head: one more attention layer, which drafts the tokens after the next one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deltic.ops.types import (
 
 log = logging.getLogger("deltic")
 _POSITIVE: Final = 0.95
-"""The share of a norm's factors that are above zero at least."""
+"""Share of a norm's factors that are above zero, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,9 @@ class MtpHead(MtpWeights):
     """A draft head ready to run, stateless like a Decoder.
 
     Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
-    (zero for row 0); its output there gives the logits of the token at i + 1, and takes the place of the hidden state
-    at i where drafting goes on. dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows.
+    (zero for row 0). Its output there gives the logits of the token at i + 1, and replaces the hidden state at i for
+    the next draft.
+    dtype: of the activations. vocabulary: of a shortened head, the tokens of its rows.
     """
 
     ops: Ops
@@ -48,11 +49,11 @@ class MtpHead(MtpWeights):
     vocabulary: DraftVocabulary | None = None
 
     def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> tuple[Tensor, Tensor]:
-        """Draft the tokens that follow `ids`.
+        """Drafts the tokens that follow `ids`.
 
         ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before them, the trunk's
-        or what an earlier call returned; of any floating dtype. CacheViews the tokens' K/V in the head's layer.
-        -> (hidden [T, H] in `dtype`, logits [T, V] float32, -inf of tokens that a shortened head has no rows of).
+            or an earlier result; of any floating dtype. Stores the tokens' K/V in the head's layer.
+        -> (hidden [T, H] in `dtype`, logits [T, V] float32, -inf for tokens without a row in a shortened head).
         """
         ops, layer = self.ops, self.layer
         residual, x = self._enter(ids, hidden)
@@ -65,7 +66,7 @@ class MtpHead(MtpWeights):
         return hidden, logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
     def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> None:
-        """Store the K/V of the batch's tokens in the head's layer, and nothing else.
+        """Stores the K/V of the batch's tokens in the head's layer, and nothing else.
 
         ids [T] int64, hidden [T, H]: as for `draft`; hidden states of the trunk, so that the rows may be shared.
         """
@@ -75,7 +76,7 @@ class MtpHead(MtpWeights):
                           views.kv[layer.store], batch, self.ops.rope(batch.positions, self.rope))
 
     def _enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream at the layer's input, and its norm, [T, H] each."""
+        """Returns the residual stream at the layer's input, and its norm, [T, H] each."""
         ops = self.ops
         embedded = ops.embed(ids, self.embedding, self.dtype)
         parts = [ops.add_norm(x, None, norm, self.eps)[1]
@@ -86,10 +87,10 @@ class MtpHead(MtpWeights):
 
 def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, tokens: Sequence[int] | None = None
                ) -> MtpHead:
-    """Make a head of canonical tensors (`weights.names.expected_head`), which are taken out of `tensors`, for a trunk.
+    """Builds a head for a trunk from canonical tensors (`loader.names.expected_head`), which it pops from `tensors`.
 
-    tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` gives them; None: among
-    all. Else the embedding and the matrix of the logits are the trunk's, in its memory, unless the head has its own.
+    tokens: draft among these only, with a copy of their rows, as `draft_vocabulary.draftable` returns them; None: among
+        all. Unless the head has its own, embedding and matrix of the logits are the trunk's.
     """
     ops, main = decoder.ops, decoder.weights
     if config.experts is not None:
@@ -122,8 +123,8 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
 
 
 def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: Decoder) -> None:
-    """Heads that were taken out of a model by some tools lack the gates of their experts: the trunk's nearest layer of
-    the same kind has those that are most like them."""
+    """Adds the expert gates that some tools drop from a head: those of the trunk's last attention layer are most
+    similar."""
     rows = {"gate": slice(experts.count), "shared_expert_gate": slice(experts.count, experts.count + 1)}
     for gate, part in rows.items():
         name = f"mtp.layers.0.mlp.{gate}.weight"
@@ -138,12 +139,11 @@ def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: D
 
 
 def _has_offset(tensors: Mapping[str, Weight], decoder: Decoder) -> bool:
-    """Whether the norms of a head have been saved as what they multiply by, with the family's offset, as converters of
-    other programs leave them.
+    """True if a head's norms were saved with the family's offset added, as other programs' converters do.
 
-    Such norms are positive as good as everywhere, in every norm of the head; less the offset they lie around zero, so
-    that some, the embedding's most of all, are mostly negative. A head whose norms have all grown is told from one with
-    the offset by the model's last layer of the same kind, whose norms are of about the same size.
+    Such norms are positive almost everywhere; less the offset they lie around zero, so that some, the embedding's most
+    of all, are mostly negative. A head whose norms have all grown is distinguished by the model's last layer of the
+    same kind, whose norms are of about the same size.
     """
     if not decoder.config.norm_offset:
         return False
@@ -165,10 +165,10 @@ def _trunk_norms(decoder: Decoder) -> dict[str, Tensor]:
     for layer in reversed(decoder.weights.layers):
         mixer = layer.mixer
         if isinstance(mixer, AttentionWeights):
-            found = {"layers.0.input_layernorm": layer.input_norm, "layers.0.post_attention_layernorm": layer.post_norm,
+            norms = {"layers.0.input_layernorm": layer.input_norm, "layers.0.post_attention_layernorm": layer.post_norm,
                      "layers.0.self_attn.q_norm": mixer.q_norm, "layers.0.self_attn.k_norm": mixer.k_norm,
                      "norm": decoder.weights.norm}
-            return {name: norm for name, norm in found.items() if norm is not None}
+            return {name: norm for name, norm in norms.items() if norm is not None}
     return {}
 
 

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3.5 (transformers' Qwen3_5VisionModel): from patches to rows that stand for tokens."""
+"""The vision tower of Qwen3.5 (transformers' Qwen3_5VisionModel): from patches to embeddings of image tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from deltic.config.vision import VisionConfig
 from deltic.ops import Ops
-from deltic.ops.encoder_layers import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
+from deltic.ops.encoder import Affine, EncoderLayer, LayerNorm, Scene, VisionWeights
 from deltic.ops.types import Block
 
 _EPS = 1e-6
 _SLICE, _GPU_SLICE = 2048, 1 << 16
-"""Patches that become rows, or tokens, at a time."""
+"""Patches computed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class VisionTower:
     """A vision tower, ready to run.
 
     positions [side * side, hidden_size] float32: the learned table.
-    merger: norm, and the two layers that make one row of a token's patches.
+    merger: norm, and the two layers that make one embedding of a token's patches.
     dtype: of the activations.
     """
 
@@ -38,7 +38,8 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, patches: Tensor, grids: Sequence[tuple[int, int]]) -> Generator[None, None, Tensor]:
-        """Rows [N / merge_size ** 2, out_hidden_size] float32 of pictures one after another, whatever is beside each.
+        """Returns embeddings [N / merge_size ** 2, out_hidden_size] float32 of images; each is independent of the
+        others.
 
         patches [N, patch_values] float32, of grids of so many rows and columns. Yields after each slice of the work.
         """
@@ -60,15 +61,15 @@ class VisionTower:
         turns = torch.cat([turned[grid] for grid in grids])
         yield from self.ops.vision(x, self.blocks, Scene(sizes, turns.cos(), turns.sin(), self.dtype))
         norm, up, down = self.merger
-        merged, found = self.config.merge_size ** 2, []
+        merged, embeddings = self.config.merge_size ** 2, []
         for some in x.split(most // merged * merged):
             normed = self._norm(some, norm).view(-1, self.config.hidden_size * merged)
-            found.append(self._linear(F.gelu(self._linear(normed, up)), down))
+            embeddings.append(self._linear(F.gelu(self._linear(normed, up)), down))
             yield
-        return torch.cat(found).float()
+        return torch.cat(embeddings).float()
 
     def _add_product(self, patches: Tensor, places: Tensor, x: Tensor) -> None:
-        """What becomes of patches, put into x: their product, and what is added to it because of where they are."""
+        """Writes the patch embedding plus `places` to x."""
         weight = self.patch.weight
         if x.is_cuda and isinstance(weight, Tensor):
             torch.addmm(places, patches.to(x.dtype), weight.t(), out=x)
@@ -76,25 +77,25 @@ class VisionTower:
             torch.add(self.ops.head(patches.to(self.dtype), weight), places, out=x)
 
     def _linear(self, x: Tensor, affine: Affine) -> Tensor:
-        """float32, whatever x is; on a GPU of the tower's dtype."""
+        """Returns float32; on a GPU the tower's dtype."""
         if affine.bias.is_cuda and isinstance(affine.weight, Tensor):
             return F.linear(x.to(self.dtype), affine.weight, affine.bias)
         return self.ops.head(x.to(self.dtype), affine.weight) + affine.bias
 
     def _norm(self, x: Tensor, norm: LayerNorm) -> Tensor:
-        """Of the tower's dtype."""
+        """Returns the tower's dtype."""
         return F.layer_norm(x.float(), norm.scale.shape, norm.scale, norm.shift, _EPS).to(self.dtype)
 
     def _places(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Row and column [N] int64 of each patch, those of one token behind each other."""
+        """Returns row and column [N] int64 of each patch; the patches of a token are consecutive."""
         merge, (rows, columns) = self.config.merge_size, grid
         places = torch.arange(rows * columns, device=self.positions.device).view(
             rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
         return places // columns, places % columns
 
     def _positions(self, grid: tuple[int, int], part: slice) -> Tensor:
-        """[n, hidden_size] float32 of some patches: the table, between its entries in proportion; its corners are the
-        picture's."""
+        """Interpolates the position table for some patches: [n, hidden_size] float32. The table's corners are the
+        image's."""
         side = self.config.grid_side
         parts = []
         for places, size in zip(self._places(grid), grid, strict=True):
@@ -108,7 +109,7 @@ class VisionTower:
         return upper * (1 - down) + lower * down
 
     def _turns(self, grid: tuple[int, int]) -> Tensor:
-        """[N, head_dim / 2] float32 radians: half of them by rows, half by columns."""
+        """Returns radians [N, head_dim / 2] float32: half of them by rows, half by columns."""
         half = self.config.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=self.positions.device) / half
         frequencies = 1.0 / self.config.rope_theta ** exponents
@@ -117,7 +118,7 @@ class VisionTower:
 
 
 def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype: torch.dtype) -> VisionTower:
-    """Make a tower of canonical tensors (`weights.vision`), which are taken out of `weights`."""
+    """Builds a tower from canonical tensors (loader/vision), which it pops from `weights`."""
     def vector(name: str) -> Tensor:
         tensor = weights.pop(name)
         assert isinstance(tensor, Tensor)

@@ -1,9 +1,9 @@
-"""The operations that a model is made of, and who serves each of them.
+"""The operations that a model is made of, and the backends that serve them.
 
-`Ops` is a frozen record of functions: here their shapes, dtypes and mutation are specified (with the records of
-`ops.records`); `ops.ref` is the naive oracle, `ops.torch` the default on any device. A backend is
-`replace(torch_ops, gdn_mixer=..., mlp=...)`, chosen once at start. Op boundaries are fusion boundaries. Results
-are freshly allocated; only the cache views are mutated.
+`Ops` is a frozen record of functions: it specifies shapes, dtypes and mutation, with the records of `ops.types`.
+    `ops.reference` is the naive oracle, `ops.torch` the default on any device. A backend is `replace(torch_ops,
+    gdn_mixer=..., mlp=...)`, chosen once at start. Op boundaries are fusion boundaries. Results are freshly allocated;
+    only the cache views are mutated.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError
+from deltic.ops.mtp import MtpStep
 from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
@@ -27,7 +28,6 @@ from deltic.ops.types import (
     KvView,
     MlpWeights,
     MoeWeights,
-    MtpStep,
     MtpWeights,
     Rope,
     RopeSpec,
@@ -38,49 +38,47 @@ from deltic.ops.types import (
 )
 
 if TYPE_CHECKING:
-    from deltic.ops.encoder_layers import Scene, VisionWeights
+    from deltic.ops.encoder import Scene, VisionWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
     """A backend. H: hidden size, V: vocabulary, T, L: tokens and logit rows of the batch.
 
-    pack(weight [out, in], table) -> Block: the form in which this backend's linear layers want it; called once, at
-        load. table: it is an embedding too, so that `embed` must be able to read it. Every backend also takes the
-        forms of the others.
+    pack(weight [out, in], table) -> Block: the form in which this backend's linear layers read it; called once, at
+        load. table: it is an embedding too, which `embed` must be able to read. Every backend also reads the forms of
+        the others.
     embed(ids [T], weight [V, H], dtype) -> [T, H]
     rope(positions [3, T], spec) -> Rope
-    add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm
-        scaled by weight, computed in float32); both in the residual's dtype.
-    gdn_mixer(x [T, H], weights, state, batch) -> [T, H]: all that is between the norm and the residual of a Gated
-        DeltaNet layer. Mutates the target and emit slots of `state`, of rows that append the ring unit, and nothing
-        else in it.
-    fold_ring(states, source, ring, base, done, target): writes slot `target` with the state as of `done`, in every
-        layer: that of slot `source`, which is as of `base`, and entries base .. done - 1 of unit `ring`. The source may
-        be the target; all but `states` are ints. Same bits as the steps that made the entries.
-    attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then attends each
-        row to its own context; K/V past a token's own index is never read.
-    store_kv(x [T, H], weight, k_norm [head_dim] float32 | None, spec, kv, batch, rope): stores K/V at `batch.store`
-        as attention_mixer does where there are no biases, and attends to nothing. weight [2 * kv, H]: rows k, v; the
-        same bits where attention_mixer has it as a row block of its own in `qkv`.
+    add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm scaled by
+        weight, computed in float32); both in the residual's dtype.
+    gdn_mixer(x [T, H], weights, state, batch) -> [T, H]: a Gated DeltaNet layer between norm and residual. Mutates the
+        target and emit slots of `state` and the delta logs of rows that append.
+    flush_delta_log(states, source, log, base, done, target): writes the state at `done` to slot `target`, in every
+        layer: the state of slot `source`, which stands for `base` tokens, and entries base .. done - 1 of delta log
+        `log`. The source may be the target; all but `states` are ints. Same bits as the steps that made the entries.
+    attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then attends each row to
+        its own context; never reads K/V past a token's own index.
+    store_kv(x [T, H], weight [2 * kv, H], k_norm [head_dim] float32 | None, spec, kv, batch, rope): stores K/V as
+        attention_mixer does without biases, and attends to nothing. weight: rows k, v; the same bits as attention_mixer
+        where these are a row block of their own in `qkv`.
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
-    moe(x [T, H], weights) -> [T, H]: the sum of what mlp gives for each of a token's experts, times its share: softmax
-        over all experts in float32, of which the largest count (of equal ones the lower id first), normalised or not;
-        and of the shared expert times sigmoid of its gate. A token's result depends on that token alone.
+    moe(x [T, H], weights) -> [T, H]: the sum of a token's experts times their shares: softmax over all experts in
+        float32, of which the largest count (among equals the lower id), normalised or not; plus the shared expert times
+        the sigmoid of its gate. A token's result depends on that token alone.
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
+    copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each, source
+        [N], target [N]): device copies, all layers at once.
+    mtp_step(ops, weights, views, slots [S, H] float32) -> a draft head's `MtpStep`; None if it is built of these ops.
+        slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
     step(ops, decoder, views) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens` and, with
-        `layout.hidden`, the hidden states of all its tokens after the final norm [T, H] float32 (else None), which does
-        all that these ops would do for it; None where they have to be called one by one, because some of them are of
-        another backend, for instance. Takes pointers once, so the weights and the views must stay where they are. The
-        function too may give None, for a batch that it does not serve, and has then done nothing.
-    mtp_step(ops, weights, views, slots [S, H] float32) -> a draft head's `MtpStep`; None where it has to be put
-        together from these ops. slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
-    vision(x [T, H], weights, scene) -> an iterator that, when it is done, has taken x through all blocks of a vision
-        tower, in place; between two items others may work. All patches of a picture see each other, and what a patch
-        becomes depends on its own picture alone. x is contiguous; of float32, or of the dtype that is multiplied.
-    copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each,
-        source [N], target [N]): device copies, all layers at once.
+        `layout.hidden`, all tokens' hidden states after the final norm [T, H] float32 (else None); None if the ops are
+        called one by one, for instance because some are of another backend. Takes pointers once: weights and views must
+        stay where they are. The function returns None, having done nothing, for a batch that it does not serve.
+    vision(x [T, H], weights, scene) -> an iterator that takes x through all blocks of a vision tower, in place; other
+        work may run between two items. All patches of an image see each other, and no others. x is contiguous; float32,
+        or the dtype of the activations.
     """
 
     pack: Callable[[Tensor, bool], Block]
@@ -88,7 +86,7 @@ class Ops:
     rope: Callable[[Tensor, RopeSpec], Rope]
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     gdn_mixer: Callable[[Tensor, GdnWeights, StateView, Batch], Tensor]
-    fold_ring: Callable[[tuple[StateView, ...], int, int, int, int, int], None]
+    flush_delta_log: Callable[[tuple[StateView, ...], int, int, int, int, int], None]
     attention_mixer: Callable[[Tensor, AttentionWeights, KvView, Batch, Rope], Tensor]
     store_kv: Callable[[Tensor, Weight, Tensor | None, AttentionSpec, KvView, Batch, Rope], None]
     mlp: Callable[[Tensor, MlpWeights], Tensor]
@@ -103,9 +101,9 @@ class Ops:
 
 
 def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
-    """Every backend, by name; `cpu`, the fastest on one, is `torch` where its kernels were not compiled.
+    """Returns every backend by name; `cpu` is `torch` if its kernels were not compiled.
 
-    level, threads: the instructions that the CPU's kernels use, and on how many threads of their own.
+    level, threads: instructions of the CPU kernels, and number of their own threads.
     """
     from deltic.ops import cpu, cuda, reference, torch
 
@@ -113,8 +111,8 @@ def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
 
 
 def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "auto", threads: int = 1) -> Ops:
-    """The best backend for a device with single ops replaced: `attention_mixer=reference`, or all of them: `reference`.
-    Level and threads belong to these ops alone, whatever others there are in the process."""
+    """Returns the best backend for a device, with replacements: `attention_mixer=reference` for one op, `reference` for
+    all. Level and threads belong to these ops alone."""
     known = backends(level, threads)
     ops = known["cpu" if device == "cpu" else "cuda"]
     names = {f.name for f in fields(Ops)}
@@ -129,8 +127,8 @@ def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "a
 
 
 def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews | None = None) -> dict[str, str]:
-    """Who serves each op, and why nobody faster: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`. decoder, views:
-    those of a loaded model, for which some kernels may have to leave their work to others."""
+    """Returns the backend of each op and why it is no faster one: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`.
+    decoder, views: of a loaded model, for which kernels may leave ops to torch."""
     from deltic.ops import cpu, cuda
 
     served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}

@@ -1,5 +1,8 @@
-"""Host memory in large pages. Weights and states are streamed from end to end, and looking up where each 4 KiB page
-lies takes as long as reading it: with pages of 2 MiB the same loop reads up to twice as fast."""
+"""Host memory in pages of 2 MiB, and GPU memory that belongs to one model.
+
+Weights and states are streamed from end to end, and translating the address of each 4 KiB page takes as long as reading
+it: with pages of 2 MiB the same loop reads up to twice as fast.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import math
 import mmap
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import Lock
 
 import torch
@@ -21,18 +26,18 @@ _LARGE_PAGE = 2 << 20
 _CHUNK = 64 << 20
 _NO_RESERVE = 0x4000
 """Linux's MAP_NORESERVE."""
-_WORTH = 64 << 10
-"""Smaller tensors would fill large pages badly, and are not streamed."""
+_MIN_SIZE = 64 << 10
+"""Smaller tensors would waste large pages, and are not streamed."""
 _ALIGNMENT = 64
 
 
 def large_pages() -> bool:
-    """Whether this system takes the advice."""
+    """True if this system supports the advice to use large pages."""
     return sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
-    """A tensor whose memory comes into being where it is written to, in large pages if it is large; not initialised."""
+    """Returns an uninitialised tensor; large ones take memory only where they are written to, in large pages."""
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < 2 * _LARGE_PAGE or not large_pages():
         return torch.empty(shape, dtype=dtype, device=device)
@@ -40,8 +45,8 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devi
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether it says that memory ran out; torch has no class of its own for that on a CPU, and cuBLAS and the driver
-    have names."""
+    """True if the error reports that memory ran out. torch has no class for that on a CPU; cuBLAS and the driver have
+    names."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and re.search("allocate memory|out of memory|OUT_OF_MEMORY|ALLOC_FAILED", str(error)) is not None)
@@ -49,7 +54,7 @@ def is_shortage(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(purpose: str, remedy: str, option: str | None = None) -> Iterator[None]:
-    """Where memory runs out in this block, ConfigError says for what, how much was asked for, and what to do."""
+    """Turns a memory shortage in this block into a ConfigError with purpose, size and remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -62,14 +67,14 @@ def memory_for(purpose: str, remedy: str, option: str | None = None) -> Iterator
 
 
 class Arena:
-    """Tensors of bytes, one behind another in large pages. A chunk is given back when the last tensor in it dies."""
+    """Byte tensors, one behind another in large pages. A chunk is freed when the last tensor in it dies."""
 
     def __init__(self) -> None:
         self._chunk, self._used, self._lock = torch.empty(0, dtype=torch.uint8), 0, Lock()
 
     def take(self, size: int) -> Tensor:
-        """uint8 [size], aligned to 64 bytes; not initialised. Any thread may call it."""
-        if size < _WORTH or not large_pages():
+        """Returns uint8 [size], aligned to 64 bytes, not initialised. Thread-safe."""
+        if size < _MIN_SIZE or not large_pages():
             raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
             skip = -raw.data_ptr() % _ALIGNMENT
             return raw[skip:skip + size]
@@ -84,7 +89,7 @@ class Arena:
 
 
 def _map(size: int) -> Tensor:
-    """uint8 of at least `size` bytes, from a border of large pages on, that take memory only once they are written."""
+    """Returns uint8 of at least `size` bytes, aligned to large pages, that take memory only once they are written."""
     whole = -(-size // _LARGE_PAGE) * _LARGE_PAGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
@@ -94,3 +99,61 @@ def _map(size: int) -> Tensor:
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _LARGE_PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
     return torch.frombuffer(memory, dtype=torch.uint8, count=whole, offset=start)
+
+
+class Guard:
+    """Delays the release of private GPU memory pools.
+
+    torch ends the process (a failed assertion in a destructor) if such a pool is released while any thread allocates
+    from one or records a graph. When an object dies is unpredictable, so its pool waits until no thread is inside.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = Lock(), 0
+        self._released: list[torch.cuda.MemPool] = []
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Marks a block that allocates from a private pool or records a graph."""
+        with self._lock:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+            self._clear()
+
+    def leave(self, pool: list[torch.cuda.MemPool]) -> None:
+        """Releases the pool in this list, which must be the last reference, once no thread is inside. Never waits:
+        garbage collection may call it in a thread that has the lock."""
+        self._released.append(pool.pop())
+        self._clear()
+
+    def _clear(self) -> None:
+        while self._released and self._lock.acquire(blocking=False):  # the owner checks again afterwards
+            try:
+                if self._inside:
+                    return
+                self._released.clear()
+            finally:
+                self._lock.release()
+
+
+@cache
+def guard() -> Guard:
+    """The process's guard; torch's memory is the process's too."""
+    return Guard()
+
+
+class Workspace:
+    """Allocations inside of `use` come from a pool of its own, which is released some time after this object died."""
+
+    def __init__(self) -> None:
+        self._guard, self._pool = guard(), [torch.cuda.MemPool()]
+        weakref.finalize(self, self._guard.leave, self._pool).atexit = False
+
+    @contextmanager
+    def use(self, device: torch.device) -> Iterator[None]:
+        with self._guard.inside(), torch.cuda.use_mem_pool(self._pool[0], device.index):
+            yield

@@ -1,7 +1,6 @@
-"""Keyed noise: draws are a pure function of (seed, choice, position, token), so that no batch, schedule or
-speculation can change them. Counter-based, after splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom
-Number Generators, 2014). Used by every backend.
-"""
+"""Keyed noise: a draw is a pure function of (seed, choice, position, token), so that no batch, schedule or speculation
+can change it. Counter-based, after splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+2014). Used by every backend."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _BELOW_ONE = 1.0 - 2.0**-53
 
 
 def _signed(word: int) -> int:
-    """The int64 that has the same bits as the unsigned 64-bit `word`."""
+    """Returns the int64 with the bits of the unsigned 64-bit `word`."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -27,21 +26,18 @@ def _finalise(word: int) -> int:
 
 
 def sample_key(seed: int, choice: int, position: int) -> int:
-    """The key of one draw, in the range of int64.
-
-    seed: any integer, of which the lowest 64 bits count. choice: index of the answer. position: of the token
-    that is drawn.
-    """
+    """Returns the int64 key of one draw. seed: any integer, of which the low 64 bits count. choice: index of the
+    answer. position: of the drawn token."""
     return _mixed(seed, choice, position)
 
 
 def answer_key(seed: int, choice: int) -> int:
-    """What `keys_at` makes the keys of an answer's draws of."""
+    """Returns the key of an answer, from which `keys_at` makes the keys of its draws."""
     return _mixed(seed, choice)
 
 
 def keys_at(answers: Tensor, positions: Tensor) -> Tensor:
-    """`sample_key` of the answers with these keys, at these positions; int64, of shapes that go together."""
+    """Returns `sample_key` of answers with these keys at these positions; int64, of broadcastable shapes."""
     return _finalise_words(answers + positions + _signed(_GOLDEN))
 
 
@@ -53,7 +49,7 @@ def _mixed(*parts: int) -> int:
 
 
 def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own shift of int64 copies the sign."""
+    """Shifts without the sign, unlike torch's own shift of int64."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Matrices that stay packed: quantized blocks, or plain numbers in the order that the compiled kernels read."""
+"""Packed matrices: quantized blocks, or plain numbers in the order that the compiled kernels read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from torch import Tensor
 from deltic.ops.memory import Arena
 
 PLAIN_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 30)}
-"""Name and number of the GGUF type that a dtype is."""
+"""Name and number of a dtype's GGUF type."""
 PANEL = 16
 """Rows that are packed together."""
-_PIECE = 16 << 20
-"""Bytes that are read and packed at a time."""
+_PIECE_BYTES = 16 << 20
+"""Bytes that are read and packed at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QTensor:
-    """A matrix [rows, columns] packed as csrc/matrix.hpp says.
-
-    type: name of its GGUF type.
-    data: uint8, aligned.
-    matrix: the struct by which the kernels know it.
-    """
+    """A matrix [rows, columns] packed as in csrc/matrix.hpp. type: name of its GGUF type. data: uint8, aligned. matrix:
+    the kernels' struct."""
 
     type: str
     rows: int
@@ -48,13 +44,13 @@ class QTensor:
         return self.data.numel()
 
     def room_for(self, rows: int) -> QTensor:
-        """A matrix of this form with so many rows, a multiple of PANEL, for `put` to fill."""
+        """Returns an empty matrix of this form with so many rows, a multiple of PANEL, for `put` to fill."""
         data = Arena().take(self.nbytes // -(-self.rows // PANEL) * (rows // PANEL))
         matrix = self.matrix.__class__(self.matrix.type, rows, self.columns, data.data_ptr())
         return replace(self, rows=rows, data=data, matrix=matrix)
 
     def put(self, places: Tensor, source: QTensor, rows: Tensor) -> None:
-        """Overwrite the rows `places` [N] with the rows `rows` [N] of a matrix of the same form, all int64."""
+        """Overwrites the rows `places` [N] with the rows `rows` [N] of a matrix of the same form, all int64."""
         from deltic.ops.cpu.library import library
 
         places, rows = places.contiguous(), rows.contiguous()
@@ -62,11 +58,11 @@ class QTensor:
                                    places.data_ptr())
 
     def joined(self, other: QTensor) -> QTensor | None:
-        """One matrix of the rows of both, where that is worth a copy."""
+        """Returns one matrix with the rows of both, if that is worth a copy."""
         return None
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """The rows `ids` [N] int64 as float32 [N, columns]."""
+        """Returns the rows `ids` [N] int64 as float32 [N, columns]."""
         from deltic.ops.cpu.library import library
 
         out = torch.empty(len(ids), self.columns)
@@ -75,20 +71,19 @@ class QTensor:
         return out
 
     def dequantize(self) -> Tensor:
-        """The whole matrix in float32."""
+        """Returns the whole matrix in float32."""
         return self.lookup(torch.arange(self.rows))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """How a device has quantized matrices.
+    """The form of quantized matrices on a device.
 
-    pack: of (type, its number, rows, columns, bytes of a row, read) makes the matrix, as `pack_rows` does.
-    serves(type, columns): whether such a matrix can stay packed.
-    dtype: of what cannot, and of convolutions.
-    device: where all tensors lie.
-    stack: of (type, its number, count, rows, columns, bytes of a row, read) makes so many matrices [rows, columns] that
-        lie one behind the other; None: they are made one by one.
+    pack(type, number, rows, columns, bytes of a row, read) -> matrix, as `pack_rows`.
+    serves(type, columns): True if such a matrix can stay packed.
+    dtype: of other matrices, and of convolutions. device: of all tensors.
+    stack(type, number, count, rows, columns, bytes of a row, read) -> `count` consecutive matrices; None: they are
+    packed one by one.
     """
 
     pack: Callable[[str, int, int, int, int, Callable[[int, int], Any]], QTensor]
@@ -99,28 +94,28 @@ class PackedForm:
 
 
 def read_from(read: Callable[[int, int], Any], first: int, start: int, count: int) -> Any:
-    """What `read` gives of bytes that are counted from `first` on."""
+    """Calls `read` with an offset that is counted from `first`."""
     return read(first + start, count)
 
 
 def host_form(arena: Arena | None = None) -> PackedForm:
-    """Of the CPU's compiled kernels; matrices of one form lie beside each other, in the arena if one is given."""
+    """Returns the form of the CPU kernels; the matrices lie in one arena."""
     return PackedForm(partial(pack_rows, arena=arena or Arena()), lambda type, columns: True, torch.float32,
                 torch.device("cpu"))
 
 
 def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
               arena: Arena) -> QTensor:
-    """Pack a matrix whose rows take `row_bytes` in a file or tensor; `read(start, count)` gives its bytes as a
-    contiguous uint8 array or tensor. Piece by piece, so that memory stays near the size of the result, which lies in
-    the arena, beside the model's other matrices."""
+    """Packs a matrix whose rows take `row_bytes` in a file or tensor. read(start, count): returns its bytes as a
+    contiguous uint8 array or tensor. Packs piece by piece, so that little memory is needed beyond the result, which
+    lies in the arena."""
     from deltic.ops.cpu.library import MatrixStruct, library
 
     size = library().deltic_packed_bytes(number, rows, columns)
     if size < 0:
         raise ValueError(f"a matrix of {columns} columns cannot be packed as {type}")
     data = arena.take(size)
-    step = max(PANEL, _PIECE // row_bytes // PANEL * PANEL)
+    step = max(PANEL, _PIECE_BYTES // row_bytes // PANEL * PANEL)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         piece = torch.as_tensor(read(first * row_bytes, count * row_bytes))
@@ -129,7 +124,7 @@ def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int, r
 
 
 def pack_tensor(weight: Tensor, arena: Arena) -> QTensor:
-    """Pack a matrix [rows, columns] of float32, float16 or bfloat16."""
+    """Packs a matrix [rows, columns] of float32, float16 or bfloat16."""
     name, number = PLAIN_TYPES[weight.dtype]
     raw = weight.contiguous().view(-1).view(torch.uint8)
     rows, columns = weight.shape

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from deltic.ops import Ops
-from deltic.ops.encoder_layers import Affine, LayerNorm, Scene, VisionWeights
+from deltic.ops.encoder import Affine, LayerNorm, Scene, VisionWeights
+from deltic.ops.mtp import MtpStep
 from deltic.ops.noise import gumbel
 from deltic.ops.quantized import QTensor
 from deltic.ops.types import (
@@ -36,7 +37,6 @@ from deltic.ops.types import (
     KvView,
     MlpWeights,
     MoeWeights,
-    MtpStep,
     MtpWeights,
     Rope,
     RopeSpec,
@@ -372,7 +372,7 @@ def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> 
     return fold(recurrent, keys, updates, decays), advance_conv(state.conv[slot], inputs, base, done)
 
 
-def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+def flush_delta_log(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
     """Slot `target` becomes slot `source` as of `done` tokens, in every layer."""
     for state in states:
         state.recurrent[target], state.conv[target] = load_state(state, source, ring, base, done)
@@ -662,6 +662,6 @@ def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
     copy_slots(pools, source, target)
 
 
-OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
+OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, flush_delta_log=flush_delta_log,
           attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, moe=moe, head=head, sample=sample,
           copy_slots=copy_slots, copy_pages=copy_pages, step=step, mtp_step=mtp_step, vision=vision)

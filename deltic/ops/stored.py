@@ -1,4 +1,4 @@
-"""Where weights lie that stay in their files, and what became of experts that are not all in memory."""
+"""Weights that stay in their files, and statistics of experts that are not all in memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A matrix [rows, columns] in a file: rows of blocks one after another from byte `offset` on, as in GGUF files.
-
-    type: its GGUF type by number. (Plain numbers are types too.)
-    """
+    """A matrix [rows, columns] in a file: rows of blocks from byte `offset` on, as in GGUF files. type: number of its
+    GGUF type, plain numbers included."""
 
     path: Path
     offset: int
@@ -35,15 +33,14 @@ class StoredExpert:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStatistics:
-    """What a store has done since it was made.
+    """Counters of an expert store since it was made.
 
-    hits, misses: by layer, experts that a step wanted and that were or were not in memory, on a GPU: in the card's.
-    bytes: read from files, on a GPU from the host's memory.
-    promotions: experts that took the place of another one in memory.
-    refreshes: times that those of a layer might.
-    predicted, useful: experts that were read ahead of their layer, and those of them that it wanted.
-    waited: seconds that steps waited for what was being read. reading: seconds in which something was.
-    computed, computed_bytes: misses that the host computed beside a GPU, each once for a request, and what they take.
+    hits, misses: uses of experts that were, or were not, in memory (on a GPU: in the card's), by layer.
+    bytes: read from files, or by a GPU from host memory.
+    promotions: experts that replaced another one in memory. refreshes: times that a layer's experts could be replaced.
+    predicted, useful: experts that were read ahead of their layer, and those of them that it used.
+    waited: seconds that steps waited for reads. reading: seconds in which something was read.
+    computed, computed_bytes: misses that the host computed for a GPU, each once for a request, and their bytes.
     computing: seconds in which it did.
     """
 

@@ -1,17 +1,32 @@
-"""Decode steps on a GPU as CUDA graphs: what a step launches is recorded once per bucket, then replayed in one call."""
+"""CUDA graphs of steps that have a bucket: a step's launches are recorded once per bucket and replayed in one call.
+
+A file beside the weights may name the buckets that are recorded when a server starts (default: all):
+
+    {"rows": [1, 2, 64], "contexts": [4096, 32768]}
+
+Each number of rows is combined with each context in tokens. Other buckets are recorded when they are first needed,
+which delays that step by tens of milliseconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deltic.errors import ConfigError, show
 from deltic.ops.cuda.graph import record
-from deltic.ops.types import Batch, Padded
-from deltic.runner.input_batch import step_of
+from deltic.ops.types import PAGE, Batch, Padded
+from deltic.runner.input_batch import MIN_PAGES, BucketKey, decode_pages, draft_pages, power_of_two, step_of
+
+NAME = "deltic-buckets.json"
+_KEYS = ("rows", "contexts")
+_MAX_FILE_BYTES, _MAX_ENTRIES, _MAX_SIZE = 1 << 16, 64, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +40,7 @@ class _Captured:
 
 
 class _Borrowed:
-    """A tensor's memory without a claim to it: graphs that run one after another share what they work in."""
+    """A tensor's memory without ownership: graphs that run one after another share their working memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()
@@ -34,22 +49,22 @@ class _Borrowed:
 
 
 class CudaGraphs:
-    """Runs steps by replaying graphs of `forward`. The first step of a bucket runs as it is and is recorded after;
+    """Replays graphs of `forward`. The first step of a bucket runs without a graph and is recorded afterwards;
     recording runs nothing, so every step happens once."""
 
     def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
-        """forward: a step to its logits [L, V]; must launch the same for all steps of a bucket."""
+        """forward: returns the logits [L, V] of a step; must launch the same kernels for all steps of a bucket."""
         self._forward = forward
-        self._captured: dict[tuple[int, int, int | None], _Captured] = {}
+        self._captured: dict[BucketKey, _Captured] = {}
         self._pool: Any = None
 
     @property
-    def buckets(self) -> tuple[tuple[int, int, int | None], ...]:
-        """What was recorded so far: rows, pages and tokens, as in `Padded`."""
+    def buckets(self) -> tuple[BucketKey, ...]:
+        """The recorded buckets."""
         return tuple(self._captured)
 
     def run(self, batch: Batch) -> Tensor | None:
-        """The logits [L, V] of a step, valid until the next one; None where it has no bucket."""
+        """Returns the logits [L, V] of a step, valid until the next one; None if it has no bucket."""
         padded = batch.padded
         if padded is None:
             return None
@@ -70,9 +85,73 @@ class CudaGraphs:
         return captured.logits
 
     def capture(self, padded: Padded) -> None:
-        """Record the bucket of this step. Its numbers stay those that the graph reads."""
+        """Records the bucket of this step. The graph reads the step's integers from then on."""
         numbers, static = padded.numbers, step_of(padded)
         graph, logits = record(lambda: self._forward(static), self._pool)
         self._pool = self._pool or graph.pool()
         borrowed = torch.as_tensor(_Borrowed(logits), device=numbers.device)
         self._captured[padded.bucket] = _Captured(graph, numbers, borrowed)
+
+
+def recorded_buckets(model: Path | None, max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
+    """Yields rows and pages of the decode buckets to record, the largest first. model: its directory or file; None: no
+    files. Raises ConfigError if the file is invalid."""
+    path = _file(model)
+    if path is None or not path.is_file():
+        yield from buckets(max_rows, max_context)
+        return
+    rows, contexts = _read(path)
+    wanted = {bucket_of(min(count, max_rows), min(context, max_context)) for count in rows for context in contexts}
+    yield from sorted(wanted, reverse=True)
+
+
+def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
+    """Yields rows and pages of all decode buckets, the largest first."""
+    yield from _smaller(*bucket_of(max_rows, max_context), 2)
+
+
+def bucket_of(rows: int, context: int) -> tuple[int, int]:
+    """Rows and pages of the decode bucket for so many rows and tokens of context."""
+    return power_of_two(rows), decode_pages(-(-context // PAGE))
+
+
+def draft_buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
+    """Yields rows and pages of all buckets with drafts, the largest first."""
+    yield from _smaller(power_of_two(max_rows), draft_pages(-(-max_context // PAGE)), 4)
+
+
+def _smaller(rows: int, max_pages: int, factor: int) -> Iterator[tuple[int, int]]:
+    while rows:
+        pages = max_pages
+        while pages >= MIN_PAGES:
+            yield rows, pages
+            pages //= factor
+        rows //= 2
+
+
+def _file(model: Path | None) -> Path | None:
+    if model is None:
+        return None
+    return model / NAME if model.is_dir() else model.with_name(f"{model.name}.{NAME}")
+
+
+def _read(path: Path) -> tuple[list[int], list[int]]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is longer than {_MAX_FILE_BYTES} bytes")
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {show(str(error))}") from error
+    if not isinstance(found, dict) or found.keys() != {*_KEYS}:
+        raise ConfigError(f'{path} must be an object with "rows" and "contexts"')
+    for name in _KEYS:
+        numbers = found[name]
+        if not isinstance(numbers, list) or not 0 < len(numbers) <= _MAX_ENTRIES or not all(map(_is_size, numbers)):
+            raise ConfigError(f"{path}: {name} must be a list of 1 to {_MAX_ENTRIES} integers from 1 to {_MAX_SIZE}")
+    return found["rows"], found["contexts"]
+
+
+def _is_size(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= _MAX_SIZE

@@ -16,18 +16,16 @@ from deltic.config import DType, EngineConfig, ExpertsConfig, ModelConfig, avail
 from deltic.config.machine import parse_bytes
 from deltic.errors import ConfigError, show
 from deltic.loader.files import open_plain
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.ops import Ops
 from deltic.ops.cpu import missing, pool_of
-from deltic.ops.cpu.experts import ExpertStore, expert_bytes
+from deltic.ops.cpu.experts import ExpertStore, OffloadedExperts, expert_bytes
 from deltic.ops.cpu.library import ThreadPool
-from deltic.ops.cpu.offloaded_experts import OffloadedExperts
-from deltic.ops.cuda.card_store import GpuExpertCache
-from deltic.ops.cuda.cpu_experts import HostExperts
-from deltic.ops.cuda.expert_store import PinnedExpertStore as PlainStore
+from deltic.ops.cuda.expert_cache import GpuExpertCache, HostExperts
+from deltic.ops.cuda.expert_stores import PinnedExpertStore as PlainStore
+from deltic.ops.cuda.expert_stores import TileStore, take_stacks
 from deltic.ops.cuda.moe import ExpertsShape
 from deltic.ops.cuda.quantized_moe import scratch_bytes
-from deltic.ops.cuda.tile_store import TileStore, take_stacks
 from deltic.ops.stored import ExpertStatistics
 from deltic.ops.types import Weight
 

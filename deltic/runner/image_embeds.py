@@ -1,4 +1,4 @@
-"""What pictures of prompts become: encoded beside the steps, a slice at a time, and kept while prompts need it."""
+"""Embeddings of images: computed between steps, a slice at a time, and kept while prompts need them."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from deltic.engine.sequence import Sequence
 from deltic.params import Picture
 
 Encode = Callable[[Any], Generator[None, None, Tensor]]
-"""Gives the rows [tokens, H] float32 of a picture's content, on the device; yields after each slice of the work."""
+"""Returns the embeddings [tokens, H] float32 of an image on the device; yields after each slice of the work."""
 _SLICES, _ALONE = 0.05, 0.5
-"""Seconds for slices between two steps while others answer or read, and where there is nothing else to do."""
+"""Seconds for slices between two steps, if other sequences can run and if none can."""
 
 
 class ImageEmbeds:
-    """The rows of pictures that running sequences come to, by digest; those that nobody comes to stay for others as
-    long as there is room.
+    """The embeddings of images by digest. Those that no running sequence needs are kept while there is room.
 
-    encoded: how many pictures were.
+    encoded: number of images encoded so far.
     """
 
     def __init__(self, encode: Encode, room: int) -> None:
-        """room: bytes of rows that may be kept; more only where a single picture of each sequence has more."""
+        """room: bytes of embeddings to keep; exceeded only for images that running sequences need."""
         self._encode, self._room = encode, room
         self._rows: dict[str, Tensor] = {}
         self._work: tuple[str, Generator[None, None, Tensor]] | None = None
         self.encoded = 0
 
     def rows(self, digest: str) -> Tensor:
-        """Those of a picture that some sequence could read."""
+        """The embeddings of an image that a sequence can process."""
         return self._rows[digest]
 
     def work(self, running: list[Sequence]) -> tuple[Sequence, Exception] | None:
-        """Encode for some time, if a running sequence comes to a picture; then say how far each can be read. Returns
-        whose picture cannot be encoded, and why."""
-        if not any(sequence.pictures for sequence in running):
+        """Encodes for some time if a running sequence needs an image, and updates `ImageState.first_unencoded`. Returns
+        the sequence of an image that cannot be encoded, and the error."""
+        if not any(sequence.images.pictures for sequence in running):
             return None
         self._trim(running)
         began = time.perf_counter()
-        while wanting := self._look(running):
+        while wanting := self._next(running):
             sequence, picture = wanting
             try:
                 self._advance(picture)
@@ -52,29 +51,28 @@ class ImageEmbeds:
                 return sequence, error
             waiting = any(other.readable for other in running)
             if time.perf_counter() - began > (_SLICES if waiting else _ALONE):
-                self._look(running)
+                self._next(running)
                 break
         return None
 
-    def _look(self, running: list[Sequence]) -> tuple[Sequence, Picture] | None:
-        """Say how far each can be read; give the picture to encode next: one that somebody stands before, or the next
-        one as long as there is room."""
-        ahead = None
-        blocked = None
+    def _next(self, running: list[Sequence]) -> tuple[Sequence, Picture] | None:
+        """Updates `first_unencoded`. Returns the image to encode next: one that blocks a sequence, or the next one
+        while there is room."""
+        upcoming = blocked = None
         for sequence in running:
-            if not sequence.pictures:
+            if not sequence.images.pictures:
                 continue
-            missing = next((picture for picture in sequence.pictures
+            missing = next((picture for picture in sequence.images.pictures
                             if picture.end > sequence.done and picture.digest not in self._rows), None)
-            sequence.first_unencoded_image = missing.start if missing else None
+            sequence.images.first_unencoded = missing.start if missing else None
             if missing and not sequence.readable:
                 blocked = blocked or (sequence, missing)
             elif missing:
-                ahead = ahead or (sequence, missing)
-        return blocked or (ahead if self._kept() < self._room else None)
+                upcoming = upcoming or (sequence, missing)
+        return blocked or (upcoming if self._kept() < self._room else None)
 
     def _advance(self, picture: Picture) -> None:
-        """A slice of one picture's work."""
+        """Computes one slice of an image."""
         if self._work is None or self._work[0] != picture.digest:
             self._work = picture.digest, self._encode(picture.content)
         try:
@@ -90,10 +88,10 @@ class ImageEmbeds:
             self.encoded += 1
 
     def _trim(self, running: list[Sequence]) -> None:
-        """Let go of the oldest rows beyond the room, of those that nobody who runs comes to."""
+        """Drops the oldest embeddings beyond the room that no running sequence needs."""
         if self._kept() <= self._room:
             return
-        needed = {picture.digest for sequence in running for picture in sequence.pictures
+        needed = {picture.digest for sequence in running for picture in sequence.images.pictures
                   if picture.end > sequence.done}
         for digest in [digest for digest in self._rows if digest not in needed]:
             if self._kept() <= self._room:
@@ -101,5 +99,5 @@ class ImageEmbeds:
             del self._rows[digest]
 
     def _kept(self) -> int:
-        """Bytes of rows."""
+        """Bytes of all embeddings."""
         return sum(rows.nbytes for rows in self._rows.values())

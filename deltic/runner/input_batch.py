@@ -1,4 +1,8 @@
-"""From a plan to the tensors of a step."""
+"""From a plan to the tensors of a step: rows become columns of integers, which one copy brings to the device.
+
+`ops/input_columns` declares the columns. Steps that decode or verify drafts are filled up to a bucket: a fixed shape,
+whose memory on the device stays, so that CUDA graphs can read it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,26 +19,409 @@ from torch import Tensor
 
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import mover
+from deltic.ops.input_columns import DECODE, RAGGED, VERIFY, Extents
 from deltic.ops.types import PAGE, RING, Batch, InputEmbeds, Layout, Padded
 from deltic.runner.upload import HostToDeviceBuffer, on_device, upload
 
-RowsOf = Callable[[str], Tensor]
-"""Gives the rows [tokens, H] float32 of a picture, by its digest, on the device."""
-Numbers = dict[tuple[int, int, int | None], Tensor]
-"""Where the integers of a bucket's steps lie on the device, by `Padded.bucket`, and as many more as it has rows."""
+ImageRows = Callable[[str], Tensor]
+"""Returns the embeddings [tokens, H] float32 of an image on the device, by its digest."""
+BucketKey = tuple[int, int, int | None]
+"""rows, pages and tokens, as in `Padded.bucket`."""
+BucketNumbers = dict[BucketKey, Tensor]
+"""The memory of each bucket's integers on the device."""
 
 FEW_ROWS = 16
-"""Rows of a step on a GPU up to which there may be drafts. With more, states are what takes the time: then tokens stay
-in replay rings."""
+"""On a GPU, steps of up to so many rows may have drafts. In steps with more rows, state writes are deferred."""
 _LAYOUTS = 64
-"""Of a bucket's steps, whose batches are kept."""
-_FEWEST_PAGES = 16
+"""Batches that a bucket keeps."""
+MIN_PAGES = 16
 """Pages of the smallest bucket."""
 
 
+class DeviceTokens(NamedTuple):
+    """Tokens that only the device has: the place of each of a step's tokens among `numbers` [N] int64. With
+    `PlannedRow.accepts` the number after a token is its position."""
+
+    numbers: Tensor
+    places: List[int]
+
+
+def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden: bool = False,
+          drawn: Tensor | DeviceTokens | None = None, memory: InputBatch | None = None,
+          image_rows: ImageRows | None = None, verified: bool = False) -> Batch:
+    """Returns the plan's rows as one ragged batch. Makes one copy to the device and never waits for it.
+
+    all_logits: compute the logits of every token. hidden: compute all hidden states. drawn: the tokens [N] int64 that
+    the step in flight has drawn, for rows that name a draw; or the tokens of rows with pending drafts. memory: that of
+    the steps before; the batch is valid until the next one is built with it. verified: `Capabilities.verifies`.
+    """
+    rows = plan.rows
+    if isinstance(drawn, DeviceTokens):
+        return verifying(plan, device, memory, hidden, drawn)
+    unknown = sum(row.drawn is not None for row in rows)
+    if device.type == "cuda" and (verified or not hidden) and has_bucket(plan, verified):
+        return decoding(plan, device, drawn if unknown else None, memory, hidden)
+    if device.type == "cuda" and verified and drawn is None and verifies(plan):
+        return verifying(plan, device, memory, hidden)
+    batch = _ragged(rows, device, all_logits, hidden, memory)
+    if image_rows is not None and any(row.images for row in rows):
+        batch = replace(batch, input_embeds=_input_embeds(rows, image_rows, device), memo={}, kept=None)
+    if drawn is not None and unknown:
+        ids = batch.ids[:unknown]
+        ids.copy_(drawn[ids])
+    return batch
+
+
+# Columns
+
+
+def _columns(rows: List[PlannedRow]) -> dict[str, list[int]]:
+    """The columns of rows, by their names in `ops/input_columns`; `positions` lacks rotary positions that differ from
+    cache indices."""
+    ids, positions, store, starts = list[int](), list[int](), list[int](), [0]
+    for row in rows:
+        count, first = len(row.tokens), row.done
+        ids += row.tokens if row.drawn is None else (row.drawn,)
+        if count == 1:
+            positions.append(first)
+            store.append(_kv_index(row, first))
+        else:
+            positions += range(first, first + count)
+            for indices in _kv_ranges(row):
+                store += indices
+        starts.append(starts[-1] + count)
+    return {
+        "ids": ids,
+        "positions": positions,
+        "starts": starts,
+        "done": [row.done for row in rows],
+        "source": [row.slot for row in rows],
+        "target": [row.slot if row.target is None else row.target for row in rows],
+        "base": [row.done if row.base is None else row.base for row in rows],
+        "delta_log": [row.delta_log for row in rows],
+        "append": [int(row.append) for row in rows],
+        "store": store,
+    }
+
+
+def _rotary(rows: List[PlannedRow], positions: List[int]) -> list[List[int]]:
+    """Rotary positions, axis by axis, of tokens with these cache indices."""
+    if {row.rotary for row in rows} == {0}:
+        return [positions] * 3
+    return [[position for row in rows for position in _axis(row, axis)] for axis in range(3)]
+
+
+def _axis(row: PlannedRow, axis: int) -> List[int]:
+    if isinstance(row.rotary, int):
+        return range(row.done + row.rotary, row.done + row.rotary + len(row.tokens))
+    return row.rotary[axis]
+
+
+def _kv_index(row: PlannedRow, index: int) -> int:
+    return row.pages[index // PAGE] * PAGE + index % PAGE
+
+
+def _kv_ranges(row: PlannedRow) -> Iterator[range]:
+    """`_kv_index` of all tokens of a row, page by page."""
+    index, end = row.done, row.done + len(row.tokens)
+    while index < end:
+        count = min(PAGE - index % PAGE, end - index)
+        first = _kv_index(row, index)
+        yield range(first, first + count)
+        index += count
+
+
+# Batches of any shape
+
+
+class _Shape(NamedTuple):
+    """All of a batch but its integers. behind: some state is behind its cursor. span: as in `Batch`."""
+
+    layout: Layout
+    behind: bool
+    span: tuple[int, int] | None
+
+    @property
+    def extents(self) -> Extents:
+        layout = self.layout
+        return Extents(layout.rows, layout.tokens, logits=layout.logits, checkpoints=layout.checkpoints)
+
+
+def _ragged(rows: List[PlannedRow], device: torch.device, all_logits: bool, hidden: bool, memory: InputBatch | None
+            ) -> Batch:
+    shape, numbers = _ragged_numbers(rows, all_logits, hidden, exact=device.type != "cpu")
+    width = max([len(row.pages) for row in rows])
+    pages = (memory.pages if memory else PageTable()).of(rows, width)
+    appends = [row.append for row in rows]
+    if device.type == "cpu" and memory:
+        return memory.batch(shape, numbers, appends, pages)
+    append = on_device(torch.tensor(appends), device) if shape.layout.appends else _no_appends(len(rows), device)
+    return _ragged_batch(shape, upload(numbers, torch.int64, device), append, on_device(pages, device))
+
+
+def _ragged_numbers(rows: List[PlannedRow], all_logits: bool, hidden: bool, exact: bool) -> tuple[_Shape, array[int]]:
+    """The shape and the columns of rows. exact: contexts are those of the rows; otherwise they are rounded up, so that
+    successive steps have one shape."""
+    columns, chunks = _columns(rows), tuple([len(row.tokens) for row in rows])
+    wanted = list[int]()
+    for row, end in zip(rows, columns["starts"][1:], strict=True):
+        wanted += range(end - (len(row.tokens) if all_logits else row.logits), end)
+    emits = [(index, *emit) for index, row in enumerate(rows) for emit in row.checkpoints]
+    contexts = tuple([row.done + count for row, count in zip(rows, chunks, strict=True)])
+    if not exact:
+        contexts = (PAGE * decode_pages(max([len(row.pages) for row in rows])),) * len(rows)
+    singles = chunks.count(1)
+    layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any(columns["append"]), hidden,
+                    replays=any(row.base not in (None, row.done) and len(row.tokens) > 1 for row in rows))
+    span = _span(columns["source"][:singles], columns["target"][:singles])
+    shape = _Shape(layout, columns["base"] != columns["done"], span)
+    emit_rows, lengths, slots = zip(*emits, strict=True) if emits else ((), (), ())
+    values = {
+        **columns,
+        "positions": chain(*_rotary(rows, columns["positions"])),
+        "logit_tokens": wanted,
+        "emit_row": emit_rows,
+        "emit_length": lengths,
+        "emit_slot": slots,
+    }
+    return shape, RAGGED.pack(values, shape.extents)
+
+
+def _ragged_batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor,
+                  kept: dict[Any, Any] | None = None) -> Batch:
+    columns = RAGGED.views(numbers, shape.extents)
+    columns["positions"] = columns["positions"].view(3, -1)
+    if not shape.behind:
+        columns["base"] = columns["done"]
+    return Batch(layout=shape.layout, pages=pages, append=append, span=shape.span, kept=kept, **columns)
+
+
+def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
+    if sources and sources == targets == list(range(sources[0], sources[0] + len(sources))):
+        return sources[0], sources[0] + len(sources)
+    return None
+
+
+@cache
+def _no_appends(rows: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, dtype=torch.bool, device=device)
+
+
+def _input_embeds(rows: List[PlannedRow], image_rows: ImageRows, device: torch.device) -> InputEmbeds:
+    places, parts, start = list[int](), list[Tensor](), 0
+    for row in rows:
+        for image in row.images:
+            places += range(start + image.token, start + image.token + image.length)
+            parts.append(image_rows(image.digest)[image.first:image.first + image.length])
+        start += len(row.tokens)
+    return InputEmbeds(upload(array("q", places), torch.int64, device), torch.cat(parts))
+
+
+# Batches of buckets
+
+
+def has_bucket(plan: StepPlan, verified: bool = False) -> bool:
+    """True if the step decodes in a bucket: either all tokens are known or the device takes all from the step in
+    flight. verified: as in `decodes`."""
+    rows = plan.rows
+    unknown = sum(row.drawn is not None for row in rows)
+    if not unknown:
+        return decodes(plan, verified)
+    # few rows with tokens in delta logs have no bucket for unknown tokens
+    return unknown == len(rows) and (unknown > FEW_ROWS or not any(map(_uses_delta_log, rows)))
+
+
+def decodes(plan: StepPlan, verified: bool = False) -> bool:
+    """True if every row takes one token, wants its logits and nothing else. verified: in steps of many rows, rows may
+    use delta logs."""
+    deferred = verified and len(plan.rows) > FEW_ROWS
+    return all(len(row.tokens) == 1 and row.logits == 1 and not row.checkpoints and not row.images
+               and (deferred or not _uses_delta_log(row)) for row in plan.rows)
+
+
+def verifies(plan: StepPlan) -> bool:
+    """True if every row verifies drafts, whose logits are all wanted and which go to a delta log, or takes one token;
+    and nothing else."""
+    return len(plan.rows) <= FEW_ROWS and all(
+        row.logits == len(row.tokens) <= RING and not row.checkpoints and (row.append or len(row.tokens) == 1)
+        for row in plan.rows)
+
+
+def _uses_delta_log(row: PlannedRow) -> bool:
+    return row.append or row.base not in (None, row.done)
+
+
+def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, memory: InputBatch | None = None,
+             hidden: bool = False) -> Batch:
+    """The batch of a plan that `decodes`, in its bucket. Rows beyond the real ones repeat the last one. Valid until the
+    next step of the bucket."""
+    rows, real = plan.rows, len(plan.rows)
+    columns, size = _columns(rows), power_of_two(real)
+    pages = decode_pages(max([len(row.pages) for row in rows]))
+    deferred = any(map(_uses_delta_log, rows))
+    values = {name: _filled(column, size) for name, column in columns.items()}
+    values["count"] = [real]
+    values["positions"] = _filled_axes(_rotary(rows, columns["positions"]), size)
+    values["starts"] = list(range(size + 1))
+    values["logit_tokens"] = _filled(range(real), size)
+    bucket = (memory or InputBatch()).bucket((size, pages, size if deferred else None), device)
+    draws = bucket.write(values, rows)
+    draws[:] = values["ids"]
+    bucket.upload.send(drawn)
+    return bucket.batch(Layout((1,) * real, (pages * PAGE,) * real, real, real, appends=deferred, hidden=hidden))
+
+
+def verifying(plan: StepPlan, device: torch.device, memory: InputBatch | None = None, hidden: bool = False,
+              drawn: DeviceTokens | None = None) -> Batch:
+    """The batch of a plan that `verifies`, in its bucket. Rows beyond the real ones have no tokens. Valid until the
+    next step of the bucket. drawn: as in `build`."""
+    rows, real = plan.rows, len(plan.rows)
+    columns, count = _columns(rows), power_of_two(real)
+    tokens = len(columns["ids"])
+    size, pages = power_of_two(max(tokens, count)), draft_pages(max(len(row.pages) for row in rows))
+    values = {name: _filled(column, count) for name, column in columns.items()}
+    values["count"] = [real]
+    values["starts"] = _filled(columns["starts"], count + 1)
+    zeros = (0,) * (size - tokens)
+    values["ids"] = [*columns["ids"], *zeros]
+    values["store"] = [*columns["store"], *zeros]
+    values["positions"] = _filled_axes([[*axis, *zeros] for axis in _rotary(rows, columns["positions"])], size)
+    values["logit_tokens"] = list(range(size))
+    bucket = (memory or InputBatch()).bucket((count, pages, size), device)
+    draws = bucket.write(values, rows)
+    if drawn:
+        draws[:] = _filled(drawn.places, size)
+    bucket.upload.send(drawn.numbers if drawn else None)
+    chunks = tuple([len(row.tokens) for row in rows])
+    batch = bucket.batch(Layout(chunks, (pages * PAGE,) * real, chunks.count(1), tokens, appends=True, hidden=hidden))
+    if drawn and any(row.accepts for row in rows):
+        bucket.move(batch, drawn.numbers)
+    return batch
+
+
+def _filled(column: List[int], size: int) -> list[int]:
+    """A column with its last integer repeated up to the size."""
+    return [*column, *[column[-1]] * (size - len(column))]
+
+
+def _filled_axes(axes: List[List[int]], size: int) -> list[int]:
+    return [position for axis in axes for position in _filled(axis, size)]
+
+
+def step_of(padded: Padded, layout: Layout | None = None) -> Batch:
+    """The batch whose tensors are views of a bucket's integers. layout: that of the real rows, for a batch without the
+    others; None: all rows."""
+    whole, rows, pages = layout is None, padded.rows, padded.pages
+    size = rows if padded.tokens is None else padded.tokens
+    if layout is None:
+        chunks = (1,) * (rows - 1) + (size - rows + 1,)
+        layout = Layout(chunks, (pages * PAGE,) * rows, rows - (size > rows), size, appends=padded.tokens is not None,
+                        hidden=padded.hidden)
+    extents, kind = Extents(rows, size, pages), DECODE if padded.tokens is None else VERIFY
+    columns = kind.views(padded.numbers, extents)
+    real, tokens, none = layout.rows, layout.tokens, padded.numbers[:0]
+    positions, done = columns["positions"].view(3, size), columns["done"][:real]
+    deferred: dict[str, Any]
+    if padded.tokens is None:
+        deferred = {"base": done, "delta_log": done, "append": _no_appends(rows, padded.numbers.device)[:real]}
+        wanted = columns["starts"]
+    else:
+        deferred = {name: columns[name][:real] for name in ("base", "delta_log", "append")}
+        wanted = columns["logit_tokens"]
+    return Batch(
+        layout=layout, ids=columns["ids"][:tokens], positions=positions if whole else positions[:, :tokens],
+        starts=columns["starts"][:real + 1], done=done, pages=columns["pages"].view(rows, pages)[:real],
+        store=columns["store"][:tokens], source=columns["source"][:real], target=columns["target"][:real],
+        emit_row=none, emit_length=none, emit_slot=none, logit_tokens=wanted[:tokens],
+        count=columns["count"] if whole else None, padded=None if whole else padded, **deferred)
+
+
+# Memory that stays from step to step
+
+
+class InputBatch:
+    """What stays from one step's batch to the next: the page table; on a GPU the integers of each bucket; on a CPU the
+    last batch itself, whose memory is used again by a batch of the same shape."""
+
+    def __init__(self, numbers: BucketNumbers | None = None) -> None:
+        """numbers: the buckets' memory, if CUDA graphs read it too."""
+        self.pages = PageTable()
+        self._shape: _Shape | None = None
+        self._batch: Batch | None = None
+        self._numbers, self._appends = array("q"), bytearray()
+        self._bucket_numbers = {} if numbers is None else numbers
+        self._buckets: dict[BucketKey, _Bucket] = {}
+
+    def bucket(self, key: BucketKey, device: torch.device) -> _Bucket:
+        found = self._buckets.get(key)
+        if found is None:
+            found = self._buckets[key] = _Bucket(key, self._bucket_numbers, self.pages, device)
+        return found
+
+    def batch(self, shape: _Shape, numbers: array[int], appends: List[bool], pages: Tensor) -> Batch:
+        """The batch of these integers on the host."""
+        if self._batch and self._batch.pages is pages and shape == self._shape:
+            self._numbers[:], self._appends[:] = numbers, bytes(appends)
+            self._batch.memo.clear()
+        else:
+            self._shape, self._numbers, self._appends = shape, numbers, bytearray(appends)
+            self._batch = _ragged_batch(shape, torch.frombuffer(numbers, dtype=torch.int64),
+                                        torch.frombuffer(self._appends, dtype=torch.bool), pages, {})
+        return self._batch
+
+
+class _Bucket:
+    """The memory of a bucket's integers, and its batches by their layouts, whose tensors are views of it."""
+
+    def __init__(self, key: BucketKey, known: BucketNumbers, pages: PageTable, device: torch.device) -> None:
+        self._key, self._pages = key, pages
+        rows, width, tokens = key
+        self._columns = DECODE if tokens is None else VERIFY
+        self._extents = Extents(rows, tokens or rows, width)
+        if key not in known:
+            known[key] = torch.zeros(self._columns.size(self._extents), dtype=torch.int64, device=device)
+        self._draws = self._columns.offset("draws", self._extents)
+        self._table = self._columns.offset("pages", self._extents)
+        self.upload = HostToDeviceBuffer(known[key], self._extents.tokens)
+        self._batches: dict[Layout, Batch] = {}
+        self._move = mover(self.upload.numbers, rows, width, self._extents.tokens)
+
+    def write(self, columns: dict[str, list[int]], rows: List[PlannedRow]) -> Any:
+        """Writes a step's columns and page table on the host. Returns the column `draws`."""
+        host, numbers = self.upload.begin(), self._columns.pack(columns, self._extents)
+        host[:self._table] = numbers
+        self._pages.write(rows, host[self._table:self._draws].reshape(self._extents.rows, self._extents.pages))
+        return host[self._draws:]
+
+    def batch(self, layout: Layout) -> Batch:
+        found = self._batches.get(layout)
+        if found is None:
+            if len(self._batches) >= _LAYOUTS:
+                self._batches.clear()
+            padded = Padded(self.upload.numbers[:self._draws], *self._key, layout.hidden)
+            found = self._batches[layout] = step_of(padded, layout)
+        found.memo.clear()
+        return found
+
+    def move(self, batch: Batch, drawn: Tensor) -> None:
+        """Moves the rows of the batch that was just sent to where the device has their first tokens: `drawn` [M] int64
+        has the position of each token after it."""
+        if self._move:
+            return self._move(drawn)
+        device = drawn.device
+        draws, starts = self.upload.numbers[self._draws:], batch.starts[:-1]
+        more = drawn[draws[starts] + 1] - batch.done
+        batch.done.add_(more)
+        row = torch.arange(batch.layout.rows, device=device)
+        row = row.repeat_interleave(torch.tensor(batch.layout.chunks, device=device))
+        batch.positions.add_(more[row])
+        index = batch.done[row] + torch.arange(batch.layout.tokens, device=device) - starts[row]
+        batch.store.copy_(batch.pages[row, index // PAGE] * PAGE + index % PAGE)
+
+
 class PageTable:
-    """The page table of one step after another, in which only what has changed is written: planning does not become
-    slower as contexts grow. A list of pages may become longer, but what is in it stays."""
+    """The page table of successive steps. Only changes are written, so that planning does not become slower as contexts
+    grow: a row's list of pages may become longer, but its entries stay."""
 
     def __init__(self) -> None:
         self._numbers, self._width = array("q"), 0
@@ -43,14 +431,14 @@ class PageTable:
         self._written: list[int] = []
 
     def write(self, rows: List[PlannedRow], into: Any) -> None:
-        """Write the table of these rows into an array [R or more, P] int64; the last one's pages to all that follow."""
+        """Writes the table into an array [R or more, P] int64; rows beyond R get the pages of the last one."""
         self._update(rows, into.shape[1])
         into[:len(rows)] = self._view[:len(rows), :into.shape[1]]
         into[len(rows):] = self._view[len(rows) - 1, :into.shape[1]]
 
     def of(self, rows: List[PlannedRow], width: int) -> Tensor:
-        """[R, P] int64, on the host, of at least so many pages; valid until the next call. The same tensor as last
-        time where it has room for the pages, and there are as many rows."""
+        """The table [R, width or more] int64 on the host, valid until the next call. It is the tensor of the last call
+        if the number of rows is the same and the pages fit."""
         self._update(rows, width)
         if len(rows) != len(self._rows):
             self._rows = self._tensor[:len(rows)]
@@ -76,422 +464,19 @@ class PageTable:
         self._lists, self._written, self._rows = [()] * places, [0] * places, self._tensor[:0]
 
 
-class _Bucket:
-    """What the steps of a bucket share: the place of their integers, and batches by their layout, whose tensors are
-    views of it. The last ones of those integers, one for each token, say where the device has tokens that are not
-    known."""
-
-    def __init__(self, numbers: Tensor, rows: int, pages: int, tokens: int) -> None:
-        self.upload = HostToDeviceBuffer(numbers, tokens)
-        self.numbers, self._shape = numbers[:len(numbers) - tokens], (rows, pages)
-        self.batches: dict[Layout | int, Batch] = {}
-        self._move = mover(self.upload.numbers, rows, pages, tokens)
-
-    def move(self, batch: Batch, drawn: Tensor) -> None:
-        """Have the rows of what was just sent, a batch with drafts, begin where the device has their first tokens, each
-        of which has its position after it in `drawn` [M] int64."""
-        if self._move:
-            self._move(drawn)
-        else:
-            _move(batch, self.upload.numbers[len(self.numbers):], drawn)
-
-    def write(self, numbers: array[int], rows: List[PlannedRow], pages: PageTable) -> Any:
-        """Write a step's integers and the rows' pages. Returns the array of draws."""
-        count, width = self._shape
-        host, end = self.upload.begin(), len(numbers) + count * width
-        host[:len(numbers)] = numbers
-        pages.write(rows, host[len(numbers):end].reshape(count, width))
-        return host[end:]
-
-
-class BatchMemory:
-    """What stays from one step's batch to the next: the page table, on a GPU where the integers of a bucket's steps
-    lie, on a CPU the last batch itself, whose memory one of the same shape is written into."""
-
-    def __init__(self, numbers: Numbers | None = None) -> None:
-        """numbers: of the buckets, where others know of them too."""
-        self.pages = PageTable()
-        self._shape: _Shape | None = None
-        self._batch: Batch | None = None
-        self._numbers, self._appends = array("q"), bytearray()
-        self._places = {} if numbers is None else numbers
-        self._buckets: dict[tuple[int, int, int | None], _Bucket] = {}
-
-    def bucket(self, rows: int, pages: int, tokens: int | None, size: int, device: torch.device) -> _Bucket:
-        """That of these rows, pages and tokens, which takes so many integers."""
-        key = rows, pages, tokens
-        found = self._buckets.get(key)
-        if found is None:
-            numbers, draws = self._places.get(key), tokens or rows
-            if numbers is None:
-                numbers = self._places[key] = torch.zeros(size + draws, dtype=torch.int64, device=device)
-            found = self._buckets[key] = _Bucket(numbers, rows, pages, draws)
-        return found
-
-    def batch(self, shape: _Shape, numbers: array[int], appends: List[bool], pages: Tensor) -> Batch:
-        """The batch of these numbers, on the host; valid until the next call."""
-        if self._batch and self._batch.pages is pages and shape == self._shape:
-            self._numbers[:], self._appends[:] = numbers, bytes(appends)
-            self._batch.memo.clear()
-        else:
-            self._shape, self._numbers, self._appends = shape, numbers, bytearray(appends)
-            self._batch = _batch(shape, torch.frombuffer(numbers, dtype=torch.int64),
-                                 torch.frombuffer(self._appends, dtype=torch.bool), pages, {})
-        return self._batch
-
-
-class Promised(NamedTuple):
-    """Where the tokens of a step are: places of all of them, row by row, among numbers [N] int64 on the device."""
-
-    numbers: Tensor
-    places: List[int]
-
-
-class _Shape(NamedTuple):
-    """All of a batch but its numbers. behind: some state is behind its cursor. span: as in `Batch`."""
-
-    layout: Layout
-    behind: bool
-    span: tuple[int, int] | None
-
-
-def build(plan: StepPlan, device: torch.device, all_logits: bool = False, hidden: bool = False,
-          drawn: Tensor | Promised | None = None, memory: BatchMemory | None = None, rows_of: RowsOf | None = None,
-          verified: bool = False) -> Batch:
-    """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
-
-    all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
-    int64, on the device: what the step in flight has drawn, of which the first rows take their tokens, as far as they
-    say so; of rows with drafts that are not known: where the device has them, and with `PlannedRow.accepts` their
-    cursors. memory: that of the steps before; on a CPU the batch is valid until the next one is built with it. rows_of:
-    gives what stands in for embeddings of pictures' tokens. verified: `Model.verifies`.
-    """
-    rows = plan.rows
-    if isinstance(drawn, Promised):
-        return verifying(plan, device, memory, hidden, drawn)
-    unknown = sum(row.drawn is not None for row in rows)
-    if device.type == "cuda" and (verified or not hidden) and has_bucket(plan, verified):
-        return decoding(plan, device, drawn if unknown else None, memory, hidden)
-    if device.type == "cuda" and verified and drawn is None and verifies(plan):
-        return verifying(plan, device, memory, hidden)
-    shape, numbers = _numbers(rows, all_logits, hidden, exact=device.type != "cpu")
-    appends = [row.append for row in rows]
-    if device.type == "cpu" and memory:
-        batch = memory.batch(shape, numbers, appends, memory.pages.of(rows, max([len(row.pages) for row in rows])))
-    else:
-        table = (memory.pages if memory else PageTable()).of(rows, max([len(row.pages) for row in rows]))
-        append = on_device(torch.tensor(appends), device) if shape.layout.appends else _no_appends(len(rows), device)
-        batch = _batch(shape, upload(numbers, torch.int64, device), append, on_device(table, device))
-    if rows_of is not None and any(row.images for row in rows):
-        batch = replace(batch, input_embeds=_given(rows, rows_of, device), memo={}, kept=None)
-    if drawn is not None and unknown:
-        _take_drawn(batch.ids[:unknown], drawn)
-    return batch
-
-
-def _given(rows: List[PlannedRow], rows_of: RowsOf, device: torch.device) -> InputEmbeds:
-    places, parts, start = list[int](), list[Tensor](), 0
-    for row in rows:
-        for seen in row.images:
-            places += range(start + seen.token, start + seen.token + seen.length)
-            parts.append(rows_of(seen.digest)[seen.first:seen.first + seen.length])
-        start += len(row.tokens)
-    return InputEmbeds(upload(array("q", places), torch.int64, device), torch.cat(parts))
-
-
-def _numbers(rows: List[PlannedRow], all_logits: bool, hidden: bool, exact: bool) -> tuple[_Shape, array[int]]:
-    """The rows' numbers in the order in which `_batch` takes them. exact: give each row's context as it is; else
-    rounded up, so that steps one after another have one shape."""
-    ids, positions, store, starts, wanted = list[int](), list[int](), list[int](), [0], list[int]()
-    for row in rows:
-        count, first = len(row.tokens), row.done
-        ids += _ids(row)
-        if count == 1:
-            positions.append(first)
-            store.append(_flat(row, first))
-        else:
-            positions += range(first, first + count)
-            for places in _places(row):
-                store += places
-        end = starts[-1] + count
-        starts.append(end)
-        wanted += range(end - (count if all_logits else row.logits), end)
-    chunks = tuple([len(row.tokens) for row in rows])
-    done, slots = [row.done for row in rows], [row.slot for row in rows]
-    base = [row.done if row.base is None else row.base for row in rows]
-    targets = [row.slot if row.target is None else row.target for row in rows]
-    emits = [(index, *emit) for index, row in enumerate(rows) for emit in row.checkpoints]
-    if exact:
-        contexts = tuple([first + count for first, count in zip(done, chunks, strict=True)])
-    else:
-        contexts = (PAGE * power_of_two(max(_FEWEST_PAGES, *[len(row.pages) for row in rows])),) * len(rows)
-    singles = chunks.count(1)
-    replays = any(row.base not in (None, row.done) and len(row.tokens) > 1 for row in rows)
-    layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any(row.append for row in rows), hidden,
-                    replays)
-    numbers = array("q", ids)
-    for values in (*_rotary(rows, positions), starts, done, base, store, slots, targets,
-                   [row.delta_log for row in rows], wanted, *zip(*emits, strict=True)):
-        numbers.extend(values)
-    return _Shape(layout, base != done, _span(slots[:singles], targets[:singles])), numbers
-
-
-def _batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor, kept: dict[Any, Any] | None = None) -> Batch:
-    layout = shape.layout
-    rows, tokens, emits = layout.rows, layout.tokens, layout.checkpoints
-    (ids, positions, starts, done, base, store, source, target, ring, logit_tokens, emit_row, emit_length,
-     emit_slot) = numbers.split((tokens, 3 * tokens, rows + 1, rows, rows, tokens, rows, rows, rows, layout.logits,
-                                 emits, emits, emits))
-    return Batch(
-        layout=layout, ids=ids, positions=positions.view(3, -1), starts=starts, done=done, pages=pages, store=store,
-        source=source, target=target, base=base if shape.behind else done, delta_log=ring, append=append,
-        emit_row=emit_row, emit_length=emit_length, emit_slot=emit_slot, logit_tokens=logit_tokens, span=shape.span,
-        kept=kept)
-
-
-def has_bucket(plan: StepPlan, verified: bool = False) -> bool:
-    """Whether the step's integers are those of a bucket: it decodes, and either all tokens are known or none is, as the
-    device takes all from the step in flight or leaves all as they are. verified: as of `decodes`."""
-    rows = plan.rows
-    unknown = sum(row.drawn is not None for row in rows)
-    if not unknown:
-        return decodes(plan, verified)
-    # of few rows, those with tokens in replay rings have no bucket for tokens that are not known
-    return unknown == len(rows) and (unknown > FEW_ROWS or not any(map(_over_ring, rows)))
-
-
-def decodes(plan: StepPlan, verified: bool = False) -> bool:
-    """Whether every row takes one token whose logits are wanted, and nothing else: then the step has a bucket.
-    verified: of many rows, some may have tokens in replay rings, or leave this one there."""
-    over_rings = verified and len(plan.rows) > FEW_ROWS
-    return all(len(row.tokens) == 1 and row.logits == 1 and not row.checkpoints and not row.images
-               and (over_rings or not _over_ring(row)) for row in plan.rows)
-
-
-def _over_ring(row: PlannedRow) -> bool:
-    return row.append or row.base not in (None, row.done)
-
-
-def decoding(plan: StepPlan, device: torch.device, drawn: Tensor | None = None, memory: BatchMemory | None = None,
-             hidden: bool = False) -> Batch:
-    """A plan that `decodes`, with its bucket: both are views of one upload, valid until the next step of the bucket.
-    drawn, memory, hidden: as in `build`."""
-    rows, real, memory = plan.rows, len(plan.rows), memory or BatchMemory()
-    count, pages = power_of_two(real), power_of_two(max(_FEWEST_PAGES, max([len(row.pages) for row in rows])))
-    over_rings = any(map(_over_ring, rows))
-    tokens, columns = (count, 13) if over_rings else (None, 9)
-    bucket = memory.bucket(count, pages, tokens, 2 + columns * count + count * pages, device)
-    done, slots = [row.done for row in rows], [row.slot for row in rows]
-    targets = [row.slot if row.target is None else row.target for row in rows]
-    ids = [row.tokens[0] if row.drawn is None else row.drawn for row in rows]
-    fill, numbers = count - real, array("q", (real,))
-    for column in (ids, *_rotary(rows, done)):
-        numbers.extend(column)
-        numbers.extend((column[-1],) * fill)
-    numbers.extend(range(count + 1))
-    store = [_flat(row, row.done) for row in rows]
-    following = (
-        (
-            done,
-            slots,
-            targets,
-            [row.done if row.base is None else row.base for row in rows],
-            [row.delta_log for row in rows],
-            [int(row.append) for row in rows],
-            store,
-            range(real),
-        )
-        if over_rings
-        else (done, store, slots, targets)
-    )
-    for column in following:
-        numbers.extend(column)
-        numbers.extend((column[-1],) * fill)
-    draws = bucket.write(numbers, rows, memory.pages)
-    draws[:] = numbers[1:1 + count]
-    bucket.upload.send(drawn)
-    batch = bucket.batches.get(real)
-    if batch is None or batch.layout.hidden != hidden:
-        layout = Layout((1,) * real, (pages * PAGE,) * real, real, real, appends=over_rings, hidden=hidden)
-        batch = bucket.batches[real] = step_of(Padded(bucket.numbers, count, pages, tokens, hidden), layout)
-    batch.memo.clear()
-    return batch
-
-
-def verifies(plan: StepPlan) -> bool:
-    """Whether every row takes a few tokens whose logits are all wanted, drafts among them that go to a replay ring, or
-    one token; and nothing else."""
-    return len(plan.rows) <= FEW_ROWS and all(
-        row.logits == len(row.tokens) <= RING and not row.checkpoints and (row.append or len(row.tokens) == 1)
-        for row in plan.rows)
-
-
-def verifying(plan: StepPlan, device: torch.device, memory: BatchMemory | None = None, hidden: bool = False,
-              promised: Promised | None = None) -> Batch:
-    """A plan that `verifies`, with its bucket: both are views of one upload, valid until the next step of the bucket.
-    memory, hidden, promised: as in `build`."""
-    rows, real = plan.rows, len(plan.rows)
-    tokens, count = [token for row in rows for token in row.tokens], power_of_two(real)
-    size, pages = power_of_two(max(len(tokens), count)), draft_pages(max(len(row.pages) for row in rows))
-    fill, starts, store = (0,) * (size - len(tokens)), [0], list[int]()
-    places = [place for row in rows for place in range(row.done, row.done + len(row.tokens))]
-    for row in rows:
-        starts.append(starts[-1] + len(row.tokens))
-        store += [_flat(row, row.done + index) for index in range(len(row.tokens))]
-    numbers = array("q", (real,))
-    for values in (tokens, *_rotary([*rows], places)):
-        numbers.extend(values)
-        numbers.extend(fill)
-    numbers.extend(starts)
-    numbers.extend((len(tokens),) * (count - real))
-    for column in ([row.done for row in rows], [row.slot for row in rows],
-                   [row.slot if row.target is None else row.target for row in rows],
-                   [row.done if row.base is None else row.base for row in rows], [row.delta_log for row in rows],
-                   [int(row.append) for row in rows]):
-        numbers.extend(column)
-        numbers.extend(column[-1:] * (count - real))
-    numbers.extend(store)
-    numbers.extend(fill)
-    numbers.extend(range(size))
-    chunks = tuple([len(row.tokens) for row in rows])
-    layout = Layout(chunks, (pages * PAGE,) * real, chunks.count(1), len(tokens), appends=True, hidden=hidden)
-    memory = memory or BatchMemory()
-    bucket = memory.bucket(count, pages, size, len(numbers) + count * pages, device)
-    draws = bucket.write(numbers, rows, memory.pages)
-    if promised:
-        draws[:len(tokens)], draws[len(tokens):] = promised.places, promised.places[-1]
-    bucket.upload.send(promised.numbers if promised else None)
-    batch = bucket.batches.get(layout)
-    if batch is None:
-        if len(bucket.batches) >= _LAYOUTS:
-            bucket.batches.clear()
-        batch = bucket.batches[layout] = step_of(Padded(bucket.numbers, count, pages, size, hidden), layout)
-    batch.memo.clear()
-    if promised and any(row.accepts for row in rows):
-        bucket.move(batch, promised.numbers)
-    return batch
-
-
-def _move(batch: Batch, draws: Tensor, drawn: Tensor) -> None:
-    """As `_Bucket.move`. draws: where each token is in `drawn`."""
-    starts, chunks = batch.starts[:-1], torch.tensor(batch.layout.chunks, device=drawn.device)
-    more = drawn[draws[starts] + 1] - batch.done
-    batch.done.add_(more)
-    row = torch.arange(batch.layout.rows, device=drawn.device).repeat_interleave(chunks)
-    batch.positions.add_(more[row])
-    index = batch.done[row] + torch.arange(batch.layout.tokens, device=drawn.device) - starts[row]
-    batch.store.copy_(batch.pages[row, index // PAGE] * PAGE + index % PAGE)
-
-
-def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
-    """Rows and pages of all buckets that steps may have, the largest first."""
-    rows, most = bucket_of(max_rows, max_context)
-    while rows:
-        pages = most
-        while pages >= _FEWEST_PAGES:
-            yield rows, pages
-            pages //= 2
-        rows //= 2
-
-
-def bucket_of(rows: int, context: int) -> tuple[int, int]:
-    """Rows and pages of the bucket of steps that decode with so many rows, of which one has so many tokens."""
-    return power_of_two(rows), power_of_two(max(_FEWEST_PAGES, -(-context // PAGE)))
-
-
-def draft_buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
-    """As `buckets`, of steps with drafts, which have fewer."""
-    rows, most = power_of_two(max_rows), draft_pages(-(-max_context // PAGE))
-    while rows:
-        pages = most
-        while pages >= _FEWEST_PAGES:
-            yield rows, pages
-            pages //= 4
-        rows //= 2
-
-
-def draft_pages(pages: int) -> int:
-    """Pages of the bucket of a step with drafts."""
-    size = _FEWEST_PAGES
-    while size < pages:
-        size *= 4
-    return size
-
-
-def step_of(padded: Padded, layout: Layout | None = None, span: tuple[int, int] | None = None) -> Batch:
-    """The batch whose tensors are views of a bucket's numbers. layout: of the real rows alone, which then know their
-    bucket; None: of all rows."""
-    whole, rows, pages, numbers = layout is None, padded.rows, padded.pages, padded.numbers
-    size, extra = (rows, 0) if padded.tokens is None else (padded.tokens, rows)
-    if layout is None:
-        chunks = (1,) * (rows - 1) + (size - rows + 1,)
-        layout = Layout(chunks, (pages * PAGE,) * rows, rows - (size > rows), size, appends=padded.tokens is not None,
-                        hidden=padded.hidden)
-    real, tokens = layout.rows, layout.tokens
-    if padded.tokens is None:
-        sizes = (1, rows, 3 * rows, rows + 1, rows, rows, rows, rows, rows * pages)
-        count, ids, positions, starts, done, store, source, target, table = numbers.split(sizes)
-        base, ring, append, wanted = done, done, _no_appends(rows, numbers.device), starts
-    else:
-        count, ids, positions, starts, done, source, target, base, ring, append, store, wanted, table = numbers.split(
-            (1, size, 3 * size, rows + 1, *(extra,) * 6, size, size, rows * pages))
-    none, positions, behind = numbers[:0], positions.view(3, size), base is not done
-    done = done[:real]
-    return Batch(
-        layout=layout, ids=ids[:tokens], positions=positions if whole else positions[:, :tokens],
-        starts=starts[:real + 1], done=done, pages=table.view(rows, pages)[:real], store=store[:tokens],
-        source=source[:real], target=target[:real], base=base[:real] if behind else done,
-        delta_log=ring[:real], append=append[:real], emit_row=none, emit_length=none, emit_slot=none,
-        logit_tokens=wanted[:tokens], span=span, count=count if whole else None, padded=None if whole else padded)
-
-
 def power_of_two(number: int) -> int:
-    """The smallest one that is not less."""
+    """The smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()
 
 
-@cache
-def _no_appends(rows: int, device: torch.device) -> Tensor:
-    return torch.zeros(rows, dtype=torch.bool, device=device)
+def decode_pages(pages: int) -> int:
+    """The width of the page table in a bucket of steps that decode."""
+    return power_of_two(max(MIN_PAGES, pages))
 
 
-def _flat(row: PlannedRow, index: int) -> int:
-    return row.pages[index // PAGE] * PAGE + index % PAGE
-
-
-def _places(row: PlannedRow) -> Iterator[range]:
-    """`_flat` of all the row's tokens, page by page."""
-    index, end = row.done, row.done + len(row.tokens)
-    while index < end:
-        count = min(PAGE - index % PAGE, end - index)
-        yield range(_flat(row, index), _flat(row, index) + count)
-        index += count
-
-
-def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
-    if sources and sources == targets == list(range(sources[0], sources[0] + len(sources))):
-        return sources[0], sources[0] + len(sources)
-    return None
-
-
-def _rotary(rows: List[PlannedRow], places: List[int]) -> List[List[int]]:
-    """The tokens' rotary positions, axis by axis. places: their cache indices."""
-    if {row.rotary for row in rows} == {0}:
-        return [places] * 3
-    return [[position for row in rows for position in _axis(row, axis)] for axis in range(3)]
-
-
-def _axis(row: PlannedRow, axis: int) -> List[int]:
-    if isinstance(row.rotary, int):
-        return range(row.done + row.rotary, row.done + row.rotary + len(row.tokens))
-    return row.rotary[axis]
-
-
-def _ids(row: PlannedRow) -> tuple[int, ...]:
-    """The row's tokens; instead of one that is not known the number of its draw."""
-    return row.tokens if row.drawn is None else (row.drawn,)
-
-
-def _take_drawn(ids: Tensor, drawn: Tensor) -> None:
-    """Replace numbers of draws by what they have given."""
-    ids.copy_(drawn[ids])
+def draft_pages(pages: int) -> int:
+    """The width of the page table in a bucket of steps with drafts, of which there are fewer."""
+    size = MIN_PAGES
+    while size < pages:
+        size *= 4
+    return size

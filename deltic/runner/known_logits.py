@@ -1,5 +1,5 @@
-"""Sequences that draw from logits of an earlier step: those that the cache has kept, and those that a request's own
-logits processors have changed, which run in threads of their own while others go on."""
+"""Sampling from logits of an earlier step: those in the cache, and those that a request's logits processors have
+changed. Processors run in threads, so that other sequences continue."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger("deltic")
 
 _FIELD = "logits_processors"
 _FORBIDDEN = -1e30
-"""Stands for -inf, which in a model's own logits would mean that something is broken."""
+"""Replaces -inf, which in a model's own logits would mean that something is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processing:
-    """What becomes of the logits [V] of a sequence's last token. cache: on which it had them; another one means that
-    it was preempted, and has them again."""
+    """The logits [V] of a sequence's last token in the hands of its processors. cache: that of the sequence at the
+    time; if it has another one, it was preempted, and the logits are computed again."""
 
     cache: SequenceCache
     raw: Tensor
@@ -38,54 +38,53 @@ Fail = Callable[[Sequence, str, "RequestError | None"], None]
 
 
 class KnownLogits:
-    """Those of one engine."""
+    """The sequences of an engine that sample from known logits."""
 
     def __init__(self, vocabulary: int, threads: int) -> None:
         self._vocabulary, self._threads = vocabulary, threads
         self._pool: ThreadPoolExecutor | None = None
 
     def ready(self, running: List[Sequence], fail: Fail) -> list[Sequence]:
-        """The sequences that can draw their next token without a step. fail: ends one with an error."""
+        """Returns the sequences that can sample without a forward pass. fail: ends one with an error."""
         return [sequence for sequence in running[:] if self._is_ready(sequence, fail)]
 
     def postpone(self, share: ScheduledSequence, healthy: bool) -> bool:
-        """Whether what the step has drawn for a sequence counts for nothing, as its request has processors; they are
-        started."""
+        """True if a sampled token does not count because the request has processors. Starts them."""
         sequence = share.sequence
         if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0 or not healthy:
             return False
-        if share.row is None:  # it has drawn from what they made
-            share.end, sequence.processing = sequence.processing.raw, None
+        if share.row is None:  # it was sampled from their result
+            share.end, sequence.sampler.processing = sequence.sampler.processing.raw, None
             return False
         assert share.end is not None
         self._submit(sequence, share.cache, share.end)
         return True
 
     def close(self) -> None:
-        """Start no more processors."""
+        """Starts no more processors."""
         if self._pool:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_ready(self, sequence: Sequence, fail: Fail) -> bool:
-        processing: Processing | None = sequence.processing
+        processing: Processing | None = sequence.sampler.processing
         if processing and processing.cache is sequence.cache:
             return processing.processed.done() and self._take(sequence, processing, fail)
-        if sequence.logits is None:
+        if sequence.sampler.logits is None:
             return False
-        kept: Tensor = sequence.logits
+        kept: Tensor = sequence.sampler.logits
         if kept.shape != (self._vocabulary,) or kept.dtype != torch.float32:
             fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}", None)
             return False
         if not sequence.request.logits_processors or sequence.sampling.max_tokens == 0:
             return True
         assert sequence.cache is not None
-        sequence.logits = None
+        sequence.sampler.logits = None
         self._submit(sequence, sequence.cache, kept)
         return False
 
     def _take(self, sequence: Sequence, processing: Processing, fail: Fail) -> bool:
         try:
-            sequence.logits = processing.processed.result()
+            sequence.sampler.logits = processing.processed.result()
         except Exception as error:
             refused = error if isinstance(error, RequestError) else RequestError(
                 f"a logits processor failed: {error!r}", _FIELD)
@@ -94,13 +93,15 @@ class KnownLogits:
             return False
         return True
 
-    def _submit(self, sequence: Sequence, lease: SequenceCache, logits: Tensor) -> None:
+    def _submit(self, sequence: Sequence, sequence_cache: SequenceCache, logits: Tensor) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "deltic-processors")
-        sequence.processing = Processing(lease, logits, self._pool.submit(_processed, sequence, logits))
+        sequence.sampler.processing = Processing(
+            sequence_cache, logits, self._pool.submit(_processed, sequence, logits)
+        )
 
 
 def _processed(sequence: Sequence, logits: Tensor) -> Tensor:
-    """What the processors make of the logits. The sequence gets no token meanwhile."""
+    """Applies the processors to the logits. The sequence gets no token meanwhile."""
     found, shape = logits.to("cpu", copy=True), logits.shape
     for processor in sequence.request.logits_processors:
         found = processor(list(sequence.tokens), found)

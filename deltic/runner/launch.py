@@ -1,8 +1,9 @@
-"""A step from its plan to the tokens that it draws. Launching waits for nothing that a device computes."""
+"""Launches a step: from its plan to its sampled tokens. Launching never waits for the device."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,34 +12,34 @@ import torch
 from torch import Tensor
 
 from deltic.cache.handles import SequenceCache
+from deltic.cache.operations import CopySlot
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
 from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
 from deltic.runner.image_embeds import ImageEmbeds
-from deltic.runner.input_batch import BatchMemory, Promised, build
+from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build
 from deltic.runner.logit_masks import Asked, LogitMasks
 from deltic.runner.model import Model
-from deltic.runner.passes import passes
 from deltic.runner.sampling import SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
 from deltic.spec_decode.pending_drafts import PendingDrafts
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """One sequence's share of a step, on the lease that it had then.
+    """A sequence in a step, with the cache that it had at launch.
 
-    row: None if it only draws from logits that were known.
-    start: the row's first token in the batch.
-    draw: the first of its draws; None: it draws nothing.
-    end [V]: the logits of its prompt's end, where they will be kept.
-    error: what its constraint raised.
-    vector: which of the step's is its own.
-    scores: of tokens of its prompt.
-    ahead: what follows its drafts is drafted already, as far as the model has drawn them, and the slot has the hidden
-        state of the last one that it has.
-    base: tokens that the state in the slot stands for behind the step, where it was brought forward since.
-    hidden [T, H]: the hidden states of the step's tokens, where another step follows that nobody waits to launch.
+    row: None if it only samples from known logits.
+    start: index of the row's first token in the batch.
+    draw: index of its first draw; None: it samples nothing.
+    end [V]: the logits of its prompt's end, if they are to be kept.
+    error: raised by its constraint.
+    vector: index of its vector.
+    scores: log probabilities of its prompt's tokens.
+    drafted_next: the tokens after its drafts are drafted already, behind the drafts that the model has drawn itself;
+    the slot has the hidden state of the last of these.
+    base: tokens in the slot's state after the step, if the delta log was flushed since.
+    hidden [T, H]: the hidden states of the step's tokens, if the next step was launched before they were used.
     """
 
     sequence: Sequence
@@ -50,23 +51,23 @@ class ScheduledSequence:
     error: Exception | None = None
     vector: int | None = None
     scores: TokenRanks | None = None
-    ahead: bool = False
+    drafted_next: bool = False
     base: int | None = None
     hidden: Tensor | None = None
 
     @property
     def live(self) -> bool:
-        """Whether the sequence still runs; else what the step did for it is of no use, and leaves no trace."""
+        """True if the sequence still runs on this cache. Otherwise the step leaves no trace for it."""
         return self.sequence.cache is self.cache
 
     @property
     def tokens(self) -> int:
-        """How many it has in the step."""
+        """The number of its tokens in the step."""
         return len(self.row.tokens) if self.row else 0
 
     @property
     def base_after(self) -> int | None:
-        """Tokens that the state in the slot stands for behind the step, as `HybridCache.commit` wants it."""
+        """The argument `base` of `HybridCache.commit` after the step."""
         return base_after(self.row) if self.base is None and self.row else self.base
 
     @property
@@ -74,8 +75,8 @@ class ScheduledSequence:
         return self.row.draft_tokens if self.row and self.row.drafts else ()
 
     def draws(self, masks: List[bytes | None] | None) -> list[SampleRow]:
-        """The sequence's next token, and those after each draft; after a token that is not known yet, where it takes
-        one from the step before. masks: of each, where the sequence is constrained."""
+        """The draws of its next token and of the token after each draft; or of the token after one that only the device
+        has. masks: of each draw, if the sequence has a constraint."""
         if self.row and self.row.drawn is not None:
             return [SampleRow(self.sequence, self.row.tokens)]
         masks = masks or [None] * (len(self.draft_tokens) + 1)
@@ -84,18 +85,18 @@ class ScheduledSequence:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A step that was launched, whose tokens the host has not seen.
+    """A launched step, whose tokens the host does not have yet.
 
-    drafting: the sequences that drafts were asked for.
-    drawn [L] int64: the tokens, on the device; of a CPU until the next step has been launched.
-    tokens: what was drawn; None where it has not been waited for.
-    sampled: the same, on the host but for what has landed there (`Sampled.landed`).
-    vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as `arrived`.
-    raw [L, V]: the model's logits, where the probability of another token than the drawn one may be reported.
-    promise: has the rows' drafts, which are UNKNOWN.
-    batch: its rows, on the device.
-    sampling: how it has drawn.
-    error: what launching raised.
+    drafting: the sequences for which drafts were requested.
+    drawn [L] int64: the tokens on the device; on a CPU valid until the next step is launched.
+    tokens: the tokens, if they did not have to be waited for.
+    sampled: the results of sampling on the host (but see `Sampled.landed`), once `arrived`.
+    vectors [N, H] float32: the requested hidden states on the host, once `arrived`.
+    raw [L, V]: the model's logits, if the log probability of a forced token may be reported.
+    pending: has the rows' drafts, which are UNKNOWN.
+    batch: its rows on the device.
+    sampling: its sampling parameters.
+    error: raised by launching.
     """
 
     plan: StepPlan
@@ -107,41 +108,41 @@ class InFlight:
     vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
-    promise: PendingDrafts | None = None
+    pending: PendingDrafts | None = None
     batch: Batch | None = None
     sampling: Sampling | None = None
     error: Exception | None = None
 
     @property
     def live(self) -> bool:
-        """Whether any of its sequences still runs."""
-        return any(share.live for share in self.scheduled)
+        """True if one of its sequences still runs."""
+        return any(each.live for each in self.scheduled)
 
     @property
-    def read(self) -> int:
-        """Tokens of prompts in it, but for single ones."""
-        return sum(share.tokens for share in self.scheduled if share.tokens > 1 and not share.draft_tokens)
+    def prompt_tokens(self) -> int:
+        """Prompt tokens in it, but for single ones."""
+        return sum(each.tokens for each in self.scheduled if each.tokens > 1 and not each.draft_tokens)
 
     def resolve_positions(self) -> None:
-        """The step before was collected, so that it is known where the rows begin."""
-        for share in self.scheduled:
-            if share.live and share.row and share.row.accepts:
-                share.row = replace(share.row, done=share.cache.done, accepts=0)
+        """Sets the rows' cursors, once the step before is collected."""
+        for each in self.scheduled:
+            if each.live and each.row and each.row.accepts:
+                each.row = replace(each.row, done=each.cache.done, accepts=0)
 
     def resolve_drafts(self) -> None:
-        """Give the rows their drafts, for which this waits."""
-        promise = self.promise
-        if promise is None:
+        """Waits for the rows' drafts and sets them."""
+        pending = self.pending
+        if pending is None:
             return
-        for share in self.scheduled:
-            if share.live and share.row and share.row.drafts:
-                drafts = promise.drafts(share.sequence, share.row.drafts)
-                share.row = replace(share.row, tokens=(share.sequence.tokens[-1], *drafts))
+        for each in self.scheduled:
+            if each.live and each.row and each.row.drafts:
+                drafts = pending.drafts(each.sequence, each.row.drafts)
+                each.row = replace(each.row, tokens=(each.sequence.tokens[-1], *drafts))
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step has drawn; the lists are those of `sampled`. raw: as in `InFlight`."""
+    """The sampled tokens of a step; the lists are those of `sampled`. raw: as in `InFlight`."""
 
     sampled: Sampled
     tokens: list[int]
@@ -150,7 +151,7 @@ class SampledTokens:
     raw: Tensor | None = None
 
     def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
-        """The report of one row that gave this token, drawn or forced."""
+        """The log probabilities of one row, with this token sampled or forced."""
         found = logprobs_of(self.sampled, row, wanted)
         if found is None or self.raw is None or token == self.tokens[row]:
             return found
@@ -158,17 +159,17 @@ class SampledTokens:
 
 
 class Launcher:
-    """Launches steps of one runtime. seconds: spent in the model's forward so far, or waiting for it."""
+    """Launches the steps of one model. seconds: total time in the forward pass, or waiting for it."""
 
     def __init__(self, runtime: Model, pictures: ImageEmbeds | None = None) -> None:
         self._runtime, self._pictures, self.seconds = runtime, pictures, 0.0
-        self._memory, self._params, self.masks = BatchMemory(runtime.numbers), SamplingTable(lands=True), LogitMasks()
+        self._memory, self._params, self.masks = InputBatch(runtime.numbers), SamplingTable(lands=True), LogitMasks()
 
     def launch(self, plan: StepPlan, sequences: List[Sequence], known: List[Sequence] = (),
-               before: InFlight | None = None, promise: PendingDrafts | None = None) -> InFlight:
-        """Carry the plan out; draw for its rows, and for the sequences whose logits are known. before: the step whose
-        tokens those rows take that say so. promise: has the rows' drafts. Never raises."""
-        flight = InFlight(plan, [], promise=promise)
+               before: InFlight | None = None, pending: PendingDrafts | None = None) -> InFlight:
+        """Carries out the plan and samples for its rows, and for the sequences whose logits are known. before: the step
+        whose tokens rows with `drawn` take. pending: has the rows' drafts. Never raises: see `InFlight.error`."""
+        flight = InFlight(plan, [], pending=pending)
         try:
             self._launch(flight, sequences, known, before)
         except Exception as error:
@@ -176,7 +177,7 @@ class Launcher:
         return flight
 
     def wait(self, flight: InFlight) -> SampledTokens | None:
-        """What the step has drawn, if anything; then all that it gives is there."""
+        """Waits for the step. Returns its sampled tokens, if any."""
         if flight.arrived:
             began = time.perf_counter()
             flight.arrived.synchronize()
@@ -187,7 +188,7 @@ class Launcher:
             numbers = flight.sampling.landing.tolist()
             sound = numbers[len(numbers) // 2:]
             return SampledTokens(flight.sampled, numbers[:len(sound)], sound, sound, flight.raw)
-        return flight.tokens or _chosen(flight.sampled, flight.raw)
+        return flight.tokens or _sampled_tokens(flight.sampled, flight.raw)
 
     @torch.inference_mode()
     def _launch(self, flight: InFlight, sequences: List[Sequence], known: List[Sequence],
@@ -201,15 +202,15 @@ class Launcher:
             assert sequence.cache is not None
             flight.scheduled.append(ScheduledSequence(sequence, sequence.cache))
         if flight.plan.operations:
-            runtime.cache.apply_operations(flight.plan.operations)
-        drawing = [share for share in flight.scheduled if share.row is None or share.row.logits > share.row.scored]
-        asked = self.masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
+            runtime.cache.operations.apply(flight.plan.operations)
+        drawing = [each for each in flight.scheduled if each.row is None or each.row.logits > each.row.scored]
+        asked = self.masks.ask([(each.sequence, each.draft_tokens) for each in drawing])
         if flight.plan.rows:
             self._run(flight, logits, before)
         for sequence in known:
-            # a draw may write into them, and what came from a tier lies on the host
-            logits.append(sequence.logits[None].to(runtime.device, copy=True))
-            sequence.logits = None
+            # sampling may write to them, and those from a tier are on the host
+            logits.append(sequence.sampler.logits[None].to(runtime.device, copy=True))
+            sequence.sampler.logits = None
         draws = _draws(drawing, asked)
         if draws:
             self._draw(flight, draws, logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -218,27 +219,28 @@ class Launcher:
             flight.arrived.record(torch.cuda.current_stream(runtime.device))
 
     def _run(self, flight: InFlight, logits: list[Tensor], before: InFlight | None) -> None:
-        """Run the plan's rows."""
-        runtime, wanting = self._runtime, [share for share in flight.scheduled if share.row and share.row.hidden]
+        """Runs the plan's rows."""
+        runtime, wanting = self._runtime, [each for each in flight.scheduled if each.row and each.row.hidden]
         rows = flight.plan.rows
-        drawn: Tensor | Promised | None = before.drawn if before else None
-        if flight.promise and any(row.drafts for row in rows):
-            drawn = flight.promise.on_device(rows, [share.sequence for share in flight.scheduled if share.row])
+        drawn: Tensor | DeviceTokens | None = before.drawn if before else None
+        if flight.pending and any(row.drafts for row in rows):
+            drawn = flight.pending.on_device(rows, [each.sequence for each in flight.scheduled if each.row])
         began = time.perf_counter()
         if runtime.options.batch_invariant:
-            assert not isinstance(drawn, Promised)
+            assert not isinstance(drawn, DeviceTokens)
             found = self._run_alone(rows, drawn)
         else:
             batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
                           drawn=drawn, memory=self._memory,
-                          rows_of=self._pictures.rows if self._pictures else None, verified=runtime.verifies)
+                          image_rows=self._pictures.rows if self._pictures else None,
+                          verified=runtime.capabilities.verifies)
             flight.batch = batch
             if wanting:
                 found, hidden = runtime.run_hidden(batch)
                 assert hidden is not None
-                for index, share in enumerate(wanting):
-                    share.vector = index
-                last = [share.start + len(share.row.tokens) - 1 for share in wanting if share.row]
+                for index, each in enumerate(wanting):
+                    each.vector = index
+                last = [each.start + len(each.row.tokens) - 1 for each in wanting if each.row]
                 flight.vectors = hidden[last].to("cpu", non_blocking=True)
             else:
                 found = runtime.run(batch)
@@ -246,83 +248,133 @@ class Launcher:
         self.seconds += time.perf_counter() - began
 
     def _run_alone(self, rows: List[PlannedRow], drawn: Tensor | None) -> Tensor:
-        """The logits [L, V] of these rows, whose tokens are computed one by one."""
+        """Returns the logits [L, V] of these rows, computed token by token."""
         runtime, kept = self._runtime, dict[int, Tensor]()
         for part in passes(rows):
             taken = drawn if part.rows[0].drawn is not None else None
             found = runtime.run(build(StepPlan(part.rows), runtime.device, drawn=taken, memory=self._memory))
             kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
             if part.copies:
-                runtime.cache.apply_operations(part.copies)
+                runtime.cache.operations.apply(part.copies)
         return torch.stack([kept[wanted] for wanted in sorted(kept)]) if kept else found[:0]
 
     def _draw(self, flight: InFlight, draws: list[SampleRow], logits: Tensor) -> None:
-        """logits [L, V]: those of all draws; a draw may write into them."""
-        for share in flight.scheduled:
-            if share.draw is not None and not share.draft_tokens and _keeps_end(share):
-                share.end = logits[share.draw].clone()
+        """logits [L, V]: those of all draws; sampling may write to them."""
+        for each in flight.scheduled:
+            if each.draw is not None and not each.draft_tokens and _keeps_logits(each):
+                each.end = logits[each.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
             flight.raw = logits.clone()
-        flight.sampling = self._params.of(draws, logits.device, logits.shape[1], _begins(flight))
+        flight.sampling = self._params.of(draws, logits.device, logits.shape[1], _device_cursors(flight))
         sampled = self._runtime.sample(logits, flight.sampling)
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if not sampled.tokens.is_cuda:
-            flight.tokens = _chosen(sampled, flight.raw)
+            flight.tokens = _sampled_tokens(sampled, flight.raw)
         elif not sampled.landed:
             flight.sampled = _on_host(sampled)
 
 
-def _draws(shares: List[ScheduledSequence], asked: Asked) -> list[SampleRow]:
-    """All draws of a step, in the order of its logits."""
+def _draws(scheduled: List[ScheduledSequence], asked: Asked) -> list[SampleRow]:
+    """The draws of a step, in the order of its logits."""
     draws = list[SampleRow]()
-    for share in shares:
-        masks, share.draw = None, len(draws)
+    for each in scheduled:
+        masks, each.draw = None, len(draws)
         try:
-            masks = asked[share.sequence].result() if share.sequence in asked else None
+            masks = asked[each.sequence].result() if each.sequence in asked else None
         except Exception as error:
-            share.error = error  # the others of the step have nothing to do with it
-        draws += share.draws(masks)
+            each.error = error  # it ends this sequence alone
+        draws += each.draws(masks)
     return draws
 
 
-def _begins(flight: InFlight) -> Tensor | None:
-    """The cursors of a step's rows, where only the device knows them."""
+def _device_cursors(flight: InFlight) -> Tensor | None:
+    """The cursors of a step's rows, if only the device has them."""
     unknown = any(row.accepts for row in flight.plan.rows)
     return flight.batch.done if unknown and flight.batch else None
 
 
 def _scored(flight: InFlight, logits: Tensor) -> Tensor:
-    """Have the shares score what they are to score; returns the logits that are drawn from."""
+    """Computes the log probabilities of prompt tokens. Returns the logits to sample from."""
     drawn, at = list[Tensor](), 0
-    for share in flight.scheduled:
-        if share.row is None:
+    for each in flight.scheduled:
+        if each.row is None:
             continue
-        end, row, sequence = at + share.row.scored, share.row, share.sequence
+        end, row, sequence = at + each.row.scored, each.row, each.sequence
         if row.scored:
             first = row.done + len(row.tokens) - row.logits + 1
-            share.scores = scores_of(logits[at:end], sequence.tokens[first:first + row.scored],
+            each.scores = scores_of(logits[at:end], sequence.tokens[first:first + row.scored],
                                      sequence.sampling.prompt_logprobs or 0)
         drawn.append(logits[end:at + row.logits])
         at += row.logits
     return torch.cat(drawn)
 
 
-def _chosen(sampled: Sampled, raw: Tensor | None) -> SampledTokens:
+def _sampled_tokens(sampled: Sampled, raw: Tensor | None) -> SampledTokens:
     return SampledTokens(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
 
 
-def _keeps_end(share: ScheduledSequence) -> bool:
-    done = share.row.done + len(share.row.tokens) if share.row else share.cache.done
+def _keeps_logits(each: ScheduledSequence) -> bool:
+    done = each.row.done + len(each.row.tokens) if each.row else each.cache.done
     return (
-        done in share.cache.checkpoint_slots
-        or share.sequence.needs_fork
-        or bool(share.sequence.request.logits_processors)
+        done in each.cache.checkpoint_slots
+        or each.sequence.needs_fork
+        or bool(each.sequence.request.logits_processors)
     )
 
 
 def _on_host(sampled: Sampled) -> Sampled:
-    """Copies in pinned memory, which are there when the device has come so far."""
+    """Copies in pinned memory, complete when the device gets there."""
     tensors = {name: value for name in Sampled.__slots__ if isinstance(value := getattr(sampled, name), Tensor)}
     copies = {tensor: tensor.to("cpu", non_blocking=True) for tensor in {*tensors.values()}}
     found: dict[str, Any] = {name: copies[tensor] for name, tensor in tensors.items()}
     return replace(sampled, **found)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A few rows of one token, either all of known tokens or none. kept: rows whose logits are wanted, and their places
+    among the step's. copies: checkpoints to write after the pass."""
+
+    rows: tuple[PlannedRow, ...]
+    kept: tuple[tuple[int, int], ...]
+    copies: tuple[CopySlot, ...]
+
+
+def passes(rows: List[PlannedRow]) -> Iterator[Pass]:
+    """Yields passes of few single tokens that do the same as a step of these rows, so that no sum depends on what else
+    is in the step (`--batch-invariant`). Rows must have no drafts, images or tokens in delta logs."""
+    firsts, total = list[int](), 0  # where the logits of a row's first token would be
+    for row in rows:
+        assert not row.drafts and not row.append and not row.images
+        firsts.append(total + row.logits - len(row.tokens))
+        total += row.logits
+    for index in range(max((len(row.tokens) for row in rows), default=0)):
+        there = [number for number, row in enumerate(rows) if index < len(row.tokens)]
+        for unknown in (True, False):
+            some = [number for number in there if (rows[number].drawn is not None) == unknown]
+            for start in range(0, len(some), FEW_ROWS):
+                yield _pass(rows, some[start:start + FEW_ROWS], index, firsts)
+
+
+def _pass(rows: List[PlannedRow], numbers: List[int], index: int, firsts: List[int]) -> Pass:
+    kept = tuple((place, firsts[number] + index) for place, number in enumerate(numbers)
+                 if index >= len(rows[number].tokens) - rows[number].logits)
+    copies = tuple(
+        CopySlot(_target(rows[number]), slot)
+        for number in numbers
+        for position, slot in rows[number].checkpoints
+        if position == rows[number].done + index + 1
+    )
+    return Pass(tuple(_single(rows[number], index) for number in numbers), kept, copies)
+
+
+def _single(row: PlannedRow, index: int) -> PlannedRow:
+    """The row of the token `index` alone. It wants its logits, as all rows of a bucket do."""
+    rotary = row.rotary if isinstance(row.rotary, int) else (
+        row.rotary[0][index:index + 1], row.rotary[1][index:index + 1], row.rotary[2][index:index + 1])
+    return replace(row, tokens=row.tokens[index:index + 1], done=row.done + index, logits=1, checkpoints=(), base=None,
+                   scored=0, slot=_target(row) if index else row.slot, rotary=rotary)
+
+
+def _target(row: PlannedRow) -> int:
+    return row.slot if row.target is None else row.target

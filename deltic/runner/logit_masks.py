@@ -1,4 +1,4 @@
-"""Which tokens constrained sequences may draw: worked out while the step runs whose logits they are for."""
+"""The allowed tokens of sequences with constraints, computed while the step runs."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from deltic.engine.fair_executor import FairExecutor
 from deltic.engine.sequence import Sequence
 
 _THREADS = 2
-"""Masks are made without the interpreter's lock, each within a fraction of a millisecond as a rule."""
+"""Masks are computed without the interpreter's lock, usually in a fraction of a millisecond."""
 SLOW = 0.002
-"""Seconds of a processor per mask from which on the masks of a sequence count as slow. Its next one is made before it
-may run again, so that the others of a step do not wait for it."""
+"""Processor seconds per mask from which on a sequence's masks are slow: its next one is computed before it may run
+again, so that the others do not wait for it."""
 
 Asked = Mapping[Sequence, "Future[list[bytes | None]]"]
-"""By sequence: for the next token, and for those after each draft, which tokens may come; None: all."""
+"""By sequence: the masks of the next token and of the token after each draft; None: all are allowed."""
 
 
 class LogitMasks:
-    """Asks the sequences' constraints, in threads of its own."""
+    """Computes masks in threads."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
         self._slow_threads: FairExecutor | None = None
 
     def begin(self, running: List[Sequence]) -> None:
-        """Have the next mask made of each sequence whose last ones were slow, in a thread of their own, in which
-        clients take turns by processor time. They have no drafts."""
+        """Starts the next mask of each sequence with slow masks, in a thread that clients share by processor time. Such
+        sequences have no drafts."""
         for sequence in running:
-            if slow(sequence) and sequence.mask is None and sequence.answering:
+            if slow(sequence) and sequence.sampler.mask is None and sequence.answering:
                 self._slow_threads = self._slow_threads or FairExecutor(1, "deltic-slow-masks")
-                sequence.mask = self._slow_threads.submit(sequence.client, partial(_masks, sequence, ()))
+                sequence.sampler.mask = self._slow_threads.submit(sequence.client, partial(_masks, sequence, ()))
 
     def ask(self, sequences: List[tuple[Sequence, tuple[int, ...]]]) -> Asked:
-        """Have masks made for those of the sequences that are constrained, each with its drafts."""
+        """Starts the masks of the sequences with constraints, for their next tokens and drafts."""
         wanted = [(sequence, drafts) for sequence, drafts in sequences if sequence.constraint]
         if wanted and self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, "deltic-masks")
@@ -48,20 +48,20 @@ class LogitMasks:
 
     @staticmethod
     def _asked(threads: ThreadPoolExecutor, sequence: Sequence, drafts: tuple[int, ...]) -> Future[list[bytes | None]]:
-        """The mask that was begun before the step, if that has no drafts: it may have become slow with drafts made."""
-        begun, sequence.mask = sequence.mask, None
+        """Uses a mask that was started before the step, if the sequence has no drafts."""
+        begun, sequence.sampler.mask = sequence.sampler.mask, None
         if begun is None:
             return threads.submit(_masks, sequence, drafts)
         return threads.submit(_masks_after, begun, sequence, drafts) if drafts else begun
 
 
 def slow(sequence: Sequence) -> bool:
-    """Whether the last masks of a sequence were slow."""
-    return sequence.mask_seconds >= SLOW
+    """True if the last masks of a sequence were slow."""
+    return sequence.sampler.mask_seconds >= SLOW
 
 
 def offsets(mask: bytes, vocabulary: int, device: torch.device) -> Tensor:
-    """What is added to logits [vocabulary] float32: 0 where the mask's bit is set, elsewhere minus infinity."""
+    """Offsets [vocabulary] float32 of logits: 0 where the mask's bit is set, -inf elsewhere."""
     size = -(-vocabulary // 8)
     whole = torch.frombuffer(bytearray(mask[:size].ljust(size, b"\0")), dtype=torch.uint8)
     return _table(device)[whole.to(device).int()].view(-1)[:vocabulary]
@@ -75,19 +75,19 @@ def _masks(sequence: Sequence, drafts: tuple[int, ...]) -> list[bytes | None]:
     assert sequence.constraint
     began = time.thread_time()
     masks = sequence.constraint.allowed(drafts)
-    sequence.mask_seconds = (time.thread_time() - began) / len(masks)
-    return [mask and _held_back(sequence, mask, sequence.generated + place) for place, mask in enumerate(masks)]
+    sequence.sampler.mask_seconds = (time.thread_time() - began) / len(masks)
+    return [mask and _without_ends(sequence, mask, sequence.generated + place) for place, mask in enumerate(masks)]
 
 
 def _masks_after(begun: Future[list[bytes | None]], sequence: Sequence, drafts: tuple[int, ...]
                  ) -> list[bytes | None]:
-    """The masks, once the one that was begun is made: a constraint works for one thread at a time."""
+    """The masks, after the one that was started: a constraint serves one thread at a time."""
     begun.exception()
     return _masks(sequence, drafts)
 
 
-def _held_back(sequence: Sequence, mask: bytes, generated: int) -> bytes:
-    """The mask without the ends that are not to come yet, unless nothing else may."""
+def _without_ends(sequence: Sequence, mask: bytes, generated: int) -> bytes:
+    """The mask without the end tokens that are not allowed yet, unless nothing else is allowed."""
     params = sequence.sampling
     if generated < params.min_tokens:
         ends = sequence.eos
@@ -104,6 +104,6 @@ def _held_back(sequence: Sequence, mask: bytes, generated: int) -> bytes:
 
 @cache
 def _table(device: torch.device) -> Tensor:
-    """The offsets [256, 8] that eight bits stand for."""
+    """The offsets [256, 8] of each byte of a mask."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return torch.where(bits == 1, 0.0, -torch.inf).to(device)

@@ -1,4 +1,4 @@
-"""A model loaded and ready to step: decoder, cache and limits, and the one function that runs a batch."""
+"""A loaded model: decoder, cache and limits, and the one function that runs a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
-from deltic.cache.offload.deferred_open import DeferredRecords
 from deltic.cache.offload.disk import DiskRecords
 from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
@@ -23,14 +22,14 @@ from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops
+from deltic.ops.capabilities import Capabilities
 from deltic.ops.cpu import use_torch_threads
 from deltic.ops.types import Batch, CacheViews, Sampled, Sampling
 from deltic.params import Auto, Mtp
-from deltic.runner.buckets import recorded_buckets
-from deltic.runner.cuda_graphs import CudaGraphs
+from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_buckets
 from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
-from deltic.runner.input_batch import FEW_ROWS, BatchMemory, Numbers, build, draft_buckets
+from deltic.runner.input_batch import FEW_ROWS, BucketNumbers, InputBatch, build
 from deltic.runner.model import Model
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 
@@ -39,7 +38,7 @@ log = logging.getLogger("deltic")
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """One layer's output for the last token of a step: what to look at when a model talks nonsense."""
+    """Statistics of a layer's output for the last token of a step, to find broken layers."""
 
     layer: int
     size: int
@@ -54,23 +53,23 @@ class LayerStatistics:
 class ModelRunner:
     """A `Model` on this machine.
 
-    path: the model's directory or file, None for random weights.
-    threads: those that compute for it.
-    tokenizer: its texts, where they are no files of the directory.
-    notes: small texts that shall outlive the process, if there is a cache directory.
+    path: the model's directory or file; None: random weights.
+    threads: CPU threads.
+    tokenizer: its texts, if they are not files of the directory.
+    notes: small records on disk, if there is a cache directory.
     mtp: the model's draft head, if it is used.
-    encode: makes rows of pictures, if the model sees, with `vision`.
+    encode, vision: the vision tower, if there is one.
     statistics: the last step's layer outputs, if `options.debug_layers`.
-    hooks: see every layer's output, and may change it; while there are any the layers are computed one by one.
-    profiler: is given each batch before its step, while a profile is taken.
+    hooks: called with each layer's output, which they may replace; layers are then computed one by one.
+    profiler: called with each batch before its step, while a profile is taken.
 
-    The others follow from these.
+    These are derived:
 
-    views: the cache's tensors, layer by layer.
-    step: runs a batch in one call, where the ops have that.
+    views: the cache's tensors by layer.
+    step: runs a batch in one native call, if the ops have one.
     mtp_runner: the draft head over this cache.
     graphs: replays decode steps, on a GPU.
-    verifies, defers_state_writes, numbers: as in `Model`.
+    capabilities, numbers: as in `Model`.
     """
 
     name: str
@@ -83,7 +82,7 @@ class ModelRunner:
     cache: HybridCache
     threads: int
     tokenizer: TokenizerTexts | None = None
-    notes: DiskRecords | DeferredRecords | None = None
+    notes: DiskRecords | None = None
     mtp: MtpHead | None = None
     encode: Encode | None = None
     vision: Vision | None = None
@@ -96,9 +95,8 @@ class ModelRunner:
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
     graphs: CudaGraphs | None = field(init=False)
-    verifies: bool = field(init=False)
-    defers_state_writes: bool = field(init=False)
-    numbers: Numbers = field(init=False, default_factory=dict)
+    capabilities: Capabilities = field(init=False)
+    numbers: BucketNumbers = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         pools, ops = self.pools, self.decoder.ops
@@ -110,14 +108,19 @@ class ModelRunner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
         self.graphs = (CudaGraphs(lambda batch: self._follow(batch)[0])
                        if self.options.device.startswith("cuda") and not self.options.debug_layers
-                       # torch's mixture of experts asks the device which experts there are
+                       # torch's mixture of experts waits for the device
                        and (self.config.experts is None or self.step is not None) else None)
-        fast = self.graphs is not None and self.step is not None and (self.mtp_runner is None or self.mtp_runner.ahead)
+        fast = (
+            self.graphs is not None
+            and self.step is not None
+            and (self.mtp_runner is None or self.mtp_runner.drafts_on_device)
+        )
         if isinstance(self.options.speculation, Auto) and self.options.device != "cpu" and not fast:
-            self.mtp_runner = None  # torch would serve it, one op at a time
-        # where kernels of our own serve steps with drafts, and the head if there is one
-        self.verifies = fast and pools.delta_logs is not None and not self.options.batch_invariant
-        self.defers_state_writes = self.verifies and self.config.linear is not None
+            self.mtp_runner = None  # torch would compute it op by op, which is too slow
+        verifies = fast and pools.delta_logs is not None and not self.options.batch_invariant
+        defers = verifies and self.config.linear is not None
+        self.capabilities = Capabilities(pools.device.type != "cpu", FEW_ROWS if verifies else None,
+                                         FEW_ROWS + 1 if defers else None)
 
     @property
     def pools(self) -> CachePools:
@@ -127,7 +130,7 @@ class ModelRunner:
 
     @property
     def ops(self) -> Ops:
-        """What it computes with."""
+        """The ops of its layers."""
         return self.decoder.ops
 
     @property
@@ -135,14 +138,14 @@ class ModelRunner:
         return self.pools.device
 
     def run(self, batch: Batch) -> Tensor:
-        """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
+        """Runs one step. Returns the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
         the batch must ask for the hidden states."""
         return self.run_hidden(batch)[0]
 
     @torch.inference_mode()
     def run_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """As `run`; with the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks for
-        them."""
+        """As `run`; also returns the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks
+        for them."""
         use_torch_threads(self.decoder.ops, self.threads)
         if batch.padded is not None:
             self.pools.wait()
@@ -156,7 +159,7 @@ class ModelRunner:
         return self._follow(batch)
 
     def _follow(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """A step, and the draft head after it."""
+        """Runs a step, and the draft head after it."""
         logits, hidden = self._forward(batch)
         hidden = None if hidden is None else hidden.float()
         if self.mtp_runner is not None:
@@ -167,21 +170,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """On a GPU: record the graphs of all steps that only decode, with drafts and without, and load what draws;
-        nothing is left to be compiled for them afterwards. Writes to page 0, slot 0 and replay ring 0, so that nobody
-        may have taken those yet."""
-        if self.graphs is None or (self.mtp_runner is not None and not self.verifies):
+        """On a GPU: records the graphs of all decode steps, with drafts and without, and loads the sampling kernels.
+        Writes to page 0, slot 0 and delta log 0, which must be free."""
+        if self.graphs is None or (self.mtp_runner is not None and not self.capabilities.verifies):
             return
-        head, memory = self.mtp_runner is not None, BatchMemory(self.numbers)
+        head, memory = self.mtp_runner is not None, InputBatch(self.numbers)
         began, most = time.perf_counter(), FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
         for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
-            deferred = self.defers_state_writes and rows > FEW_ROWS
+            deferred = self.capabilities.defers_state_writes and rows > FEW_ROWS
             row = PlannedRow((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
             logits = self.run(build(StepPlan((row,) * rows), self.device, hidden=head, memory=memory,
-                                    verified=self.verifies))
-        if self.verifies and (self._drafts or self.defers_state_writes):
+                                    verified=self.capabilities.verifies))
+        if self.capabilities.verifies and (self._drafts or self.capabilities.defers_state_writes):
             self._warm_up_rings(memory)
-            self.ops.fold_ring(self.views.states, 0, 0, 0, 1, 0)
+            self.ops.flush_delta_log(self.views.states, 0, 0, 0, 1, 0)
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)
@@ -190,19 +192,19 @@ class ModelRunner:
 
     @property
     def _drafts(self) -> int:
-        """The most drafts of a step."""
+        """The largest number of drafts of a row."""
         speculation = self.options.speculation
         if isinstance(speculation, Auto):
             return Mtp().tokens if self.mtp_runner else 0
         return speculation.tokens if speculation else 0
 
-    def _warm_up_rings(self, memory: BatchMemory) -> None:
-        """Steps of few rows with drafts, or with tokens that were left in replay rings."""
+    def _warm_up_rings(self, memory: InputBatch) -> None:
+        """Records steps of few rows with drafts, or with tokens in delta logs."""
         most, head = self._drafts, self.mtp_runner
         for rows, pages in draft_buckets(min(self.memory.max_batch, FEW_ROWS), self.memory.max_context):
             each = 1
             while each < 2 * (most + 1):
-                # as if one token had been left in the ring before, or as many were appended
+                # one token is in the delta log, or all are appended
                 row = PlannedRow(
                     (0,) * min(each, most + 1),
                     int(each == 1),
@@ -220,11 +222,11 @@ class ModelRunner:
                     head.record(rows, pages, drafts)
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
-        """Choose from logits [L, V] float32, which may be changed."""
+        """Samples from logits [L, V] float32, which it may change."""
         return self.decoder.ops.sample(logits, sampling)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Logits, and the hidden states of all tokens where the batch asks for them."""
+        """Returns logits, and the hidden states of all tokens if the batch asks for them."""
         observer = self._observer()
         found = self.step(batch) if self.step is not None and observer is None else None
         if found is not None:

@@ -1,4 +1,4 @@
-"""From sequences to the tensors of a draw. The draw itself is `ops.sample`."""
+"""Sampling parameters of a step as tensors. `ops.sample` samples with them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from deltic.ops.noise import answer_key, sample_key
 from deltic.ops.types import Adjust, LogitTable, Sampled, Sampling
 from deltic.params import SamplingParams, TokenLogprobs
 from deltic.runner.logit_masks import forbids, offsets
-from deltic.runner.penalties import Penalties, penalizes, wanted
+from deltic.runner.penalties import Penalties, changes_logits, penalizes
 from deltic.runner.upload import HostToDeviceBuffer, upload
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One draw: the sequence's next token, or, supposing that the drafts `ahead` are right, the one after them. mask:
-    which tokens may come, as a `Constraint` says; None: all."""
+    """One draw: the sequence's next token, or the one after these drafts, if they are right. mask: the allowed tokens,
+    as in `Constraint`; None: all."""
 
     sequence: Sequence
-    ahead: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
     mask: bytes | None = None
 
     @property
     def position(self) -> int:
-        """Of the token that is drawn."""
-        return len(self.sequence.tokens) + len(self.ahead)
+        """The position of the sampled token."""
+        return len(self.sequence.tokens) + len(self.drafts)
 
 
 class AnswerKeys:
-    """The keys of answers on a device, which stay as long as the same sequences draw."""
+    """The noise keys of answers on a device, kept while the same sequences sample."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self._keys = torch.empty(0, dtype=torch.int64)
 
     def of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
-        """[R] int64, as `row_keys` wants them."""
+        """[R] int64, for `row_keys`."""
         if sequences != self._sequences or self._keys.device != device:
             known = array("q", [answer_key(sequence.seed, sequence.choice) for sequence in sequences])
             self._sequences, self._keys = sequences, upload(known, torch.int64, device)
@@ -51,13 +51,13 @@ class AnswerKeys:
 
 
 class SamplingTable:
-    """The parameters of one step's draws after another's: all but keys and penalties stay as long as the same sequences
-    draw. On a CPU what is drawn with them stays only until the next draw."""
+    """The sampling parameters of successive steps: all but keys and penalties are kept while the same sequences sample.
+    On a CPU results are valid until the next draw."""
 
     def __init__(self, lands: bool = False) -> None:
-        """lands: a GPU is to write what it draws to memory of the host, to be read before the next draw but one."""
+        """lands: a GPU writes its results to host memory, which must be read before the next draw but one."""
         self._lands, self._turn = lands, 0
-        self._landings: dict[tuple[int, int], Tensor] = {}  # kept: a step that nobody waits for writes there, too
+        self._landings: dict[tuple[int, int], Tensor] = {}  # kept: a step that is not collected writes there, too
         self._sequences: list[Sequence] = []
         self._sampling = Sampling(*(torch.empty(0),) * 5)
         self._adjusts, self._keys = False, HostToDeviceBuffer(torch.empty(0, dtype=torch.int64))
@@ -67,8 +67,8 @@ class SamplingTable:
     def of(
         self, draws: List[SampleRow], device: torch.device, vocabulary: int, begins: Tensor | None = None
     ) -> Sampling:
-        """Row i makes draw i. vocabulary: of how many tokens there are logits. begins [R] int64, on the device: the
-        cursors of rows of as many tokens each, after which the draws are; None: the host knows their places."""
+        """Returns the parameters; row i is draw i. vocabulary: the number of logits. begins [R] int64, on the device:
+        the cursors of the rows, which have equally many draws; None: the host knows the positions."""
         sequences = [draw.sequence for draw in draws]
         if sequences != self._sequences:
             params = [sequence.sampling for sequence in sequences]
@@ -102,7 +102,7 @@ class SamplingTable:
 
 
 def sampling_of(draws: List[SampleRow], device: torch.device, vocabulary: int) -> Sampling:
-    """As `SamplingTable.of`, for draws that nothing is known of."""
+    """As `SamplingTable.of`, without a table."""
     return SamplingTable().of(draws, device, vocabulary)
 
 
@@ -123,7 +123,7 @@ def _sampling(params: List[SamplingParams], device: torch.device) -> Sampling:
 
 @cache
 def _greedy(rows: int, device: torch.device) -> Sampling:
-    """What every step of nothing but greedy sequences has."""
+    """The parameters of greedy sequences without reports."""
     zeros, integers = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
     return Sampling(zeros, integers, zeros + 1, zeros, integers)
 
@@ -140,11 +140,11 @@ def _adjust(draws: List[SampleRow], device: torch.device, vocabulary: int) -> Ad
     tables, singles, prompts = list[LogitTable](), list[tuple[int, int, float, float]](), dict[int, Penalties]()
     for row, draw in enumerate(draws):
         mask, table = draw.mask, None
-        if wanted(draw.sequence):
+        if changes_logits(draw.sequence):
             penalties = _penalties(draw.sequence, device, vocabulary, prompts)
             table = penalties.table(draw.sequence, row, vocabulary)
-            if table and draw.ahead:
-                singles += [(row, *entry) for entry in penalties.ahead(draw.sequence, draw.ahead)
+            if table and draw.drafts:
+                singles += [(row, *entry) for entry in penalties.after_drafts(draw.sequence, draw.drafts)
                             if entry[0] < vocabulary and not (mask and forbids(mask, entry[0]))]
         if mask is not None:
             table = _masked(table or LogitTable(row, None, None), mask, vocabulary, device)
@@ -160,25 +160,25 @@ def _adjust(draws: List[SampleRow], device: torch.device, vocabulary: int) -> Ad
 
 
 def _masked(table: LogitTable, mask: bytes, vocabulary: int, device: torch.device) -> LogitTable:
-    """The same, with what the mask forbids."""
+    """Adds a mask to a table."""
     masked = offsets(mask, vocabulary, device)
     return replace(table, offset=masked if table.offset is None else masked.add_(table.offset))
 
 
 def _penalties(sequence: Sequence, device: torch.device, vocabulary: int, prompts: dict[int, Penalties]) -> Penalties:
-    """The sequence's own. prompts: those of requests at the end of their prompts, the same for all choices."""
-    known: Penalties | None = sequence.penalties
+    """The penalties of a sequence. prompts: those at the ends of prompts by request, shared by all choices."""
+    known: Penalties | None = sequence.sampler.penalties
     if known is None:
         shared = None if sequence.generated else prompts.get(id(sequence.request))
         known = shared.fork() if shared else Penalties(sequence, vocabulary, device)
         if not sequence.generated:
             prompts[id(sequence.request)] = known
-        sequence.penalties = known
+        sequence.sampler.penalties = known
     return known
 
 
 def logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:
-    """The report of one row, as many of the top tokens as its request wants."""
+    """The log probabilities of one row, with as many top tokens as its request wants."""
     if wanted is None or sampled.logprobs is None or sampled.top_tokens is None or sampled.top_logprobs is None:
         return None
     top = zip(sampled.top_tokens[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist(), strict=True)
@@ -187,8 +187,7 @@ def logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class TokenRanks:
-    """Of n known tokens: their log probabilities [n] float32, their ranks [n], and the k most probable tokens with
-    theirs [n, k]."""
+    """Log probabilities [n] float32 and ranks [n] of n known tokens, and those of the k most probable tokens [n, k]."""
 
     token: Tensor
     rank: Tensor
@@ -196,16 +195,17 @@ class TokenRanks:
     top_tokens: Tensor
 
     def report(self) -> list[TokenLogprobs]:
-        """Waits until they are there."""
+        """Waits for the device."""
         tops = zip(self.top_tokens.tolist(), self.top.tolist(), strict=True)
         return [TokenLogprobs(token, tuple(zip(*top, strict=True)), rank)
                 for token, rank, top in zip(self.token.tolist(), self.rank.tolist(), tops, strict=True)]
 
 
 def scores_of(logits: Tensor, tokens: List[int], top: int) -> TokenRanks:
-    """How probable each of the tokens was, and so many others. logits [n, V]: those that each was to be drawn from.
+    """Log probabilities of known tokens and of the `top` most probable ones. logits [n, V]: one row for each token.
 
-    The most probable ones are taken row by row: which of several equal ones a GPU takes depends on the number of rows.
+    The most probable ones are selected row by row, because the choice among equal ones on a GPU depends on the number
+    of rows.
     """
     chances = logits.double().log_softmax(-1)
     known = chances.gather(1, torch.tensor(list(tokens), device=logits.device)[:, None])

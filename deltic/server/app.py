@@ -1,4 +1,4 @@
-"""The server: `create_app` for any ASGI host, `serve` to run it."""
+"""The server: `create_app` returns an ASGI application, `serve` runs it."""
 
 from __future__ import annotations
 
@@ -20,45 +20,34 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from deltic.engine.fair_executor import FairExecutor
-from deltic.engine.stats import snapshot
+from deltic.config import Limits
 from deltic.errors import ConfigError
 from deltic.llm import LLM
-from deltic.server import openapi, page, requests
-from deltic.server.anthropic import routes as anthropic
-from deltic.server.api_keys import ApiKeyAuth
-from deltic.server.async_engine import STUCK_AFTER, AsyncEngine, QueueLimits
+from deltic.server import anthropic, embeddings, model_routes, ollama, openai, openapi, operations, page, responses
+from deltic.server.async_engine import STUCK_AFTER
 from deltic.server.body import BodyReader
-from deltic.server.embeddings import routes as embeddings
-from deltic.server.embeddings.service import EmbeddingService, Services
-from deltic.server.executors import Executors
-from deltic.server.fields import IGNORED_HEADER
-from deltic.server.host_check import HostCheck, refusal
-from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
-from deltic.server.metrics import CONTENT_TYPE, ended_early, exposition
-from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, only
-from deltic.server.models import routes as model_routes
-from deltic.server.ollama import routes as ollama
-from deltic.server.openai import routes as openai
-from deltic.server.openai.formatting import error_response
+from deltic.server.embeddings import EmbeddingService, Services
+from deltic.server.errors import Problem, problem_of, refusal
+from deltic.server.generation import names_of, public_name
+from deltic.server.middleware import ApiKeyAuth, HostCheck
+from deltic.server.models import ModelRegistry, ModelSet, ModelSource, only
 from deltic.server.records import ID_HEADERS, ActiveRequests, RequestRecorder
 from deltic.server.request_log import RequestLog
-from deltic.server.responses import routes as responses
-from deltic.server.responses.store import ResponseStore
+from deltic.server.response_store import ResponseStore
+from deltic.server.routing import IGNORED_HEADER, Check
 from deltic.server.run import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of
-from deltic.server.served_model import ServedModel, names_of, public_name
 
-__all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", "listen", "listen_unix", "serve",
-           "tls_context"]
+__all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", "create_encoder_app", "listen",
+           "listen_unix", "serve", "serve_encoders", "tls_context"]
 
 DRAIN_SECONDS: Final = 30.0
-"""Seconds that running requests have when the server is asked to end."""
-
-_MOST_PARTS = 8  # of an unknown path, of which one is looked for that is known
+"""Seconds for running requests when the server is asked to end."""
+_MOST_PARTS: Final = 8
+"""Parts of an unknown path that are compared with known paths."""
 
 
 class AppOptions(TypedDict, total=False):
-    """What `create_app` can be told."""
+    """Options of `create_app`."""
 
     served_name: str | None
     api_keys: Mapping[str, str | None]
@@ -77,99 +66,160 @@ _DEFAULTS: Final[AppOptions] = {
 
 
 def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
-    """An ASGI application that serves a model within its options' limits; the process may use it at the same time. Or
-    several models, which are loaded when they are asked for. Limits of connections are kept by `serve`, not here.
+    """Returns an ASGI application that serves a model, or a set of models that are loaded on demand.
 
-    served_name: the model's name for clients. api_keys: what clients must send, if anything, and the names of those to
-    whom the keys belong; without a name (None) a key has an owner of its own. share_prefix_cache: owners of keys share
-    what is kept of prompts. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which
-    it may be asked ("*": all). stuck_after: seconds without progress that make /health fail. lenient: fields that
-    nobody knows are ignored, and those of other servers that would change the answer. request_log: gets a line for each
-    request, and is closed at the end. encoders: models of vectors and scores beside it. ConfigError if they do not fit
-    together.
+    served_name: the model's name for clients. api_keys: keys that clients must send, and their owners' names; a key
+    without a name (None) has an owner of its own. share_prefix_cache: owners share cached prefixes. cors_origins: web
+    pages that may use the server ("*": all). allowed_hosts: names of the server ("*": all). stuck_after: seconds
+    without progress after which /health fails. lenient: ignore fields that would be refused. request_log: gets a line
+    for each request, and is closed at the end. encoders: models of vectors and scores.
+    Limits of connections are enforced by `serve`. ConfigError if the options do not fit together.
     """
-    if unknown := options.keys() - _DEFAULTS.keys():
-        raise TypeError(f"create_app has no option {', '.join(sorted(unknown))}")
-    told: AppOptions = {**_DEFAULTS, **options}
-    api_keys, request_log = told["api_keys"], told["request_log"]
-    models = llm if isinstance(llm, ModelSet) else only(llm, told["served_name"] or public_name(llm), names_of(llm))
+    given = _with_defaults(options)
+    models = llm if isinstance(llm, ModelSet) else only(llm, given["served_name"] or public_name(llm), names_of(llm))
+    check = _check_of(given)
+    log = given["request_log"]
     limits = models.limits
-    if limits.max_running_per_key is not None and not api_keys:
+    if limits.max_running_per_key is not None and not given["api_keys"]:
         raise ConfigError("max_running_per_key needs API keys: without them all clients are one", "max_running_per_key")
-    records = ActiveRequests(limits, request_log.write, request_log.texts) if request_log else ActiveRequests(limits)
-
-    def served(llm: LLM, name: str) -> ServedModel:
-        room = QueueLimits(
-            llm.runtime.memory.max_batch,
-            limits.max_waiting,
-            limits.max_live_tokens,
-            limits.max_unread_tokens,
-            limits.unread_seconds,
-            limits.max_wait_seconds,
-        )
-        return ServedModel(llm, AsyncEngine(llm.worker, room, told["stuck_after"]), name,
-                           FairExecutor(1, "deltic-memory"), records)
-
-    intake = BodyReader(limits, told["lenient"])
-    registry = ModelRegistry(models, served, intake, records)
-    services = Services(tuple(told["encoders"]), intake)
-    app_state: dict[str, Any] = {"models": registry, "intake": intake, "work": _WorkKinds((registry, services))}
-    store = ResponseStore(limits, None)
+    records, reader = _records(limits, log), BodyReader(limits, given["lenient"])
+    registry = ModelRegistry(models, reader, records, given["stuck_after"])
+    services = Services(tuple(given["encoders"]), reader)
+    store, engine = ResponseStore(limits, None), None
     if not isinstance(llm, ModelSet):
-        app_state["bridge"], store = registry.keep(llm).bridge, ResponseStore(limits, llm.runtime.notes)
-    check = check_of(api_keys, told["share_prefix_cache"])
+        engine, store = registry.keep(llm).engine, ResponseStore(limits, llm.runtime.notes)
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
-              *anthropic.routes(registry, check), *model_routes(registry, services, check),
-              *requests.routes(records, check), *embeddings.routes(services, check),
-              *ollama.routes(registry, services, intake, check),
-              Route("/metrics", answering(_metrics(registry, services, records, request_log), check, error_response)),
-              Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
-    routes.append(openapi.route(routes, check))
-    app = application(routes, records, told["cors_origins"], told["allowed_hosts"],
-                      _lifespan(registry, store, records.executors, request_log))
-    for name, value in app_state.items():
-        setattr(app.state, name, value)
+              *anthropic.routes(registry, check), *ollama.routes(registry, services, reader, check),
+              *model_routes.routes(registry, services, check), *embeddings.routes(services, check),
+              *operations.routes(registry, services, records, log, check), *page.routes()]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            registry.start()
+        except Exception as error:
+            app.state.startup_error = error
+            raise
+        try:
+            yield
+        finally:
+            await registry.stop()
+            await asyncio.to_thread(_close, records, store, log)
+
+    app = _application(routes, records, given, check, lifespan)
+    app.state.models = registry
+    app.state.reader = reader
+    app.state.engine = engine
+    app.state.work = _Work((registry, services))
     return app
 
 
-def application(
-    routes: Sequence[Route],
-    records: ActiveRequests,
-    cors_origins: Sequence[str],
-    allowed_hosts: Sequence[str],
-    lifespan: Callable[[Starlette], Any],
-) -> Starlette:
-    """What every server has around its routes."""
-    origins = [origin.rstrip("/") for origin in cors_origins]
-    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
-                      expose_headers=[*ID_HEADERS, "retry-after", IGNORED_HEADER])
-    middleware = [Middleware(RequestRecorder, records), Middleware(HostCheck, allowed_hosts, origins),
-                  *([cors] if origins else [])]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _on_error},
-                    middleware=middleware)
+def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **options: Unpack[AppOptions]
+                       ) -> Starlette:
+    """Returns an ASGI application that serves models of vectors and scores alone. options: as in `create_app`."""
+    given = _with_defaults(options)
+    check, log = _check_of(given), given["request_log"]
+    records, reader = _records(limits, log), BodyReader(limits, given["lenient"])
+    served = Services(tuple(services), reader)
+    routes = [*embeddings.routes(served, check), *ollama.routes(None, served, reader, check),
+              *model_routes.encoder_routes(served, check), *operations.routes(None, served, records, log, check)]
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(_close, records, None, log)
+
+    app = _application(routes, records, given, check, lifespan)
+    app.state.work = served
+    return app
+
+
+def _with_defaults(options: AppOptions) -> AppOptions:
+    if unknown := options.keys() - _DEFAULTS.keys():
+        raise TypeError(f"create_app has no option {', '.join(sorted(unknown))}")
+    return {**_DEFAULTS, **options}
+
+
+def _check_of(options: AppOptions) -> Check:
+    keys = options["api_keys"]
+    return ApiKeyAuth(keys, options["share_prefix_cache"]).check if keys else lambda _: None
+
+
+def _records(limits: Limits, log: RequestLog | None) -> ActiveRequests:
+    return ActiveRequests(limits, log.write, log.texts) if log else ActiveRequests(limits)
+
+
+def _close(records: ActiveRequests, store: ResponseStore | None, log: RequestLog | None) -> None:
+    records.executors.shutdown()
+    if store:
+        store.close()
+    if log:
+        log.close()
+
+
+def _application(routes: list[Route], records: ActiveRequests, options: AppOptions, check: Check,
+                 lifespan: Callable[[Starlette], Any]) -> Starlette:
+    origins = [origin.rstrip("/") for origin in options["cors_origins"]]
+    middleware = [Middleware(RequestRecorder, records), Middleware(HostCheck, options["allowed_hosts"], origins)]
+    if origins:
+        exposed = [*ID_HEADERS, "retry-after", IGNORED_HEADER]
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+                                     expose_headers=exposed))
+    app = Starlette(routes=[*routes, openapi.route(routes, check)], lifespan=lifespan, middleware=middleware,
+                    exception_handlers={HTTPException: _on_error})
     app.router.redirect_slashes = False
     app.state.records = records
     return app
 
 
-def check_of(api_keys: Mapping[str, str | None], share_prefix_cache: bool = False) -> Check:
-    """Refuses requests without one of the keys; without keys none."""
-    return ApiKeyAuth(api_keys, share_prefix_cache).check if api_keys else lambda _: None
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Several kinds of requests that are drained together."""
+
+    parts: tuple[Draining, ...]
+
+    async def drain(self, grace: float) -> None:
+        await asyncio.gather(*(part.drain(grace) for part in self.parts))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(part.stop() for part in self.parts))
 
 
-def _say(line: str) -> None:
+async def _on_error(request: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        known = _known_path(request) if error.status_code == 404 else None
+        hint = f"do you mean {known}?" if known else error.detail
+        problem = Problem(error.status_code, f"{request.method} {request.url.path} is not served here: {hint}")
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return refusal(request.scope, problem, headers)
+
+
+def _known_path(request: Request) -> str | None:
+    """Returns the path that a client with a wrong base URL means: without a slash at its end, with /v1 missing or
+    twice, or with another server's path before it."""
+    parts = [part for part in request.url.path.split("/") if part][:_MOST_PARTS]
+    for start in range(len(parts)):
+        for prefix in ("/v1/", "/"):
+            path = prefix + "/".join(parts[start:])
+            if any(route.matches({**request.scope, "path": path})[0] is Match.FULL for route in request.app.routes):
+                return path
+    return None
+
+
+def _print(line: str) -> None:
     print(line, flush=True)
 
 
 def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, listener: socket.socket | None = None,
-          tls: SSLContext | None = None, drain_seconds: float = DRAIN_SECONDS, on_ready: Callable[[str], None] = _say,
+          tls: SSLContext | None = None, drain_seconds: float = DRAIN_SECONDS, on_ready: Callable[[str], None] = _print,
           **options: Unpack[AppOptions]) -> None:
-    """Serve a model, or several, until Ctrl-C or SIGTERM; running requests then have `drain_seconds`.
+    """Serves a model, or several, until Ctrl-C or SIGTERM.
 
-    listener: an address claimed before by `listen` or `listen_unix`, so that a taken one shows before the model is
-    loaded. tls: from `tls_context`, for https. on_ready: called with a line that names the URL. allowed_hosts: as in
-    `create_app`; without, `localhost` if only this machine can reach the server, else all names. ConfigError if the
-    address cannot be had.
+    listener: from `listen` or `listen_unix`, which claim an address before the model is loaded. tls: from
+    `tls_context`. drain_seconds: for running requests at the end. on_ready: gets a line with the URL. allowed_hosts: as
+    in `create_app`; by default localhost if only this machine can reach the server, else all names.
+    ConfigError if the address cannot be used.
     """
     listener = listener or listen(host, port)
     try:
@@ -179,16 +229,40 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
         ready = _ready_line(llm, listener, tls is not None, options.get("served_name"))
         if not isinstance(llm, ModelSet):
             with llm.worker.hold():
-                llm.runtime.cache.prepare()
+                for tier in llm.runtime.cache.tiers:
+                    tier.prepare()
                 llm.runtime.warm_up()
-        gc.collect()  # what is garbage now would stay for as long as the server runs
+        gc.collect()  # garbage would otherwise stay until the end
         Server(app, app.state.work, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)
     finally:
         listener.close()
         if not isinstance(llm, ModelSet):
             llm.close()
-        if log := options.get("request_log"):  # after a second signal nobody else did
+        if log := options.get("request_log"):  # a second signal skips the lifespan's end
             log.close()
+
+
+def serve_encoders(services: Sequence[EmbeddingService], limits: Limits, host: str, listener: socket.socket, *,
+                   tls: SSLContext | None, drain_seconds: float, on_ready: Callable[[str], None],
+                   **options: Unpack[AppOptions]) -> None:
+    """Serves models of vectors and scores alone. Arguments as in `serve`."""
+    try:
+        options["allowed_hosts"] = hosts_of(listener, options.get("allowed_hosts", ()), host)
+        app, url = create_encoder_app(services, limits, **options), url_of(listener, tls is not None)
+        models = "; ".join(map(_described, services))
+        ready = f"{models}. Ready: {url}/v1, {url}/health, {url}/metrics. Ctrl-C ends."
+        gc.collect()
+        Server(app, app.state.work, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)
+    finally:
+        listener.close()
+
+
+def _described(service: EmbeddingService) -> str:
+    encoder = service.encoder
+    kind = f"gives vectors of {encoder.dimension:,} numbers (/v1/embeddings)"
+    if encoder.scores:
+        kind = "scores documents (/v1/rerank, /v1/score)"
+    return f"{service.name} {kind}, of up to {encoder.max_length:,} tokens"
 
 
 def _ready_line(llm: LLM | ModelSet, listener: socket.socket, tls: bool, name: str | None) -> str:
@@ -200,89 +274,3 @@ def _ready_line(llm: LLM | ModelSet, listener: socket.socket, tls: bool, name: s
         return f"{names}: the server is ready{where}: {places}. Models are loaded when asked for. Ctrl-C ends."
     context = f"Context of {llm.engine.max_context:,} tokens"
     return f"{name or public_name(llm)} is ready{where}: {places}. {context}. Ctrl-C ends."
-
-
-@dataclass(frozen=True, slots=True)
-class _WorkKinds:
-    """What runs requests of several kinds, as one."""
-
-    parts: tuple[Draining, ...]
-
-    async def drain(self, grace: float) -> None:
-        await asyncio.gather(*(part.drain(grace) for part in self.parts))
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(part.stop() for part in self.parts))
-
-
-def _lifespan(models: ModelRegistry, store: ResponseStore, executors: Executors,
-              request_log: RequestLog | None) -> Callable[[Starlette], Any]:
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        try:
-            models.start()
-        except Exception as error:
-            app.state.startup_error = error
-            raise
-        try:
-            yield
-        finally:
-            await models.stop()
-            await asyncio.to_thread(executors.shutdown)
-            await asyncio.to_thread(store.close)
-            if request_log:
-                await asyncio.to_thread(request_log.close)
-    return lifespan
-
-
-def _health(models: ModelRegistry) -> Endpoint:
-    async def health(_: Request) -> Response:
-        now = models.health()
-        if now.fault:
-            return json_response({"status": "error", "reason": now.fault, "requests": now.requests}, 503)
-        return json_response({"status": "ok", "requests": now.requests})
-    return health
-
-
-def _ready(models: ModelRegistry) -> Endpoint:
-    async def ready(_: Request) -> Response:
-        now = models.health()
-        reason = now.fault or ("the server is shutting down" if now.draining else None)
-        if reason:
-            return json_response({"status": "not ready", "reason": reason, "requests": now.requests}, 503)
-        return json_response({"status": "ready", "requests": now.requests})
-    return ready
-
-
-def _metrics(
-    models: ModelRegistry, encoders: Services, records: ActiveRequests, request_log: RequestLog | None
-) -> Endpoint:
-    async def metrics(_: Request) -> Response:
-        found = {served.name: snapshot(served.llm.engine) for served in models.loaded}
-        lost = request_log.lost if request_log else 0
-        ended = ended_early({served.name: served.bridge for served in models.loaded})
-        return Response(exposition(found, records.responses, lost) + ended + encoders.metrics(),
-                        media_type=CONTENT_TYPE)
-    return metrics
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    problem = problem_of(error)
-    if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        meant = _meant(request) if error.status_code == 404 else None
-        problem = Problem(error.status_code, f"{request.method} {request.url.path} is not served here: "
-                                             f"{f'do you mean {meant}?' if meant else error.detail}")
-    headers = error.headers if isinstance(error, HTTPException) else None
-    return refusal(request.scope, problem, dict(headers or {}))
-
-
-def _meant(request: Request) -> str | None:
-    """The path that a client seems to mean whose base URL is wrong: a slash too many at its end, /v1 left out or there
-    twice, the path of another server before it."""
-    parts = [part for part in request.url.path.split("/") if part][:_MOST_PARTS]
-    for start in range(len(parts)):
-        for prefix in ("/v1/", "/"):
-            path = prefix + "/".join(parts[start:])
-            if any(route.matches({**request.scope, "path": path})[0] is Match.FULL for route in request.app.routes):
-                return path
-    return None

@@ -1,44 +1,44 @@
-"""The engine's worker for one event loop: requests go to its inbox, the events of a step come back in one call.
+"""The engine's worker for an event loop: requests go to the worker's inbox, each step's events come back in one call.
 
-The engine belongs to the worker's thread, handles belong to the loop; nothing else is shared. Others may use the worker
-at the same time, and it outlives the bridge.
+The engine belongs to the worker's thread, handles belong to the loop; nothing else is shared. The worker may have other
+users at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
-from deltic.engine.shares import to_give_up
+from deltic.engine.policy import to_give_up
 from deltic.engine.stats import RequestProgress
 from deltic.engine.worker import Worker
-from deltic.errors import BusyError, UnavailableError
-from deltic.params import EngineRequest, Event
-from deltic.server.request_handle import RequestHandle, UnreadLimits
+from deltic.errors import BusyError, GenerationError, UnavailableError
+from deltic.params import EngineRequest, Event, TokenEvent
 
 log = logging.getLogger("deltic")
 
-STUCK_AFTER = 60.0
-"""Seconds without a finished step after which the engine counts as stuck: the first big step may well be slow."""
-
-_PACES = 32
-"""Answers that waited by which it is judged how long others will: seconds for each that was before them."""
-_SHARED = ("max_waiting", "max_live_tokens")
-_REST = 8  # so many times as long as writing has taken, none is written
-_LONGEST_REST = 0.02  # seconds
+STUCK_AFTER: Final = 60.0
+"""Seconds without a finished step after which the engine counts as stuck. The first large step may be slow."""
+TURN: Final = 32
+"""Events that a reader gets at once, so that it does not hold up the event loop."""
+_PACES: Final = 32
+"""Waits by which the wait of a new request is estimated."""
+_REST: Final = 8
+"""Readers rest for this many times as long as writing took."""
+_LONGEST_REST: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """fault: why the engine makes no progress, or None if it does. draining: whether it takes no more requests, as the
-    server is about to end. requests: how many are not finished."""
+    """fault: why the engine makes no progress. draining: it accepts no more requests. requests: unfinished ones."""
 
     fault: str | None
     draining: bool
@@ -47,23 +47,183 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """answers: how many run at once. waiting: how many more may wait. tokens: of the prompts of both. unread: events of
-    a handle that may wait for its reader, and unread_seconds: for how long it may pause then. wait: seconds for which
-    one may have to wait."""
+    """Bounds of an engine's requests."""
 
     answers: int
+    """Answers that run at once."""
     waiting: int
+    """Answers that wait."""
     tokens: int
+    """Prompt tokens of both."""
     unread: int
+    """Events of a request that wait for its reader; then it pauses."""
     unread_seconds: float
+    """Seconds that a request may pause; then it ends."""
     wait: float | None = None
+    """Estimated seconds that a new request may have to wait."""
 
 
-class _WakeupBatch:
-    """Wakes the readers who have news, all in one round, after which it rests for some times as long as that took.
+class RequestHandle:
+    """Iterates over the events of some requests. Close it when they are not needed any more.
 
-    Where steps come faster than what they bring can be written, several tokens go out at once: the interpreter is the
-    engine's, too. Whoever has waited for a first token, or has the last one, is woken at once.
+    If a reader stays away because its client does not read, its requests pause at a number of unread events, and free
+    their state slots. They resume when the reader has read half of the events. If it stays away too long, they end.
+    """
+
+    def __init__(self, requests: Sequence[EngineRequest], limits: QueueLimits, *, before: int = 0,
+                 abort: Callable[[RequestHandle], None], pause: Callable[[RequestHandle, bool], None],
+                 on_unread: Callable[[], None] = lambda: None) -> None:
+        """before: waiting requests that go first. abort: drops what is not finished. pause: pauses or resumes the
+        requests in the engine. on_unread: called if they end because they are not read."""
+        self.asked = tuple(requests)
+        self.requests = tuple(request.id for request in requests)
+        self.client, self.before = requests[0].client, before
+        self.began = time.perf_counter()
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.tokens = 0
+        self.first_token: float | None = None
+        """Time of the first token, by time.perf_counter."""
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.held = False
+        """True while the requests pause."""
+        self._left = {request.id: request.choices for request in requests}
+        self._begun: set[tuple[str, int]] = set()
+        self._limits = limits
+        self._abort = abort
+        self._pause = pause
+        self._on_unread = on_unread
+        self._timer: asyncio.TimerHandle | None = None
+        self._away = self._cut = False
+        self._events: deque[Event] = deque()
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+
+    @property
+    def open(self) -> bool:
+        """True until all requests have ended."""
+        return bool(self._left)
+
+    @property
+    def unread(self) -> int:
+        """Events that wait for the reader."""
+        return len(self._events)
+
+    @property
+    def answers(self) -> int:
+        """Unfinished answers."""
+        return sum(self._left.values())
+
+    @property
+    def begun(self) -> int:
+        """Unfinished answers that have a token and do not pause."""
+        return 0 if self.held else len(self._begun)
+
+    @property
+    def waiting(self) -> int:
+        """Unfinished answers without a token, or paused."""
+        return self.answers - self.begun
+
+    def __aiter__(self) -> RequestHandle:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        self._away = False
+        if self._events:
+            await asyncio.sleep(0)  # gives other readers a turn
+        elif not self._error and self._left:
+            self._news.clear()
+            await self._news.wait()
+        if self._error:
+            raise self._error
+        if not self._events and not self._left:
+            raise StopAsyncIteration
+        events = [self._events.popleft() for _ in range(min(TURN, len(self._events)))]
+        if len(self._events) <= self._limits.unread // 2:
+            self._hold(False)
+        self._away = True
+        return events
+
+    def close(self) -> None:
+        """Drops what is not finished."""
+        if self._timer:
+            self._timer.cancel()
+        self._abort(self)
+        self._left.clear()
+
+    def admit(self, error: Exception | None) -> None:
+        """The engine has accepted the requests, or refused one."""
+        if self.admitted.done():
+            return
+        if error:
+            self.admitted.set_exception(error)
+        else:
+            self.admitted.set_result(None)
+
+    def take(self, event: Event) -> bool:
+        """Adds an event. Returns True if the reader should wake up at once: for a first token and for an end."""
+        first = self.first_token is None
+        if self._cut and event.finish == "abort":
+            assert isinstance(event, TokenEvent)
+            event = replace(event, finish="length")
+        self._events.append(event)
+        if event.token is not None:
+            self.tokens += 1
+            self.first_token = self.first_token or time.perf_counter()
+            self._begun.add((event.request, event.choice))
+        if event.finish and event.request in self._left:
+            self._finish(event)
+        if self._away and len(self._events) > self._limits.unread:
+            self._hold(True)
+        return first or event.finish is not None
+
+    def _finish(self, event: Event) -> None:
+        """Ends a choice. An error or abort ends its whole request, even if other choices have not begun."""
+        self._begun.discard((event.request, event.choice))
+        self._left[event.request] -= 1
+        if event.finish in ("abort", "error") or not self._left[event.request]:
+            del self._left[event.request]
+            self._begun = {answer for answer in self._begun if answer[0] != event.request}
+
+    def wake(self) -> None:
+        """Lets the reader have the new events."""
+        self._news.set()
+
+    def cut_short(self) -> bool:
+        """Makes an abort end the answers with the reason "length". Returns False if that was done before."""
+        before, self._cut = self._cut, True
+        return not before
+
+    def fail(self, error: Exception) -> None:
+        """Ends it with this error for the reader."""
+        self._error = error
+        self.admit(error)
+        self.close()
+        self._news.set()
+
+    def _hold(self, held: bool) -> None:
+        if not self._left or held == self.held:
+            return
+        self.held = held
+        self._pause(self, held)
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if held:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._limits.unread_seconds, self._end_unread)
+
+    def _end_unread(self) -> None:
+        if self.held and self._left:
+            self._on_unread()
+            self.fail(GenerationError(f"the client has not read for {self._limits.unread_seconds:g} seconds, so that "
+                                      "its answers have ended (unread_seconds)"))
+
+
+class _Wakeups:
+    """Wakes readers with new events together, and then rests for some times as long as they took.
+
+    If steps come faster than their tokens can be written, several tokens go out at once, and the interpreter is free
+    for the engine. A first token and an end wake their reader at once.
     """
 
     def __init__(self) -> None:
@@ -72,7 +232,6 @@ class _WakeupBatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, handle: RequestHandle, urgent: bool) -> None:
-        """One with news."""
         if urgent:
             self._waiting.pop(handle, None)
             handle.wake()
@@ -80,7 +239,7 @@ class _WakeupBatch:
             self._waiting[handle] = None
 
     def begin(self) -> None:
-        """Wake them, or see to it that they are when the rest is over."""
+        """Wakes the readers, now or after the rest."""
         loop = asyncio.get_running_loop()
         if not self._waiting or self._timer:
             return
@@ -94,45 +253,65 @@ class _WakeupBatch:
         self._timer, self._waiting = None, {}
         for handle in waiting:
             handle.wake()
-        loop.call_soon(self._rest, loop.time())
+        loop.call_soon(self._rest, loop.time())  # runs after the readers
 
     def _rest(self, began: float) -> None:
-        """The readers have had their turn."""
         now = asyncio.get_running_loop().time()
         self._due = now + min(_REST * (now - began), _LONGEST_REST)
 
 
 class AsyncEngine:
-    """Brings a worker's events to an event loop. Its methods are for the loop that called `start`."""
+    """Connects a worker to the event loop that calls `start`.
 
-    def __init__(self, worker: Worker, room: QueueLimits, stuck_after: float = STUCK_AFTER) -> None:
-        self._worker, self._room, self._stuck_after = worker, room, stuck_after
+    displaced, unread: requests that ended for other clients, and because they were not read.
+    """
+
+    def __init__(self, worker: Worker, limits: QueueLimits, stuck_after: float = STUCK_AFTER) -> None:
+        self.displaced = self.unread = 0
+        self._worker = worker
+        self._limits = limits
+        self._stuck_after = stuck_after
         self._handles: dict[str, RequestHandle] = {}
         self._closed: str | None = "the engine has not been started"
-        self._draining, self._empty, self._round = False, asyncio.Event(), _WakeupBatch()
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._wakeups = _Wakeups()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._paces: deque[float] = deque(maxlen=_PACES)
-        self._unread = UnreadLimits(room.unread, room.unread_seconds, self._count_unread)
-        self.displaced = self.unread = 0  # requests that ended for other clients, and as they were not read
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        assert self._loop
+        return self._loop
+
+    @property
+    def handles(self) -> list[RequestHandle]:
+        """The unfinished requests."""
+        return list(dict.fromkeys(self._handles.values()))
 
     def start(self) -> None:
-        """Take requests."""
+        """Accepts requests."""
         self._loop, self._closed = asyncio.get_running_loop(), None
         self._worker.start()
 
     async def submit(self, requests: Sequence[EngineRequest]) -> RequestHandle:
-        """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
-        if too many answers wait already, or these would for too long. Where the room is full, the client that holds
-        most of it gives up a request for another client's."""
+        """Queues requests that belong together.
+
+        If the queue is full, the client that has most of it gives up a request for another client's. RequestError if
+        the engine refuses a request. BusyError if too many answers wait, or these would wait too long.
+        """
         answers, client = sum(request.choices for request in requests), requests[0].client
-        going = self._check_room(client, answers, sum(len(request.prompt) for request in requests))
-        self._check_wait(before := self._before(answers, client))
-        self.displaced += len(going)
-        for other in going:
+        displaced = self._check_room(client, answers, sum(len(request.prompt) for request in requests))
+        before = self._before(answers, client)
+        self._check_wait(before)
+        self.displaced += len(displaced)
+        for other in displaced:
             other.fail(BusyError("the server is full, and this client has most of the requests in it: this one has "
-                                 f"given its place to another client's ({' or '.join(_SHARED)}): try again later"))
+                                 "given its place to another client's (max_waiting or max_live_tokens): try again "
+                                 "later"))
         requests = [replace(request, group=requests[0].id) for request in requests]
-        handle = RequestHandle(requests, before, self._unread, self._withdraw, self._hold)
+        handle = RequestHandle(requests, self._limits, before=before, abort=self._abort, pause=self._pause,
+                               on_unread=self._count_unread)
         self._handles |= dict.fromkeys(handle.requests, handle)
         self._worker.submit(requests, self, partial(self._post, handle.admit))
         try:
@@ -143,63 +322,63 @@ class AsyncEngine:
         return handle
 
     def check_room(self, client: str) -> None:
-        """BusyError if there is no room for one more answer of a client, UnavailableError if there is for nothing."""
+        """BusyError if there is no room for one more answer of a client. UnavailableError if the engine has ended."""
         self._check_room(client, 1, 1)
 
     def _check_room(self, client: str, answers: int, prompt_tokens: int) -> list[RequestHandle]:
-        """The requests of clients with more that have to end so that there is room for so much more; BusyError if there
-        is not even then. A request for more than there may be at all is taken if nothing else is there."""
+        """Returns the requests of other clients that have to end to make room. BusyError if that is not enough. A
+        request that is larger than the room is accepted if it is alone."""
         if self._closed:
             raise UnavailableError(self._closed)
         if self._draining:
             raise BusyError("the server is shutting down: try again later, or elsewhere")
-        handles = list(dict.fromkeys(self._handles.values()))
-        places = self._room.answers + self._room.waiting
-        going = to_give_up([(handle, handle.answers) for handle in handles], client, answers, places)
-        if going is None:
+        handles, limits = self.handles, self._limits
+        places = limits.answers + limits.waiting
+        displaced = to_give_up([(handle, handle.answers) for handle in handles], client, answers, places)
+        if displaced is None:
             live = sum(handle.answers for handle in handles)
-            raise BusyError(f"{live} answers run or wait, and at most {self._room.waiting} may wait (max_waiting): try "
+            raise BusyError(f"{live} answers run or wait, and at most {limits.waiting} may wait (max_waiting): try "
                             "again later")
-        left = [(handle, handle.prompt_tokens) for handle in handles if handle not in going]
-        more = to_give_up(left, client, prompt_tokens, self._room.tokens)
+        left = [(handle, handle.prompt_tokens) for handle in handles if handle not in displaced]
+        more = to_give_up(left, client, prompt_tokens, limits.tokens)
         if more is None:
             tokens = sum(handle.prompt_tokens for handle in handles)
-            raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
+            raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {limits.tokens} "
                             "together (max_live_tokens): try again later")
-        return [*going, *more]
+        return [*displaced, *more]
 
     def _before(self, answers: int, client: str) -> int:
-        """Behind how many, once all places are taken, so many more answers of the client would wait: one of each other
-        client that waits, as they take turns, and all of its own. Counted only if there is a bound to it."""
-        handles = dict.fromkeys(self._handles.values())
-        if self._room.wait is None or sum(handle.answers for handle in handles) + answers <= self._room.answers:
+        """Returns how many waiting requests go before new answers of a client: one of each other client, as they take
+        turns, and all of its own. 0 if there is a free place, or no bound."""
+        handles = self.handles
+        if self._limits.wait is None or sum(handle.answers for handle in handles) + answers <= self._limits.answers:
             return 0
         waiting = Counter(handle.client for handle in handles if handle.first_token is None)
         return len(waiting) + max(waiting[client] - 1, 0)
 
     def _check_wait(self, before: int) -> None:
-        """BusyError if who would wait behind so many would probably do so for too long."""
-        most = self._room.wait
+        """BusyError if a request behind so many others would probably wait too long."""
+        most = self._limits.wait
         if most is None or not self._paces or (wait := before * median(self._paces)) <= most:
             return
         raise BusyError(f"an answer would wait for about {wait:.0f} seconds, and may for {most:g} (max_wait_seconds): "
                         "try again later")
 
     def cut_short(self, handle: RequestHandle) -> None:
-        """End the answers where they are; their reader gets what there is."""
+        """Ends the answers where they are; the reader gets what there is."""
         if handle.open and handle.cut_short():
             self._worker.abort(handle.requests)
 
     def progress(self, handle: RequestHandle) -> list[RequestProgress]:
-        """How far each of its requests is."""
+        """Returns how far each of its requests is."""
         return [self._worker.engine.progress(request) for request in handle.asked]
 
     def health(self) -> Health:
-        """How the engine is now; cheap."""
-        return Health(self._closed or self._worker.fault(self._stuck_after), self._draining, len(self._handles))
+        fault = self._closed or self._worker.fault(self._stuck_after)
+        return Health(fault, self._draining, len(self._handles))
 
     async def drain(self, grace: float) -> None:
-        """Take no more requests, give the running ones `grace` seconds, then end them."""
+        """Accepts no more requests, and ends the running ones after `grace` seconds."""
         self._draining = True
         if self._handles and grace:
             log.warning("shutting down: %d running requests have up to %g seconds; a second signal ends them at once",
@@ -213,7 +392,7 @@ class AsyncEngine:
         self._fail_all()
 
     async def stop(self, grace: float = 0.0, patience: float = 5.0) -> None:
-        """Drain, and wait until the engine has dropped what was running; `patience` seconds for one that is stuck."""
+        """Drains, and waits until the engine has dropped all requests; `patience` seconds if it is stuck."""
         await self.drain(grace)
         dropped = asyncio.Event()
         self._worker.ask(partial(self._post, dropped.set), lambda _: self._post(dropped.set))
@@ -225,44 +404,42 @@ class AsyncEngine:
     def _count_unread(self) -> None:
         self.unread += 1
 
-    def _withdraw(self, handle: RequestHandle) -> None:
-        """A reader wants no more."""
+    def _abort(self, handle: RequestHandle) -> None:
         if handle.open:
             self._worker.abort(handle.requests)
             self._forget(handle)
 
-    def _hold(self, handle: RequestHandle, held: bool) -> None:
-        """A reader has fallen behind, or has caught up."""
+    def _pause(self, handle: RequestHandle, held: bool) -> None:
         engine = self._worker.engine
         for request in handle.requests:
             self._worker.ask(partial(engine.pause if held else engine.resume, request))
 
     def on_events(self, events: list[Event]) -> None:
-        """The worker has news."""
+        """Called by the worker with the events of a step."""
         self._post(self._deliver, events)
 
     def on_end(self, error: UnavailableError) -> None:
-        """The worker has ended."""
+        """Called by the worker when it has ended."""
         self._post(self._close)
 
     def _post(self, call: Callable[..., None], *values: Any) -> None:
-        assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(call, *values)
-        except RuntimeError:  # the loop is closed, so nobody listens any more
+            self.loop.call_soon_threadsafe(call, *values)
+        except RuntimeError:  # the loop is closed
             log.debug("the event loop ended before the engine's thread")
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             handle = self._handles.get(event.request)
-            if handle is not None:
-                waited = handle.first_token is None and handle.before
-                self._round.add(handle, urgent=handle.take(event))
-                if waited and handle.first_token:
-                    self._paces.append((handle.first_token - handle.began) / waited)
-                if not handle.open:
-                    self._forget(handle)
-        self._round.begin()
+            if handle is None:
+                continue
+            waited = handle.first_token is None and handle.before
+            self._wakeups.add(handle, urgent=handle.take(event))
+            if waited and handle.first_token:
+                self._paces.append((handle.first_token - handle.began) / waited)
+            if not handle.open:
+                self._forget(handle)
+        self._wakeups.begin()
 
     def _forget(self, handle: RequestHandle) -> None:
         for request in handle.requests:
@@ -275,5 +452,5 @@ class AsyncEngine:
         self._fail_all()
 
     def _fail_all(self) -> None:
-        for handle in list(dict.fromkeys(self._handles.values())):
+        for handle in self.handles:
             handle.fail(UnavailableError(self._closed or "the engine has stopped"))

@@ -1,10 +1,10 @@
-"""The catalogue of models that Codex asks for: what it has to know of a model to work with it."""
+"""The catalogue of models for Codex."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from deltic.server.model_registry import ModelEntry
+from deltic.server.models import ModelEntry
 
 INSTRUCTIONS: Final = """\
 You are a coding agent in the Codex CLI, on the user's computer. You work in the user's repository until the task is
@@ -19,12 +19,12 @@ done.
 - Follow AGENTS.md files: one holds for all files below its folder.
 - End with a short report: what you changed and where, and what you could not do.
 """
-"""Codex takes its instructions from the catalogue, where a model is in one."""
+"""Codex takes its instructions from the catalogue."""
 
 
 def catalogue(entries: list[ModelEntry]) -> list[dict[str, Any]]:
-    """The models as Codex describes its own. A model whose context is not known yet has none. Summaries of reasoning
-    are said to be there, as Codex sends thinking back only then."""
+    """Returns the models in Codex's form. Reasoning summaries are declared, because Codex sends thinking back only
+    then."""
     return [_described(entry, place) for place, entry in enumerate(entries)]
 
 

@@ -1,9 +1,9 @@
-"""Contents of messages as agents keep them in their histories.
+"""Contents of messages, as agents keep them in their histories.
 
-Clients send back what other servers gave them: blocks, parts and items that no chat template knows. What such a piece
-says is read as text. A piece that says nothing readable becomes a short placeholder, and is named to the client, so
-that a session never ends because of what its history holds. What the user has just sent is not replaced: a picture that
-the model cannot see, a file that cannot be read and a misspelt type are refused.
+Clients send back the blocks, parts and items of other servers, which chat templates do not know. Their text is read; a
+part without text becomes a short placeholder and is named in a header, so that a session never fails because of its
+history. In the user's newest message, an image for a model without vision, an unreadable file and a misspelt type are
+refused.
 """
 
 from __future__ import annotations
@@ -22,40 +22,47 @@ Part = Mapping[str, Any]
 
 _TEXTS: Final[Mapping[str, str]] = {
     "text": "text", "input_text": "text", "output_text": "text", "summary_text": "text", "refusal": "refusal"}
-"""Types of parts that are text, and the field that holds it."""
+"""Types of text parts, and the field with the text."""
 _THOUGHTS: Final = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
 _PICTURES: Final = ("image", "image_url", "input_image", "video", "video_url")
 _SOUNDS: Final = ("audio", "audio_url", "input_audio")
 _FILES: Final[Mapping[str, str]] = {"document": "source", "file": "file", "input_file": ""}
-"""Types of parts that are files, and the field that holds one."""
+"""Types of parts with files, and the field with the file."""
 _KNOWN: Final = (*_TEXTS, *_THOUGHTS, *_PICTURES, *_SOUNDS, *_FILES, "search_result")
 _HEADS: Final = ("title", "context", "source", "filename")
-"""Fields that say what a file or a search result is; they stand before its text."""
+"""Fields of a file or search result that go before its text."""
 _READABLE: Final = frozenset((
     "title", "name", "tool_name", "description", "url", "query", "queries", "command", "commands", "code", "pattern",
     "path", "file", "file_path", "filename", "text", "content", "output", "outputs", "stdout", "stderr", "results",
     "summary", "message", "error", "error_code", "logs", "tool", "tools"))
-"""Fields of unknown pieces that say something to a reader."""
+"""Fields of unknown parts whose texts are read."""
 _SPOKEN: Final = frozenset(("action", "arguments", "input", "operation"))
-"""Fields all of whose own fields do."""
+"""Fields of unknown parts in which all texts are read."""
 _DEEPEST: Final = 16
-_MISSPELT, _LONGEST, _MOST_TYPES = 0.85, 64, 100
-"""How near to a known type (difflib) an unknown one has to be to be meant as it; characters of it, and different types,
-that are looked at."""
+_MISSPELT: Final = 0.85
+"""Ratio of difflib from which a type counts as a misspelling of a known one."""
+_LONGEST: Final = 64
+_MOST_TYPES: Final = 100
+"""Bounds of the types that are compared."""
 
 
 class ContentReader:
-    """Reads the contents of a request's messages. sees, fetches: whether the model sees, and pictures may be behind
-    URLs. text_of: gives the texts of documents, see `documents_in`. `ignored` names what was replaced."""
+    """Reads the contents of a request's messages.
+
+    sees: the model has vision. fetches: images may be URLs. text_of: returns the text of a document. ignored: names of
+    parts that became placeholders.
+    """
 
     def __init__(self, sees: bool, fetches: bool, text_of: TextOf) -> None:
         self.ignored: list[str] = []
-        self._sees, self._fetches, self._text_of_document = sees, fetches, text_of
+        self._sees = sees
+        self._fetches = fetches
+        self._text_of_document = text_of
         self._meant: dict[str, str | None] = {}
 
     def messages(self, messages: Sequence[Any]) -> list[Any]:
-        """The messages, made of texts and pictures only. What is no list of parts stays as it is. RequestError names
-        what the user's newest message has that cannot be read."""
+        """Returns the messages with texts and images only. RequestError for an unreadable part of the newest message,
+        if it is the user's."""
         last = len(messages) - 1
         return [self._message(message, f"messages[{index}]", index == last) if isinstance(message, dict) else message
                 for index, message in enumerate(messages)]
@@ -71,8 +78,8 @@ class ContentReader:
                  if isinstance(part, dict) and isinstance(part.get("type"), str) else part
                  for index, part in enumerate(content)]
         thoughts = "".join(thought_of(part) for part in content if role == "assistant" and isinstance(part, dict))
-        told = {"reasoning_content": thoughts} if thoughts and not message.get("reasoning_content") else {}
-        return {**message, name: parts, **told}
+        reasoning = {"reasoning_content": thoughts} if thoughts and not message.get("reasoning_content") else {}
+        return {**message, name: parts, **reasoning}
 
     def _part(self, part: Part, path: str, new: bool) -> Part:
         kind: str = part["type"]
@@ -90,15 +97,15 @@ class ContentReader:
                     raise
         elif new and (meant := self._meaning(kind)):
             raise RequestError(f"{path} has the unknown type {show(kind)}: do you mean {meant!r}?", f"{path}.type")
-        said = "\n".join(text for text in _said(part) if text.strip())
+        texts = "\n".join(text for text in _texts(part) if text.strip())
         shown = kind[:_LONGEST]
-        if kind in _KNOWN or not said:
+        if kind in _KNOWN or not texts:
             self.ignored.append(f"content.{shown}")
-            return _text(f"[{shown}: not shown] {said}".rstrip())
-        return _text(f"[{shown}] {said}")
+            return _text(f"[{shown}: not shown] {texts}".rstrip())
+        return _text(f"[{shown}] {texts}")
 
     def _meaning(self, kind: str) -> str | None:
-        """The known type that this one is a misspelling of. Of so many types only that are looked at."""
+        """Returns the known type that this one misspells."""
         if kind not in self._meant and len(self._meant) < _MOST_TYPES:
             found = difflib.get_close_matches(kind[:_LONGEST], _KNOWN, 1, _MISSPELT)
             self._meant[kind] = found[0] if found else None
@@ -110,11 +117,11 @@ class ContentReader:
         if kind in _FILES:
             return self._file(part, kind, path)
         if kind == "search_result":
-            return _text(_headed(part, self._said_by(part.get("content"), f"{path}.content"), path))
+            return _text(_headed(part, self._text_within(part.get("content"), f"{path}.content"), path))
         raise RequestError(f"{path} is of type {show(kind)}: sounds are not read here", path)
 
     def _picture(self, part: Part, kind: str, path: str) -> Part:
-        """In the form that chat requests have."""
+        """Returns an image in the form of chat requests."""
         source = part.get("source")
         if not self._sees:
             raise RequestError(f"{path} is of type {show(kind)}, but this model reads text only", path)
@@ -131,7 +138,7 @@ class ContentReader:
         return part
 
     def _file(self, part: Part, kind: str, path: str) -> Part:
-        """A document or file: its text behind what it is called; of an image file the picture."""
+        """Returns the text of a file after its title, or an image."""
         place, at = _FILES[kind], path
         source = part.get(place) if place else part
         path = f"{path}.{place}" if place else path
@@ -142,7 +149,7 @@ class ContentReader:
         if form == "text":
             return _text(_headed(heads, _is_text(source.get("data"), f"{path}.data"), at))
         if form == "content":
-            return _text(_headed(heads, self._said_by(source.get("content"), f"{path}.content"), at))
+            return _text(_headed(heads, self._text_within(source.get("content"), f"{path}.content"), at))
         media, data = _data_of(source, path)
         if media.startswith("image/"):
             url = f"data:{media};base64,{base64.b64encode(data).decode()}"
@@ -166,8 +173,8 @@ class ContentReader:
             raise RequestError(f"{path} {found}", path)
         return found
 
-    def _said_by(self, content: Any, path: str) -> str:
-        """A text, or parts that are texts."""
+    def _text_within(self, content: Any, path: str) -> str:
+        """Returns a text, or the texts of parts."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):
@@ -184,7 +191,7 @@ class ContentReader:
 
 
 def _call(call: Any) -> Any:
-    """A call as templates know it: one of a tool that takes a text has that as its `input`."""
+    """Turns a call of a tool that takes a text into a function call with the argument `input`."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return call
@@ -194,26 +201,26 @@ def _call(call: Any) -> Any:
 
 
 def text_of(part: Part) -> str | None:
-    """The text of a part that is nothing else."""
+    """Returns the text of a text part."""
     text = part.get(_TEXTS.get(part.get("type", ""), ""))
     return text if isinstance(text, str) else None
 
 
 def thought_of(part: Part) -> str:
-    """What a part of an answer says that is thinking. A summary is not what was thought."""
+    """Returns the thinking in a part of an answer. A summary is not thinking."""
     fields = ("thinking", "reasoning", "text", "content") if part.get("type") in _THOUGHTS else ()
-    return "".join(text for name in fields for text in _said(part.get(name)))
+    return "".join(text for name in fields for text in _texts(part.get(name)))
 
 
 def _is_behind_url(part: Part) -> bool:
-    """Whether a picture has to be fetched."""
+    """True if an image has to be fetched."""
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     return isinstance(url, str) and url.startswith(("http://", "https://"))
 
 
 def documents_in(value: Any, depth: int = 0) -> Iterator[bytes]:
-    """The PDF documents among the parts of messages or items, wherever these are."""
+    """Yields the PDF documents in the parts of messages or items."""
     if isinstance(value, list) and depth < _DEEPEST:
         for item in value:
             yield from documents_in(item, depth + 1)
@@ -250,7 +257,7 @@ def _headed(part: Part, text: str, path: str) -> str:
 
 
 def _data_of(source: Part, path: str) -> tuple[str, bytes]:
-    """What is in a file, and of which type the client says that it is."""
+    """Returns the media type and the content of a file."""
     given = source.get("data", source.get("file_data"))
     if not isinstance(given, str):
         raise RequestError(f"{path} has no data: files are read that are sent whole, in base64", path)
@@ -262,8 +269,8 @@ def _data_of(source: Part, path: str) -> tuple[str, bytes]:
         raise RequestError(f"{path} has data that is no valid base64: {error}", path) from error
 
 
-def _said(value: Any, all_fields: bool = False, depth: int = 0) -> Iterator[str]:
-    """The texts in a piece that say something to a reader, in their order."""
+def _texts(value: Any, all_fields: bool = False, depth: int = 0) -> Iterator[str]:
+    """Yields the readable texts of a part. all_fields: of all its fields."""
     if isinstance(value, str):
         if not value.startswith("data:"):
             yield value
@@ -271,10 +278,10 @@ def _said(value: Any, all_fields: bool = False, depth: int = 0) -> Iterator[str]
         yield str(value)
     elif isinstance(value, list) and depth < _DEEPEST:
         for item in value:
-            yield from _said(item, all_fields, depth + 1)
+            yield from _texts(item, all_fields, depth + 1)
     elif isinstance(value, dict) and depth < _DEEPEST:
         for name, inner in value.items():
             if all_fields:
-                yield from (f"{name}: {text}" for text in _said(inner, True, depth + 1))
+                yield from (f"{name}: {text}" for text in _texts(inner, True, depth + 1))
             elif name in _SPOKEN or name in _READABLE:
-                yield from _said(inner, name in _SPOKEN, depth + 1)
+                yield from _texts(inner, name in _SPOKEN, depth + 1)

@@ -1,4 +1,4 @@
-"""Texts of documents: read in threads of their own, and kept, as agents send the same documents with every turn."""
+"""Texts of PDF documents, cached because agents send the same documents with every turn."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.documents import pdf_text
 
 _MOST_CHARACTERS: Final = 16_000_000
-"""Of all texts that are kept."""
+"""Characters of all cached texts."""
 _COST: Final = 1000
-"""Characters that an entry counts for besides its text."""
+"""Characters that an entry counts for in addition."""
 _ALL: Final = 3
-"""So many times the seconds of one document are there for all documents of a request."""
+"""All documents of a request may take this many times the seconds of one."""
 
 Texts = Mapping[bytes, str | RequestError]
-"""What documents say by their `digest`, or why they cannot be read, without a field."""
+"""Texts of documents by `digest`, or why they cannot be read."""
 TextOf = Callable[[bytes], str | RequestError | None]
-"""The same of one; None if it was not read."""
+"""Returns the text of a document by its digest; None if it was not read."""
 
 
 class DocumentTexts:
-    """The texts of the documents used last, each for its owner alone: else the time that a document takes would tell
-    that somebody else has it. Of too many, the owner that holds most loses its oldest. Threads may share it."""
+    """A cache of texts, for all threads. Each owner has its own entries: otherwise the time that a document takes would
+    show that another owner has it. If there are too many, the owner with the most loses its oldest."""
 
     def __init__(self) -> None:
         self._kept: OwnedEntries[str | RequestError] = OwnedEntries(_MOST_CHARACTERS)
         self._lock = threading.Lock()
 
     def read(self, owner: str | None, documents: Sequence[bytes], limits: Limits, process: DecoderProcess) -> Texts:
-        """The texts of a request's PDF documents, as far as its time reaches; takes up to so many seconds. process: one
-        of `reader_process`, which is closed at the end; whoever stops it wants no more of them."""
-        end, found = monotonic() + _ALL * limits.document_seconds, dict[bytes, str | RequestError]()
+        """Returns the texts of a request's documents that can be read in its time. process: from `reader_process`; it
+        is closed at the end, and stopping it ends the work."""
+        end = monotonic() + _ALL * limits.document_seconds
+        found = dict[bytes, str | RequestError]()
         with process:
             for name, data in {digest(data): data for data in documents}.items():
                 text = self._text(owner, name, data, limits, end - monotonic(), process)
@@ -48,7 +49,7 @@ class DocumentTexts:
         return found
 
     def known(self, owner: str | None, name: bytes) -> str | RequestError | None:
-        """The text of a document that was read lately."""
+        """Returns the text of a cached document."""
         with self._lock:
             return self._kept.get(owner, name)
 
@@ -59,14 +60,14 @@ class DocumentTexts:
             return known
         hurried = seconds < limits.document_seconds
         found = _read(data, replace(limits, document_seconds=max(seconds, 0.01)) if hurried else limits, process)
-        if isinstance(found, str) or not (hurried or process.closed):  # else it may be read another time
+        if isinstance(found, str) or not (hurried or process.closed):  # with more time it may be readable
             with self._lock:
                 self._kept.put(owner, name, found, _size(found))
         return found
 
 
 def digest(data: bytes) -> bytes:
-    """What a document is known by."""
+    """Returns the key of a document."""
     return blake2b(data, digest_size=32).digest()
 
 

@@ -1,38 +1,244 @@
-"""Fields of requests that other servers and their clients know: what is made of them here.
+"""Fields of requests: the schemas' base class, fields of other servers, and unknown fields.
 
-Nothing is ignored in silence: the answer has a header that names what was, and the log a line.
+A field that another server has is translated if a field of ours means the same, and refused if it would change the
+answer. Every other unknown field is ignored, and a header of the response names it. A field whose name looks like a
+misspelling is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, ClassVar, Final, TypeVar, get_args
 
-IGNORED_HEADER = "x-deltic-ignored"
-"""Names the fields of a request that had no effect."""
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
-Honour = Callable[[Any], Mapping[str, Any]]
-"""Fields of ours that say the same as a value of another server's; none if it has none."""
+from deltic.config import Limits
+from deltic.errors import RequestError, show, valid_text
+from deltic.server.http import dump
+
+_COUNTED: Final[Mapping[str, str]] = {
+    "messages": "max_messages", "input": "max_messages", "documents": "max_messages", "tools": "max_tools",
+    "stop": "max_stops", "stop_sequences": "max_stops", "stop_token_ids": "max_stops", "logit_bias": "max_logit_bias"}
+"""The limit for the number of entries of a field. A longer field is not validated."""
+_SCHEMAS: Final = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
+                   "guided_choice", "guided_grammar", "text", "output_config")
+_MISSPELT: Final = 0.9
+_MISSPELT_WITHIN: Final = 0.88
+_MISSPELT_TYPE: Final = 0.85
+_RELATED: Final = 0.6
+"""Ratios of difflib from which a name counts as a misspelling of a known one, or as related to it."""
+_NO_MISSPELLINGS: Final = ("models",)
+"""Fields of other servers whose names look like misspellings of ours."""
+_LONGEST_NAME: Final = 60
+_MOST_UNKNOWN: Final = 100
+_MOST_WITHIN: Final = 1000
+
+Json = dict[str, Any]
+Body = TypeVar("Body", bound="Fields")
+Translate = Callable[[Any], Json]
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A field that would change the answer in a way that is not there. neutral: values that ask for nothing."""
+@dataclass(slots=True)
+class Notes:
+    """What was found while a body was read.
 
-    neutral: tuple[Any, ...] = ()
+    ignored: names of fields without effect. sent: what the client calls our fields, where it used another server's
+    names. lenient: ignore what would be refused. may_have_files: a message may have a part with a file.
+    """
+
+    ignored: list[str] = field(default_factory=list)
+    sent: dict[str, str] = field(default_factory=dict)
+    lenient: bool = False
+    may_have_files: bool = False
 
 
-def _as(name: str) -> Honour:
+class Fields(BaseModel):
+    """A body, or a part of one, in JSON's own types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    counted: ClassVar[Mapping[str, str]] = {}
+    """Limits for the number of entries of this schema's own fields."""
+    schemas: ClassVar[Mapping[str, Json]] = {}
+    """JSON schemas of the fields that endpoints check themselves, for /openapi.json."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Fields of other APIs, and what they are called here."""
+    _notes: Notes = PrivateAttr(default_factory=Notes)
+
+    @property
+    def notes(self) -> Notes:
+        return self._notes
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that had no effect."""
+        return self._notes.ignored
+
+
+class SaltedFields(Fields):
+    """Adds vLLM's cache_salt: requests with different salts share no cached prefixes and no answer records."""
+
+    cache_salt: str | None = None
+
+    @property
+    def salt(self) -> str:
+        """A digest of the salt, or ""."""
+        if self.cache_salt is None:
+            return ""
+        if not self.cache_salt:
+            raise RequestError("cache_salt is empty: give at least one character, or leave it out", "cache_salt")
+        return blake2b(valid_text(self.cache_salt, "cache_salt").encode(), digest_size=16).hexdigest()
+
+
+def read_fields(data: Mapping[str, Any], schema: type[Body], limits: Limits, lenient: bool = False,
+                size: int = sys.maxsize) -> Body:
+    """Returns the record of a parsed body. size: of the body as JSON, if known."""
+    notes = Notes(lenient=lenient)
+    own = _own_fields(data, schema, notes)
+    with renamed(notes.sent):
+        _check_counts(own, limits, {**_COUNTED, **schema.counted})
+        if size > limits.max_schema_kib << 10:
+            _check_schemas(own, limits.max_schema_kib)
+        try:
+            body = schema.model_validate(own)
+        except ValidationError as error:
+            raise _explain(error) from None
+    notes.ignored += body.ignored
+    body._notes = notes
+    return body
+
+
+def _own_fields(data: Mapping[str, Any], schema: type[Fields], notes: Notes, path: str = "") -> Json:
+    """Returns the fields that the schema has, with those of other servers translated. path: of an inner object."""
+    own = {name: data[name] for name in schema.model_fields if name in data}
+    others = [name for name in data if name not in schema.model_fields]
+    if len(others) > _MOST_UNKNOWN and not notes.lenient:
+        raise RequestError(f"the body has more than {_MOST_UNKNOWN} unknown fields")
+    for name in others:
+        value = data[name]
+        if value is None or value in (*_NEUTRAL.get(name, ()), *_REFUSED.get(name, ())):
+            continue
+        if name in _TRANSLATED and not path:
+            _take_over(name, value, own, schema, notes)
+            continue
+        if not notes.lenient:
+            _refuse(name, value, schema, path)
+        notes.ignored.append(path + name)
+    for name, found in schema.model_fields.items():
+        for kind in get_args(found.annotation):
+            if isinstance(kind, type) and issubclass(kind, Fields) and isinstance(own.get(name), dict):
+                own[name] = _own_fields(own[name], kind, notes, f"{name}.")
+    return own
+
+
+def _take_over(name: str, value: Any, own: Json, schema: type[Fields], notes: Notes) -> None:
+    """Sets the fields of ours that mean the same. If they have another value already, that one counts."""
+    meant = _TRANSLATED[name](value)
+    asked = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
+    taken = {ours: wanted for ours, wanted in asked.items() if own.get(ours) in (None, wanted)}
+    own.update(taken)
+    notes.sent.update({ours: name for ours, wanted in taken.items() if wanted is value})
+    if not asked or len(taken) < len(asked):
+        notes.ignored.append(name)
+
+
+def _refuse(name: str, value: Any, schema: type[Fields], path: str) -> None:
+    """RequestError for a field that would change the answer, is called otherwise here, or is misspelt."""
+    if name in _REFUSED and not path:
+        neutral = _REFUSED[name]
+        raise RequestError(f"{name} is not supported" + (f" with the value {show(value)}" if neutral else ""), name)
+    if name in _NO_MISSPELLINGS:
+        return
+    if name in schema.elsewhere or _misspelt(name, schema.model_fields, _MISSPELT):
+        raise unknown_field(path, name, schema.model_fields, schema.elsewhere)
+
+
+def _misspelt(name: str, known: Iterable[str], ratio: float) -> bool:
+    return bool(difflib.get_close_matches(name[:_LONGEST_NAME], known, 1, ratio))
+
+
+def unknown_field(path: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = {}) -> RequestError:
+    """Returns the error for an unknown field, with the known name that is probably meant. path: of its object."""
+    shown = path + (name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
+    meant = elsewhere.get(name) or _meant(name[:_LONGEST_NAME], known)
+    return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + meant!r}?" if meant else ""), shown)
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """Returns the name that this one misspells, or the one that has most words in common with it."""
+    def common(other: str) -> int:
+        return len({*name.split("_")} & {*other.split("_")})
+
+    near = difflib.get_close_matches(name, known, 50, _RELATED)
+    if misspelt := difflib.get_close_matches(name, near, 1, _MISSPELT_TYPE):
+        return misspelt[0]
+    return max(filter(common, near), key=common, default=None)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors name fields as the client does. names: the client's names by ours, of which a prefix is enough."""
+    try:
+        yield
+    except RequestError as error:
+        name = error.field or ""
+        sent = sent_name(name, names)
+        if sent == name:
+            raise
+        raise type(error)(str(error).replace(name, sent, 1), sent) from error
+
+
+def sent_name(name: str, names: Mapping[str, str]) -> str:
+    """Returns what the client calls a field: `messages[3].content` is looked up with all its prefixes."""
+    for end in range(len(name), 0, -1):
+        if (end == len(name) or name[end] in ".[") and name[:end] in names:
+            return names[name[:end]] + name[end:]
+    return name
+
+
+def _check_counts(data: Mapping[str, Any], limits: Limits, counted: Mapping[str, str]) -> None:
+    for name, limit in counted.items():
+        value, most = data.get(name), getattr(limits, limit)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise RequestError(f"{name} has {len(value)} entries, and may have at most {most} ({limit})", name)
+
+
+def _check_schemas(data: Mapping[str, Any], most_kib: int) -> None:
+    size = 0
+    for name in _SCHEMAS:
+        size += len(dump(data.get(name)))
+        if size > most_kib << 10:
+            raise RequestError(f"{name} takes more than {most_kib} KiB (max_schema_kib)", name)
+
+
+def _explain(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    if first["type"] == "missing":
+        return RequestError(f"{path} is missing", path)
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"unknown field {show(path)}", path)
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return RequestError(f"{path} must be {expected}, not {show(first['input'])}", path)
+
+
+# Fields of other servers
+
+
+def _same(name: str) -> Translate:
     return lambda value: {name: value}
 
 
-def _think(value: Any) -> Mapping[str, Any]:
+def _think(value: Any) -> Json:
     """Ollama: true, false, or an effort."""
     return {"reasoning_effort": value} if isinstance(value, str) else {"enable_thinking": value}
 
 
-def _reasoning(value: Any) -> Mapping[str, Any]:
+def _reasoning(value: Any) -> Json:
     """OpenRouter: an object."""
     if not isinstance(value, dict):
         return {}
@@ -41,133 +247,168 @@ def _reasoning(value: Any) -> Mapping[str, Any]:
             "enable_thinking": value.get("enabled"), "include_reasoning": None if exclude is None else not exclude}
 
 
-def _thinking(value: Any) -> Mapping[str, Any]:
-    """DeepSeek, Z.ai: an object with a type; litellm's and others' have Anthropic's budget, too."""
+def _thinking(value: Any) -> Json:
+    """DeepSeek, Z.ai, litellm: an object with a type, and perhaps Anthropic's budget."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         return {}
     return {"enable_thinking": kind != "disabled", "thinking_budget": value.get("budget_tokens")}
 
 
-def _format(value: Any) -> Mapping[str, Any]:
+def _format(value: Any) -> Json:
     """Ollama: a schema, or `json`."""
-    return {"response_format": {"type": "json_object"}} if value == "json" else _schema(value or None)
+    return {"response_format": {"type": "json_object"}} if value == "json" else _schema(value)
 
 
-def _schema(value: Any) -> Mapping[str, Any]:
-    """Ollama, llama.cpp: a schema that is kept as far as it can be."""
-    return {"response_format": None if value is None else {"type": "json_schema", "schema": value}}
+def _schema(value: Any) -> Json:
+    """Ollama, llama.cpp: a schema."""
+    return {"response_format": {"type": "json_schema", "schema": value}}
 
 
-def _grammar(value: Any) -> Mapping[str, Any]:
-    """llama.cpp, SGLang: a text; text-generation-inference: an object with a type."""
+def _grammar(value: Any) -> Json:
+    """llama.cpp, SGLang: a text. text-generation-inference: an object with a type."""
     return {"response_format": value} if isinstance(value, dict) else {"guided_grammar": value}
 
 
-def _output_format(value: Any) -> Mapping[str, Any]:
-    """Anthropic's former name of a part of `output_config`."""
-    return {"output_config": {"format": value}}
-
-
-def _usage(value: Any) -> Mapping[str, Any]:
+def _usage(value: Any) -> Json:
     """OpenRouter: an object."""
     return {"stream_options": {"include_usage": True}} if isinstance(value, dict) and value.get("include") else {}
 
 
-def _do_sample(value: Any) -> Mapping[str, Any]:
-    """transformers, text-generation-inference: whether to draw."""
-    return {"temperature": 0.0} if value is False else {}
-
-
-_HONOURED: Mapping[str, Honour] = {
-    "n_predict": _as("max_tokens"), "num_predict": _as("max_tokens"), "max_new_tokens": _as("max_tokens"),
-    "min_new_tokens": _as("min_tokens"), "repeat_penalty": _as("repetition_penalty"), "think": _think,
-    "reasoning": _reasoning, "thinking": _thinking, "usage": _usage, "stop_sequences": _as("stop"),
-    "grammar": _grammar, "grammar_string": _grammar, "ebnf": _as("guided_grammar"), "regex": _as("guided_regex"),
-    "regex_pattern": _as("guided_regex"), "json_schema": _schema, "format": _format,
-    "output_format": _output_format, "do_sample": _do_sample, "thinking_token_budget": _as("thinking_budget"),
-    "thinking_budget_tokens": _as("thinking_budget"), "reasoning_budget": _as("thinking_budget"), "n_cmpl": _as("n"),
-    "output_dimension": _as("dimensions"), "truncation": _as("truncate"), "return_text": _as("return_documents"),
-    "instruct": _as("instruction"), "embedding_type": _as("encoding_format"),
+_TRANSLATED: Final[Mapping[str, Translate]] = {
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), _same("max_tokens")),
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"), _same("thinking_budget")),
+    **dict.fromkeys(("regex", "regex_pattern"), _same("guided_regex")),
+    **dict.fromkeys(("grammar", "grammar_string"), _grammar),
+    "ebnf": _same("guided_grammar"),
+    "min_new_tokens": _same("min_tokens"),
+    "repeat_penalty": _same("repetition_penalty"),
+    "stop_sequences": _same("stop"),
+    "n_cmpl": _same("n"),
+    "output_dimension": _same("dimensions"),
+    "truncation": _same("truncate"),
+    "return_text": _same("return_documents"),
+    "instruct": _same("instruction"),
+    "embedding_type": _same("encoding_format"),
+    "do_sample": lambda value: {"temperature": 0.0} if value is False else {},
+    "output_format": lambda value: {"output_config": {"format": value}},
+    "think": _think,
+    "reasoning": _reasoning,
+    "thinking": _thinking,
+    "usage": _usage,
+    "json_schema": _schema,
+    "format": _format,
 }
+"""Fields of other servers that mean the same as fields of ours."""
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        ("grammar", "grammar_string", "ebnf", "regex", "regex_pattern", "format"), ("",)),
-    "json_schema": ("", {}), "stop_sequences": ([],),
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex", "regex_pattern"), ("",)),
+    **dict.fromkeys(("format", "json_schema"), ("", {})),
     **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"), (-1,)),
-    "backend_sampling": (False,), "return_routed_experts": (False,),
-    "reasoning_control": (False,), "embedding_type": ("float",), "n_cmpl": (1,), "speculative.n_max": (-1,)}
-"""Values of such fields, and of ignored ones, that ask for nothing."""
-
-_REFUSED: Mapping[str, Refused] = {
-    "grammar_lazy": Refused((False,)), "best_of": Refused((1,)), "echo": Refused((False,)),
-    "stop_regex": Refused(("", [])),
-    "custom_params": Refused(({},)), "suffix": Refused(("",)), "adaptive_target": Refused((-1, 0)),
-    "repetition_detection": Refused(), "output_dtype": Refused(("float",)), "embedding_types": Refused((["float"],)),
-    "late_chunking": Refused((False,)), "raw_scores": Refused((False,)), "truncation_direction": Refused(("Right",)),
-    "use_beam_search": Refused((False,)), "logits_processors": Refused(([],)),
-    "custom_logit_processor": Refused(("",)), "lora_path": Refused(("",)), "lora": Refused(([],)),
-    "allowed_token_ids": Refused(([],)), "bad_words": Refused(([],)), "input_embeds": Refused(([],)),
-    "prompt_embeds": Refused(), "session_params": Refused(({},)), "image_data": Refused(([],)),
-    "return_hidden_states": Refused((False,)), "include_stop_str_in_output": Refused((False,)),
-    "no_stop_trim": Refused((False,)), "mcp_servers": Refused(([],)), "chat_template": Refused(),
-    "truncate_prompt_tokens": Refused((-1,)), "watermark": Refused((False,)),
-    # other ways to choose tokens, by the values that switch them off
-    "mirostat": Refused((0,)), "mirostat_mode": Refused((0,)), "dry_multiplier": Refused((0,)),
-    "xtc_probability": Refused((0,)), "dynatemp_range": Refused((0,)), "dynamic_temperature": Refused((False,)),
-    "typical_p": Refused((1,)), "typ_p": Refused((1,)), "tfs_z": Refused((1,)), "tfs": Refused((1,)),
-    "top_a": Refused((0,)), "top_n_sigma": Refused((-1, 0)), "nsigma": Refused((0,)), "min_keep": Refused((0, 1)),
-    "epsilon_cutoff": Refused((0,)), "eta_cutoff": Refused((0,)), "smoothing_factor": Refused((0,)),
-    "penalty_alpha": Refused((0,)), "no_repeat_ngram_size": Refused((0,)),
-    "encoder_repetition_penalty": Refused((1,)), "guidance_scale": Refused((1,)),
-    # other ways to end an answer
-    "n_indent": Refused((0,)), "t_max_predict_ms": Refused((0,)),
+    **dict.fromkeys(("backend_sampling", "return_routed_experts", "reasoning_control"), (False,)),
+    "stop_sequences": ([],), "embedding_type": ("float",), "n_cmpl": (1,), "speculative.n_max": (-1,),
 }
+"""Values of fields that ask for nothing, as null always does."""
 
-_IGNORED: Mapping[str, str] = {
-    "vLLM, SGLang":
-        "add_special_tokens skip_special_tokens spaces_between_special_tokens return_tokens_as_token_ids "
-        "return_token_ids length_penalty early_stopping priority request_id mm_processor_kwargs "
-        "kv_transfer_params vllm_xargs guided_decoding_backend guided_whitespace_pattern "
-        "separate_reasoning stream_reasoning rid bootstrap_host bootstrap_port "
-        "bootstrap_room data_parallel_rank return_cached_tokens_details return_prompt_text media_io_kwargs extra_key "
-        "return_routed_experts images_config use_audio_in_video max_dynamic_patch min_dynamic_patch",
-    "llama.cpp":
-        "cache_prompt id_slot slot_id n_keep n_discard samplers sampler_seq penalize_nl penalty_prompt repeat_last_n "
-        "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau "
-        "mirostat_eta xtc_threshold n_probs timings_per_token return_progress return_tokens post_sampling_probs "
-        "response_fields reasoning_format parse_tool_calls thinking_forced_open backend_sampling "
-        "grammar_triggers preserved_tokens chat_format generation_prompt reasoning_in_content reasoning_control "
-        "n_cache_reuse adaptive_decay sse_ping_interval speculative.n_max speculative.n_min speculative.p_min",
-    "Text generation web UI, KoboldCpp, Aphrodite":
-        "dynatemp_low dynatemp_high dynatemp_min dynatemp_max smoothing_curve temperature_last sampler_priority "
-        "sampler_order repetition_penalty_range rep_pen_range",
-    "Ollama, text-generation-inference":
-        "keep_alive options raw num_ctx num_batch num_gpu num_thread num_keep use_mmap details "
-        "decoder_input_details",
-    "OpenRouter, LibreChat, Open WebUI, litellm":
-        "provider models route transforms plugins session_id conversation_id message_id chat_id promptPrefix "
-        "modelLabel chatGptLabel resendFiles imageDetail maxContextTokens spec iconURL greeting endpoint "
-        "background_tasks features variables tool_ids files model_item drop_params caching litellm_metadata tags "
-        "litellm_session_id prediction_id extra_headers custom_llm_provider extra_body",
-    "Anthropic, OpenAI":
-        "container inference_geo speed diagnostics context_management betas anthropic_beta user_profile_id "
-        "workspace_id cache_control client_metadata prompt_cache_options access_programs background_options compaction "
-        "billing_policy fallbacks fallback_credit_token",
+_OFF: Final[tuple[Any, ...]] = (0, False, "", [], {})
+_REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys((
+        "grammar_lazy", "echo", "stop_regex", "custom_params", "suffix", "late_chunking", "raw_scores",
+        "use_beam_search", "logits_processors", "custom_logit_processor", "lora_path", "lora", "allowed_token_ids",
+        "bad_words", "input_embeds", "session_params", "image_data", "return_hidden_states", "no_stop_trim",
+        "include_stop_str_in_output", "mcp_servers", "watermark", "mirostat", "mirostat_mode", "dry_multiplier",
+        "xtc_probability", "dynatemp_range", "dynamic_temperature", "top_a", "nsigma", "epsilon_cutoff", "eta_cutoff",
+        "smoothing_factor", "penalty_alpha", "no_repeat_ngram_size", "n_indent", "t_max_predict_ms"), _OFF),
+    **dict.fromkeys(("typical_p", "typ_p", "tfs_z", "tfs", "best_of", "encoder_repetition_penalty",
+                     "guidance_scale"), (1,)),
+    **dict.fromkeys(
+        ("repetition_detection", "prompt_embeds", "chat_template", "structural_tag", "thinking_budget"), ()),
+    **dict.fromkeys(("adaptive_target", "top_n_sigma"), (-1, 0)),
+    "truncate_prompt_tokens": (-1,), "min_keep": (0, 1), "output_dtype": ("float",), "embedding_types": (["float"],),
+    "truncation_direction": ("Right",),
 }
-_NAMES = frozenset(name for names in _IGNORED.values() for name in names.split())
+"""Fields that would change the answer, with the values that switch them off."""
 
 
-def asks_nothing(name: str, value: Any) -> bool:
-    """Whether a value of another server's field is the one that switches it off."""
-    return value is None or any(value == each and type(value) is type(each) for each in _NEUTRAL.get(name, ()))
+# Fields within messages, items, blocks and tools
 
 
-def known(name: str, value: Any) -> Mapping[str, Any] | Refused | None:
-    """What a field of another server is here: fields of ours, none if it is ignored; None if nobody knows it."""
-    if name in _HONOURED:
-        return _HONOURED[name](value)
-    if name in _REFUSED:
-        return _REFUSED[name]
-    return {} if name in _NAMES else None
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The known fields of an object.
+
+    within: those of the objects, or lists of objects, that its fields hold. kinds: the types of objects that are
+    checked; empty: all.
+    """
+
+    names: frozenset[str]
+    within: Mapping[str, Known] = field(default_factory=dict)
+    kinds: tuple[str | None, ...] = ()
+
+    @classmethod
+    def of(cls, names: str, **within: Known) -> Known:
+        return cls(frozenset([*names.split(), *within]), within)
+
+    def only(self, *kinds: str | None) -> Known:
+        """The same for objects of some types."""
+        return replace(self, kinds=kinds)
+
+
+_REFUSED_WITHIN: Final[Mapping[str, str]] = {
+    "function_call": "use tool_calls",
+    "prefix": "use continue_final_message",
+    "partial": "use continue_final_message",
+    "images": "use parts of type image_url",
+}
+"""Fields that would change the answer, and what to use instead."""
+
+
+def usable_tools(tools: Sequence[Any], kinds: Sequence[str | None], ignored: list[str]) -> list[tuple[int, Any]]:
+    """Returns the tools of known types with their positions. The tools that another server runs are left out.
+
+    All tools are returned if no others remain, or if a type looks like a misspelling: the caller refuses them.
+    """
+    unknown = {index: tool["type"] for index, tool in enumerate(tools)
+               if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] not in kinds}
+    names = [kind for kind in kinds if kind]
+    if len(unknown) == len(tools) or any(_misspelt(kind, names, _MISSPELT_TYPE) for kind in {*unknown.values()}):
+        return [*enumerate(tools)]
+    ignored.extend(f"tools.{kind}" for kind in unknown.values())
+    return [(index, tool) for index, tool in enumerate(tools) if index not in unknown]
+
+
+def check_within(body: Fields, table: Mapping[str, Known], also: Callable[[str], bool] = lambda name: False) -> None:
+    """Notes unknown fields within these fields of a body. RequestError for one that is misspelt or would change the
+    answer. also: returns True for other names that have a meaning."""
+    ignored: dict[str, None] = {}
+    for place, known in table.items():
+        for path, names, name, value in _unknown(getattr(body, place), known, place):
+            if value in (None, "", False, [], {}) or also(name):
+                continue
+            if name in _REFUSED_WITHIN and not body.notes.lenient:
+                raise RequestError(f"{path}.{name} is not supported: {_REFUSED_WITHIN[name]}", f"{path}.{name}")
+            noted = f"{_without_indices(path)}.{name}"
+            if noted in ignored or len(ignored) >= _MOST_WITHIN:
+                continue
+            if not body.notes.lenient and len(name) <= _LONGEST_NAME and _misspelt(name, names, _MISSPELT_WITHIN):
+                raise unknown_field(f"{path}.", name, names)
+            ignored[noted] = None
+    body.ignored.extend(ignored)
+
+
+def _unknown(value: Any, known: Known, path: str) -> Iterator[tuple[str, frozenset[str], str, Any]]:
+    """Yields unknown fields: path of the object, its known names, name and value."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, dict):
+                yield from _unknown(item, known, f"{path}[{index}]")
+    elif isinstance(value, dict) and (not known.kinds or value.get("type") in known.kinds):
+        for name, inner in value.items():
+            if name in known.within:
+                yield from _unknown(inner, known.within[name], f"{path}.{name}")
+            elif name not in known.names:
+                yield path, known.names, name, inner
+
+
+def _without_indices(path: str) -> str:
+    return "".join(piece.partition("]")[2] if "]" in piece else piece for piece in path.split("["))

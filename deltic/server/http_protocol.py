@@ -1,7 +1,7 @@
-"""HTTP/1.1 of one connection, with bounds: uvicorn's protocol over llhttp, which parses in C and has no bounds itself.
+"""HTTP/1.1 of one connection: uvicorn's protocol over llhttp, with bounds that neither of them has.
 
-The parser calls back for each header, chunk and piece of a body. The callbacks count, and raise to end the parsing, so
-that no client keeps the event loop busy with bytes that say little.
+The parser calls back for each header, chunk and piece of a body. The callbacks count these, and raise an exception to
+end the parsing, so that no client keeps the event loop busy with many tiny pieces.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from deltic.config import Limits
-from deltic.server.anthropic import formatting as anthropic
-from deltic.server.http import Problem, dump
-from deltic.server.openai import formatting as openai
+from deltic.server.errors import Problem, fields_for
+from deltic.server.http import dump
 
-LEAST_HEADER = 64  # bytes that a header counts for at least: short ones cost as much to handle
-LEAST_CHUNK = 64  # bytes of a body for which one more chunk is allowed
-MOST_PIPELINED = 64  # requests of a connection that wait for the one before them
-_SHORT = 64 << 10  # bytes of a body that is read to its end although its request is answered already
-_THROWN = 4  # so many times max_body_mib is read and thrown away: most clients read an answer only after they have sent
+LEAST_HEADER = 64
+"""Bytes that a header counts for at least: short headers cost as much as longer ones."""
+LEAST_CHUNK = 64
+"""Bytes of a body that allow one more chunk."""
+MOST_PIPELINED = 64
+"""Requests of a connection that wait for the one before them."""
+_SHORT = 64 << 10
+"""Bytes of a body that is read to its end although its request is answered."""
+_DISCARDED = 4
+"""This many times max_body_mib is read and discarded: most clients read an answer only after they have sent all."""
 
 
 class _RefusedError(Exception):
-    """Ends the parsing, with what the client is told; None: nothing, as the answer before says so."""
+    """Ends the parsing. problem: the answer; None: the answer before closes the connection."""
 
     def __init__(self, problem: Problem | None) -> None:
         super().__init__()
@@ -37,14 +41,15 @@ class _RefusedError(Exception):
 
 
 class Transport:
-    """A transport that counts the bytes that are written to it, and whose connection decides how it closes."""
+    """Counts the bytes that are written to a transport. close: called instead of the transport's."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self._transport, self.close, self.close_now = transport, close, transport.close
+        self._transport = transport
+        self.close = close
+        self.close_now = transport.close
         self.written = 0
 
     def write(self, data: bytes) -> None:
-        """As asyncio.WriteTransport's."""
         self.written += len(data)
         self._transport.write(data)
 
@@ -53,37 +58,38 @@ class Transport:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Requests that are pipelined are answered one after another; what cannot be read is answered last,
-    in the form of the clients that use its path. A request that is answered before all of it came closes the
-    connection, if that may be much, after what is still on its way was thrown away."""
+    """One connection. Pipelined requests are answered in order, and an unreadable one at the end. If a request is
+    answered before its body has arrived, and the body may be large, the rest is discarded and the connection closed."""
 
     def __init__(self, config: Config, state: ServerState, app_state: dict[str, Any], limits: Limits) -> None:
         super().__init__(config, state, app_state)
         self.limits, self.answered = limits, cast(RequestResponseCycle | None, None)
         self.start = self.heard = self.loop.time()
-        self.leaving = False  # nothing more is answered, and what comes is thrown away
+        self.leaving = False
+        """True if nothing more is answered, and all that comes is discarded."""
         self._in_head = self._in_body = self._deaf = False
-        self._head, self._chunks, self._size = 0, 0, 0  # bytes of headers, chunks and bytes of a body
-        self._unseen, self._thrown = 0, 0  # bytes since the parser found something, and bytes that it never gets
+        self._head = self._chunks = self._size = 0  # bytes of headers, chunks and bytes of a body
+        self._unseen = 0  # bytes since the parser has found something
+        self._discarded = 0
         self._keeps_alive = True
-        self._trouble: Problem | None = None  # told when all that came before it is answered
+        self._problem: Problem | None = None  # answered after all requests before it
 
     def on_refused(self, status: int) -> None:
-        """The client is told that what it sent is no request."""
+        """Called before a client gets the answer that it sent no readable request."""
 
     @property
     def begun(self) -> bool:
-        """Whether a part of a request has come, and the rest of it not."""
+        """True if a part of a request has arrived."""
         return self._in_head or self._in_body
 
     @property
     def receives(self) -> bool:
-        """Whether the body is to come of the request that is answered next."""
+        """True if the body of the request that is answered next is arriving."""
         return self._in_body and self.cycle is self.answered
 
     @property
     def answering(self) -> bool:
-        """Whether a request that came wholly is not answered yet."""
+        """True if a request that has arrived is not answered yet."""
         return self.answered is not None and not self.answered.response_complete and not self.receives
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,7 +97,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(cast(asyncio.Transport, self.counted))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.answered:  # uvicorn tells the last one that came
+        if self.answered:  # uvicorn notifies only the last request
             self.answered.disconnected = True
             self.answered.message_event.set()
         super().connection_lost(exc)
@@ -99,8 +105,8 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self.heard = self.loop.time()
         if self.leaving or self._deaf:
-            self._thrown += len(data)
-            if self._thrown > self.limits.max_body_mib * _THROWN << 20:
+            self._discarded += len(data)
+            if self._discarded > self.limits.max_body_mib * _DISCARDED << 20:
                 self.transport.abort()
             return
         self._unseen += len(data)
@@ -120,7 +126,7 @@ class HttpProtocol(HttpToolsProtocol):
         while data:
             try:
                 self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:  # nothing else is spoken here: as if that were not asked for
+            except httptools.HttpParserUpgrade as upgrade:  # parsed again without the upgrade
                 headers = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade")
                 data = b"%s %s HTTP/%s\r\n%s\r\n%s" % (self.parser.get_method(), self.url, self.scope[
                     "http_version"].encode(), headers, data[int(str(upgrade)):])
@@ -140,7 +146,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._add_head(max(len(name) + len(value), LEAST_HEADER))
-        if self._in_head:  # not of a trailer, which comes after everything was decided
+        if self._in_head:  # ignores trailers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -153,32 +159,33 @@ class HttpProtocol(HttpToolsProtocol):
             self.scope["http_version"] = version
             return
         if len(self.pipeline) >= MOST_PIPELINED:
-            self.pipeline[0][0].keep_alive = False  # says that no more are answered
+            self.pipeline[0][0].keep_alive = False  # its answer closes the connection
             raise _RefusedError(None)
-        if b"://" in self.url and b"/" not in self.url.partition(b"://")[2]:  # of a client that takes this for a proxy
+        if b"://" in self.url and b"/" not in self.url.partition(b"://")[2]:  # the client takes this for a proxy
             self.url += b"/"
         super().on_headers_complete()
         self._in_head, self._in_body = False, True
         self._chunks = self._size = 0
         self._keeps_alive = self.cycle.keep_alive
-        if not self._is_short():  # until all has come an answer is an early one: it ends the connection
+        if not self._is_short():  # an answer before the end of the body closes the connection
             self.cycle.keep_alive = False
 
     def _is_short(self) -> bool:
-        """Whether the client sends little in any case. One that waits to be told to go on may never send it."""
+        """True if the body is short. A client that waits for "100 Continue" may never send it."""
         declared = next((int(value) for name, value in self.headers if name == b"content-length"), _SHORT + 1)
         return declared <= _SHORT and not self.expect_100_continue
 
     def on_chunk_header(self) -> None:
-        """Called by the parser."""
-        self._unseen, self._chunks = 0, self._chunks + 1
+        self._unseen = 0
+        self._chunks += 1
         most = self.limits.max_body_chunks
         if self._chunks > most + self._size // LEAST_CHUNK:
             raise _RefusedError(Problem(400, f"the body comes in more than {most} chunks of less than {LEAST_CHUNK} "
                                              "bytes on average (max_body_chunks): send larger ones"))
 
     def on_body(self, body: bytes) -> None:
-        self._unseen, self._size = 0, self._size + len(body)
+        self._unseen = 0
+        self._size += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -200,18 +207,19 @@ class HttpProtocol(HttpToolsProtocol):
             self.server_state.total_requests += 1
             return
         super().on_response_complete()
-        if self._trouble and not self.answering:
-            self._tell(self._trouble, self._path)
+        if self._problem and not self.answering:
+            self._answer(self._problem, self._path)
 
     def timeout_keep_alive_handler(self) -> None:
-        """uvicorn's own timer: it does not see the beginning of a next request. The door watches instead."""
+        """Disables uvicorn's own timer; `ConnectionLimiter.watch` checks the connections."""
 
     def shutdown(self) -> None:
         self._keeps_alive = False
         super().shutdown()
 
     def _add_head(self, size: int) -> None:
-        self._unseen, self._head = 0, self._head + size
+        self._unseen = 0
+        self._head += size
         self._check_head(self._head)
 
     def _check_head(self, size: int) -> None:
@@ -221,46 +229,45 @@ class HttpProtocol(HttpToolsProtocol):
                                              f"them counts for at least {LEAST_HEADER} bytes"))
 
     def _stop(self, problem: Problem | None) -> None:
-        """Parse nothing more; tell the client why, when what came before is answered."""
+        """Parses nothing more, and answers with the problem after all requests before it."""
         self._deaf = True
         self._path = self.scope["path"] if self._in_body else ""
         if problem is None:
             return
         self.on_refused(problem.status)
         if not self.answering and not (self.receives and self.cycle.response_started):
-            self._tell(problem, self._path)
+            self._answer(problem, self._path)
         elif self.answering:
-            self._trouble = problem
-            if self._in_body:  # it waits for its turn, and has none now
+            self._problem = problem
+            if self._in_body:  # it waits in the pipeline and is not answered
                 self.pipeline.popleft()
 
-    def _tell(self, problem: Problem, path: str) -> None:
-        if self.receives:  # what answers it must not write behind that
+    def _answer(self, problem: Problem, path: str) -> None:
+        if self.receives:  # its endpoint must not write another answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.write(told(problem, path))
+        self.transport.write(error_bytes(problem, path))
         self.transport.close()
 
     def _close(self) -> None:
-        """Close the connection; if the client is still sending, after it had time to read the answer: the kernel would
-        take the answer back if what came were left unread."""
+        """Closes the connection. A client that is still sending gets time to read the answer, which the kernel discards
+        with unread data."""
         if not (self.begun or self._deaf):
             self.counted.close_now()
         elif not self.leaving:
             self.leave()
 
     def leave(self) -> None:
-        """Answer no more, and throw away what comes."""
+        """Answers no more, and discards what comes."""
         self.leaving, self.start = True, self.loop.time()
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
 
-def told(problem: Problem, path: str, *headers: str) -> bytes:
-    """A whole response, for where no request is, in the form of the clients that use this path."""
-    fields = anthropic.error_fields(problem) if path.startswith(anthropic.PATH) else openai.error_fields(problem)
-    body = dump(fields).decode()
+def error_bytes(problem: Problem, path: str, *headers: str) -> bytes:
+    """Returns a whole response for a connection without a readable request, in the form of the path's clients."""
+    body = dump(fields_for(path, problem)).decode()
     lines = (f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "connection: close",
              "content-type: application/json", f"content-length: {len(body)}", *headers, "", body)
     return "\r\n".join(lines).encode()

@@ -1,54 +1,36 @@
-"""/metrics: an engine's figures in Prometheus' text format, version 0.0.4."""
+"""/metrics in Prometheus' text format, version 0.0.4."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Final, Protocol
 
 import torch
 
 from deltic import __version__
-from deltic.engine.stats import WINDOW, Distribution, EngineSnapshot, TierUsage
+from deltic.engine.stats import WINDOW, Distribution, EngineSnapshot
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_VERSIONS = {"version": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+_VERSIONS: Final = {"version": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
 
 Number = int | float
 Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
-    """All samples of one metric, as (suffix of the name, labels, value)."""
+class Metric:
+    """A metric. read: returns its value: a number, numbers by the value of `label`, or a histogram. None: no sample."""
 
     name: str
     kind: str
     help: str
-    samples: tuple[tuple[str, Labels, Number], ...]
-
-
-def exposition(models: Mapping[str, EngineSnapshot], responses: Mapping[int, int], lost_lines: int = 0) -> str:
-    """The page. models: by what clients call them, the label of their samples. responses: how many of each status.
-    lost_lines: of the request log."""
-    families: dict[str, list[tuple[_Family, Labels]]] = {}
-    for model, now in models.items():
-        for family in (*_requests(now), *_tokens(now), *_drafts(now), *_durations(now), *_pools(now),
-                       *_tiers(now.tiers), *_experts(now)):
-            families.setdefault(family.name, []).append((family, {"model": model}))
-    for family in _server(responses, lost_lines):
-        families[family.name] = [(family, {})]
-    return "".join(line + "\n" for found in families.values() for line in _lines(found))
-
-
-def samples(figures: Mapping[str, tuple[str, str, Iterable[tuple[str, Number]]]]) -> str:
-    """A page of figures. figures: by name their kind (counter, gauge), what they count, and how much by model."""
-    return "".join(line + "\n" for name, (kind, help, values) in figures.items() for line in (
-        f"# HELP deltic_{name} {help}", f"# TYPE deltic_{name} {kind}",
-        *(f'deltic_{name}{{model="{_escape(model)}"}} {value}' for model, value in values)))
+    read: Callable[[Any], Any]
+    label: str = ""
 
 
 class Ended(Protocol):
@@ -58,124 +40,153 @@ class Ended(Protocol):
     unread: int
 
 
+def exposition(models: Mapping[str, EngineSnapshot], responses: Mapping[int, int], lost_lines: int = 0) -> str:
+    """Returns the page of a server. responses: counts by status. lost_lines: of the request log."""
+    statuses = {str(status): count for status, count in sorted(responses.items())}
+    server = [
+        Metric("http_responses_total", "counter", "Responses by status; 499: the client had disconnected.",
+               lambda _: statuses, "status"),
+        Metric("request_log_lost_total", "counter", "Lines of the request log that could not be written.",
+               lambda _: lost_lines),
+    ]
+    build = ("# HELP deltic_build_info 1, with the running versions.\n# TYPE deltic_build_info gauge\n"
+             f"deltic_build_info{_labels(_VERSIONS)} 1\n")
+    return page(_ENGINE, models) + page(server, {None: None}) + build
+
+
 def ended_early(models: Mapping[str, Ended]) -> str:
-    """A page of the requests that a server has ended before their answers were complete, by model."""
-    lines = {"displaced": "Requests that gave their places to those of clients with fewer.",
-             "unread": "Requests that ended as their client did not read."}
-    return samples({f"requests_{name}_total": ("counter", line, [
-        (model, getattr(counts, name)) for model, counts in models.items()]) for name, line in lines.items()}
-    ) if models else ""
+    """Returns the metrics of requests that the server has ended before their answers were complete."""
+    return page(_ENDED, models)
 
 
-def _server(responses: Mapping[int, int], lost_lines: int) -> Iterator[_Family]:
-    """What is no model's."""
-    yield _Family("http_responses_total", "counter", "Responses by status; 499 where the client was gone before.",
-                  tuple(("", {"status": str(status)}, count) for status, count in sorted(responses.items())))
-    yield _one("request_log_lost_total", "counter", "Lines of the request log that could not be written.", lost_lines)
-    yield _Family("build_info", "gauge", "1, with the versions that run.", (("", _VERSIONS, 1),))
+def page(metrics: Sequence[Metric], sources: Mapping[Any, Any]) -> str:
+    """Returns the samples of these metrics. sources: what they are read from, by model; None: no label."""
+    lines = list[str]()
+    for metric in metrics:
+        samples = [line for model, source in sources.items() for line in _samples(metric, model, source)]
+        if samples:
+            lines.append(f"# HELP deltic_{metric.name} {metric.help}")
+            lines.append(f"# TYPE deltic_{metric.name} {metric.kind}")
+            lines += samples
+    return "".join(line + "\n" for line in lines)
 
 
-def _requests(now: EngineSnapshot) -> Iterator[_Family]:
-    yield _one("requests_running", "gauge", "Answers being made (each of a request's n choices is one).", now.running)
-    yield _one("requests_waiting", "gauge", "Answers that wait for a place in the batch, or for memory.", now.waiting)
-    yield _one("requests_paused", "gauge", "Answers that wait for their client to read on.", now.paused)
-    yield _Family("requests_finished_total", "counter", "Answers that ended, by the reason.",
-                  tuple(("", {"finished_reason": reason}, count) for reason, count in now.finishes.items()))
-    yield _one("requests_failed_total", "counter", "Answers that ended with an error.", now.failed)
-    yield _one("preemptions_total", "counter", "Times that an answer was sent back to wait for lack of memory.",
-               now.preemptions)
-    yield _one("steps_total", "counter", "Steps of the engine, each a run of the model over one batch.", now.steps)
+def _samples(metric: Metric, model: str | None, source: Any) -> Iterator[str]:
+    value = metric.read(source)
+    common = {} if model is None else {"model": model}
+    if isinstance(value, Distribution):
+        yield from _histogram(metric.name, common, value)
+    elif isinstance(value, Mapping):
+        for label, number in value.items():
+            yield f"deltic_{metric.name}{_labels({**common, metric.label: str(label)})} {number}"
+    elif value is not None:
+        yield f"deltic_{metric.name}{_labels(common)} {value}"
 
 
-def _tokens(now: EngineSnapshot) -> Iterator[_Family]:
-    yield _one("prompt_tokens_computed_total", "counter", "Prompt tokens that the model has read.", now.prompt_tokens)
-    yield _one("prompt_tokens_reused_total", "counter", "Prompt tokens of ended answers that the cache knew.",
-               now.reused_tokens)
-    yield _one("generated_tokens_total", "counter", "Tokens of answers.", now.generated_tokens)
-    yield _one("generated_tokens_per_second", "gauge",
-               f"Tokens of answers per second, over the last {WINDOW} seconds.", now.pace)
+def _histogram(name: str, common: Labels, found: Distribution) -> Iterator[str]:
+    """Buckets are cumulative. The count is the last bucket, so that the two always agree."""
+    counts = [*accumulate(found.counts)]
+    for bound, count in zip((*map(str, found.bounds), "+Inf"), counts, strict=True):
+        yield f"deltic_{name}_bucket{_labels({**common, 'le': bound})} {count}"
+    yield f"deltic_{name}_sum{_labels(common)} {found.sum}"
+    yield f"deltic_{name}_count{_labels(common)} {counts[-1]}"
 
 
-def _drafts(now: EngineSnapshot) -> Iterator[_Family]:
-    for name, line, counts in (("drafted", "Tokens that speculation drafted, by their place in a step.", now.drafted),
-                               ("accepted", "Drafts that were right, by their place in a step.", now.accepted)):
-        yield _Family(f"{name}_tokens_total", "counter", line,
-                      tuple(("", {"position": str(place + 1)}, count) for place, count in enumerate(counts)))
-    yield _one("speculation_saved_seconds", "gauge", "Seconds by which steps with drafts were faster than without.",
-               now.saved_seconds)
-
-
-def _durations(now: EngineSnapshot) -> Iterator[_Family]:
-    yield _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", now.first_token)
-    yield _histogram("inter_token_latency_seconds", "Between two tokens of an answer.", now.inter_token)
-    yield _histogram("e2e_request_latency_seconds", "From a request's arrival to an answer's end.", now.latency)
-    yield _histogram("queue_time_seconds", "From a request's arrival to its place in the batch.", now.queued)
-
-
-def _pools(now: EngineSnapshot) -> Iterator[_Family]:
-    for name, pool, unit in (("pages", now.pages, "K/V pages"), ("slots", now.slots, "Slots for recurrent states")):
-        yield _one(f"cache_{name}_used", "gauge", f"{unit} in use, by running answers and kept prefixes.", pool.used)
-        yield _one(f"cache_{name}", "gauge", f"{unit} on the device.", pool.size)
-
-
-def _tiers(tiers: Iterable[TierUsage]) -> Iterator[_Family]:
-    tiers = tuple(tiers)
-    for name, kind, line, field in (
-            ("cache_bytes", "gauge", "Bytes in use.", "bytes"),
-            ("cache_budget_bytes", "gauge", "Bytes that may be used.", "budget"),
-            ("cache_checkpoints", "gauge", "Kept states that a prompt can resume at.", "checkpoints"),
-            ("cache_evictions_total", "counter", "Kept states that were given up.", "evictions"),
-            ("cache_restored_prefixes_total", "counter", "Prefixes brought back to the device.", "restored"),
-            ("cache_restored_tokens_total", "counter", "Tokens of these prefixes.", "restored_tokens")):
-        values = ((tier.name, getattr(tier, field)) for tier in tiers)
-        yield _Family(name, kind, line, tuple(("", {"tier": tier}, value) for tier, value in values
-                                              if value is not None))
-
-
-def _experts(now: EngineSnapshot) -> Iterator[_Family]:
-    found = now.experts
-    if found is None:
-        return
-    for name, line, layers in (("hits", "Experts that a step wanted of a layer and found in memory.", found.hits),
-                               ("misses", "Experts that were read for a step: from the model's files, beside a GPU "
-                                          "from the host's memory, or computed there.", found.misses)):
-        yield _Family(f"expert_{name}_total", "counter", line,
-                      tuple(("", {"layer": str(layer)}, count) for layer, count in enumerate(layers)))
-    yield _one("expert_read_bytes_total", "counter", "Bytes of experts that were read from there.", found.bytes)
-    yield _one("expert_promotions_total", "counter", "Experts that took the place of another one in memory.",
-               found.promotions)
-    yield _one("expert_computed_total", "counter", "Misses that the host has computed beside a GPU.",
-               found.computed)
-    yield _one("expert_computed_bytes_total", "counter", "Bytes of these.", found.computed_bytes)
-    yield _one("expert_computing_seconds_total", "counter", "Time in which the host computed them.", found.computing)
-    yield _one("expert_predicted_total", "counter", "Experts that were read ahead of their layer.", found.predicted)
-    yield _one("expert_predicted_useful_total", "counter", "Those of them that the layer wanted.", found.useful)
-    yield _one("expert_reading_seconds_total", "counter", "Time in which experts were being read.", found.reading)
-    yield _one("expert_waiting_seconds_total", "counter", "Time that steps waited for experts.", found.waited)
-
-
-def _one(name: str, kind: str, line: str, value: Number) -> _Family:
-    return _Family(name, kind, line, (("", {}, value),))
-
-
-def _histogram(name: str, line: str, found: Distribution) -> _Family:
-    """Buckets are cumulative; the last one and the count are both the sum of what was read, so they always agree."""
-    counts, bounds = tuple(accumulate(found.counts)), (*map(str, found.bounds), "+Inf")
-    buckets = tuple(("_bucket", {"le": bound}, count) for bound, count in zip(bounds, counts, strict=True))
-    return _Family(name, "histogram", line, (*buckets, ("_sum", {}, found.sum), ("_count", {}, counts[-1])))
-
-
-def _lines(found: Sequence[tuple[_Family, Labels]]) -> Iterator[str]:
-    """A family, with the samples of all models."""
-    family, name = found[0][0], f"deltic_{found[0][0].name}"
-    if any(one.samples for one, _ in found):
-        yield f"# HELP {name} {family.help}"
-        yield f"# TYPE {name} {family.kind}"
-    for one, common in found:
-        for suffix, labels, value in one.samples:
-            shown = ",".join(f'{key}="{_escape(text)}"' for key, text in {**common, **labels}.items())
-            yield f"{name}{suffix}" + (f"{{{shown}}} {value}" if shown else f" {value}")
+def _labels(labels: Labels) -> str:
+    shown = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
+    return f"{{{shown}}}" if shown else ""
 
 
 def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _placed(counts: Sequence[Number], first: int = 0) -> dict[int, Number]:
+    return dict(enumerate(counts, first))
+
+
+def _tier(field: str) -> Callable[[EngineSnapshot], Mapping[str, Number]]:
+    def read(now: EngineSnapshot) -> Mapping[str, Number]:
+        found = {tier.name: getattr(tier, field) for tier in now.tiers}
+        return {name: value for name, value in found.items() if value is not None}
+    return read
+
+
+def _expert(field: str) -> Callable[[EngineSnapshot], Number | None]:
+    return lambda now: None if now.experts is None else getattr(now.experts, field)
+
+
+def _layers(field: str) -> Callable[[EngineSnapshot], Mapping[int, Number]]:
+    return lambda now: {} if now.experts is None else _placed(getattr(now.experts, field))
+
+
+_ENDED: Final = (
+    Metric("requests_displaced_total", "counter", "Requests that gave their places to those of clients with fewer.",
+           attrgetter("displaced")),
+    Metric("requests_unread_total", "counter", "Requests that ended because their client did not read.",
+           attrgetter("unread")),
+)
+
+_ENGINE: Final = (
+    Metric("requests_running", "gauge", "Answers being generated (each of a request's n choices is one).",
+           attrgetter("running")),
+    Metric("requests_waiting", "gauge", "Answers that wait for a place in the batch, or for memory.",
+           attrgetter("waiting")),
+    Metric("requests_paused", "gauge", "Answers that wait for their client to read on.", attrgetter("paused")),
+    Metric("requests_finished_total", "counter", "Answers that ended, by reason.", attrgetter("finishes"),
+           "finished_reason"),
+    Metric("requests_failed_total", "counter", "Answers that ended with an error.", attrgetter("failed")),
+    Metric("preemptions_total", "counter", "Answers that went back to waiting for lack of memory.",
+           attrgetter("preemptions")),
+    Metric("steps_total", "counter", "Steps of the engine, each a run of the model over one batch.",
+           attrgetter("steps")),
+    Metric("prompt_tokens_computed_total", "counter", "Prompt tokens that the model has prefilled.",
+           attrgetter("prompt_tokens")),
+    Metric("prompt_tokens_reused_total", "counter", "Prompt tokens of ended answers that were in the cache.",
+           attrgetter("reused_tokens")),
+    Metric("generated_tokens_total", "counter", "Tokens of answers.", attrgetter("generated_tokens")),
+    Metric("generated_tokens_per_second", "gauge", f"Tokens of answers per second, over the last {WINDOW} seconds.",
+           attrgetter("pace")),
+    Metric("drafted_tokens_total", "counter", "Tokens that speculation drafted, by their position in a step.",
+           lambda now: _placed(now.drafted, 1), "position"),
+    Metric("accepted_tokens_total", "counter", "Accepted drafts, by their position in a step.",
+           lambda now: _placed(now.accepted, 1), "position"),
+    Metric("speculation_saved_seconds", "gauge", "Seconds by which steps with drafts were faster than without.",
+           attrgetter("saved_seconds")),
+    Metric("time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.",
+           attrgetter("first_token")),
+    Metric("inter_token_latency_seconds", "histogram", "Between two tokens of an answer.", attrgetter("inter_token")),
+    Metric("e2e_request_latency_seconds", "histogram", "From a request's arrival to an answer's end.",
+           attrgetter("latency")),
+    Metric("queue_time_seconds", "histogram", "From a request's arrival to its place in the batch.",
+           attrgetter("queued")),
+    Metric("cache_pages_used", "gauge", "K/V pages in use, by running answers and kept prefixes.",
+           attrgetter("pages.used")),
+    Metric("cache_pages", "gauge", "K/V pages on the device.", attrgetter("pages.size")),
+    Metric("cache_slots_used", "gauge", "Slots for recurrent states in use, by running answers and kept prefixes.",
+           attrgetter("slots.used")),
+    Metric("cache_slots", "gauge", "Slots for recurrent states on the device.", attrgetter("slots.size")),
+    Metric("cache_bytes", "gauge", "Bytes in use.", _tier("bytes"), "tier"),
+    Metric("cache_budget_bytes", "gauge", "Bytes that may be used.", _tier("budget"), "tier"),
+    Metric("cache_checkpoints", "gauge", "Kept states at which a prompt can resume.", _tier("checkpoints"), "tier"),
+    Metric("cache_evictions_total", "counter", "Kept states that were evicted.", _tier("evictions"), "tier"),
+    Metric("cache_restored_prefixes_total", "counter", "Prefixes restored to the device.", _tier("restored"), "tier"),
+    Metric("cache_restored_tokens_total", "counter", "Tokens of these prefixes.", _tier("restored_tokens"), "tier"),
+    Metric("expert_hits_total", "counter", "Experts that a step needed of a layer and found in memory.",
+           _layers("hits"), "layer"),
+    Metric("expert_misses_total", "counter", "Experts that were read for a step: from the model's files, beside a GPU "
+           "from the host's memory, or computed there.", _layers("misses"), "layer"),
+    Metric("expert_read_bytes_total", "counter", "Bytes of experts that were read from there.", _expert("bytes")),
+    Metric("expert_promotions_total", "counter", "Experts that replaced another one in memory.",
+           _expert("promotions")),
+    Metric("expert_computed_total", "counter", "Misses that the host has computed beside a GPU.",
+           _expert("computed")),
+    Metric("expert_computed_bytes_total", "counter", "Bytes of these.", _expert("computed_bytes")),
+    Metric("expert_computing_seconds_total", "counter", "Time in which the host computed them.",
+           _expert("computing")),
+    Metric("expert_predicted_total", "counter", "Experts that were read ahead of their layer.",
+           _expert("predicted")),
+    Metric("expert_predicted_useful_total", "counter", "Those of them that the layer needed.", _expert("useful")),
+    Metric("expert_reading_seconds_total", "counter", "Time in which experts were being read.", _expert("reading")),
+    Metric("expert_waiting_seconds_total", "counter", "Time that steps waited for experts.", _expert("waited")),
+)

@@ -1,144 +1,374 @@
-"""What is served: models in OpenAI's and in Anthropic's form, their tokens as vLLM names the routes, the version."""
+"""The models of a server: which are loaded, and how they are loaded and unloaded on demand.
+
+A model is in use from the arrival of a request for it, before it is loaded, until the last answer is sent. Only a model
+that is not in use is unloaded. All of this happens in the event loop; loading and closing run in a thread.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Final, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from deltic import __version__
-from deltic.errors import RequestError
-from deltic.server.anthropic import formatting as anthropic
-from deltic.server.body import Fields
-from deltic.server.codex import catalogue
-from deltic.server.embeddings.service import Services
-from deltic.server.http import Check, Endpoint, answering, json_response, written
-from deltic.server.model_registry import ModelEntry, ModelRegistry
-from deltic.server.openai.formatting import error_response
-from deltic.server.openai.preparation import chat_job
-from deltic.server.openai.schema import ChatRequest
-from deltic.server.served_model import ServedModel
+from deltic.config import Limits
+from deltic.engine.fair_executor import FairExecutor
+from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
+from deltic.llm import LLM
+from deltic.server.async_engine import STUCK_AFTER, AsyncEngine, Health, QueueLimits
+from deltic.server.body import BodyReader, Prepared
+from deltic.server.content import documents_in
+from deltic.server.errors import ProblemError
+from deltic.server.fields import Body
+from deltic.server.generation import ServedModel
+from deltic.server.pictures import PictureDecoder
+from deltic.server.records import ActiveRequests, RequestRecord, record_of
+from deltic.vision.documents import reader_process
+from deltic.vision.prompt import UnreadImages
 
+log = logging.getLogger("deltic")
 
-def routes(models: ModelRegistry, encoders: Services, check: Check) -> list[Route]:
-    """/v1/models, /tokenize, /detokenize, /tokenizer_info, /version. encoders: what is listed too, where OpenAI's form
-    is asked for."""
-    endpoints = _ModelEndpoints(models, encoders)
-    tokens = (("/tokenize", endpoints.tokenize), ("/detokenize", endpoints.detokenize))
-    return [Route("/v1/models", _either(endpoints.models, check)),
-            Route("/v1/models/{model:path}", _either(endpoints.model, check)),
-            *(Route(path, answering(endpoint, check, error_response), methods=["POST"]) for path, endpoint in tokens),
-            Route("/tokenizer_info", answering(endpoints.tokenizer_info, check, error_response)),
-            Route("/version", answering(_version, check, error_response))]
+_FAILED_SECONDS: Final = 30.0
+"""Seconds after which loading is tried again if it failed."""
+_READERS: Final = 2
+"""Requests whose documents are read at the same time, one of a client."""
+_CHECKS: Final = 4
+"""Checks for idle models in the time that a model may be idle."""
 
-
-class TokenizeRequest(ChatRequest):
-    """The body of /tokenize: a prompt, or messages with all that a chat request has."""
-
-    messages: list[Any] = []  # noqa: RUF012
-    prompt: str | None = None
-    return_token_strs: bool | None = None
-    add_special_tokens: bool | None = None
-
-
-class DetokenizeRequest(Fields):
-    """The body of /detokenize."""
-
-    model: str | None = None
-    tokens: list[int]
-
-
-def _is_anthropic(request: Request) -> bool:
-    return "anthropic-version" in request.headers
-
-
-def _either(endpoint: Endpoint, check: Check) -> Endpoint:
-    """Errors in the form of the client that asks."""
-    ours, theirs = (answering(endpoint, check, refuse) for refuse in (error_response, anthropic.error_response))
-
-    async def answer(request: Request) -> Response:
-        return await (theirs if _is_anthropic(request) else ours)(request)
-    return answer
-
-
-async def _version(_: Request) -> Response:
-    return json_response({"version": __version__})
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class _ModelEndpoints:
-    registry: ModelRegistry
-    encoders: Services
+class ModelSource:
+    """A model that can be loaded."""
 
-    async def models(self, request: Request) -> Response:
-        found = [self._model(request, entry) for entry in self.registry.entries()]
-        if _is_anthropic(request):
-            return json_response({"data": found, "has_more": False, "first_id": found[0]["id"],
-                                  "last_id": found[-1]["id"]})
-        listed = {"object": "list", "data": [*found, *(each.fields() for each in self.encoders)]}
-        if "client_version" in request.query_params:
-            listed["models"] = catalogue(self.registry.entries())
-        return json_response(listed)
-
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        encoder = None if _is_anthropic(request) else self.encoders.named(name)
-        return json_response(encoder.fields() if encoder else self._model(request, self.registry.entry(name)))
-
-    async def tokenize(self, request: Request) -> Response:
-        served, body, ids = await self.registry.read(request, TokenizeRequest, _tokens, answers=False)
-        shown = (served.token_bytes(id).decode("utf-8", "replace") for id in ids)
-        return await written(request, {"count": len(ids), "max_model_len": served.llm.engine.max_context,
-                              "tokens": iter(ids), "token_strs": shown if body.return_token_strs else None}, len(ids))
-
-    async def detokenize(self, request: Request) -> Response:
-        _, _, text = await self.registry.read(request, DetokenizeRequest, _text, answers=False)
-        return await written(request, {"prompt": text}, len(text))
-
-    async def tokenizer_info(self, request: Request) -> Response:
-        served = await self.registry.served(request, request.query_params.get("model"))
-        return json_response(_described(served))
-
-    def _model(self, request: Request, entry: ModelEntry) -> dict[str, Any]:
-        if _is_anthropic(request):
-            created = datetime.fromtimestamp(entry.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            return {"id": entry.name, "type": "model", "display_name": entry.name, "created_at": created,
-                    "max_input_tokens": entry.context,
-                    "max_tokens": self.registry.limits.max_answer_tokens or entry.context,
-                    "lifecycle": "active", "capabilities": None}
-        return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "deltic",
-                "max_model_len": entry.context, "loaded": entry.loaded,
-                "modalities": None if entry.sees is None else {"vision": entry.sees}}
+    name: str
+    """What clients call it."""
+    load: Callable[[], LLM]
+    """Loads it, in a thread."""
+    size: int = 0
+    """Bytes of memory that it takes."""
+    aliases: tuple[str, ...] = ()
+    """Other names for clients."""
 
 
-def _tokens(served: ServedModel, body: TokenizeRequest) -> tuple[int, ...]:
-    if (body.prompt is None) == (not body.messages):
-        raise RequestError("give either prompt or messages", "prompt")
-    if body.prompt is None:
-        if body.add_special_tokens:
-            body.ignored.append("add_special_tokens")
-        return chat_job(served, body).request.ids
-    sampling = body.sampling(served.limits)
-    return served.complete(body.prompt, sampling, add_special=body.add_special_tokens).request.ids
+@dataclass(frozen=True, slots=True)
+class ModelSet:
+    """The models of one server. The first one is used for requests without a name."""
+
+    sources: tuple[ModelSource, ...]
+    limits: Limits = field(default_factory=Limits)
+    memory: int | None = None
+    """Bytes for all loaded models; None: no bound."""
+    idle_unload: float | None = None
+    """Seconds without a request after which a model is unloaded; None: never."""
+
+    def __post_init__(self) -> None:
+        names = [source.name for source in self.sources]
+        double = next((name for name in names if names.count(name) > 1), None)
+        if double is not None or not names:
+            raise ConfigError(f"two models have the name {show(double)}" if names else "there is no model", "model")
+        for source in self.sources:
+            if self.memory is not None and source.size > self.memory:
+                raise ConfigError(f"the model {show(source.name)} takes about {_mib(source.size)}, and models_memory "
+                                  f"is {_mib(self.memory)}: allow more, or give its cache less (memory)",
+                                  "models_memory")
 
 
-def _described(served: ServedModel) -> dict[str, Any]:
-    """A tokenizer in the words of tokenizer_config.json, as vLLM describes it."""
-    tokenizer = served.tokenizer
-    before, after = tokenizer.around
-    return {**tokenizer.special_tokens, "chat_template": tokenizer.chat_template,
-            "add_bos_token": tokenizer.bos_id in before, "add_eos_token": tokenizer.eos_id in after,
-            "vocab_size": tokenizer.vocab_size, "model_max_length": served.llm.engine.max_context,
-            "tokenizer_class": "PreTrainedTokenizerFast"}
+@dataclass(slots=True, eq=False)
+class _RegisteredModel:
+    """A model and its state."""
+
+    source: ModelSource
+    served: ServedModel | None = None
+    loading: asyncio.Task[ServedModel] | None = None
+    users: int = 0
+    used: float = 0.0
+    """Time of the last use, by time.monotonic."""
+    failed: tuple[float, str] | None = None
+    """Time and reason of a failed load."""
+    context: int | None = None
+    """Tokens that its context holds; None if it was never loaded."""
+    sees: bool | None = None
+    """True if it reads images; None if it was never loaded."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def loaded(self, served: ServedModel) -> None:
+        self.served, self.failed = served, None
+        self.context, self.sees = served.llm.engine.max_context, served.llm.runtime.vision is not None
 
 
-def _text(served: ServedModel, body: DetokenizeRequest) -> str:
-    vocabulary = served.llm.runtime.config.vocab_size
-    wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
-    if wrong is not None:
-        raise RequestError(f"tokens has {wrong}, and the model has tokens from 0 to {vocabulary - 1}", "tokens")
-    return served.text(body.tokens)
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model as clients see it. context, sees: None if it was never loaded."""
+
+    name: str
+    created: int
+    context: int | None
+    sees: bool | None
+    loaded: bool
+
+
+class ModelRegistry:
+    """The models of one server."""
+
+    def __init__(self, models: ModelSet, reader: BodyReader, records: ActiveRequests,
+                 stuck_after: float = STUCK_AFTER) -> None:
+        """stuck_after: seconds without progress after which an engine counts as stuck."""
+        self.models, self.limits = models, models.limits
+        self.pictures = PictureDecoder(models.limits)
+        self._reader = reader
+        self._records = records
+        self._stuck_after = stuck_after
+        self._entries = {source.name: _RegisteredModel(source) for source in models.sources}
+        self._thread = ThreadPoolExecutor(1, "deltic-models")
+        # its threads wait for child processes
+        self._document_readers = FairExecutor(_READERS, "deltic-documents", processor=time.monotonic)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._draining = self._kept = False
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        return [entry.served for entry in self._entries.values() if entry.served]
+
+    def keep(self, llm: LLM) -> ServedModel:
+        """Serves the only model, which belongs to the process and is not closed."""
+        entry, = self._entries.values()
+        served = self._serve(llm, entry.source.name)
+        entry.loaded(served)
+        self._kept = True
+        return served
+
+    def _serve(self, llm: LLM, name: str) -> ServedModel:
+        limits = self.limits
+        queue = QueueLimits(
+            llm.runtime.memory.max_batch,
+            limits.max_waiting,
+            limits.max_live_tokens,
+            limits.max_unread_tokens,
+            limits.unread_seconds,
+            limits.max_wait_seconds,
+        )
+        engine = AsyncEngine(llm.worker, queue, self._stuck_after)
+        return ServedModel(llm, engine, name, FairExecutor(1, "deltic-memory"), self._records)
+
+    def entries(self) -> list[ModelEntry]:
+        return [ModelEntry(entry.source.name, entry.created, entry.context, entry.sees, entry.served is not None)
+                for entry in self._entries.values()]
+
+    def entry(self, model: str) -> ModelEntry:
+        """Returns a model by its name. Status 404 if there is none."""
+        name = self._named(model).source.name
+        return next(entry for entry in self.entries() if entry.name == name)
+
+    async def read(self, request: Request, schema: type[Body], prepare: Callable[[ServedModel, Body], Prepared],
+                   answers: bool = True) -> tuple[ServedModel, Body, Prepared]:
+        """Returns the model that a body asks for, the body, and the result of `prepare` for both; see
+        `BodyReader.read`. The model stays loaded until the request ends.
+
+        answers: False if the request only counts tokens: it takes no place, and its prompts may have any length.
+        BusyError before the body is read if there is no room for an answer.
+        """
+        record = record_of(request)
+        if answers:
+            self._records.take(record, 1)
+            if len(self._entries) == 1:
+                for served in self.loaded:
+                    served.engine.check_room(record.client_id)
+        choose = partial(self._choose, record, answers)
+        return await self._reader.read(request, schema, choose, prepare, partial(self._with_images, record))
+
+    async def served(self, request: Request, model: str | None) -> ServedModel:
+        """Returns the model of this name, for a request without a body."""
+        return await self._choose(record_of(request), False, SimpleNamespace(model=model))
+
+    async def _with_images(self, record: RequestRecord, served: ServedModel, missing: UnreadImages) -> ServedModel:
+        try:
+            return replace(served, pictures=await self.pictures.read(record.client_id, missing.reading))
+        except RequestError as error:
+            return replace(served, pictures=error)  # raised where the client's name of the field is known
+
+    async def _choose(self, record: RequestRecord, answers: bool, body: object) -> ServedModel:
+        entry = self._named(getattr(body, "model", None))
+        record.model, record.stream = entry.source.name, bool(getattr(body, "stream", False))
+        entry.users += 1
+        record.release = partial(self._release, entry)
+        served = entry.served or await self._load(entry)
+        if record.answers and len(self._entries) > 1:
+            served.engine.check_room(record.client_id)
+        known = partial(served.documents.known, record.owner)
+        served = replace(served, owner=record.owner, bounded=answers, text_of=known)
+        notes = getattr(body, "notes", None)
+        return await self._with_documents(record, served, body) if notes and notes.may_have_files else served
+
+    async def _with_documents(self, record: RequestRecord, served: ServedModel, body: object) -> ServedModel:
+        """Reads the documents of a request, in threads of their own and in the client's turn. Reading ends when the
+        client disconnects."""
+        contents = [getattr(body, name, None) for name in ("messages", "input")]
+        found = await record.work(lambda: list(documents_in(contents)))
+        if not found:
+            return served
+        process = reader_process()
+        read = partial(served.documents.read, record.owner, found, served.limits, process)
+        try:
+            texts = await self._document_readers.run(record.client_id, read)
+        except asyncio.CancelledError:
+            process.stop()
+            raise
+        return replace(served, text_of=lambda name: texts.get(name) or served.text_of(name))
+
+    def start(self) -> None:
+        """Accepts requests."""
+        for served in self.loaded:
+            served.engine.start()
+        if self.models.idle_unload is not None:
+            self._watching = asyncio.create_task(self._watch(self.models.idle_unload))
+
+    def health(self) -> Health:
+        """Returns the state of all loaded engines."""
+        found = [(served.name, served.engine.health()) for served in self.loaded]
+        faults = [now.fault if len(self._entries) == 1 else f"{name}: {now.fault}" for name, now in found if now.fault]
+        return Health("; ".join(faults) or None, self._draining, sum(now.requests for _, now in found))
+
+    async def drain(self, grace: float) -> None:
+        """Accepts no more requests, and ends the running ones after `grace` seconds."""
+        self._draining = True
+        await asyncio.gather(*(served.engine.drain(grace) for served in self.loaded))
+
+    async def stop(self) -> None:
+        """Ends all requests and loads, and closes all models except one that is kept."""
+        self._draining = True
+        if self._watching:
+            self._watching.cancel()
+        for entry in self._entries.values():
+            if entry.loading:
+                with suppress(DelticError):
+                    await entry.loading
+        for entry in self._entries.values():
+            if entry.served and self._kept:
+                await entry.served.stop()
+            elif entry.served:
+                self._unload(entry)
+        await asyncio.gather(*self._closing)
+        await asyncio.to_thread(self.pictures.close)
+        self._document_readers.shutdown(False)
+        self._thread.shutdown()
+
+    def _named(self, model: str | None) -> _RegisteredModel:
+        entries = [*self._entries.values()]
+        for name in (model, (model or "").removesuffix(":latest")):  # as Ollama's clients write it
+            for entry in entries:
+                if name == entry.source.name or name in entry.source.aliases:
+                    return entry
+        if model in (None, "default"):
+            return entries[0]
+        names = ", ".join(map(repr, self._entries))
+        raise ProblemError(404, f"the model {show(model)} does not exist: this server has {names}", "model",
+                           "model_not_found")
+
+    def _release(self, entry: _RegisteredModel) -> None:
+        entry.users -= 1
+        entry.used = time.monotonic()
+
+    async def _load(self, entry: _RegisteredModel) -> ServedModel:
+        """Loads a model, or waits until it is loaded. UnavailableError if it cannot be loaded, BusyError if there is
+        no room now."""
+        if entry.loading is None:
+            if self._draining:
+                raise BusyError("the server is shutting down: try again later, or elsewhere")
+            if entry.failed and time.monotonic() - entry.failed[0] < _FAILED_SECONDS:
+                raise UnavailableError(entry.failed[1])
+            self._make_room(entry)
+            entry.loading = asyncio.create_task(self._bring(entry, tuple(self._closing)))
+            entry.loading.add_done_callback(_mark_read)
+        return await asyncio.shield(entry.loading)  # other clients may wait for it too
+
+    def _make_room(self, entry: _RegisteredModel) -> None:
+        """Unloads as many unused models as needed, the least recently used first."""
+        if self.models.memory is None:
+            return
+        there = [other for other in self._entries.values() if other.served or other.loading]
+        lacking = sum(other.source.size for other in there) + entry.source.size - self.models.memory
+        unused: list[_RegisteredModel] = []
+        for other in sorted(there, key=lambda other: other.used):
+            if lacking > 0 and other.served and not other.users:
+                lacking -= other.source.size
+                unused.append(other)
+        if lacking > 0:
+            raise BusyError(f"the model {show(entry.source.name)} takes about {_mib(entry.source.size)}, for which the "
+                            f"models that run leave no room in {_mib(self.models.memory)} (models_memory): try again "
+                            "later")
+        for other in unused:
+            self._unload(other)
+
+    async def _bring(self, entry: _RegisteredModel, closing: Sequence[Awaitable[None]]) -> ServedModel:
+        name, began = entry.source.name, time.monotonic()
+        try:
+            await asyncio.gather(*closing)
+            served = self._serve(await self._threaded(entry.source.load), name)
+            entry.loaded(served)
+            served.engine.start()
+        except Exception as error:
+            known = isinstance(error, DelticError | OSError | MemoryError)
+            reason = str(error) or type(error).__name__
+            log.error("the model %s cannot be loaded: %s", show(name), reason, exc_info=None if known else error)
+            message = f"the model {show(name)} cannot be loaded: {reason if known else 'the server log says why'}"
+            entry.failed = time.monotonic(), message
+            raise UnavailableError(message) from error
+        finally:
+            entry.loading, entry.used = None, time.monotonic()
+        log.info("the model %s is loaded, in %.1f s", show(name), time.monotonic() - began)
+        if self._draining:
+            await served.engine.drain(0)
+        return served
+
+    def _unload(self, entry: _RegisteredModel) -> None:
+        served, entry.served = entry.served, None
+        assert served
+        closing = asyncio.create_task(self._close(served))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close(self, served: ServedModel) -> None:
+        name = served.name
+        await served.stop()
+        await self._threaded(served.llm.close)
+        del served
+        await self._threaded(gc.collect)  # the weights are in reference cycles
+        log.info("the model %s is unloaded", show(name))
+
+    async def _threaded(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _watch(self, idle: float) -> None:
+        """Unloads models that were not used for so long."""
+        while True:
+            await asyncio.sleep(idle / _CHECKS)
+            for entry in self._entries.values():
+                if entry.served and not entry.users and time.monotonic() - entry.used > idle:
+                    self._unload(entry)
+
+
+def only(llm: LLM, name: str, aliases: tuple[str, ...]) -> ModelSet:
+    """Returns a set of one model that is loaded already."""
+    return ModelSet((ModelSource(name, lambda: llm, aliases=aliases),), llm.runtime.options.limits)
+
+
+def _mark_read(task: asyncio.Task[ServedModel]) -> None:
+    """Keeps asyncio from reporting an error, which is in the log, if all clients have disconnected."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"

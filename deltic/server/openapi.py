@@ -1,9 +1,9 @@
-"""/openapi.json: what is served, from the routes and from the schemas that bodies are checked with."""
+"""/openapi.json, made from the routes and the schemas of their bodies."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -11,116 +11,67 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from deltic import __version__
-from deltic.server.anthropic.schema import CountRequest, MessagesRequest
-from deltic.server.body import Fields
-from deltic.server.embeddings.schema import EmbeddingsRequest, EmbedRequest, RerankRequest, ScoreRequest
-from deltic.server.http import Check, answering, dump
-from deltic.server.models import DetokenizeRequest, TokenizeRequest
-from deltic.server.ollama.schema import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaModelRequest,
-)
-from deltic.server.openai.formatting import error_response
-from deltic.server.openai.schema import ChatRequest, CompletionRequest
-from deltic.server.responses.schema import ResponsesRequest
+from deltic.server.fields import Fields
+from deltic.server.http import dump
+from deltic.server.routing import ApiRoute, Check
 
 Json = dict[str, Any]
 
-BODIES: Final[Mapping[str, type[Fields]]] = {
-    "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/responses": ResponsesRequest,
-    "/v1/responses/input_tokens": ResponsesRequest, "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-    "/v1/embeddings": EmbeddingsRequest, "/embed": EmbedRequest,
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
-    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest), "/api/chat": OllamaChatRequest,
-    "/api/generate": OllamaGenerateRequest, "/api/embed": OllamaEmbedRequest,
-    "/api/embeddings": OllamaEmbeddingsRequest, "/api/show": OllamaModelRequest, "/api/pull": OllamaModelRequest}
-"""What a POST to a path has as its body."""
 _OPEN: Final = frozenset(("/", "/health", "/ready"))
-"""Paths for which no key is asked."""
-_QUERIES: Final[Mapping[str, Mapping[str, Json]]] = {
-    "/tokenizer_info": {"model": {"type": "string"}},
-    "/v1/responses/{id}/input_items": {"limit": {"type": "integer", "minimum": 1, "maximum": 100},
-                                       "order": {"enum": ["asc", "desc"]}, "after": {"type": "string"}}}
-_TEXT: Final[Json] = {"type": ["string", "array"], "items": {"type": "object", "required": ["type"], "properties": {
-    "type": {"type": "string"}, "text": {"type": "string"}}}}
-_MESSAGES: Final[Json] = {"type": "array", "items": {
-    "type": "object", "required": ["role"],
-    "properties": {"content": _TEXT, "role": {
-        "enum": ["system", "developer", "user", "assistant", "tool", "function"]}}}}
-_TURNS: Final[Json] = {"type": "array", "minItems": 1, "items": {
-    "type": "object", "required": ["role", "content"],
-    "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT}}}
-_SHAPES: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
-    ChatRequest: {"messages": _MESSAGES | {"minItems": 1}}, OllamaChatRequest: {"messages": _MESSAGES},
-    OllamaEmbedRequest: {"input": {"type": ["string", "array"], "items": {"type": "string"}}},
-    TokenizeRequest: {"messages": _MESSAGES},
-    CompletionRequest: {"prompt": {"type": ["string", "array"], "items": {"type": ["string", "integer"]}}},
-    MessagesRequest: {"messages": _TURNS}, CountRequest: {"messages": _TURNS},
-    EmbeddingsRequest: {"input": {"type": ["string", "array"]}},
-    EmbedRequest: {"inputs": {"type": ["string", "array"]}},
-    RerankRequest: {name: {"type": "array", "items": {"type": ["string", "object"]}} for name in (
-        "documents", "texts")},
-    ScoreRequest: {name: {"type": ["string", "array"], "items": {"type": "string"}} for name in ("text_1", "text_2")},
-    ResponsesRequest: {"input": {"type": ["string", "array"], "items": {"type": "object"}}}}
-"""What fields look like that endpoints read themselves."""
+"""Paths that need no key."""
 _ERROR: Final[Json] = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}}}}}
 
 
 def route(routes: Sequence[BaseRoute], check: Check) -> Route:
-    """The page for these routes and itself."""
+    """Returns the route of the document for these routes and itself."""
     async def answer(_: Request) -> Response:
         return Response(page, media_type="application/json")
 
-    own = Route("/openapi.json", answering(answer, check, error_response))
+    own = ApiRoute("/openapi.json", answer, check)
     page = dump(document([*routes, own]))
     return own
 
 
 def document(routes: Sequence[BaseRoute]) -> Json:
-    """The routes as OpenAPI 3.1, but for the files of the page."""
+    """Returns the routes as OpenAPI 3.1, without the files of the chat page."""
     schemas: Json = {"Error": _ERROR}
     paths: Json = {}
     for found in routes:
         if isinstance(found, Route) and not found.path.startswith("/page/"):
             path = re.sub(r":\w+}", "}", found.path)
             for method in sorted((found.methods or set()) - {"HEAD"}):
-                paths.setdefault(path, {})[method.lower()] = _operation(path, method, schemas)
+                paths.setdefault(path, {})[method.lower()] = _operation(found, path, method, schemas)
     return {"openapi": "3.1.0", "info": {"title": "deltic", "version": __version__}, "paths": paths,
             "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}}
 
 
-def _operation(path: str, method: str, schemas: Json) -> Json:
-    said: Json = {"operationId": f"{method.lower()}{re.sub(r'[^a-z]+', '_', path)}", "responses": {
-        "200": {"description": "what was asked for; a stream of events where the body has `stream: true`"},
-        "default": {"description": "an error, in the form of the clients that use the path",
+def _operation(route: Route, path: str, method: str, schemas: Json) -> Json:
+    operation: Json = {"operationId": f"{method.lower()}{re.sub(r'[^a-z]+', '_', path)}", "responses": {
+        "200": {"description": "the answer; a stream of events if the body has `stream: true`"},
+        "default": {"description": "an error, in the form of the path's clients",
                     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}}}
     if path not in _OPEN:
-        said["security"] = [{"key": []}, {}]
+        operation["security"] = [{"key": []}, {}]
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
                   for name in re.findall(r"{(\w+)}", path)]
-    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERIES.get(path, {}).items()]
+    if isinstance(route, ApiRoute):
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
+        if route.body:
+            schemas |= _schemas(route.body)
+            reference = {"$ref": f"#/components/schemas/{route.body.__name__}"}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
     if parameters:
-        said["parameters"] = parameters
-    if method == "POST" and path in BODIES:
-        body = BODIES[path]
-        schemas |= _schemas(body)
-        said["requestBody"] = {"required": True, "content": {"application/json": {
-            "schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}}
-    return said
+        operation["parameters"] = parameters
+    return operation
 
 
 def _schemas(body: type[Fields]) -> Json:
-    """A body's schema and those that it needs. Fields of other servers are taken, too, so that nothing is excluded."""
+    """Returns the schema of a body and those that it refers to. Other servers' fields are accepted, too."""
     whole: Json = body.model_json_schema(ref_template="#/components/schemas/{model}")
     found: Json = whole.pop("$defs", {}) | {body.__name__: whole}
-    whole["properties"] |= _SHAPES.get(body, {})
+    whole["properties"] |= body.schemas
     for schema in found.values():
         schema.pop("additionalProperties", None)
     return found
-

@@ -1,7 +1,7 @@
-"""Pictures of requests: fetched and decoded beside everything else, with turns by client, in child processes.
+"""Images of requests: fetched in threads and decoded in child processes, in turns by client.
 
-Decoders hold the interpreter's lock and cannot be interrupted, see `deltic.vision.decoder_process`. A client takes a
-turn for each picture, so that one with many large ones keeps another's waiting for one of them at most.
+A decoder holds the interpreter's lock and cannot be interrupted, see `deltic.vision.decoder_process`. A client takes a
+turn for each image, so that another client waits for one image at most.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from deltic.errors import BusyError, RequestError, UnavailableError
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.fetch import fetch_all
 from deltic.vision.images import DecodeJob, decode
-from deltic.vision.patches import Video
-from deltic.vision.reader import Frame, Reading, Shown, Steps
+from deltic.vision.preprocess import Frame, Video
+from deltic.vision.prompt import Reading, Shown, Steps
 
 DECODERS: Final = 2
-"""Pictures that are decoded at a time: one client decodes one, and another client's finds a place."""
+"""Images that are decoded at a time, one of a client."""
 DECODER_MIB: Final = 1024
-"""Address space of a process that decodes pictures."""
+"""Address space of a decoder process."""
 _FETCHERS: Final = 8
-"""Requests whose pictures are fetched at a time."""
+"""Requests whose images are fetched at a time."""
 
 
 class PictureDecoder:
-    """Reads the pictures of all requests of a server within `limits`. Close it at the end."""
+    """Reads the images of all requests of a server. Close it at the end."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self.held = limits, HeldBytes(limits.max_pictures_mib << 20)
-        # a thread that waits for its child or the network uses no processor time itself
+        # threads that wait use no processor time, so that turns go by wall time
         self._decoding = FairExecutor(DECODERS, "deltic-pictures", processor=time.monotonic)
         self._fetching = FairExecutor(_FETCHERS, "deltic-fetch", processor=time.monotonic)
-        self._idle, self._all, self._closed = list[DecoderProcess](), list[DecoderProcess](), False
+        self._idle = list[DecoderProcess]()
+        self.processes = list[DecoderProcess]()
+        self._closed = False
 
     async def read(self, client: str, reading: Reading) -> Shown:
-        """What the parts of a conversation show. RequestError names what is wrong with them, BusyError says that all
-        requests have too many now. The work ends if the caller is cancelled."""
+        """Returns the images of a conversation. RequestError for an unreadable one, BusyError if all requests have too
+        many. Cancelling the caller ends the work."""
         with PictureShare(self.held, client) as share:
             urls = reading.urls()
             fetched = await self._fetching.run(client, partial(fetch_all, urls)) if urls else {}
@@ -63,39 +65,41 @@ class PictureDecoder:
             return found
 
     def close(self) -> None:
-        """Ends what runs, and waits for that."""
+        """Ends all work, and waits until it has ended."""
         self._closed = True
-        for process in self._all:
+        for process in self.processes:
             process.stop()
         self._decoding.shutdown()
         self._fetching.shutdown()
-        for process in self._all:
+        for process in self.processes:
             process.close()
 
     def borrow(self) -> DecoderProcess:
-        """A process that nobody else has until it comes back to `give_back`."""
+        """Returns a process for one caller, until `give_back`."""
         if self._closed:
             raise UnavailableError("the server is shutting down")
         if self._idle:
             return self._idle.pop()
-        self._all.append(DecoderProcess(DECODER_MIB))
-        return self._all[-1]
+        self.processes.append(DecoderProcess(DECODER_MIB))
+        return self.processes[-1]
 
     def give_back(self, process: DecoderProcess) -> None:
         self._idle.append(process)
 
 
 class _ConversationReading:
-    """Reads one conversation's pictures, a file at each step. seconds: processor time that is left for them."""
+    """Reads the images of one conversation, a file at each step. seconds: processor time for all of them."""
 
     def __init__(self, steps: Steps, share: PictureShare, seconds: float) -> None:
-        self._steps, self._share, self._seconds = steps, share, seconds
+        self._steps = steps
+        self._share = share
+        self._seconds = seconds
         self._lock, self._cancelled = threading.Lock(), False
         self._process: DecoderProcess | None = None
         self._frame: Frame | None = None
 
     def step(self, decoder: PictureDecoder) -> Shown | None:
-        """Decodes the next file; returns what all parts show when there is none."""
+        """Decodes the next file; returns all images after the last one."""
         try:
             job = self._steps.send(self._frame)  # type: ignore[arg-type]
         except StopIteration as done:
@@ -110,7 +114,7 @@ class _ConversationReading:
         return None
 
     def cancel(self) -> None:
-        """Ends the step that runs, from any thread."""
+        """Ends the running step, from any thread."""
         with self._lock:
             self._cancelled = True
             if self._process:
@@ -134,15 +138,17 @@ class _ConversationReading:
 
 
 class HeldBytes:
-    """Bytes of pictures that requests hold. A client may hold as much as stays free besides, so that there is always
-    room for another one's."""
+    """Counts the bytes of decoded images. A client may hold at most as much as stays free, so that there is always room
+    for another client."""
 
     def __init__(self, most: int) -> None:
-        self.most, self._by_client, self._lock = most, Counter[str](), threading.Lock()
-        self._freed = deque[tuple[str, int]]()  # finalizers may run within `take`, in its thread
+        self.most = most
+        self._by_client = Counter[str]()
+        self._lock = threading.Lock()
+        self._freed = deque[tuple[str, int]]()  # a finalizer may run within `take`
 
     def take(self, client: str, size: int) -> bool:
-        """Counts so many bytes in, if there is room for them."""
+        """Adds bytes, if there is room for them."""
         with self._lock:
             if self._total() + self._by_client[client] + 2 * size > self.most:
                 return False
@@ -150,11 +156,11 @@ class HeldBytes:
             return True
 
     def free(self, client: str, size: int) -> None:
-        """Counts so many bytes out, from any thread and any finalizer."""
+        """Removes bytes, from any thread and any finalizer."""
         self._freed.append((client, size))
 
     def total(self) -> int:
-        """Bytes that all clients hold."""
+        """Returns the bytes of all clients."""
         with self._lock:
             return self._total()
 
@@ -162,15 +168,17 @@ class HeldBytes:
         while self._freed:
             client, size = self._freed.popleft()
             self._by_client[client] -= size
-        self._by_client = +self._by_client  # without clients that hold nothing
+        self._by_client = +self._by_client  # drops clients without images
         return self._by_client.total()
 
 
 class PictureShare:
-    """What one request holds while its pictures are read."""
+    """The bytes of one request while its images are read."""
 
     def __init__(self, held: HeldBytes, client: str) -> None:
-        self._held, self._client, self._size = held, client, 0
+        self._held = held
+        self._client = client
+        self._size = 0
 
     def __enter__(self) -> PictureShare:
         return self
@@ -180,7 +188,7 @@ class PictureShare:
         self._held.free(self._client, self._size)
 
     def take(self, size: int) -> None:
-        """Counts so many bytes in. RequestError if no request may have as many, BusyError if there is no room now."""
+        """Adds bytes. RequestError if no request may have as many, BusyError if there is no room now."""
         if self._held.take(self._client, size):
             self._size += size
             return
@@ -191,9 +199,9 @@ class PictureShare:
         raise BusyError(f"the pictures of all requests take more than {most}, or yours most of that: try again later")
 
     def keep(self, found: Shown) -> None:
-        """Holds what the parts show until nothing refers to it any more."""
+        """Counts images until they are garbage."""
         for each in found.values():
             for pixels in each.parts if isinstance(each, Video) else (each,):
-                size = min(pixels.frames.nbytes, self._size)  # frames that a film repeats were taken once
+                size = min(pixels.frames.nbytes, self._size)  # repeated frames of a video were counted once
                 self._size -= size
                 weakref.finalize(pixels, self._held.free, self._client, size).atexit = False

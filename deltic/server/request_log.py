@@ -1,5 +1,5 @@
-"""A log of requests, a line of JSON each, written by a thread: a full disk or a pipe that nobody reads costs lines of
-the log, and never a request."""
+"""The log of requests: a line of JSON for each. A thread writes it, so that a full disk or pipe loses lines, but delays
+no request."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from deltic.server.http import dump
 
 log = logging.getLogger("deltic")
 
-_MOST_WAITING = 10_000  # lines
-_AT_ONCE = 256  # lines written together
-_QUIET = 10.0  # seconds between two complaints
-_PATIENCE = 2.0  # seconds that the end of the server waits for the last lines
+_MOST_WAITING = 10_000
+_AT_ONCE = 256
+"""Lines that wait, and that are written together."""
+_QUIET = 10.0
+"""Seconds between two log lines about the same problem."""
+_PATIENCE = 2.0
+"""Seconds that the end of the server waits for the last lines."""
 
 
 class RequestLog:
-    """Appends to a file, or writes to standard output. texts: whether lines have prompts and answers. lost: lines that
-    could not be written."""
+    """Appends to a file, or writes to standard output. texts: lines have prompts and answers. lost: lines that could
+    not be written."""
 
     def __init__(self, path: str, texts: bool = False) -> None:
-        """path: of the file; "-" is standard output. ConfigError if it cannot be opened."""
+        """path: a file, or "-" for standard output. ConfigError if it cannot be opened."""
         self.texts, self.lost = texts, 0
         self._path = None if path == "-" else Path(path).absolute()
         try:
@@ -37,19 +40,19 @@ class RequestLog:
         except (OSError, ValueError) as error:
             raise ConfigError(f"the request log {path} cannot be opened: {error}", "request_log") from error
         self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
-        self._torn, self._said = False, -math.inf
+        self._torn, self._logged = False, -math.inf
         self._thread = threading.Thread(target=self._run, name="deltic-request-log", daemon=True)
         self._thread.start()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Have a line written; returns at once."""
+        """Queues a line."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:
             self.lost += 1
 
     def close(self) -> None:
-        """Write what waits, if that takes no longer than a moment."""
+        """Writes the queued lines, unless that takes too long."""
         try:
             self._lines.put(None, timeout=_PATIENCE)
         except queue.Full:
@@ -68,7 +71,7 @@ class RequestLog:
                 return
 
     def _reopen(self) -> None:
-        """After a rotation the path is another file, or none. Where it cannot be had, the old one is written on."""
+        """Opens the path again after a rotation. If that fails, the old file is used."""
         if self._path is None:
             return
         try:
@@ -78,10 +81,10 @@ class RequestLog:
                 os.close(self._file)
                 self._file, self._torn = file, False
         except OSError as error:
-            self._complain(f"cannot be opened again: {error}")
+            self._warn(f"cannot be opened again: {error}")
 
     def _write(self, lines: list[bytes]) -> None:
-        """Whole lines as far as that can be had; what is half written is ended before the next."""
+        """Writes lines. A half-written line is ended before the next one."""
         for at, line in enumerate(lines):
             left = b"\n" * self._torn + line + b"\n"
             try:
@@ -90,12 +93,12 @@ class RequestLog:
                     left, self._torn = left[count:], count < len(left)
             except OSError as error:
                 self.lost += len(lines) - at
-                self._complain(f"cannot be written, and has lost {self.lost} lines: {error.strerror}")
+                self._warn(f"cannot be written, and has lost {self.lost} lines: {error.strerror}")
                 return
 
-    def _complain(self, trouble: str) -> None:
-        if time.monotonic() - self._said > _QUIET:
-            self._said = time.monotonic()
+    def _warn(self, trouble: str) -> None:
+        if time.monotonic() - self._logged > _QUIET:
+            self._logged = time.monotonic()
             log.error("the request log %s", trouble)
 
 

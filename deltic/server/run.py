@@ -27,17 +27,21 @@ from starlette.applications import Starlette
 from deltic.config import Limits
 from deltic.errors import ConfigError, UnavailableError
 from deltic.server.connections import Connection, ConnectionAcceptor, ConnectionLimiter
-from deltic.server.host_check import LOCAL_NAMES
+from deltic.server.middleware import LOCAL_NAMES
 
 _BACKLOG = 2048
-_SWITCH = 0.0001  # seconds that a busy thread keeps the interpreter: a step asks for it dozens of times
-_FLUSH = 2.0  # seconds for clients to read their last bytes
-_LOOK = 0.1  # seconds between two looks for a second signal
-_SEND_BUFFER = 64 << 10  # what the kernel keeps for a client that does not read; by itself it would take 4 MiB
+_SWITCH_INTERVAL = 0.0001
+"""Seconds for which a thread keeps the interpreter. A step of the engine needs it dozens of times."""
+_FLUSH_SECONDS = 2
+"""Seconds in which clients can read their last bytes."""
+_POLL = 0.1
+"""Seconds between two checks for a second signal."""
+_SEND_BUFFER = 64 << 10
+"""Bytes that the kernel keeps for a client that does not read; its own default is 4 MiB."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Claim an address; ConfigError says why it cannot be had. Nobody can connect before the server runs."""
+    """Claims an address. Clients can connect when the server runs. ConfigError if the address cannot be used."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"port must be from 0 to 65535, not {port}", "port")
     try:
@@ -48,7 +52,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # also of what is accepted
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted connections inherit it
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -58,8 +62,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path, mode: int = 0o600) -> socket.socket:
-    """The same for a Unix socket, which those may use who may write to a file of this mode. One that a server left
-    behind is replaced; ConfigError if one is in use, or another file is there. Closing it removes it."""
+    """Claims a Unix socket. mode: of its file. A socket that was left behind is replaced. Closing it removes the file.
+    ConfigError if it is in use, or another file is there."""
     listener = _UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.claim(path, mode)
@@ -71,9 +75,8 @@ def listen_unix(path: Path, mode: int = 0o600) -> socket.socket:
 
 
 class _UnixListener(socket.socket):
-    """A Unix socket that is gone when it is closed. A lock beside it, which ends with the process, tells one that is in
-    use from one that was left behind: until the server runs, neither can be connected to. It is gone then, too, unless
-    the file has something in it, as then it is somebody else's."""
+    """A Unix socket whose file is removed when it is closed. A lock file beside it shows that it is in use: before the
+    server runs, no client can connect. The lock file is removed too, unless it has content: then it is not ours."""
 
     _lock = -1
     _lock_path: Path | None = None
@@ -83,7 +86,7 @@ class _UnixListener(socket.socket):
         self._take_lock(Path(f"{path}.lock").absolute())
         if _is_left_behind(path):
             path.unlink()
-        os.fchmod(self.fileno(), mode)  # so that it is never open to more, whatever the process's umask
+        os.fchmod(self.fileno(), mode)  # before it is bound, whatever the umask
         self.bind(str(path))
         self._path = path.absolute()
         path.chmod(mode)
@@ -93,14 +96,14 @@ class _UnixListener(socket.socket):
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = os.fstat(self._lock)
-            if not os.path.samestat(found, path.stat()):  # its owner has just removed it: another may be there
+            if not os.path.samestat(found, path.stat()):  # its owner has just removed it
                 raise FileNotFoundError(errno.ENOENT, "the lock is gone")
         except OSError as error:
             raise OSError(error.errno, "another server uses it") from error
         self._lock_path = path if found.st_size == 0 else None
 
     def close(self) -> None:
-        for path in (self._path, self._lock_path):  # the lock is held until both are gone
+        for path in (self._path, self._lock_path):  # the lock is released last
             with suppress(OSError):
                 if path:
                     path.unlink()
@@ -112,7 +115,7 @@ class _UnixListener(socket.socket):
 
 
 def _is_left_behind(path: Path) -> bool:
-    """Whether a Unix socket is there that nobody listens on; OSError if somebody does, or it is no socket."""
+    """True if there is a Unix socket without a server. OSError if it has one, or is no socket."""
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:
@@ -129,7 +132,7 @@ def _is_left_behind(path: Path) -> bool:
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """What serves TLS with these PEM files; ConfigError if they are none, or do not belong together."""
+    """Returns the context for a certificate and its key, as PEM files. ConfigError if they cannot be used."""
     def no_passphrase() -> str:
         raise ConfigError(f"the key {key} has a passphrase: store it without", "tls_key")
 
@@ -145,7 +148,7 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def url_of(listener: socket.socket, tls: bool = False) -> str:
-    """Where clients find the server."""
+    """Returns the server's URL."""
     scheme = "https" if tls else "http"
     if listener.family == socket.AF_UNIX:
         return f"{scheme}://localhost"
@@ -154,48 +157,50 @@ def url_of(listener: socket.socket, tls: bool = False) -> str:
 
 
 def hosts_of(listener: socket.socket, allowed: Sequence[str], host: str) -> Sequence[str]:
-    """The names by which clients may ask for the server. allowed: those that were named. Without, a server that only
-    this machine can reach has its own names, and another one all. host: the name that it listens on."""
+    """Returns the names that requests may use. allowed: those that were given; by default this machine's own names if
+    only this machine can reach the server, else all. host: the name that it listens on."""
     reachable = listener.family == socket.AF_UNIX or not ip_address(listener.getsockname()[0]).is_loopback
     return ("*",) if reachable and not allowed else (*allowed, *LOCAL_NAMES, host)
 
 
 class Draining(Protocol):
-    """What runs the requests of a server."""
+    """Runs the requests of a server."""
 
     async def drain(self, grace: float) -> None:
-        """Take no more, give the running ones `grace` seconds, then end them."""
+        """Accepts no more requests, and ends the running ones after `grace` seconds."""
 
     async def stop(self) -> None:
-        """End them now."""
+        """Ends all requests now."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which on a signal stops taking requests, gives the running ones `drain_seconds`, and returns. Meanwhile
-    whoever connects is told so. A second signal ends them at once."""
+    """uvicorn, which drains at a signal: new requests are refused, the running ones have `drain_seconds`. A second
+    signal ends them at once."""
 
     def __init__(self, app: Starlette, models: Draining, drain_seconds: float, on_ready: Callable[[], None],
                  limits: Limits, tls: ssl.SSLContext | None = None) -> None:
-        # error: what is wrong with a client's request is said to the client, and is no business of the log
+        # log level error: mistakes of clients are not logged
         super().__init__(uvicorn.Config(
             app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
-            http="httptools", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
-        self._app, self._models, self._drain_seconds = app, models, drain_seconds
+            http="httptools", timeout_graceful_shutdown=_FLUSH_SECONDS, ws="none"))
+        self._app = app
+        self._models = models
+        self._drain_seconds = drain_seconds
         self._on_ready, self._tls = on_ready, tls
         self.door = ConnectionLimiter(limits, app.state.records.refuse)
         self._acceptors: list[ConnectionAcceptor] = []
 
     def run_on(self, listener: socket.socket) -> None:
-        """Serve until a signal comes."""
+        """Serves until a signal comes."""
         try:
             listener.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {url_of(listener)}: {_reason(error)}", "port") from error
-        with _many_threads():
+        with _interpreter_settings():
             self.run([listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        with suppress(SystemExit):  # newer versions of uvicorn raise it, older ones go on
+        with suppress(SystemExit):  # raised if the application cannot start
             await super().startup([])
         if self.lifespan.should_exit:
             error = getattr(self._app.state, "startup_error", "the log says why")
@@ -210,14 +215,14 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A first signal, or a second one, whichever they are."""
+        """Drains at the first signal, and ends at once at the second."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.create_task(self._models.drain(self._drain_seconds))
         while not (draining.done() or self.force_exit):
-            await asyncio.wait([draining], timeout=_LOOK)
+            await asyncio.wait([draining], timeout=_POLL)
         for acceptor in self._acceptors:
             acceptor.stop()
         if self.force_exit:
@@ -229,7 +234,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the server, not the process, which may have more to do."""
+        """Lets Ctrl-C and SIGTERM end the server, but not the process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -242,11 +247,11 @@ class Server(uvicorn.Server):
 
 
 @contextmanager
-def _many_threads() -> Iterator[None]:
-    """Python for a process in which threads that read and write JSON work beside the engine's, which must not wait."""
+def _interpreter_settings() -> Iterator[None]:
+    """Keeps threads that read and write JSON from delaying the engine's thread."""
     before = sys.getswitchinterval()
-    gc.freeze()  # else every full collection would look through the model and all libraries, for half a second
-    sys.setswitchinterval(_SWITCH)
+    gc.freeze()  # full collections skip the model and all libraries, which takes half a second
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     try:
         yield
     finally:

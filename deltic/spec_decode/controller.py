@@ -1,6 +1,6 @@
-"""Drafts beside a running engine: for whom they are made, and what is learned of them.
+"""Speculative decoding of an engine: which sequences get drafts, how many, and statistics of their acceptance.
 
-Who makes them is in `drafters`, how many pay in `depth`.
+`proposers` makes the drafts, `draft_length` decides how many pay.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, StepPlan
 from deltic.params import MAX_DRAFTS, Draft, Mtp, Ngram
-from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.launch import InFlight
 from deltic.runner.logit_masks import slow
 from deltic.runner.model import Model
-from deltic.runner.penalties import wanted
+from deltic.runner.penalties import changes_logits
 from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, DraftLength, Growth
 from deltic.spec_decode.draft_model import DraftModelProposer
 from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
@@ -31,8 +30,8 @@ log = logging.getLogger("deltic")
 class SpeculationStats:
     """Counters since the start.
 
-    drafted_at, accepted_at: drafts that were verified, and the right ones among them, by their place in a step.
-    saved_seconds: by how much steps with drafts were faster than as many tokens one by one; negative where slower.
+    drafted_at, accepted_at: verified drafts, and the right ones among them, by position in the row.
+    saved_seconds: time saved against decoding the same tokens one by one; negative if drafts made it slower.
     """
 
     drafted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
@@ -41,8 +40,8 @@ class SpeculationStats:
 
 
 def drafter_of(runtime: Model) -> Proposer | None:
-    """The drafter that the options of a loaded model ask for; None if they ask for none, or for the head of a model
-    whose cache was not made for it."""
+    """The proposer that a model's options name; None if they name none, or a draft head that the cache has no room
+    for."""
     speculation = runtime.options.speculation
     if isinstance(speculation, Ngram):
         return NgramProposer(speculation.tokens)
@@ -57,8 +56,8 @@ def drafter_of(runtime: Model) -> Proposer | None:
 
 
 class SpeculationController:
-    """Has tokens drafted for the sequences that are about to answer. drafter: None where nobody drafts, or once it has
-    failed. promise: has the drafts for the next step, which are UNKNOWN."""
+    """Drafts tokens for the sequences that decode in the next step. drafter: None if speculation is off, or once it has
+    failed. pending: has the drafts of the next step, which are UNKNOWN."""
 
     def __init__(
         self, runtime: Model, scheduler: Scheduler, drafter: Proposer | None, depth: DraftLength | None
@@ -69,38 +68,38 @@ class SpeculationController:
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)
         self._next: int | None = None
-        self.promise: PendingDrafts | None = None
-        self._most_rows = FEW_ROWS if runtime.verifies else 1 << 30
+        self.pending: PendingDrafts | None = None
+        self._max_rows = runtime.capabilities.max_verify_rows or 1 << 30
 
     def draft(self) -> list[Sequence]:
-        """Give the sequences that are about to answer their drafts for the next step; returns these sequences, none
-        where nobody drafts."""
+        """Sets the drafts of the sequences that decode in the next step. Returns these sequences; none if speculation
+        is off."""
         answering = [sequence for sequence in self._scheduler.running if sequence.answering]
         ready = [sequence for sequence in answering if not slow(sequence)]
-        self.promise = None
+        self.pending = None
         for sequence in answering:
-            sequence.draft_tokens = ()
+            sequence.drafts.tokens = ()
         if self.drafter is None:
             return []
         granted = self._grants(ready)
         try:
             if granted and len(granted) == len(self._scheduler.running):
-                self.promise = self._promised(granted)
-            if self.promise:
+                self.pending = self._take_pending(granted)
+            if self.pending:
                 for sequence, count in granted:
-                    sequence.draft_tokens = (UNKNOWN,) * min(count, self.promise.drafted.drafts)
+                    sequence.drafts.tokens = (UNKNOWN,) * min(count, self.pending.drafted.drafts)
                 return ready
             found = self.drafter.draft(granted) if granted else []
             checked = [self._checked(tokens[:count]) for (_, count), tokens in zip(granted, found, strict=True)]
         except Exception:
-            self._switch_off()
+            self._disable()
             return []
         for (sequence, _), tokens in zip(granted, checked, strict=True):
-            sequence.draft_tokens = _fitting(sequence, tokens)
+            sequence.drafts.tokens = _fitting(sequence, tokens)
         return ready
 
-    def drafts_next(self, sequences: List[Sequence]) -> bool:
-        """Whether drafts are wanted for the next step of these sequences, which are all that run; asked once for each
+    def wants_drafts(self, sequences: List[Sequence]) -> bool:
+        """True if the next step of these sequences, which are all that run, should have drafts. Called once for each
         step that could be launched without."""
         if not self._drafts_for(len(sequences)):
             return False
@@ -110,52 +109,52 @@ class SpeculationController:
         return self._next is not None
 
     def drafts_behind(self, flight: InFlight) -> int:
-        """How many drafts each sequence shall have behind a step with drafts, which all sequences that run have had
-        drafted ahead; asked once for each step that could be launched."""
+        """The number of drafts of each sequence behind a step in flight, whose sequences all have drafts pending.
+        Called once for each step that could be launched."""
         if self.drafter is None:
             return 0
-        sequences = [share.sequence for share in flight.scheduled]
+        sequences = [each.sequence for each in flight.scheduled]
         self._next = self.depth.choose([self._acceptance(sequence) for sequence in sequences], len(sequences))
         return min(self._next, max(row.drafts for row in flight.plan.rows))
 
-    def promised_behind(self, flight: InFlight, drafts: int) -> PendingDrafts | None:
-        """The drafts that follow a step in flight."""
+    def pending_behind(self, flight: InFlight, drafts: int) -> PendingDrafts | None:
+        """The drafts behind a step in flight."""
         try:
-            promise = self._promised([(share.sequence, drafts) for share in flight.scheduled])
+            pending = self._take_pending([(each.sequence, drafts) for each in flight.scheduled])
         except Exception:
-            self._switch_off()
+            self._disable()
             return None
-        if promise:
+        if pending:
             self._next = None
-        return promise
+        return pending
 
     def _drafts_for(self, rows: int) -> bool:
-        """Whether drafts may be made while so many sequences run."""
-        return self.drafter is not None and rows <= self._most_rows
+        """True if a step of so many rows may have drafts."""
+        return self.drafter is not None and rows <= self._max_rows
 
     def draft_ahead(self, flight: InFlight) -> None:
-        """Have what follows a step drafted that was just launched, where nobody has to see before what it has drawn."""
+        """Starts the drafts behind a step that was just launched, if the device can make them without the host."""
         if not isinstance(self.drafter, AsyncProposer):
             return
         try:
             self.drafter.draft_ahead(flight)
         except Exception:
-            self._switch_off()
+            self._disable()
 
-    def _promised(self, wants: Wants) -> PendingDrafts | None:
-        """Where nobody has to see the drafts before they are verified."""
+    def _take_pending(self, wants: Wants) -> PendingDrafts | None:
+        """The drafts that the device makes on its own; None if the host must see them before they are verified."""
         if not isinstance(self.drafter, AsyncProposer) or any(
-                sequence.guide or sequence.constraint or wanted(sequence) for sequence, _ in wants):
+                sequence.guide or sequence.constraint or changes_logits(sequence) for sequence, _ in wants):
             return None
-        return self.drafter.promise(wants)
+        return self.drafter.take_pending(wants)
 
-    def disagree(self, sequence: Sequence) -> None:
-        """What a sequence took of the last step is not what was taken for granted, where that was."""
+    def drop_pending(self, sequence: Sequence) -> None:
+        """Drops the pending drafts of a sequence that did not take the tokens they follow."""
         if isinstance(self.drafter, AsyncProposer):
-            self.drafter.disagree(sequence)
+            self.drafter.drop_pending(sequence)
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
-        """Of so many drafts that were verified so many were right."""
+        """Records the acceptance of verified drafts."""
         for acceptance in (self._acceptance(sequence), self._usual):
             acceptance.learn(drafted, right)
         for position in range(drafted):
@@ -163,7 +162,7 @@ class SpeculationController:
             self.stats.accepted_at[position] += position < right
 
     def timed(self, plan: StepPlan, seconds: float, tokens: int) -> None:
-        """A step that did nothing but answer took so long, drafting included, and gave so many tokens."""
+        """Records the duration of a decode step, drafting included, and its tokens."""
         rows, drafts = len(plan.rows), max(row.drafts for row in plan.rows)
         self.depth.timed(rows, drafts, seconds)
         plain = self.depth.plain_seconds(rows)
@@ -171,15 +170,15 @@ class SpeculationController:
             self.stats.saved_seconds += plain * tokens / rows - seconds
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """Forgets a finished sequence."""
         try:
             if self.drafter:
                 self.drafter.forget(sequence)
         except Exception:
-            self._switch_off()
+            self._disable()
 
     def _grants(self, ready: List[Sequence]) -> list[tuple[Sequence, int]]:
-        """Who may have drafts, and how many there is room for."""
+        """The sequences that get drafts, and how many there is room for."""
         if not self._drafts_for(len(ready)):
             return []
         wants = [(sequence, room) for sequence in ready if (room := _room(sequence)) > 0]
@@ -188,7 +187,7 @@ class SpeculationController:
             depth = self.depth.choose([self._acceptance(sequence) for sequence, _ in wants], len(ready)) if wants else 0
         left = max(self._scheduler.token_budget - len(ready), 0)
         if self._scheduler.waiting or len(ready) < len(self._scheduler.running):
-            left //= 2  # prompts are not to wait for drafts
+            left //= 2  # drafts must not delay prompts
         granted = list[tuple[Sequence, int]]()
         for sequence, room in wants:
             if count := self._grant(sequence, min(depth, room, left)):
@@ -197,41 +196,41 @@ class SpeculationController:
         return granted
 
     def _grant(self, sequence: Sequence, count: int) -> int:
-        """Room in the cache for so many drafts after the next token; for how many there is."""
-        cache, lease = self._runtime.cache, sequence.cache
-        if not count or lease is None or not cache.attach_delta_log(lease):
+        """Reserves pages for drafts after the next token. Returns how many drafts have room."""
+        cache, sequence_cache = self._runtime.cache, sequence.cache
+        if not count or sequence_cache is None or not cache.states.attach_delta_log(sequence_cache):
             return 0
-        # and for what is drafted next before this is seen, if there is any
-        more = count if self._runtime.verifies else 0
-        return min(max(cache.reserve(lease, count + 1 + more) - 1, 0), count)
+        # and for the drafts behind these
+        more = count if self._runtime.capabilities.verifies else 0
+        return min(max(cache.reserve(sequence_cache, count + 1 + more) - 1, 0), count)
 
     def _checked(self, drafts: List[int]) -> tuple[int, ...]:
         if not all(0 <= draft < self._runtime.config.vocab_size for draft in drafts):
             raise ValueError("a draft is no token")
         return tuple(drafts)
 
-    def _switch_off(self) -> None:
-        """Go on without the drafter, which has just failed."""
+    def _disable(self) -> None:
+        """Continues without the drafter, which has just failed."""
         log.exception("drafting tokens failed and is switched off; answers go on without")
         self.drafter = None
 
     def _acceptance(self, sequence: Sequence) -> Acceptance:
-        """What is known of the sequence's drafts, or, as long as there were none, of all drafts."""
-        if sequence.acceptance is None:
-            sequence.acceptance = Acceptance.like(self._usual)
-        return sequence.acceptance
+        """The acceptance statistics of a sequence, which begin with those of all."""
+        if sequence.drafts.acceptance is None:
+            sequence.drafts.acceptance = Acceptance.like(self._usual)
+        return sequence.drafts.acceptance
 
 
 def _room(sequence: Sequence) -> int:
-    """How many drafts a sequence can use: the token after them is not drafted."""
+    """Upper bound for a sequence's drafts: the token after them is not drafted."""
     drafts = sequence.request.speculate and not sequence.request.logits_processors
     return sequence.limit - len(sequence.tokens) - 1 if drafts else 0
 
 
 def _fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-    """The drafts before the first one that may not come."""
+    """The drafts before the first one that the constraint forbids."""
     if not drafts or sequence.constraint is None:
         return drafts
-    with suppress(Exception):  # a constraint that fails says so again when it is asked for the next token
+    with suppress(Exception):  # a constraint that fails does so again at the next token
         return drafts[:sequence.constraint.fitting(drafts)]
     return ()

@@ -1,5 +1,4 @@
-"""How many tokens to draft: as many as measured acceptance and measured time say is fastest, perhaps none. Pure
-Python."""
+"""The number of drafts: the one that is fastest by measured acceptance and time, perhaps none. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,31 +12,31 @@ from typing import Protocol
 from deltic.config import ModelConfig
 
 _LEARNING = 0.08
-"""Least weight of the newest draft in what is known of a position's acceptance; the first ones weigh more."""
+"""Least weight of the newest draft in a position's acceptance rate; the first ones weigh more."""
 _PRIOR = 3
-"""Drafts that what is hoped for weighs as much as."""
+"""The weight of the initial rate, in drafts."""
 _TIMINGS = 5
-"""Steps, two at least, whose median is the time of a depth: one that others disturbed does not count."""
+"""Steps of which the median is the time of a draft count, so that outliers do not matter; at least two."""
 _HOPE = 0.8
-"""How often a draft is taken to be right before anything is known."""
+"""The initial acceptance rate."""
 _GROWTH = 0.12
-"""By how much a step is taken to be longer per draft, until one with drafts has been measured, but for experts."""
+"""The assumed increase of a step's time per draft, without experts, until it is measured."""
 _RENEWAL = 64
-"""Steps with drafts after which one without is measured again: an old figure may be of a slower minute."""
+"""Steps with drafts after which one without is measured again, because times drift."""
 _SURE = 3
 """Measurements of steps without drafts before the first draft."""
 _WORTH = 1.03
-"""How many times as fast it must look to draft: times scatter."""
+"""The speed-up from which on drafting pays, because times vary."""
 _BURST = 3
-"""Steps with drafts that are tried in a row after a while without any."""
+"""Steps with drafts that are tried in a row after some without."""
 _SHORTEST, _LONGEST = 64, 1024
 """Steps without drafts before they are tried again: at first, and at most."""
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often the draft at each position was right where all drafts before it were: shares from 0 to 1. weights:
-    drafts that each share stands for."""
+    """Acceptance rates, from 0 to 1, of the drafts at each position whose predecessors were right. weights: the drafts
+    behind each rate."""
 
     shares: list[float]
     weights: list[int]
@@ -48,18 +47,18 @@ class Acceptance:
 
     @classmethod
     def like(cls, other: Acceptance) -> Acceptance:
-        """What is hoped for after these others."""
+        """Begins with the rates of others."""
         return cls([*other.shares], [_PRIOR] * len(other.shares))
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Of so many drafts so many were right; of those after the first wrong one nothing is known."""
+        """Records verified drafts. Those after the first wrong one do not count."""
         for position in range(min(accepted + 1, drafted)):
             share, weight = self.shares[position], self.weights[position] + 1
             self.shares[position] = share + max(_LEARNING, 1 / weight) * ((position < accepted) - share)
             self.weights[position] = weight
 
     def expected(self, drafts: int) -> float:
-        """Tokens that a step with so many drafts is expected to give."""
+        """The expected tokens of a row with so many drafts."""
         total, chain = 1.0, 1.0
         for share in self.shares[:drafts]:
             chain *= share
@@ -69,11 +68,11 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How the time of a step is taken to grow with its tokens, as far as it has not been measured. Of a mixture of
-    experts each draft may pass others than those before it, and their weights are to be read too.
+    """The assumed growth of a step's time with its tokens, until it is measured. In a mixture of experts each draft may
+    use other experts, whose weights must be read too.
 
-    experts: the share of what one token reads that are experts, from 0 to 1.
-    passed: the share of a layer's experts that a token passes.
+    experts: the fraction of the weights read for one token that are experts.
+    passed: the fraction of a layer's experts that a token uses.
     """
 
     experts: float = 0.0
@@ -89,28 +88,28 @@ class Growth:
         return cls(routed / (config.active_parameter_count - embedding), experts.per_token / experts.count)
 
     def factor(self, rows: int, drafts: int) -> float:
-        """Time of a step of so many sequences with so many drafts for each, over that of one without."""
+        """The time of a step with drafts, relative to one without."""
         return self._read(rows * (drafts + 1)) / self._read(rows) + _GROWTH * drafts
 
     def _read(self, tokens: int) -> float:
-        """What so many tokens read, over what one does, if each passes any of the experts."""
+        """The weights read for so many tokens, relative to one token, if each uses random experts."""
         met = (1 - (1 - self.passed) ** tokens) / self.passed
         return 1 + self.experts * (met - 1)
 
 
 class DraftLength(Protocol):
-    """Decides how many tokens are drafted."""
+    """Decides how many tokens to draft."""
 
     limit: int
 
     def choose(self, known: Sequence[Acceptance], rows: int) -> int:
-        """How many tokens to draft for each of these sequences in the next step, which will have so many rows."""
+        """Returns the number of drafts for each of these sequences in the next step, which has so many rows."""
 
     def timed(self, rows: int, drafts: int, seconds: float) -> None:
-        """A step of so many sequences, that did nothing but answer, took so long, drafting included."""
+        """Records the duration of a decode step, drafting included."""
 
     def plain_seconds(self, rows: int) -> float | None:
-        """How long a step of so many sequences takes without drafts, if that is known."""
+        """The time of a step of so many rows without drafts, if it is known."""
 
 
 @dataclass(slots=True)

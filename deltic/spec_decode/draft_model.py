@@ -1,4 +1,4 @@
-"""Drafts of a smaller model that reads what the larger one reads."""
+"""Drafts of a smaller model that processes the same tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
-from deltic.engine.scheduler import emits_of
+from deltic.engine.scheduler import checkpoints_of
 from deltic.engine.sequence import Sequence
-from deltic.engine.step_plan import PlannedRow, StepPlan, base_after
+from deltic.engine.step_plan import PlannedRow, StepPlan, base_after, next_row
 from deltic.errors import ConfigError
 from deltic.params import RING, common_length
 from deltic.runner.input_batch import build
@@ -21,27 +21,27 @@ from deltic.spec_decode.pending_drafts import Wants
 
 
 class DraftModelProposer:
-    """A drafter with a cache of its own, in which drafts stay in the replay ring until they are known to be right."""
+    """A proposer with its own cache, in which drafts stay in the delta log until they are verified."""
 
     def __init__(self, runtime: Model, vocabulary: int, limit: int) -> None:
         if runtime.config.vocab_size != vocabulary:
             raise ConfigError(f"the draft model {runtime.name} has {runtime.config.vocab_size} tokens, the model "
                               f"itself {vocabulary}: they must share one tokenizer", "speculate")
         self.limit, self._runtime = limit, runtime
-        self._leases: dict[Sequence, SequenceCache] = {}
+        self._caches: dict[Sequence, SequenceCache] = {}
         self._refused: set[Sequence] = set()
-        """Sequences that there was no room for, since another one was over."""
+        """Sequences without room, until another one finishes."""
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wants]
         wanting = {sequence for sequence, _ in wants}
-        for waiting in [other for other in self._leases if other.cache is None and other not in wanting]:
-            self.forget(waiting)  # it gave its place to one that needs the room here, too
-        leased = [index for index, (sequence, count) in enumerate(wants)
+        for waiting in [other for other in self._caches if other.cache is None and other not in wanting]:
+            self.forget(waiting)  # it was preempted by one that needs the room here, too
+        admitted = [index for index, (sequence, count) in enumerate(wants)
                   if len(sequence.tokens) + count <= self._runtime.memory.max_context and self._has_room(sequence)]
-        self._read([wants[index][0] for index in leased])
-        ready = [index for index in leased if self._is_ready(wants[index][0])]
+        self._prefill([wants[index][0] for index in admitted])
+        ready = [index for index in admitted if self._is_ready(wants[index][0])]
         for depth in range(max((wants[index][1] for index in ready), default=0)):
             active = [index for index in ready if wants[index][1] > depth]
             self._step([(index, wants[index][0]) for index in active], drafts)
@@ -52,103 +52,113 @@ class DraftModelProposer:
         self._release(sequence)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether there is room for the sequence and as many drafts as there may be."""
+        """True if there is room for the sequence and all its drafts."""
         if sequence in self._refused or self._awaits(sequence):
             return False
-        cache, lease = self._runtime.cache, self._lease(sequence)
-        if lease is not None:
-            missing = len(sequence.tokens) - 1 - lease.done + self.limit
-            if cache.attach_delta_log(lease) and cache.reserve(lease, missing) >= missing:
+        cache, sequence_cache = self._runtime.cache, self._cache_of(sequence)
+        if sequence_cache is not None:
+            missing = len(sequence.tokens) - 1 - sequence_cache.done + self.limit
+            if cache.states.attach_delta_log(sequence_cache) and cache.reserve(sequence_cache, missing) >= missing:
                 return True
-        # to try again at every step would be to read again at every step
+        # otherwise it would process its tokens again in each step
         self._release(sequence)
         self._refused.add(sequence)
         return False
 
     def _awaits(self, sequence: Sequence) -> bool:
-        """Whether another sequence is just being read as far as a state that this one can begin with."""
-        if sequence in self._leases:
+        """True if another sequence is being processed up to a state that this one can resume from."""
+        if sequence in self._caches:
             return False
         keys = sequence.keys[:-1]
-        known, reading = self._runtime.cache.cached_length(keys), [
-            (other, lease.done) for other, lease in self._leases.items() if lease.done < len(other.request.prompt)]
+        known, reading = (
+            self._runtime.cache.tree.cached_length(keys),
+            [
+                (other, sequence_cache.done)
+                for other, sequence_cache in self._caches.items()
+                if sequence_cache.done < len(other.request.prompt)
+            ],
+        )
         return any(max(known, done) < position <= common for other, done in reading
                    if (common := common_length(keys, other.keys)) for position in other.wanted)
 
-    def _lease(self, sequence: Sequence) -> SequenceCache | None:
-        """The sequence's lease, rejected drafts taken back; or a new one."""
-        cache, lease = self._runtime.cache, self._leases.get(sequence)
-        if lease is not None and not cache.rollback(lease, _sound(lease, sequence)):
+    def _cache_of(self, sequence: Sequence) -> SequenceCache | None:
+        """The sequence's cache without rejected drafts, or a new one."""
+        cache, sequence_cache = self._runtime.cache, self._caches.get(sequence)
+        if sequence_cache is not None and not cache.rollback(
+            sequence_cache, _verified_tokens(sequence_cache, sequence)
+        ):
             self._release(sequence)
-            lease = None
-        if lease is None and (lease := cache.admit(sequence.keys[:-1])):
-            self._leases[sequence] = lease
-        return lease
+            sequence_cache = None
+        if sequence_cache is None and (sequence_cache := cache.admit(sequence.keys[:-1])):
+            self._caches[sequence] = sequence_cache
+        return sequence_cache
 
-    def _read(self, sequences: List[Sequence]) -> None:
-        """Read what is new, all but the last tokens, and keep states where the larger model keeps them. As in a step of
-        that one there is a limit, so that nobody's answer stands still while a long prompt is read."""
+    def _prefill(self, sequences: List[Sequence]) -> None:
+        """Processes new tokens except for the last ones, with checkpoints where the larger model has them. The token
+        budget limits it, so that a long prompt does not stall other answers."""
         cache, left, rows = self._runtime.cache, self._runtime.options.token_budget, list[tuple[Sequence, PlannedRow]]()
         for sequence in sequences:
-            lease = self._leases[sequence]
-            done, chunk = lease.done, tuple(sequence.tokens[lease.done:-1][:left])
+            sequence_cache = self._caches[sequence]
+            done, chunk = sequence_cache.done, tuple(sequence.tokens[sequence_cache.done:-1][:left])
             left -= len(chunk)
             if chunk:
-                rows.append((sequence, PlannedRow(chunk, done, lease.pages, lease.slot, 0, base=lease.base,
-                                           delta_log=lease.delta_log or 0, rotary=sequence.rotary(done, len(chunk)),
-                                           checkpoints=emits_of(cache, lease, sequence.wanted, len(chunk)))))
+                row = next_row(sequence_cache, chunk, 0, rotary=sequence.rotary(done, len(chunk)),
+                               checkpoints=checkpoints_of(cache, sequence_cache, sequence.wanted, len(chunk)))
+                rows.append((sequence, row))
         if not rows:
             return
         rows.sort(key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
         self._run([row for _, row in rows])
         for sequence, row in rows:
-            lease = self._leases[sequence]
-            _commit(cache, lease, row, sequence.keys[row.done:row.done + len(row.tokens)])
-            cache.commit_checkpoints(lease)
+            sequence_cache = self._caches[sequence]
+            _commit(cache, sequence_cache, row, sequence.keys[row.done:row.done + len(row.tokens)])
+            cache.commit_checkpoints(sequence_cache)
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether drafts can follow: all is read, and they fit the replay ring."""
-        lease = self._leases[sequence]
-        if lease.done < len(sequence.tokens) - 1:
+        """True if drafts can follow: all tokens are processed, and the delta log has room."""
+        sequence_cache = self._caches[sequence]
+        if sequence_cache.done < len(sequence.tokens) - 1:
             return False
-        if lease.unflushed + self.limit > RING:
-            # else the ring would be folded amid them; they could not be taken back
-            self._runtime.cache.flush_delta_log(lease)
+        if sequence_cache.unflushed + self.limit > RING:
+            # otherwise the log would be flushed amid them, and they could not be rolled back
+            self._runtime.cache.states.flush(sequence_cache)
         return True
 
     def _release(self, sequence: Sequence) -> None:
-        """Give the lease back; what is sound of it may serve the conversation's next turn."""
-        cache, lease = self._runtime.cache, self._leases.pop(sequence, None)
-        if lease:
-            cache.release(lease, keep=cache.rollback(lease, _sound(lease, sequence)))
+        """Releases the cache. Its verified tokens may serve the conversation's next turn."""
+        cache, sequence_cache = self._runtime.cache, self._caches.pop(sequence, None)
+        if sequence_cache:
+            cache.release(
+                sequence_cache, keep=cache.rollback(sequence_cache, _verified_tokens(sequence_cache, sequence))
+            )
 
     def _run(self, rows: List[PlannedRow]) -> Tensor:
-        self._runtime.cache.flush_operations()
+        self._runtime.cache.operations.flush()
         return self._runtime.run(build(StepPlan(tuple(rows)), self._runtime.device))
 
     def _step(self, active: list[tuple[int, Sequence]], drafts: list[list[int]]) -> None:
-        """One more draft for each of these sequences."""
+        """Adds one draft to each of these sequences."""
         rows = []
         for index, sequence in active:
-            lease = self._leases[sequence]
+            sequence_cache = self._caches[sequence]
             token = drafts[index][-1] if drafts[index] else sequence.tokens[-1]
-            rows.append(PlannedRow((token,), lease.done, lease.pages, lease.slot, 1, base=lease.base,
-                            delta_log=lease.delta_log or 0, append=lease.delta_log is not None, rotary=sequence.offset))
+            rows.append(next_row(sequence_cache, (token,), 1, append=sequence_cache.delta_log is not None,
+                                 rotary=sequence.images.offset))
         logits = self._run(rows)
         draws = [SampleRow(sequence, tuple(drafts[index])) for index, sequence in active]
         sampling = sampling_of(draws, logits.device, logits.shape[1])
         tokens = self._runtime.sample(logits, sampling).tokens.tolist()
         for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
-            _commit(self._runtime.cache, self._leases[sequence], row, row.tokens)
+            _commit(self._runtime.cache, self._caches[sequence], row, row.tokens)
             drafts[index].append(token)
 
 
-def _commit(cache: HybridCache, lease: SequenceCache, row: PlannedRow, keys: List[int]) -> None:
-    """Its keys are its own: drafts are among them."""
-    lease.keys[lease.done:] = keys
-    cache.commit(lease, len(row.tokens), base_after(row))
+def _commit(cache: HybridCache, sequence_cache: SequenceCache, row: PlannedRow, keys: List[int]) -> None:
+    """Commits a row. The keys include drafts."""
+    sequence_cache.keys[sequence_cache.done:] = keys
+    cache.commit(sequence_cache, len(row.tokens), base_after(row))
 
 
-def _sound(lease: SequenceCache, sequence: Sequence) -> int:
+def _verified_tokens(sequence_cache: SequenceCache, sequence: Sequence) -> int:
     """How many of the tokens that were read came true; the sequence's last one is read with the next draft."""
-    return min(common_length(lease.keys, sequence.keys), lease.done, len(sequence.tokens) - 1)
+    return min(common_length(sequence_cache.keys, sequence.keys), sequence_cache.done, len(sequence.tokens) - 1)

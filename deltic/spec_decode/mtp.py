@@ -1,4 +1,4 @@
-"""The draft head beside a running model: its K/V grows with every step, and it drafts on from the last hidden
+"""The multi-token-prediction head of a running model: its K/V grows with each step, and it drafts from the last hidden
 state."""
 
 from __future__ import annotations
@@ -10,24 +10,30 @@ import torch
 from torch import Tensor
 
 from deltic.model.mtp_head import MtpHead
-from deltic.ops.drafted import Drafted
-from deltic.ops.types import PAGE, Batch, CacheViews, Layout, MtpStep, Sampling
+from deltic.ops.mtp import Drafted, MtpStep
+from deltic.ops.types import (
+    PAGE,
+    Batch,
+    CacheViews,
+    Layout,
+    Sampling,
+)
 
 
 def draft_sizes(limit: int) -> list[int]:
-    """How many drafts are made at once there, if so many are made at most."""
+    """The draft counts for which CUDA graphs are recorded."""
     return sorted({min(limit, size) for size in (1, 2, 3, 4, 6, 8, limit)})
 
 
 _PUT_OFF = 16
-"""Tokens of a row at most that the head has not been told of."""
+"""Upper bound for the deferred tokens of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Backlog:
-    """Single tokens of some rows, step by step, that the head has not been told of yet: while nothing is drafted nobody
-    needs its K/V, and its weights are read once for all of them. first: the step that they begin with. The lists have a
-    tensor for each step: ids [R], positions [3, R], places [R] in the K/V, hidden [R, H]."""
+    """Decode steps that the head has not processed yet: its K/V is not needed while nothing is drafted, and its weights
+    are then read once for all of them. first: the first of these steps. The lists have a tensor for each step: ids [R],
+    positions [3, R], places [R] in the K/V, hidden [R, H]."""
 
     first: Batch
     ids: list[Tensor] = field(default_factory=list)
@@ -37,13 +43,12 @@ class _Backlog:
 
     @classmethod
     def of(cls, batch: Batch) -> _Backlog:
-        """Empty; what the batch's memory holds may change."""
+        """An empty backlog, with copies of the batch's tensors."""
         kept = {name: getattr(batch, name).clone() for name in ("done", "source", "target", "delta_log")}
         return cls(replace(batch, **kept))
 
     def goes_on(self, batch: Batch) -> bool:
-        """Whether a step has the next tokens of these rows, and finds and leaves all where they were left: as one step
-        they are read from where the first one begins and written to where it ends."""
+        """True if a step has the next tokens of the same rows and slots, so that all steps can be processed as one."""
         return (batch.layout.rows == self.first.layout.rows and len(self.ids) < _PUT_OFF
                 and torch.equal(batch.done, self.first.done + len(self.ids))
                 and torch.equal(batch.source, self.first.target) and torch.equal(batch.target, self.first.target))
@@ -54,7 +59,7 @@ class _Backlog:
             kept.append(given.clone())
 
     def batch(self) -> tuple[Batch, Tensor]:
-        """All of them as one step, and its hidden states. Its pages are none, as all K/V goes to its places."""
+        """Returns all steps as one, and its hidden states. It has no page table: all K/V goes to `places`."""
         steps, rows, done = len(self.ids), self.first.layout.rows, self.first.done
         end = -(-(int(done.max()) + steps) // PAGE)
         layout = Layout((steps,) * rows, (end * PAGE,) * rows, rows * (steps == 1), 0)
@@ -83,11 +88,11 @@ class MtpRunner:
         self._step = mtp.ops.mtp_step(mtp.ops, mtp, views, hidden[0])
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
-        """Take note of a step. hidden [T, H] float32: of all its tokens, after the model's final norm. Which tokens of
-        appended rows are committed is told by `settle`. Steps of single tokens may be put off until `catch_up`."""
+        """Processes a step. hidden [T, H] float32: those of all its tokens after the model's final norm. `settle` sets
+        which tokens of rows with drafts are committed. Decode steps may be deferred until `catch_up`."""
         self._last = hidden
         if self._step and self._step.last is None and _single(batch):
-            return self._put_off(batch, hidden)
+            return self._defer(batch, hidden)
         self.catch_up()
         if self._step:
             self._last = hidden if self._step.last is None else self._step.last
@@ -105,35 +110,34 @@ class MtpRunner:
         self._slots[targets] = hidden[ends]
 
     def see(self, tokens: Iterable[int]) -> None:
-        """A shortened head shall be able to draft these tokens, which occurred."""
+        """Adds tokens to the vocabulary of a head with a shortened one."""
         if self._mtp.vocabulary:
             self._mtp.vocabulary.see(tokens)
 
-    def _put_off(self, batch: Batch, hidden: Tensor) -> None:
+    def _defer(self, batch: Batch, hidden: Tensor) -> None:
         if self._backlog is None or not self._backlog.goes_on(batch):
             self.catch_up()
             self._backlog = _Backlog.of(batch)
         self._backlog.add(batch, hidden)
 
     def catch_up(self) -> None:
-        """Do what was put off, before somebody looks at what it writes, or owns where it is written."""
+        """Processes deferred steps. Must be called before their K/V is used, and before its pages get other owners."""
         backlog, self._backlog = self._backlog, None
         if backlog and self._step:
             self._step.follow(*backlog.batch())
 
     def hidden(self, tokens: int) -> Tensor:
-        """A copy of the hidden states [T, H] of the last step's tokens, for `settle` when another step has followed."""
+        """A copy of the hidden states [T, H] of the last step, for a call of `settle` after the next step."""
         return self._last[:tokens].clone()
 
     def settle(self, slot: int, token: int, hidden: Tensor | None = None) -> None:
-        """The last committed token of a slot is this one of the last step's batch, or of the one that these are the
-        hidden states of."""
+        """Sets the last committed token of a slot: an index in the last step's batch, or in that of `hidden`."""
         self.catch_up()
         self._slots[slot] = (self._last if hidden is None else hidden)[token]
 
     @property
     def serving(self) -> tuple[MtpHead, MtpStep | None]:
-        """What the head is computed by: its ops one by one, or calls of a backend's own."""
+        """The head, and its native implementation if there is one."""
         return self._mtp, self._step
 
     @serving.setter
@@ -141,12 +145,12 @@ class MtpRunner:
         self._mtp, self._step = parts
 
     @property
-    def ahead(self) -> bool:
-        """Whether the drafts that follow a step can be made before the host has seen what it has drawn."""
+    def drafts_on_device(self) -> bool:
+        """True if the device can draft behind a step before the host has the step's tokens."""
         return self._step is not None and self._step.draft_ahead is not None
 
     def record(self, rows: int, pages: int, most: int) -> None:
-        """Make ready for drafts of a bucket, as `MtpStep.record` says."""
+        """As `MtpStep.record`."""
         if self._step and self._step.record:
             self._step.record(rows, pages, most)
 
@@ -156,15 +160,15 @@ class MtpRunner:
         return self._step.draft_ahead(batch, most, chosen, keys, temperature)
 
     def draft_all(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor | None:
-        """All drafts of single-token rows at once, as `MtpStep.draft` says; None where they have to be made one after
-        another, with `draft`."""
+        """Returns all drafts of single-token rows, as `MtpStep.draft`; None if they must be made one after another,
+        with `draft`."""
         self.catch_up()
-        plain = self.ahead or sampling.adjust is None
+        plain = self.drafts_on_device or sampling.adjust is None
         return self._step.draft(batch, counts, sampling) if self._step and plain else None
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Draft from single-token rows. hidden [R, H]: what the last draft gave; None: start from the model's own.
-        Returns hidden [R, H] and logits [R, V] float32, -inf of tokens that a shortened head cannot draft."""
+        """Makes one draft for each single-token row. hidden [R, H]: those of the last draft; None: the model's own.
+        Returns hidden [R, H] and logits [R, V] float32, -inf for tokens that a shortened head cannot draft."""
         self.catch_up()
         if hidden is None:
             hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
@@ -172,6 +176,6 @@ class MtpRunner:
 
 
 def _single(batch: Batch) -> bool:
-    """Whether a step has one token of each row, whose states go nowhere else."""
+    """True if each row of a step has one token and no checkpoint."""
     layout = batch.layout
     return layout.tokens == layout.rows and not layout.appends and not layout.checkpoints

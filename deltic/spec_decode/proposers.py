@@ -1,4 +1,4 @@
-"""Who drafts the tokens that come next. A draft costs or saves time; it never changes an answer."""
+"""Proposers of draft tokens. A draft costs or saves time; it never changes an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import row_keys
-from deltic.runner.input_batch import BatchMemory, build, verifying
+from deltic.runner.input_batch import InputBatch, build, verifying
 from deltic.runner.launch import InFlight, ScheduledSequence
 from deltic.runner.model import Model
 from deltic.runner.sampling import AnswerKeys, SampleRow, SamplingTable, sampling_of
@@ -22,42 +22,42 @@ from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
 
 
 class Proposer(Protocol):
-    """limit: the most drafts that it is ever asked for."""
+    """limit: the largest number of drafts of a sequence."""
 
     limit: int
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        """At most so many drafts of what follows in each sequence."""
+        """Returns drafts of the next tokens of each sequence, at most as many as wanted."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """Forgets a finished sequence."""
 
 
 @runtime_checkable
 class AsyncProposer(Protocol):
-    """A drafter that can begin before it is asked."""
+    """A proposer that can start before `draft` is called."""
 
     def draft_ahead(self, flight: InFlight) -> None:
-        """Draft what follows a step that was just launched, where a device knows by itself what the step draws. The
-        shares of the step say whether that was done."""
+        """Starts the drafts behind a step that was just launched, if the device can make them without the host. Then it
+        sets `ScheduledSequence.drafted_next`."""
 
-    def promise(self, wants: Wants) -> PendingDrafts | None:
-        """What `draft` would give, where a device is at work on it; None where it is not. Once."""
+    def take_pending(self, wants: Wants) -> PendingDrafts | None:
+        """Returns the drafts that were started, once; None if there are none for these sequences."""
 
-    def disagree(self, sequence: Sequence) -> None:
-        """What a sequence took of the last step is not what the device took for granted."""
+    def drop_pending(self, sequence: Sequence) -> None:
+        """Drops the drafts of a sequence that did not take the tokens they follow."""
 
 
-_READ = 16384
-"""Tokens of a prompt that are noted in one step, for which all wait: some milliseconds."""
-_SHOWN = 2048
-"""Tokens that a draft head is shown in one step: a millisecond, if all of them are new to it."""
-_LOOKED_AT = 128
-"""Places where a sequence's last two tokens may have stood before."""
+_MAX_INDEXED = 16384
+"""Prompt tokens that are indexed in one step, which takes some milliseconds."""
+_MAX_SEEN = 2048
+"""Tokens that a draft head's vocabulary sees in one step: a millisecond, if all are new."""
+_MAX_PLACES = 128
+"""Earlier places of a sequence's last two tokens that are examined."""
 
 
 class NgramProposer:
-    """Drafts that what followed the last few tokens before will follow them again (arXiv 2304.04487)."""
+    """Drafts the tokens that followed the last few tokens at an earlier place (arXiv 2304.04487)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -76,12 +76,12 @@ class NgramProposer:
 
 
 class _Ngrams:
-    """Where the last two to four tokens of a sequence stood before, in some 12 bytes a token. Pairs of tokens with the
-    same number are a chain: `_last` [a power of two] has the place of the newest, `_earlier` [places] that of the one
-    before, 0 where there is none. A pair's place is the position after it."""
+    """An index of a sequence's token pairs, in about 12 bytes a token. Pairs with the same hash are a chain: `_last` [a
+    power of two] has the place of the newest, `_earlier` [places] that of the one before, or 0. A pair's place is the
+    position after it."""
 
     def __init__(self, tokens: int) -> None:
-        """tokens: that there are now."""
+        """tokens: the current length."""
         self._last = array("i", bytes(4 << max(12, tokens.bit_length())))
         self._earlier = array("i", (0, 0))
 
@@ -91,7 +91,7 @@ class _Ngrams:
             return []
         second, first = tokens[-2:]
         place, found, most = self._last[self._number(second, first)], 0, 1
-        for _ in range(_LOOKED_AT):
+        for _ in range(_MAX_PLACES):
             if not place or most == 4:
                 break
             if tokens[place - 1] == first and tokens[place - 2] == second:
@@ -103,9 +103,9 @@ class _Ngrams:
         return _repeated(tokens[found:], count) if found else []
 
     def _note(self, tokens: List[int]) -> None:
-        """The next pairs; the last token has nothing after it yet."""
+        """Adds the next pairs, except for the last one, which no token follows yet."""
         begin = len(self._earlier)
-        for place in range(begin, min(len(tokens), begin + _READ)):
+        for place in range(begin, min(len(tokens), begin + _MAX_INDEXED)):
             number = self._number(tokens[place - 2], tokens[place - 1])
             self._earlier.append(self._last[number])
             self._last[number] = place
@@ -115,14 +115,14 @@ class _Ngrams:
 
 
 def _repeated(tokens: List[int], count: int) -> list[int]:
-    """The first `count` tokens of these, again and again."""
+    """The first `count` tokens of an endless repetition."""
     return [tokens[index % len(tokens)] for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Aside:
-    """Where drafts are copied to the host while the device goes on. made: they are there. arrived: of both pieces of
-    memory, what was copied last is there."""
+    """A side stream that copies drafts to the host. made: the drafts are computed. arrived: the last copy to each of
+    the two buffers is complete."""
 
     stream: torch.cuda.Stream
     made: torch.cuda.Event
@@ -130,12 +130,12 @@ class _Aside:
 
 
 class MtpProposer:
-    """Drafts with the model's own draft head; draws as the model itself will, with the same noise."""
+    """Drafts with the model's own draft head; samples with the same noise as the model will."""
 
     def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
-        self._memory, self._params = BatchMemory(), SamplingTable()
-        self._ahead: PendingDrafts | None = None
+        self._memory, self._params = InputBatch(), SamplingTable()
+        self._pending: PendingDrafts | None = None
         self._turn, self._keys, self._answers = 0, torch.empty(0), AnswerKeys()
         self._landings = [torch.empty(0)] * 2
         self._aside: _Aside | None = None
@@ -143,11 +143,11 @@ class MtpProposer:
 
     @torch.inference_mode()
     def draft_ahead(self, flight: InFlight) -> None:
-        self._ahead = None  # what was drafted before follows a step that is no longer the last one
+        self._pending = None  # drafts that were started before follow a step that is no longer the last one
         rows, batch, sampling = flight.plan.rows, flight.batch, flight.sampling
         most = max((row.drafts for row in rows), default=0)
         if (
-            not self._head.ahead
+            not self._head.drafts_on_device
             or not most
             or len(rows) < len(flight.scheduled)
             or batch is None
@@ -157,17 +157,17 @@ class MtpProposer:
             or not all(map(_has_room, flight.scheduled))
         ):
             return
-        self._see([share.sequence for share in flight.scheduled if share.live])
+        self._see([each.sequence for each in flight.scheduled if each.live])
         device, keys = self._runtime.device, self._keys
         if keys.shape != (len(rows), 2 * most + 1):
             keys = self._keys = torch.zeros(len(rows), 2 * most + 1, dtype=torch.int64, device=device)
         if not sampling.greedy:
-            row_keys(self._answers.of([share.sequence for share in flight.scheduled], device), batch.done, keys)
+            row_keys(self._answers.of([each.sequence for each in flight.scheduled], device), batch.done, keys)
         stream = torch.cuda.current_stream(device)
         if self._aside is None:
             self._aside = _Aside(torch.cuda.Stream(device), torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)])
         else:
-            stream.wait_event(self._aside.arrived[self._turn])  # before others come to lie there
+            stream.wait_event(self._aside.arrived[self._turn])  # before others overwrite the buffer
         drafted = self._head.draft_ahead(batch, most, flight.drawn, keys, sampling.temperature)
         self._turn ^= 1
         found, arrived = self._landing(len(drafted.numbers)), self._aside.arrived[self._turn]
@@ -176,39 +176,39 @@ class MtpProposer:
             self._aside.stream.wait_event(self._aside.made)
             found.copy_(drafted.numbers, non_blocking=True)
             arrived.record()
-        places = {share.sequence: (share.cache, place) for place, share in enumerate(flight.scheduled)}
-        self._ahead = PendingDrafts(places, drafted, found, arrived)
-        for share in flight.scheduled:
-            share.ahead = True
+        places = {each.sequence: (each.cache, place) for place, each in enumerate(flight.scheduled)}
+        self._pending = PendingDrafts(places, drafted, found, arrived)
+        for each in flight.scheduled:
+            each.drafted_next = True
 
     def _landing(self, count: int) -> Tensor:
-        """Pinned memory, of two pieces by turns: what is in the other one may not have been looked at."""
+        """One of two pinned buffers, by turns: the other one may still be unread."""
         if len(self._landings[self._turn]) < count:
             self._landings[self._turn] = torch.empty(count, dtype=torch.int64, pin_memory=True)
         return self._landings[self._turn][:count]
 
-    def promise(self, wants: Wants) -> PendingDrafts | None:
-        if self._ahead is None or not self._ahead.covers(sequence for sequence, _ in wants):
+    def take_pending(self, wants: Wants) -> PendingDrafts | None:
+        if self._pending is None or not self._pending.covers(sequence for sequence, _ in wants):
             return None
-        ahead, self._ahead = self._ahead, None
+        ahead, self._pending = self._pending, None
         return ahead
 
-    def disagree(self, sequence: Sequence) -> None:
-        if self._ahead:
-            self._ahead.places.pop(sequence, None)
+    def drop_pending(self, sequence: Sequence) -> None:
+        if self._pending:
+            self._pending.places.pop(sequence, None)
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
-        ahead, self._ahead = self._ahead, None
+        ahead, self._pending = self._pending, None
         sequences = [sequence for sequence, _ in wants]
         if ahead and ahead.covers(sequences) and all(map(ahead.follows, sequences)):
             return [[*ahead.drafts(sequence, count)] for sequence, count in wants]
         self._see(sequences)
-        self._runtime.cache.flush_operations()  # the head writes to pages right away
+        self._runtime.cache.operations.flush()  # the head writes to pages at once
         device, most = self._runtime.device, max(count for _, count in wants)
         plan = StepPlan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
-        batch = (verifying if self._head.ahead else build)(plan, device, memory=self._memory)
-        # what is drafted before matters for penalties alone
+        batch = (verifying if self._head.drafts_on_device else build)(plan, device, memory=self._memory)
+        # earlier drafts matter for penalties only
         draws = [SampleRow(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
         counts = torch.tensor([count for _, count in wants])
         tokens = self._head.draft_all(batch, counts, self._params.of(draws, device, self._runtime.config.vocab_size))
@@ -237,9 +237,8 @@ class MtpProposer:
         return drafts
 
     def _see(self, sequences: List[Sequence]) -> None:
-        """Have the head's rows follow the tokens of these sequences: the next ones that it has not been shown, of long
-        prompts some in each step."""
-        each = -(-_SHOWN // max(len(sequences), 1))
+        """Adds the sequences' new tokens to the head's vocabulary, those of long prompts over several steps."""
+        each = -(-_MAX_SEEN // max(len(sequences), 1))
         for sequence in sequences:
             begin = self._seen.get(sequence, 0)
             end = self._seen[sequence] = min(begin + each, len(sequence.tokens))
@@ -249,14 +248,14 @@ class MtpProposer:
         self._seen.pop(sequence, None)
 
 
-def _has_room(share: ScheduledSequence) -> bool:
-    """Whether there are pages for all that may be drafted after a row with drafts."""
-    row = share.row
-    return row is not None and row.drafts > 0 and share.cache.covered >= row.done + 2 * len(row.tokens) - 1
+def _has_room(each: ScheduledSequence) -> bool:
+    """True if there are pages for all drafts behind a row with drafts."""
+    row = each.row
+    return row is not None and row.drafts > 0 and each.cache.covered >= row.done + 2 * len(row.tokens) - 1
 
 
 def _next_row(sequence: Sequence, token: int, depth: int) -> PlannedRow:
-    """The row of a token that follows the committed ones after so many drafts."""
-    lease = sequence.cache
-    assert lease is not None
-    return PlannedRow((token,), lease.done + depth, lease.pages, lease.slot, 1, rotary=sequence.offset)
+    """The row of a token that follows the committed ones and `depth` drafts."""
+    cache = sequence.cache
+    assert cache is not None
+    return PlannedRow((token,), cache.done + depth, cache.pages, cache.slot, 1, rotary=sequence.images.offset)

@@ -1,1 +1,1 @@
-"""Pictures and films on their way in: from files to patches, and where their tokens stand in a prompt."""
+"""Pictures and videos: from files to patches and prompts."""

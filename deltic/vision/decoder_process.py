@@ -1,7 +1,7 @@
-"""Reads files of clients in a process of its own.
+"""Decodes untrusted files in a child process.
 
-Decoders hold the interpreter's lock while they run, cannot be interrupted, and allocate before they fail. A process has
-bounds of its own for processor time and memory, and can be killed.
+Decoders hold the GIL, cannot be interrupted, and may allocate without bound. A process has its own limits for processor
+time and memory, and can be killed. Results are JSON and bytes: nothing that the child sends is unpickled.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ import os
 import pickle
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import IO, Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Final
 
 from deltic.errors import RequestError, UnavailableError
 
-_LENGTHS = struct.Struct("<QQ")
-_NICE = 5
-"""Decoding gives way to the model and to the event loop."""
-_START = "import sys; sys.path[:] = {}; from deltic.vision.decoder_process import main; main({})"
+_NICE: Final = 5
+_START: Final = "import sys; sys.path[:] = {}; from deltic.vision.decoder_process import main; main({}, {})"
 
 Decoded = tuple[dict[str, Any], bytes]
 
 
 class DecoderProcess:
-    """A child process that runs one function at a time; it starts with the first call, and again after it was killed.
+    """A child process that runs one function at a time. It starts at the first call, and again after it was killed.
 
     memory_mib: address space of the child. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, memory_mib: int) -> None:
-        self._memory, self._closed = memory_mib << 20, False
+        self._memory = memory_mib << 20
+        self._closed = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
 
     @property
     def closed(self) -> bool:
-        """Whether it has been stopped."""
         return self._closed
 
     def __enter__(self) -> DecoderProcess:
@@ -52,104 +52,85 @@ class DecoderProcess:
         self.close()
 
     def call(self, function: Callable[..., Decoded], *args: Any, seconds: float, limit: str) -> Decoded:
-        """Runs a function of a module in the child and returns its result: values that JSON has, and bytes. `seconds`
-        is added to the values: the processor time that it took.
+        """Runs a module's function in the child. Returns its result: JSON values, with the processor time it took as
+        `seconds`, and bytes.
 
-        seconds: processor time that it may take. limit: name of the option that sets `seconds`.
-        Raises RequestError as the function does, and if the child exceeds a bound or crashes.
+        seconds: bound for its processor time. limit: name of the option that sets the bound.
+        Raises the RequestError of the function, or one if the child exceeds a bound or crashes.
         """
         if self._closed:
             raise UnavailableError("the decoder process is closed")
-        child = self._child = self._child or self._start()
+        child = self._child or self._start()
         if self._closed:  # meanwhile
             child.kill()
-        assert child.stdin and child.stdout
+        assert self._connection
         try:
-            job = pickle.dumps((function.__module__, function.__qualname__, args, seconds))
-            child.stdin.write(_LENGTHS.pack(len(job), 0))
-            child.stdin.write(job)
-            child.stdin.flush()
-            about, data = _receive(child.stdout)
+            self._connection.send_bytes(pickle.dumps((function.__module__, function.__qualname__, args, seconds)))
+            result: dict[str, Any] = json.loads(self._connection.recv_bytes())
+            data = self._connection.recv_bytes()
         except (OSError, EOFError) as error:
-            self._forget(child)
-            raise _ended(child.returncode, seconds, limit) from error
+            self._discard(child)
+            raise _exit_error(child.returncode, seconds, limit) from error
         except BaseException:
-            self._forget(child)  # an unread result would be taken for the next one
+            self._discard(child)  # an unread result would be taken for the next one
             raise
-        result: dict[str, Any] = json.loads(about)
         if "error" in result:
             raise RequestError(result["error"], result["field"])
         return result, data
 
     def kill(self) -> None:
-        """Ends the child, from any thread; a call that runs raises RequestError."""
+        """Ends the child, from any thread. A running call raises RequestError."""
         if child := self._child:
             child.kill()
 
     def stop(self) -> None:
-        """As `kill`, and no call is possible any more."""
+        """Ends the child for good, from any thread."""
         self._closed = True
         self.kill()
 
     def close(self) -> None:
-        """As `stop`, and waits until the child has ended. No call may run."""
+        """Ends the child and waits for it. No call may be running."""
         self.stop()
         if self._child:
-            self._forget(self._child)
+            self._discard(self._child)
 
-    def _forget(self, child: subprocess.Popen[bytes]) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._connection, remote = Pipe()
+        with remote:
+            code = _START.format(sys.path, remote.fileno(), self._memory)
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", "-c", code], pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return self._child
+
+    def _discard(self, child: subprocess.Popen[bytes]) -> None:
         self._child = None
         child.kill()
         child.wait()
-        for pipe in (child.stdin, child.stdout):
-            with suppress(OSError):  # of what was not written yet
-                if pipe:
-                    pipe.close()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        code = _START.format(sys.path, self._memory)
-        return subprocess.Popen([sys.executable, "-I", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                stderr=subprocess.DEVNULL)
+        if self._connection:
+            self._connection.close()
 
 
-def _ended(status: int, seconds: float, limit: str) -> RequestError:
+def _exit_error(status: int, seconds: float, limit: str) -> RequestError:
     if status == -signal.SIGPROF:
         return RequestError(f"the file takes more than {seconds:g} seconds of processor time to read ({limit}): send a "
                             "smaller one")
     return RequestError("the file cannot be read: its decoder ended, because the file is damaged or was cancelled")
 
 
-def _receive(pipe: IO[bytes]) -> tuple[bytes, bytes]:
-    about, data = _LENGTHS.unpack(_exactly(pipe, _LENGTHS.size))
-    return _exactly(pipe, about), _exactly(pipe, data)
-
-
-def _exactly(pipe: IO[bytes], size: int) -> bytes:
-    data = pipe.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
-
-
-def main(memory: int) -> None:
-    """The child: runs what it receives until its parent closes the pipe."""
-    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # no library may print between results
+def main(descriptor: int, memory: int) -> None:
+    """Runs jobs in the child until the parent closes the connection."""
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process even within native code
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends what has to end
-    with suppress(EOFError, BrokenPipeError):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a terminal is handled by the parent
+    with suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
         while True:
-            job, _ = _receive(source)
-            about, data = _run(job)
-            spelled = json.dumps(about).encode()
-            target.write(_LENGTHS.pack(len(spelled), len(data)))
-            target.write(spelled)
-            target.write(data)
-            target.flush()
+            result, data = _run(connection.recv_bytes())
+            connection.send_bytes(json.dumps(result).encode())
+            connection.send_bytes(data)
 
 
 def _run(job: bytes) -> Decoded:
@@ -157,8 +138,8 @@ def _run(job: bytes) -> Decoded:
     signal.setitimer(signal.ITIMER_PROF, seconds)
     began = time.process_time()
     try:
-        about, data = getattr(import_module(module), name)(*args)
-        return {**about, "seconds": time.process_time() - began}, data
+        result, data = getattr(import_module(module), name)(*args)
+        return {**result, "seconds": time.process_time() - began}, data
     except RequestError as error:
         return {"error": str(error), "field": error.field}, b""
     except MemoryError:

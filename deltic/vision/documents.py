@@ -1,10 +1,10 @@
-"""The text of PDF documents, by pypdf."""
+"""Extracts the text of PDF documents with pypdf."""
 
 from __future__ import annotations
 
 import io
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from deltic.errors import RequestError
 from deltic.vision.decoder_process import Decoded, DecoderProcess
@@ -12,23 +12,22 @@ from deltic.vision.decoder_process import Decoded, DecoderProcess
 if TYPE_CHECKING:
     from deltic.config import Limits
 
-NO_TEXT = "[a PDF document without text, such as a scan: its pages cannot be read]"
-"""Returned in place of the text of a document that has none."""
-_MEMORY_MIB = 512
-"""Of the process that reads one document."""
+NO_TEXT: Final = "[a PDF document without text, such as a scan: its pages cannot be read]"
+"""Replaces the text of a document that has none."""
+_MEMORY_MIB: Final = 512
 
 
 def reader_process() -> DecoderProcess:
-    """A process for `pdf_text`, in which several documents may be read; `stop` ends it from any thread."""
+    """Returns a process for several calls of `pdf_text`; `stop` ends it from any thread."""
     return DecoderProcess(_MEMORY_MIB)
 
 
 def pdf_text(data: bytes, limits: Limits, field: str = "document", process: DecoderProcess | None = None) -> str:
-    """The text of a PDF file, its pages separated by empty lines; `NO_TEXT` if no page has any.
+    """Returns the text of a PDF file, its pages separated by empty lines; `NO_TEXT` if there is none.
 
-    The file is read in a process of its own, which takes a moment: call it in a thread. field: names the document in
-    errors. process: one of `reader_process`, which the caller closes. Raises RequestError if the file is damaged,
-    encrypted, or beyond `max_document_pages`, `max_document_characters` or `document_seconds`.
+    Blocks until a child process has read the file. process: one of `reader_process`, which the caller closes. Raises
+    RequestError with `field` if the file is damaged, encrypted, or exceeds `max_document_pages`,
+    `max_document_characters` or `document_seconds`.
     """
     try:
         with nullcontext(process) if process else reader_process() as reader:
@@ -39,8 +38,8 @@ def pdf_text(data: bytes, limits: Limits, field: str = "document", process: Deco
     return text.decode() or NO_TEXT
 
 
-def read_pages(data: bytes, most_pages: int, most_characters: int) -> Decoded:
-    """The text of all pages in UTF-8; runs in the child process. RequestError says what is wrong."""
+def read_pages(data: bytes, max_pages: int, max_characters: int) -> Decoded:
+    """Returns the text of all pages in UTF-8. Runs in the child process. Raises RequestError."""
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError
 
@@ -49,14 +48,14 @@ def read_pages(data: bytes, most_pages: int, most_characters: int) -> Decoded:
     try:
         reader = PdfReader(io.BytesIO(data))
         count = len(reader.pages)
-        if count > most_pages:
-            raise RequestError(f"it has {count:,} pages, and at most {most_pages:,} are read (max_document_pages)")
+        if count > max_pages:
+            raise RequestError(f"it has {count:,} pages, and at most {max_pages:,} are read (max_document_pages)")
         texts, size = list[str](), 0
         for page in reader.pages:
             texts.append(page.extract_text().encode(errors="replace").decode().strip())
             size += len(texts[-1])
-            if size > most_characters:
-                raise RequestError(f"it has more than {most_characters:,} characters (max_document_characters)")
+            if size > max_characters:
+                raise RequestError(f"it has more than {max_characters:,} characters (max_document_characters)")
     except (FileNotDecryptedError, DependencyError) as error:
         raise RequestError("it is encrypted: send it without a password") from error
     except RecursionError as error:

@@ -1,216 +1,350 @@
-"""Prefixes in a directory, so that they outlive the process; and small notes beside them."""
+"""Prefixes and answer records in a cache directory, so that they outlive the process."""
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+import re
+import sqlite3
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from math import prod
 from pathlib import Path
+from typing import Any, Final
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
-from deltic.cache.offload import item_folder as layout
-from deltic.cache.offload.item_file import decode, encode
-from deltic.cache.offload.types import FullError, StoredItem, TierStoreError
+from deltic.cache.offload.directory import ITEM_SUFFIX, CacheDirectory, check_room, open_regular, temporary_file
+from deltic.cache.offload.types import FullError, StoredItem, TierStore, TierStoreError
 
-_CHECKSUM_BYTES, _BLOCK = 4, 4096
-_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE,
-            errno.ETIMEDOUT}
-"""What keeps a file from being read now, and says nothing of what is in it."""
+_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+                  "F8_E4M3": torch.float8_e4m3fn}
+_DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH_BYTES, _LARGEST_HEADER = 8, 1 << 20
+_BLOCK = 4096
+_ITEM_COLUMNS: Final = """CAST(kind AS TEXT), CAST(key AS TEXT), CAST(parent AS TEXT), CAST(start AS INTEGER),
+    CAST(done AS INTEGER), CAST(size AS INTEGER), CAST(COALESCE(used, 0) AS REAL), CAST(file AS TEXT)"""
+"""The fields of a StoredItem, of the right types even in a damaged index."""
+_TOUCH_SECONDS = 60.0
+"""The time of a record's last use is this exact."""
+_RECORD_KEY = re.compile(r"[0-9a-f]{1,64}")
+_TEMPORARY_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE,
+                     errno.ETIMEDOUT}
+"""Errors after which an item may still be readable later."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
-class DiskStore:
-    """A TierStore in `directory`, for the model that `fingerprint` (lower-case letters and digits) stands for.
+def encode(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Returns a safetensors file in pieces. Those of contiguous CPU tensors are views of them."""
+    header: dict[str, Any] = {}
+    pieces = list[memoryview]()
+    offset = 0
+    for name, tensor in sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0])):
+        content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        end = offset + len(content)
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        pieces.append(content)
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(_LENGTH_BYTES, "little"), text, *pieces]
 
-    Several processes may use a directory at the same time. Files are for this user alone. `label` is the model's
-    name, `about` how it is computed, for people. budget: bytes, which the caller keeps to. writable: False if the
-    directory can only be read, which is said once in a warning. Raises ConfigError if it cannot be used at all.
+
+def decode(data: bytearray) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file, as views of it. Raises TierStoreError if the header is wrong."""
+    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    try:
+        header = json.loads(data[_LENGTH_BYTES:start])
+        return {name: _view(data, start, fields) for name, fields in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError, OverflowError) as error:
+        raise TierStoreError("has a damaged header") from error
+
+
+def _view(data: bytearray, start: int, fields: Mapping[str, Any]) -> Tensor:
+    dtype, shape = _DTYPES[fields["dtype"]], tuple(map(int, fields["shape"]))
+    if not prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=prod(shape), offset=start + fields["data_offsets"][0]).view(shape)
+
+
+def opened(directory: str | Path | CacheDirectory) -> CacheDirectory:
+    return directory if isinstance(directory, CacheDirectory) else CacheDirectory(directory)
+
+
+def known(model: str | Future[str]) -> Future[str]:
+    """Returns a future of a model's digest."""
+    if isinstance(model, Future):
+        return model
+    found: Future[str] = Future()
+    found.set_result(model)
+    return found
+
+
+class DiskStore(TierStore):
+    """Items of one model in a cache directory; several processes may use the directory at the same time.
+
+    Methods that the index calls on its own threads wait for the model's digest. `touch` and `delete` never wait: they
+    take effect on files at once, and on the index with the next scan or write.
     """
 
-    name, trusted = "disk", False
+    name = "disk"
 
-    def __init__(self, directory: str | Path, fingerprint: str, budget: int, label: str = "", about: str = "") -> None:
-        self.budget = budget
-        self._folder, self.writable = layout.open_folder(directory, fingerprint)
-        self._root, self._label = self._folder.parent, layout.FolderLabel(label, about)
-        self._warned, self._gone = (0, 0), set[str]()
+    def __init__(self, directory: str | Path | CacheDirectory, model: str | Future[str], budget: int, label: str = "",
+                 about: str = "", abandon: Callable[[], None] = lambda: None) -> None:
+        """model: its digest, perhaps one that is still being computed. label, about: its name and how it is computed,
+        for people. abandon: ends the computation of the digest. Raises ConfigError if the directory cannot be used."""
+        self.budget, self._abandon = budget, abandon
+        self._directory, self._model = opened(directory), known(model)
+        self.writable = self._directory.writable
+        self._label, self._about = _printable(label), _printable(about)
+        self._used = dict[str, float]()
+        self._deleted = set[str]()
+        self._reported = 0, 0
         if self.writable:
-            layout.write_label(self._folder, self._label)
+            self._directory.remove_version_1()
         else:
-            logger.warning("%s cannot be written to: the prefixes in it are used, and none are added", self._root)
+            log.warning("%s cannot be written to: the prefixes in it are used, and none are added",
+                        self._directory.root)
+
+    @property
+    def ready(self) -> bool:
+        return self._model.done()
 
     def scan(self) -> Iterator[StoredItem]:
-        """The items of this model, by their names alone."""
-        return (file.item for file in layout.files(self._folder) if file.item and file.path not in self._gone)
+        if self.writable:
+            with self._transaction() as index:
+                self._directory.remove_leftovers(index)
+        rows = self._rows("model = ?")
+        return (item for item in rows if item.path not in self._deleted)
 
     def others(self) -> list[StoredItem]:
-        """What else takes room: of other models, machines and versions, and what is not ours. Items with `path`; what
-        their other fields say holds for other models. The first look at many of them warns. What writers that were
-        killed have left is deleted on the way."""
+        """Also warns of the items, once."""
         if not self.writable:
             return []
-        layout.sweep(self._root)
-        found = [file for folder in layout.folders(self._root) for file in layout.files(folder)
-                 if not file.temporary and not self._owns(file)]
-        self._warn(len(found), sum(file.size for file in found))
-        return [replace(file.item or StoredItem("kv", "", "", 0, 0), size=file.size, used=file.used,
-                        path=f"{file.folder}/{file.path}") for file in found]
+        found = [item for item in self._rows("model != ?") if item.path not in self._deleted]
+        summary = len(found), sum(item.size for item in found)
+        if found and self._reported != summary:
+            log.warning("%d files in %s are of other models, versions or kinds of processors; they count towards the "
+                        "budget (%.1f MiB) until they are the oldest", summary[0], self._directory.root,
+                        summary[1] / (1 << 20))
+        self._reported = summary
+        return found
 
     def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
-        """Keep an item; returns the size of its file. Tensors are float32, bfloat16, float16 or int64.
-
-        Raises OSError, with nothing left behind, if the disk refuses; FullError if it is full, or nearly.
-        """
-        return _write(self._folder / layout.item_name(item), encode(item, tensors), self._restore)
+        """Tensors are float32, bfloat16, float16, float8 or int64. Raises FullError if the disk is full, or nearly."""
+        pieces = encode(tensors)
+        with _full_disk(sum(map(len, pieces))):
+            try:
+                return self._write(item, pieces)
+            except FileNotFoundError:  # the directory was removed a moment ago
+                return self._write(item, pieces)
 
     def read(self, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
-        """New tensors on the CPU, of at most so many bytes in all. Everything is checked; TierStoreError says what is
-        wrong, and OSError that the machine cannot read it at present."""
-        path = self._folder / layout.item_name(item)
+        path = self._directory.root / self._file(item)
+        with self._directory.read() as index:
+            row = index.execute("SELECT size, crc32 FROM items WHERE file = ? AND parent = ? AND done = ?",
+                                (path.name, item.parent, item.done)).fetchone()
         try:
-            with layout.open_regular(path) as file:
-                return decode(file, item, most)
+            if row is None:
+                raise TierStoreError("is not in the index")
+            size, checksum = row
+            return decode(_read_checked(path, size, checksum, most))
         except OSError as error:
-            if error.errno in _PASSING:
+            if error.errno in _TEMPORARY_ERRORS:
                 raise
             raise TierStoreError(f"{path} cannot be read: {error.strerror}") from error
         except TierStoreError as error:
             raise TierStoreError(f"{path} {error}") from error
 
     def delete(self, item: StoredItem) -> None:
-        """Unlink a file, and the folder of another model if this empties it. Never fails: what the disk does not
-        give up is found again by the next scan, unless it can only be read."""
-        name, _, path = (item.path or f"{self._folder.name}/{layout.item_name(item)}").partition("/")
-        try:
-            layout.remove(self._root / name, path)
-        except OSError as error:
-            logger.debug("%s stays: %s", self._root / name / path, error.strerror)
-            if not self.writable:
-                self._gone.add(path)
-        if name != self._folder.name:
-            layout.prune(self._root / name)
+        if self._has_items():
+            file = item.path or self._file(item)
+            self._deleted.add(file)
+            self._directory.unlink_item(file)
 
     def touch(self, item: StoredItem) -> None:
-        with suppress(OSError):
-            os.utime(self._folder / layout.item_name(item), follow_symlinks=False)
+        if self._has_items():
+            self._used[self._file(item)] = time.time()
 
     def abandon(self) -> None:
-        """Nothing: it is there."""
+        self._abandon()
 
-    def _owns(self, file: layout.StoredFile) -> bool:
-        return file.folder == self._folder.name and (file.item is not None or file.note)
+    def close(self) -> None:
+        if self.writable and (self._used or self._deleted):
+            with suppress(OSError), self._transaction():
+                pass
 
-    def _restore(self) -> None:
-        layout.make_folder(self._folder)
-        layout.write_label(self._folder, self._label)
+    def _has_items(self) -> bool:
+        """False while nothing can have been written or found, as the model's digest is not known."""
+        return self._model.done() and not self._model.exception()
 
-    def _warn(self, count: int, size: int) -> None:
-        if count and self._warned != (count, size):
-            logger.warning("%d files in %s are of other models, versions or kinds of processors; they count towards "
-                           "the budget (%.1f MiB) until they are the oldest", count, self._root, size / (1 << 20))
-        self._warned = count, size
+    def _file(self, item: StoredItem) -> str:
+        return f"{self._model.result()}-{item.key}-{item.start}.{item.kind}{ITEM_SUFFIX}"
+
+    def _rows(self, condition: str) -> list[StoredItem]:
+        model = self._model.result()
+        with self._directory.read() as index:
+            rows = index.execute(f"SELECT {_ITEM_COLUMNS} FROM items WHERE {condition}", (model,))
+            return [StoredItem(*row) for row in rows]
+
+    def _write(self, item: StoredItem, pieces: Sequence[bytes | memoryview]) -> int:
+        file, size, checksum = self._file(item), sum(map(len, pieces)), 0
+        for piece in pieces:
+            checksum = crc32(piece, checksum)
+        with self._directory.read():
+            pass  # makes the directory if it is gone
+        check_room(self._directory.root, size)
+        with temporary_file(self._directory.root, pieces) as temporary, self._transaction() as index:
+            index.execute("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                          (file, self._model.result(), item.kind, item.key, item.parent, item.start, item.done, size,
+                           checksum, time.time()))
+            os.replace(temporary, self._directory.root / file)
+        return size
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that first carries out what `touch` and `delete` have left to do."""
+        model = self._model.result()
+        used, deleted = list(self._used.items()), list(self._deleted)
+        with self._directory.transaction() as index:
+            for file in deleted:
+                self._directory.unlink_item(file)
+            index.executemany("DELETE FROM items WHERE file = ?", [(file,) for file in deleted])
+            index.executemany("UPDATE items SET used = ? WHERE file = ?", [(at, file) for file, at in used])
+            if self._label:
+                index.execute("INSERT OR REPLACE INTO models VALUES (?, ?, ?)", (model, self._label, self._about))
+            else:
+                index.execute("INSERT OR IGNORE INTO models VALUES (?, '', '')", (model,))
+            yield index
+        self._deleted.difference_update(deleted)
+        for file, at in used:
+            if self._used.get(file) == at:
+                del self._used[file]
+
+
+def _printable(text: str) -> str:
+    return "".join(filter(str.isprintable, text))
+
+
+def _read_checked(path: Path, size: int, checksum: int, most: int | None) -> bytearray:
+    """Reads a file of a known size and checksum. Maps nothing: a mapped file that is cut kills the process."""
+    if most is not None and size > most + _LARGEST_HEADER:
+        raise TierStoreError(f"has {size:,} bytes, and at most {most:,} can be right")
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size != size:
+            raise TierStoreError("has a wrong length")
+        data = bytearray(size)
+        place = 0
+        while place < size:
+            count = file.readinto(memoryview(data)[place:])  # type: ignore[attr-defined]
+            if not count:
+                raise TierStoreError("is truncated")
+            place += count
+    if crc32(data) != checksum:
+        raise TierStoreError("has a wrong checksum")
+    return data
+
+
+@contextmanager
+def _full_disk(size: int) -> Iterator[None]:
+    """Turns the errors of a full disk into FullError."""
+    try:
+        yield
+    except FullError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise FullError(error.errno, error.strerror or "full", error.filename or "", size) from error
 
 
 class DiskRecords:
-    """Small values by hexadecimal key beside a model's items, at most `budget` bytes of disk in all; those unused
-    for longest go first. Writing is for the caller's thread. Raises ConfigError if the directory cannot be used,
-    and nothing later: what cannot be kept is not kept."""
+    """Small values by hexadecimal key, such as those of finished answers, in a cache directory.
 
-    ready = True
+    All models together have `budget` bytes; the least recently used go first. Nothing but the constructor raises:
+    what cannot be stored is not stored. Methods wait for the model's digest.
+    """
 
-    def __init__(self, directory: str | Path, fingerprint: str, budget: int = 64 << 20) -> None:
-        self._model, self._writable = layout.open_folder(directory, fingerprint)
-        self._folder = self._model / layout.NOTES
+    def __init__(self, directory: str | Path | CacheDirectory, model: str | Future[str],
+                 budget: int = 64 << 20) -> None:
+        """Raises ConfigError if the directory cannot be used."""
+        self._directory, self._model = opened(directory), known(model)
         self._slack = budget // 8
-        self._limit = budget - 2 * self._slack
-        self._unseen = self._slack
+        self._limit = budget - self._slack
+        self._unchecked = self._slack
         self._warned = False
 
+    @property
+    def ready(self) -> bool:
+        """True if the model's digest is known, or never will be."""
+        return self._model.done()
+
     def get(self, key: str) -> bytes | None:
-        """What was put there last; None if nothing, or if it is damaged."""
-        if not layout.is_note(key):
-            return None
-        path = self._folder / key
-        with suppress(OSError), layout.open_regular(path) as file:
-            checksum, data = file.read(_CHECKSUM_BYTES), file.read(self._limit)
-            if checksum == _note_checksum(key, data):
-                with suppress(OSError):
-                    os.utime(path)
-                return data
+        """Returns the value that was put last; None if there is none, or a damaged one."""
+        with suppress(Exception):
+            place = self._model.result(), key
+            with self._directory.read() as index:
+                row = index.execute("SELECT data, crc32, used FROM records WHERE model = ? AND key = ?",
+                                    place).fetchone()
+                if row is None or row[0] is None or _record_checksum(key, row[0]) != row[1]:
+                    return None
+                if time.time() - row[2] > _TOUCH_SECONDS and self._directory.writable:
+                    with suppress(sqlite3.Error):
+                        index.execute("UPDATE records SET used = ? WHERE model = ? AND key = ?", (time.time(), *place))
+                return bytes(row[0])
         return None
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep a value of at most three quarters of the budget."""
-        cost = _disk_bytes(_CHECKSUM_BYTES + len(data))
-        if not layout.is_note(key) or cost > self._limit or not self._writable:
+        """Stores a value of at most three quarters of the budget."""
+        cost = _disk_bytes(len(data))
+        if not _RECORD_KEY.fullmatch(key) or cost > self._limit - self._slack or not self._directory.writable:
             return
         try:
-            if self._unseen + cost > self._slack:
-                self._make_room(cost)
-            _write(self._folder / key, [_note_checksum(key, data), data], self._restore)
-            self._unseen += cost
+            self._insert("REPLACE", key, data, cost)
             self._warned = False
         except OSError as error:
             if not self._warned:
-                logger.warning("notes in %s cannot be written now: %s", self._folder, error.strerror)
+                log.warning("answers cannot be recorded in %s now: %s", self._directory.root, error.strerror)
             self._warned = True
+        except Exception:  # the model's files have changed, so that its digest is not known
+            log.debug("an answer is not recorded", exc_info=True)
 
     def claim(self, key: str) -> bool:
-        """Take a key that nothing was put under yet; False if somebody has it, of all processes, or nobody can."""
-        if not layout.is_note(key):
-            return False
-        with suppress(FileNotFoundError):
-            return layout.claim(self._folder / key)
-        with suppress(OSError):
-            self._restore()
-            return layout.claim(self._folder / key)
+        """Takes a key that has no value. Returns False if any process has it, or the disk refuses."""
+        with suppress(Exception):
+            return bool(_RECORD_KEY.fullmatch(key)) and self._insert("IGNORE", key, None, _BLOCK)
         return False
 
-    def _make_room(self, cost: int) -> None:
-        """Look how much there is by now, of all processes; each may add an eighth of the budget between two looks."""
-        notes = sorted((file for file in layout.files(self._model) if file.note), key=lambda file: file.used)
-        excess = sum(_disk_bytes(file.size) for file in notes) + cost - self._limit
-        for file in notes:
-            if excess <= 0:
-                break
-            layout.remove(self._model, file.path)
-            excess -= _disk_bytes(file.size)
-        self._unseen = 0
+    def _insert(self, conflict: str, key: str, data: bytes | None, cost: int) -> bool:
+        """Returns True if a row was inserted."""
+        row = (self._model.result(), key, data, _record_checksum(key, data or b""), cost)
+        with self._directory.transaction() as index:
+            check_room(self._directory.root, cost)
+            found = index.execute(f"INSERT OR {conflict} INTO records VALUES (?, ?, ?, ?, ?, ?)", (*row, time.time()))
+            self._unchecked += cost
+            if self._unchecked > self._slack:
+                self._remove_oldest(index)
+            return found.rowcount == 1
 
-    def _restore(self) -> None:
-        layout.make_folder(self._model)
-        layout.make_private(self._folder)
+    def _remove_oldest(self, index: sqlite3.Connection) -> None:
+        """Keeps the budget. Each process may add an eighth of it between two calls."""
+        index.execute("""DELETE FROM records WHERE rowid IN (SELECT rowid FROM
+            (SELECT rowid, SUM(size) OVER (ORDER BY used DESC, rowid DESC) AS total FROM records) WHERE total > ?)""",
+                      (self._limit - self._slack,))
+        self._unchecked = 0
 
 
-def _note_checksum(key: str, data: bytes) -> bytes:
-    return crc32(data, crc32(key.encode())).to_bytes(_CHECKSUM_BYTES, "little")
+def _record_checksum(key: str, data: bytes) -> int:
+    return crc32(data, crc32(key.encode()))
 
 
 def _disk_bytes(size: int) -> int:
-    """What a file takes on most disks."""
-    return -(-size // _BLOCK) * _BLOCK
-
-
-def _write(path: Path, pieces: Sequence[bytes | memoryview], restore: Callable[[], None]) -> int:
-    """Write a file and return its size; `restore` is called if somebody removed its folder. FullError if there is no
-    room."""
-    size = sum(map(len, pieces))
-    try:
-        try:
-            layout.check_room(path.parent, size)
-            layout.write_whole(path, pieces)
-        except FileNotFoundError:
-            restore()
-            layout.check_room(path.parent, size)
-            layout.write_whole(path, pieces)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(error, FullError):
-            raise FullError(error.errno, error.strerror or "full", str(path), size) from error
-        raise
-    return size
+    """Returns the bytes that a value takes, in whole blocks."""
+    return -(-max(size, 1) // _BLOCK) * _BLOCK

@@ -1,10 +1,10 @@
-"""One tier below the pools: which prefixes a store holds, and what goes when its budget is full.
+"""The index of one tier: the prefixes that its store holds, and what is evicted when its budget is used up.
 
     root ── kv 0..812 ── kv 812..1,650 ── kv 1,650..1,702
              state        state            state
 
 An entry is a prefix by the hash of its tokens. It has the K/V since its parent entry, and most have the state at its
-end. States go by last use; the K/V of an entry stays as long as an entry below needs it, and goes with the last.
+end. States are evicted by last use; the K/V of an entry stays while an entry below it has a state.
 """
 
 from __future__ import annotations
@@ -15,46 +15,59 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from deltic.cache.offload.prefix_items import (
+from deltic.cache.offload.tiers import read_item, read_prefix
+from deltic.cache.offload.types import (
     ANYTHING,
+    FullError,
     ItemValidator,
+    Kind,
     LoadedPrefix,
-    PendingWrite,
     PrefixEntry,
+    PrefixHash,
     PrefixSource,
+    StoredItem,
     Tensors,
-    read_item,
-    read_prefix,
+    TierStore,
     size_of,
 )
-from deltic.cache.offload.types import FullError, Kind, PrefixHash, StoredItem, TierStore
-from deltic.ops.memory import is_shortage
 from deltic.params import PAGE
 
 log = logging.getLogger("deltic")
 
+_BACKLOG = 512 << 20
+"""Bytes that may wait to be written when another prefix is taken, however long that is: the end of a long conversation
+is what its next turn needs. With more, prefixes are skipped."""
+_PAUSE = 60.0
+"""Seconds between two scans of a store that other processes write to, and after an error before the next write."""
+_TRIES = 4
+"""Attempts to write an item to a full store that items are deleted from."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingWrite:
+    """An item on its way to the store. evicted: bytes that the tier had evicted when it was submitted. tries: earlier
+    attempts."""
+
+    entry: PrefixEntry
+    item: StoredItem
+    tensors: Tensors
+    future: Future[int]
+    evicted: int
+    tries: int
+
 
 class HostCopier(Protocol):
-    """What takes tensors to the host."""
+    """Copies tensors to the host."""
 
     def prepare(self) -> None:
-        """Do before what would hold up others later."""
+        """Does at the start what would delay requests later."""
 
     def __call__(self, tensors: Tensors) -> Callable[[], Tensors]:
-        """Begin; what it returns waits for them."""
-
-
-_BACKLOG = 512 << 20
-"""Bytes that may wait to be written while another prefix is taken, however long that is: the end of a long conversation
-is what its next turn needs. With more, prefixes are skipped rather than held in memory."""
-_PAUSE = 60.0
-"""Seconds for which a store that takes nothing is left alone, and between two looks at what others wrote there."""
-_TRIES = 4
-"""How often an item is written before a store that was full, and for which items went, counts as full."""
+        """Starts to copy; the function that it returns waits for the copies."""
 
 
 class _Inline(Executor):
@@ -69,8 +82,8 @@ class _Inline(Executor):
         return future
 
 
-def _begin(executor: Executor, fn: Callable[..., Any], *args: object) -> Future[Any]:
-    """The work's future, which fails where no more is taken: the interpreter ends, and nobody has closed the tier."""
+def _submit(executor: Executor, fn: Callable[..., Any], *args: object) -> Future[Any]:
+    """Returns a future, which fails if the executor takes no more work: the interpreter ends."""
     try:
         return executor.submit(fn, *args)
     except RuntimeError as error:
@@ -80,81 +93,86 @@ def _begin(executor: Executor, fn: Callable[..., Any], *args: object) -> Future[
 
 
 class TierIndex:
-    """The index of a store. For one thread; what takes long happens in two of its own, if `threads`.
+    """The index of a store, for one thread. With `threads`, two threads of its own read and write.
 
-    hits: prefixes that came from here, hit_tokens: how many tokens they spared.
+    hits: prefixes that were loaded; hit_tokens: tokens that they saved.
     """
 
-    def __init__(self, store: TierStore, threads: bool, late: bool = False, outgoing: HostCopier | None = None) -> None:
-        """late: the store may not be there yet. Nothing is found in it before it is; what is offered waits. outgoing:
-        takes what is offered to the host, where it does not lie there."""
-        self.store, self.name, self.budget, self._outgoing = store, store.name, store.budget, outgoing
-        self.bytes = self.evictions = self.hits = self.hit_tokens = self.prefixes = self._given_up = 0
+    def __init__(self, store: TierStore, threads: bool, copier: HostCopier | None = None) -> None:
+        """copier: copies what is offered to the host."""
+        self.store, self.name, self.budget = store, store.name, store.budget
+        self.bytes = self.prefixes = self.evictions = 0
+        self.hits = self.hit_tokens = 0
+        self._copier = copier
         self._entries: dict[str, PrefixEntry] = {}
         self._root = PrefixEntry("", 0, None)
-        self._others: list[StoredItem] = []
+        self._others: list[StoredItem] = []  # oldest first
         self._writer: Executor = ThreadPoolExecutor(1, "deltic-cache-write") if threads else _Inline()
         self._reader: Executor = ThreadPoolExecutor(1, "deltic-cache-read") if threads else _Inline()
         self._pending: deque[PendingWrite] = deque()
-        self._backlog, self._paused_until, self._complained, self._closed = 0, 0.0, False, False
+        self._backlog = self._evicted = 0
+        self._paused_until = 0.0
+        self._warned = self._closed = False
         self._scan: tuple[float, Future[tuple[list[StoredItem], list[StoredItem]]]] | None = None
-        self._looked, self._there = time.monotonic(), not late
         self._deleted: set[tuple[str, str]] = set()  # since that scan began
-        if late:
-            self._begin_scan()
-        else:
+        self._last_scan = time.monotonic()
+        self._there = store.ready
+        if self._there:
             self._merge(*_scan(store), 0.0)
+        else:
+            self._start_scan()
 
     def prepare(self) -> None:
-        """Do before what would hold up others later; waits for it."""
-        if self._outgoing:
-            _begin(self._writer, self._outgoing.prepare).result()
+        """Does at the start what would delay requests later; waits for it."""
+        if self._copier:
+            _submit(self._writer, self._copier.prepare).result()
 
     def find(self, tokens: Sequence[int], above: int = 0) -> PrefixEntry | None:
-        """The deepest entry with a state that `tokens` begin with, if deeper than `above`; at their very end only one
-        with logits."""
+        """Returns the deepest entry with a state that `tokens` begin with, if it is deeper than `above`; at the very
+        end of the tokens only one with logits."""
         self._settle()
-        if self._closed or not self._there or not any(
-                above < entry.done <= len(tokens) and entry.state for entry in self._entries.values()):
-            return None  # nothing is hashed for it
+        if self._closed or not self._there:
+            return None
+        if not any(above < entry.done <= len(tokens) and entry.state for entry in self._entries.values()):
+            return None  # without hashing the tokens
         found = [entry for entry in self._matching(tokens) if entry.state and above < entry.done
                  and (entry.done < len(tokens) or entry.state.kind == "final")]
         return found[-1] if found else None
 
     def offer(self, source: PrefixSource) -> None:
-        """Keep a prefix, if it is worth it; returns at once."""
+        """Stores a prefix if that saves more than a page; returns at once."""
         self._settle()
         if self._closed:
             return
-        self._look()
+        self._scan_now_and_then()
         if not self.store.writable:
             return
-        done, now = len(source.tokens), time.monotonic()
+        done = len(source.tokens)
         path = list(self._matching(source.tokens))
         parent = path[-1] if path else self._root
         kind: Kind = "final" if source.final else "state"
-        stated = [entry for entry in path if entry.state]
+        stated = [entry.done for entry in path if entry.state]
         if parent.done == done and parent.state and (parent.state.kind == kind or kind == "state"):
             self._use(parent)
-        elif (stated and done - PAGE <= stated[-1].done < done) or now < self._paused_until:
-            pass  # what lies there already spares all but a page
-        else:
+            return
+        saves_a_page = not stated or not done - PAGE <= stated[-1] < done
+        if saves_a_page and time.monotonic() >= self._paused_until:
             self._keep(source, parent, kind)
             self._settle()
 
-    def fetch(self, entry: PrefixEntry, door: ItemValidator = ANYTHING) -> Future[LoadedPrefix]:
-        """Read a prefix; its result may be a LostError. door: what may come in."""
+    def fetch(self, entry: PrefixEntry, validator: ItemValidator = ANYTHING) -> Future[LoadedPrefix]:
+        """Reads a prefix; the future may fail with a LostError."""
         path = entry.path
         writing = [future for part in path for future in part.writing]
         items = [part.kv for part in path if part.kv]
         assert entry.state and len(items) == len(path)
         self._use(entry)
-        # what lies in this process takes no time
-        reader = _Inline() if self.store.trusted and all(future.done() for future in writing) else self._reader
-        return _begin(reader, read_prefix, partial(read_item, self.store, door), items, entry.state, writing)
+        in_memory = self.store.trusted and all(future.done() for future in writing)
+        reader = _Inline() if in_memory else self._reader
+        return _submit(reader, read_prefix, partial(read_item, self.store, validator), items, entry.state, writing)
 
     def lose(self, item: StoredItem) -> None:
-        """Forget an item that cannot be read, and what depends on it."""
+        """Removes an item that cannot be read, and what depends on it."""
         entry = self._entries.get(item.key)
         if entry and item.kind == "kv":
             self._drop(entry)
@@ -162,7 +180,7 @@ class TierIndex:
             self._drop_state(entry)
 
     def close(self) -> None:
-        """Wait until everything that was taken is written; nothing is found or kept afterwards."""
+        """Waits until everything is written; nothing is found or stored afterwards."""
         self._settle()
         self._closed = True
         if not self._pending:
@@ -170,11 +188,11 @@ class TierIndex:
         self._writer.shutdown()
         self._reader.shutdown()
         self._settle()
+        self.store.close()
 
     def check(self) -> None:
-        """Assert that the index is sound and within the budget."""
-        items = [item for entry in self._entries.values() for item in (entry.kv, entry.state) if item]
-        assert self.bytes == sum(item.size for item in items) + sum(item.size for item in self._others), "bytes are off"
+        """Asserts that the index is sound and within the budget."""
+        assert self.bytes == sum(item.size for item in self._all_items()), "bytes are off"
         assert self.bytes <= self.budget, f"the {self.name} tier holds more than its budget"
         states = sum(entry.state is not None for entry in self._entries.values())
         assert self.prefixes == states, "a state is miscounted"
@@ -183,10 +201,11 @@ class TierIndex:
             assert entry.parent and entry.key in entry.parent.lengths[entry.done], "an entry hangs at the wrong parent"
             assert entry.parent is self._root or self._entries[entry.parent.key] is entry.parent, "a parent is gone"
 
-    # matching
+    def _all_items(self) -> list[StoredItem]:
+        return [*(item for entry in self._entries.values() for item in entry.items), *self._others]
 
     def _matching(self, tokens: Sequence[int]) -> Iterator[PrefixEntry]:
-        """The entries that `tokens` begin with, ascending."""
+        """Yields the entries that `tokens` begin with, ascending."""
         prefix, lengths, seen = PrefixHash(tokens), list(self._root.lengths), 0
         heapq.heapify(lengths)
         while lengths and lengths[0] <= len(tokens):
@@ -198,66 +217,60 @@ class TierIndex:
                 for further in entry.lengths:
                     heapq.heappush(lengths, further)
 
-    # keeping
+    # writing
 
     def _keep(self, source: PrefixSource, parent: PrefixEntry, kind: Kind) -> None:
         done = len(source.tokens)
         if self._backlog > _BACKLOG:
             log.debug("the %s tier is behind with writing: a prefix of %d tokens is skipped", self.name, done)
-            return  # nothing is copied for it
+            return
         key = PrefixHash(source.tokens).key(done)
         try:
-            run, state = source.run(parent.done) if parent.done < done else {}, source.state()
-        except (MemoryError, RuntimeError) as error:
-            if not is_shortage(error):
-                raise
-            self._complain(f"there is no memory for a copy of {done:,} tokens; choose a smaller `memory` or "
-                           "`host_memory`")
+            run = source.run(parent.done) if parent.done < done else {}
+            state = source.state()
+        except MemoryError:
+            self._warn(f"there is no memory for a copy of {done:,} tokens; choose a smaller `memory` or "
+                       "`host_memory`")
             return
-        size = size_of(run) + size_of(state)
         if parent.done == done:
             entry = parent
             self._drop_state(entry, prune=False)
         else:
             entry = self._add(key, done, parent)
         entry.held = True
-        fits = self._make_room(size, entry)
+        fits = self._make_room(size_of(run) + size_of(state), entry)
         entry.held = False
         if not fits:
             self._prune(entry)
             return
-        below = entry.parent
-        assert below is not None
+        above = entry.parent
+        assert above is not None
         if run:
-            entry.kv = self._write(entry, StoredItem("kv", key, below.key, below.done, done), run)
-        entry.state = self._write(entry, StoredItem(kind, key, below.key, below.done, done), state)
+            entry.kv = self._write(entry, StoredItem("kv", key, above.key, above.done, done), run)
+        entry.state = self._write(entry, StoredItem(kind, key, above.key, above.done, done), state)
         self.prefixes += 1
         self._use(entry, stored=False)
 
     def _write(self, entry: PrefixEntry, item: StoredItem, tensors: Tensors) -> StoredItem:
         item = replace(item, size=size_of(tensors))
         self.bytes += item.size
-        self._submit(entry, item, tensors)
+        self._submit_write(entry, item, tensors)
         return item
 
-    def _submit(self, entry: PrefixEntry, item: StoredItem, tensors: Tensors, tries: int = 0) -> None:
-        future: Future[int] = _begin(self._writer, self._write_out, item,
-                                     self._outgoing(tensors) if self._outgoing else lambda: tensors)
+    def _submit_write(self, entry: PrefixEntry, item: StoredItem, tensors: Tensors, tries: int = 0) -> None:
+        copied = self._copier(tensors) if self._copier else lambda: tensors
+        future: Future[int] = _submit(self._writer, lambda: self.store.write(item, copied()))
         entry.writing.append(future)
-        self._pending.append(PendingWrite(entry, item, tensors, future, self._given_up, tries))
+        self._pending.append(PendingWrite(entry, item, tensors, future, self._evicted, tries))
         self._backlog += item.size
 
-    def _write_out(self, item: StoredItem, arrived: Callable[[], Tensors]) -> int:
-        """In the writer's thread."""
-        return self.store.write(item, arrived())
-
     def _settle(self) -> None:
-        """Take note of what has been written since, and what has not."""
+        """Takes note of what was written and scanned since the last call."""
         while self._pending and self._pending[0].future.done():
-            done = self._pending.popleft()
-            done.entry.writing.remove(done.future)
-            self._backlog -= done.item.size
-            self._note(done)
+            write = self._pending.popleft()
+            write.entry.writing.remove(write.future)
+            self._backlog -= write.item.size
+            self._note(write)
         if self._scan and self._scan[1].done():
             (began, found), self._scan = self._scan, None
             error = found.exception()
@@ -265,61 +278,66 @@ class TierIndex:
                 self._there = True
                 self._merge(*found.result(), began)
             elif not self._there:
-                self._complain(f"it cannot be used: {error}")
+                self._warn(f"it cannot be used: {error}")
                 self._closed = True
 
-    def _note(self, done: PendingWrite) -> None:
-        entry, item, error = done.entry, done.item, done.future.exception()
+    def _note(self, write: PendingWrite) -> None:
+        entry, item, error = write.entry, write.item, write.future.exception()
         if any((other.item.kind, other.item.key) == (item.kind, item.key) for other in self._pending):
-            return  # given up, and then taken again: what counts is that
+            return  # dropped and then offered again: the later write counts
         wanted = self._entries.get(entry.key) is entry and item in (entry.kv, entry.state)
-        if error is not None and wanted and self._give_way(error, done):
-            self._submit(entry, item, done.tensors, done.tries + 1)
+        if error is not None and wanted and self._evict_for(write, error):
+            self._submit_write(entry, item, write.tensors, write.tries + 1)
         elif error is not None:
             self._paused_until = time.monotonic() + _PAUSE
-            self._complain(f"it takes no more for now: {error}")
+            self._warn(f"it takes no more for now: {error}")
             self.lose(item)
-            self._discard(item)  # an earlier copy, which was given up, may have been written
+            self._delete(item)  # an earlier copy, which was dropped, may have been written
         elif not wanted:
-            self._discard(item)  # given up before it was written
+            self._delete(item)
         else:
-            self._complained = False
-            self._resize(entry, item, done.future.result())
+            self._warned = False
+            self._resize(entry, item, write.future.result())
 
-    def _give_way(self, error: BaseException, failed: PendingWrite) -> bool:
-        """Whether older items went for one that a full store did not take."""
-        if not isinstance(error, FullError) or self._closed or failed.tries + 1 >= _TRIES:
+    def _evict_for(self, write: PendingWrite, error: BaseException) -> bool:
+        """Evicts older items for one that a full store did not take. Returns False if they are too few."""
+        if not isinstance(error, FullError) or self._closed or write.tries + 1 >= _TRIES:
             return False
-        enough, path = failed.given_up + error.missing, failed.entry.path
-        there = sum(item.size for entry in self._entries.values() if entry not in path and not entry.writing
-                    for item in (entry.kv, entry.state) if item) + sum(item.size for item in self._others)
-        if self._given_up + there < enough:
+        enough, path = write.evicted + error.missing, write.entry.path
+        written = [entry for entry in self._entries.values() if entry not in path and not entry.writing]
+        evictable = sum(item.size for entry in written for item in entry.items)
+        evictable += sum(item.size for item in self._others)
+        if self._evicted + evictable < enough:
             return False
-        while self._given_up < enough and self._evict(failed.entry):
+        while self._evicted < enough and self._evict(write.entry):
             pass
         return True
 
     def _resize(self, entry: PrefixEntry, item: StoredItem, size: int) -> None:
+        """Records the size of an item's file, which is larger than its tensors."""
         exact = replace(item, size=size)
-        entry.kv, entry.state = (exact, entry.state) if item.kind == "kv" else (entry.kv, exact)
+        if item.kind == "kv":
+            entry.kv = exact
+        else:
+            entry.state = exact
         entry.used = max(time.time(), entry.used)  # a scan that began before this may have missed it
         self.bytes += size - item.size
         while self.bytes > self.budget and self._evict(entry):
             pass
-        if self.bytes > self.budget:  # larger than its tensors alone, and than all there may be
+        if self.bytes > self.budget:
             self._drop(entry)
 
-    def _complain(self, reason: str) -> None:
-        """Once per streak: answers are not affected."""
-        if not self._complained:
+    def _warn(self, reason: str) -> None:
+        """Warns once until an item was written: answers are not affected."""
+        if not self._warned:
             log.warning("the %s tier of the prefix cache misses something: %s", self.name, reason)
-        self._complained = True
+        self._warned = True
 
-    # giving up
+    # eviction
 
     def _make_room(self, size: int, spared: PrefixEntry) -> bool:
         if size > self.budget:
-            self._complain(f"a prefix of {size:,} bytes is larger than the budget of {self.budget:,}")
+            self._warn(f"a prefix of {size:,} bytes is larger than the budget of {self.budget:,}")
             return False
         while self.bytes + size > self.budget:
             if not self._evict(spared):
@@ -327,11 +345,11 @@ class TierIndex:
         return True
 
     def _evict(self, spared: PrefixEntry) -> bool:
-        """Give up what has not been used for longest."""
+        """Evicts the state or foreign item that was not used for longest."""
         candidates = [entry for entry in self._entries.values() if entry.state and entry is not spared]
         oldest = min(candidates, key=lambda entry: entry.used, default=None)
         if self._others and (oldest is None or self._others[0].used <= oldest.used):
-            self._delete(self._others.pop(0))
+            self._evict_item(self._others.pop(0))
         elif oldest is not None:
             self._drop_state(oldest)
             self.evictions += 1
@@ -341,39 +359,38 @@ class TierIndex:
 
     def _drop_state(self, entry: PrefixEntry, prune: bool = True) -> None:
         if entry.state:
-            self._delete(entry.state)
+            self._evict_item(entry.state)
             entry.state = None
             self.prefixes -= 1
         if prune:
             self._prune(entry)
 
     def _prune(self, entry: PrefixEntry) -> None:
-        """Give up K/V that no state needs any more."""
+        """Removes entries upwards that no state needs any more."""
         while entry.parent is not None and not entry.needed and entry.key in self._entries:
             parent = entry.parent
             self._remove(entry)
             entry = parent
 
     def _drop(self, entry: PrefixEntry) -> None:
-        """Give up an entry and all that continue it."""
-        stack, doomed = [entry], []
+        """Removes an entry and all that continue it."""
+        parent, stack, doomed = entry.parent, [entry], list[PrefixEntry]()
         while stack:
-            entry = stack.pop()
-            doomed.append(entry)
-            stack += [self._entries[key] for keys in entry.lengths.values() for key in keys]
-        for entry in reversed(doomed):
-            self._drop_state(entry, prune=False)
-            self._remove(entry)
-        if doomed[0].parent:
-            self._prune(doomed[0].parent)
+            doomed.append(stack.pop())
+            stack += [self._entries[key] for keys in doomed[-1].lengths.values() for key in keys]
+        for each in reversed(doomed):
+            self._drop_state(each, prune=False)
+            self._remove(each)
+        if parent:
+            self._prune(parent)
 
     def _remove(self, entry: PrefixEntry) -> None:
         if entry.kv:
-            self._delete(entry.kv)
+            self._evict_item(entry.kv)
         self._unlink(entry)
 
     def _unlink(self, entry: PrefixEntry) -> None:
-        """Forget an entry that nothing continues; its items stay where they are."""
+        """Removes an entry that nothing continues from the index; its items stay in the store."""
         assert entry.parent is not None
         keys = entry.parent.lengths[entry.done]
         keys.discard(entry.key)
@@ -381,18 +398,18 @@ class TierIndex:
             del entry.parent.lengths[entry.done]
         del self._entries[entry.key]
 
-    def _delete(self, item: StoredItem) -> None:
-        self._discard(item)
+    def _evict_item(self, item: StoredItem) -> None:
+        self._delete(item)
         self.bytes -= item.size
-        self._given_up += item.size
+        self._evicted += item.size
 
-    def _discard(self, item: StoredItem) -> None:
-        """Delete what does not count, or no more. A scan that is under way may have seen it."""
+    def _delete(self, item: StoredItem) -> None:
+        """Deletes an item that is not counted. A scan that is under way may have seen it."""
         if self._scan:
             self._deleted.add((item.kind, item.key))
         self.store.delete(item)
 
-    # what is there
+    # scans
 
     def _add(self, key: str, done: int, parent: PrefixEntry) -> PrefixEntry:
         entry = self._entries[key] = PrefixEntry(key, done, parent)
@@ -404,67 +421,65 @@ class TierIndex:
         if stored and entry.state:
             self.store.touch(entry.state)
 
-    def _look(self) -> None:
-        """Now and then, see what other processes have written or deleted there, if they can."""
+    def _scan_now_and_then(self) -> None:
+        """Looks for what other processes have written or deleted, unless there can be none."""
         now = time.monotonic()
-        if not self.store.trusted and self._scan is None and now > self._looked + _PAUSE:
-            self._looked = now
+        if not self.store.trusted and self._scan is None and now > self._last_scan + _PAUSE:
+            self._last_scan = now
             self._deleted.clear()
-            self._begin_scan()
+            self._start_scan()
 
-    def _begin_scan(self) -> None:
-        self._scan = time.time(), _begin(self._reader, _scan, self.store)
+    def _start_scan(self) -> None:
+        self._scan = time.time(), _submit(self._reader, _scan, self.store)
 
     def _merge(self, items: list[StoredItem], others: list[StoredItem], began: float) -> None:
-        """Bring the index in line with what lay in the store at a time."""
+        """Brings the index in line with a scan that began at a time."""
         items = [item for item in items if (item.kind, item.key) not in self._deleted]
-        there = {(item.kind, item.key) for item in items}
+        present = {(item.kind, item.key) for item in items}
         for entry in list(self._entries.values()):
             if entry.used >= began or entry.writing or self._entries.get(entry.key) is not entry:
                 continue
-            assert entry.kv is not None
-            for item in (entry.kv, entry.state):
-                if item and (item.kind, item.key) not in there:
+            for item in entry.items:
+                if (item.kind, item.key) not in present:
                     self.lose(item)
         self._others = list(others)
-        self._take_up([item for item in items if item.kind == "kv"], [item for item in items if item.kind != "kv"])
-        self._account()
+        self._add_runs(sorted((item for item in items if item.kind == "kv"), key=lambda item: item.done))
+        self._add_states(sorted((item for item in items if item.kind != "kv"), key=lambda item: item.kind))
+        for entry in sorted(self._entries.values(), key=lambda entry: -entry.done):
+            if entry.kv and not entry.needed:
+                self._set_aside(entry.kv)
+                self._unlink(entry)
+        self._others.sort(key=lambda item: item.used)
+        self.bytes = sum(item.size for item in self._all_items())
+        self.prefixes = sum(entry.state is not None for entry in self._entries.values())
+        while self.bytes > self.budget and self._evict(self._root):
+            pass
 
-    def _take_up(self, runs: list[StoredItem], states: list[StoredItem]) -> None:
-        """Index what is new and of use."""
-        for item in sorted(runs, key=lambda item: item.done):
+    def _add_runs(self, runs: list[StoredItem]) -> None:
+        for item in runs:
             parent = self._entries.get(item.parent) if item.parent else self._root
             known = self._entries.get(item.key)
             if known is None and parent is not None and parent.done == item.start < item.done:
                 self._add(item.key, item.done, parent).kv = item
             elif known is None or not _same(known.kv, item):
                 self._set_aside(item)
-        for item in sorted(states, key=lambda item: item.kind):  # "final" comes first
+
+    def _add_states(self, states: list[StoredItem]) -> None:
+        """Final states come first."""
+        for item in states:
             entry = self._entries.get(item.key)
             if entry and entry.done == item.done and not entry.state:
-                entry.state, entry.used = item, min(item.used, time.time())
+                entry.state = item
+                entry.used = min(item.used, time.time())
             elif entry is None or not _same(entry.state, item):
                 self._set_aside(item)
-        for entry in sorted(self._entries.values(), key=lambda entry: -entry.done):
-            if entry.kv and not entry.needed:
-                self._set_aside(entry.kv)
-                self._unlink(entry)
 
     def _set_aside(self, item: StoredItem) -> None:
-        """What cannot be used, as something that belongs to it is missing, goes, unless somebody may just be writing
-        that."""
+        """Deletes an item that is of no use without others, unless another process may just be writing those."""
         if abs(time.time() - item.used) > _PAUSE:
-            self._discard(item)
+            self._delete(item)
         else:
             self._others.append(item)
-
-    def _account(self) -> None:
-        self._others.sort(key=lambda item: item.used)
-        items = [item for entry in self._entries.values() for item in (entry.kv, entry.state) if item]
-        self.bytes = sum(item.size for item in (*items, *self._others))
-        self.prefixes = sum(entry.state is not None for entry in self._entries.values())
-        while self.bytes > self.budget and self._evict(self._root):
-            pass
 
 
 def _scan(store: TierStore) -> tuple[list[StoredItem], list[StoredItem]]:

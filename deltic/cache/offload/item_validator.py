@@ -1,4 +1,4 @@
-"""What may come into the pools: a store is not to be trusted."""
+"""Checks items of the tiers before they reach the pools."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deltic.cache.offload.prefix_items import Tensors
-from deltic.cache.offload.types import StoredItem
+from deltic.cache.offload.types import StoredItem, Tensors
 from deltic.errors import show
 from deltic.ops.kv import is_finite
 
@@ -16,26 +15,25 @@ if TYPE_CHECKING:
     from deltic.cache.tensors import CachePools
 
 _LARGEST_VOCABULARY = 1 << 22
-_Looks = tuple[torch.dtype, tuple[int, ...] | None]
+_Form = tuple[torch.dtype, tuple[int, ...] | None]
 """Dtype and shape of a tensor; None: any shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolItemValidator:
-    """Lets in what could have come from these pools: names, shapes, dtypes, and numbers that a sound model gives."""
+    """Accepts items that could be of these pools: names, shapes, dtypes and finite numbers."""
 
     pools: CachePools
 
     def most(self, item: StoredItem) -> int:
-        """The bytes that the item's tensors can have."""
+        """Returns the bytes that an item's tensors can have."""
         if item.kind == "kv":
             return max(item.done - item.start, 0) * (self.pools.sizes.token_bytes + torch.int64.itemsize)
         logits = (self.pools.vocabulary or _LARGEST_VOCABULARY) * torch.float32.itemsize
         return self.pools.sizes.slot_bytes + logits
 
     def refuse(self, item: StoredItem, tensors: Tensors, trusted: bool = False) -> str:
-        """Why these are not the item's tensors; empty if they may be. trusted: as of the store; then
-        nobody looks at each number."""
+        """Returns why these cannot be the item's tensors; empty if they can. trusted: numbers need not be checked."""
         expected = self._run(item) if item.kind == "kv" else self._state(item)
         if set(tensors) != set(expected):
             return f"it has {show(sorted(tensors))} instead of {', '.join(sorted(expected))}"
@@ -43,19 +41,19 @@ class PoolItemValidator:
             found = tensors[name]
             if found.dtype != dtype or shape not in (None, tuple(found.shape)):
                 return f"its {name} are {found.dtype} {show(list(found.shape))}"
-            unused = name == "conv" and item.done < found.shape[1]  # places that nothing was written to yet
+            unused = name == "conv" and item.done < found.shape[1]  # some places were never written
             if not (trusted or unused) and found.is_floating_point() and not is_finite(found):
                 return f"its {name} are not all finite"
         return "" if trusted else self._nonsense(tensors)
 
-    def _run(self, item: StoredItem) -> dict[str, _Looks]:
+    def _run(self, item: StoredItem) -> dict[str, _Form]:
         length = max(item.done - item.start, 0)
         pools = zip(("keys", "values"), self.pools.page_tensors, strict=True)
         return {"tokens": (torch.int64, (length,)),
                 **{name: (pool.dtype, (len(pool), length, *pool.shape[3:])) for name, pool in pools}}
 
-    def _state(self, item: StoredItem) -> dict[str, _Looks]:
-        looks: dict[str, _Looks] = {name: (pool.dtype, tuple(pool[:, 0].shape))
+    def _state(self, item: StoredItem) -> dict[str, _Form]:
+        looks: dict[str, _Form] = {name: (pool.dtype, tuple(pool[:, 0].shape))
                                     for name, pool in self.pools.named_slots.items()}
         if item.kind == "final":
             vocabulary = self.pools.vocabulary

@@ -1,17 +1,19 @@
-"""What a tier below the pools keeps prefixes in: host memory, or a directory.
+"""Records of the offload tiers: stored items, prefixes that go to and come from a tier, and the stores' interface.
 
-A prefix lies there in items. An item of kind "kv" has the K/V of a run of tokens, those of positions `start` to
-`done`; an item of kind "state" the recurrent state after `done` tokens; one of kind "final" also the logits of the
-last of them. `key` is a hash of all tokens up to `done`, `parent` the key of the prefix up to `start` (empty for
-0), whose own items hold what comes before. Items never change: equal names have equal content, whoever wrote them.
+A tier stores a prefix as items. An item of kind "kv" has the K/V of the tokens [start, done); one of kind "state" the
+recurrent state after `done` tokens; one of kind "final" also the logits of the last of them. `key` is a hash of all
+tokens up to `done`, `parent` the key of the prefix up to `start` (empty for 0), whose items hold what comes before.
+Items never change: equal names have equal content, whichever process wrote them.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -19,19 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["kv", "state", "final"]
+Tensors = Mapping[str, "Tensor"]
 KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """One stored piece.
-
-    key, parent: hexadecimal.
-    size: bytes that it takes.
-    used: time of the last use in seconds since the epoch. Both come with what is found in a store, and are no part of
-        the item's name.
-    path: where a store finds what is among its `others`.
-    """
+    """key, parent: hexadecimal. size: in bytes. used: seconds since the epoch. path: where the store finds it; empty
+    for an item that the store finds by its other fields."""
 
     kind: Kind
     key: str
@@ -43,44 +40,146 @@ class StoredItem:
     path: str = ""
 
 
-class TierStore(Protocol):
-    """Holds items. `scan`, `others`, `read` and `write` are also called from threads of their own.
+@dataclass(slots=True, eq=False)
+class PrefixEntry:
+    """A prefix of `done` tokens.
 
-    Errors that harm one item only are TierStoreError; OSError means that the store itself takes or gives no more at
-    present, and FullError that it would take more if something went. writable: False: it only gives. trusted: what it
-    gives is what was written, as it lies in this process.
+    kv, state: its items, if there are any.
+    lengths: keys of the entries that continue it, by their `done`.
+    writing: of items that are not written yet.
+    held: it is about to get a state.
     """
 
-    name: str
-    budget: int
-    writable: bool
-    trusted: bool
+    key: str
+    done: int
+    parent: PrefixEntry | None
+    kv: StoredItem | None = None
+    state: StoredItem | None = None
+    used: float = 0.0
+    lengths: dict[int, set[str]] = field(default_factory=dict)
+    writing: list[Future[int]] = field(default_factory=list)
+    held: bool = False
+
+    @property
+    def needed(self) -> bool:
+        return self.held or self.state is not None or bool(self.lengths)
+
+    @property
+    def items(self) -> list[StoredItem]:
+        return [item for item in (self.kv, self.state) if item]
+
+    @property
+    def path(self) -> list[PrefixEntry]:
+        """The entries from the first tokens to this one."""
+        path, entry = [], self
+        while entry.parent is not None:
+            path.append(entry)
+            entry = entry.parent
+        return path[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedPrefix:
+    """A prefix from a tier. runs: K/V tensors, each with the position of its first token, in order. state: tensors of
+    the recurrent state. logits: of the last token [V], if known."""
+
+    tokens: array[int]
+    runs: tuple[tuple[int, Tensors], ...]
+    state: Tensors
+    logits: Tensor | None
+
+    @property
+    def done(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A prefix in the pools. Both functions return copies, and raise MemoryError if there is no memory for them.
+
+    run: tokens and K/V from a position on. state: the state at the end, with the last token's logits if `final`.
+    """
+
+    tokens: Sequence[int]
+    run: Callable[[int], dict[str, Tensor]]
+    state: Callable[[], dict[str, Tensor]]
+    final: bool = False
+
+
+class TierStore(ABC):
+    """Stores items. The index also calls `scan`, `others`, `read` and `write` on threads of its own.
+
+    TierStoreError concerns one item; OSError means that the store cannot take or return anything at present, FullError
+    that it would take more if items were deleted. writable: False: the store can only be read. trusted: items are in
+    this process, so that their numbers need not be checked.
+    """
+
+    name = ""
+    budget = 0
+    writable = True
+    trusted = False
+
+    @property
+    def ready(self) -> bool:
+        """False while the other methods would wait."""
+        return True
 
     def scan(self) -> Iterable[StoredItem]:
-        """All items that are there, with size and last use."""
+        """Returns all items that were there before this process."""
+        return ()
 
     def others(self) -> Iterable[StoredItem]:
-        """What else lies in the budget (of other models or versions): only `delete` may be called with these."""
+        """Returns items of other models, which count towards the budget; they can only be deleted."""
+        return ()
 
-    def write(self, item: StoredItem, tensors: Mapping[str, Tensor]) -> int:
-        """Keep an item, whole or not at all; returns its size in bytes. The tensors are on the host."""
+    @abstractmethod
+    def write(self, item: StoredItem, tensors: Tensors) -> int:
+        """Stores an item, whole or not at all; returns its size in bytes. The tensors are on the host and must not
+        change any more."""
 
+    @abstractmethod
     def read(self, item: StoredItem, most: int | None = None) -> dict[str, Tensor]:
-        """The tensors of an item; TierStoreError if it is missing, damaged, not what its name says or, in all, larger
-        than `most` bytes."""
+        """Returns an item's tensors. Raises TierStoreError if the item is missing, damaged or larger than `most`."""
 
+    @abstractmethod
     def delete(self, item: StoredItem) -> None:
-        """Forget an item; it is no error if it is gone already."""
+        """Deletes an item if it is there; never fails."""
 
-    def touch(self, item: StoredItem) -> None:
-        """Note that an item was used now; never fails."""
+    def touch(self, item: StoredItem) -> None:  # noqa: B027
+        """Notes that an item was used now; never fails."""
 
-    def abandon(self) -> None:
-        """Nothing more is wanted; who still waits for the store need not."""
+    def abandon(self) -> None:  # noqa: B027
+        """Ends the wait of all methods: nothing more is wanted."""
+
+    def close(self) -> None:  # noqa: B027
+        """Finishes what `touch` and `delete` have left to do."""
+
+
+class ItemValidator(Protocol):
+    """Checks items before they are used: a store is not trusted."""
+
+    def most(self, item: StoredItem) -> int | None:
+        """Returns the bytes that an item's tensors can have."""
+
+    def refuse(self, item: StoredItem, tensors: Tensors, trusted: bool = False) -> str:
+        """Returns why these cannot be the item's tensors; empty if they can. trusted: as of the store."""
+
+
+class AcceptAllItems:
+    """Checks nothing."""
+
+    def most(self, item: StoredItem) -> int | None:
+        return None
+
+    def refuse(self, item: StoredItem, tensors: Tensors, trusted: bool = False) -> str:
+        return ""
+
+
+ANYTHING = AcceptAllItems()
 
 
 class FullError(OSError):
-    """There is no room. missing: so many bytes have to go for the item to fit."""
+    """The store is full. missing: bytes to delete for the item to fit."""
 
     def __init__(self, code: int, reason: str, path: str, missing: int) -> None:
         super().__init__(code, reason, path)
@@ -89,6 +188,14 @@ class FullError(OSError):
 
 class TierStoreError(Exception):
     """An item cannot be read."""
+
+
+class LostError(Exception):
+    """An item of a prefix cannot be used."""
+
+    def __init__(self, item: StoredItem, reason: object) -> None:
+        super().__init__(f"a kept prefix of {item.done:,} tokens cannot be used, and is read anew: {reason}")
+        self.item = item
 
 
 class PrefixHash:
@@ -102,8 +209,13 @@ class PrefixHash:
         self._hash, self._done = blake2b(digest_size=KEY_BYTES), 0
 
     def key(self, done: int) -> str:
-        """The key of the first `done` tokens; `done` must not fall."""
+        """Returns the key of the first `done` tokens; `done` must not fall."""
         assert done >= self._done
         self._hash.update(self._bytes[8 * self._done:8 * done])
         self._done = done
         return self._hash.hexdigest()
+
+
+def size_of(tensors: Tensors) -> int:
+    """Returns the bytes of tensors."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())

@@ -1,8 +1,8 @@
-// deltic's operators for ExecuTorch's runtime: what lies between the projections of a layer, in one call each, over the
-// kernels of deltic.h. Whoever loads this library can load programs of `deltic export --operators deltic`.
+// deltic's operators for ExecuTorch's runtime: one operator computes everything between the projections of a layer, with
+// the kernels of deltic.h. Programs of `deltic export --operators deltic` need this library.
 //
-// All tensors are float32 and contiguous but `position` [1] int64: how many tokens the sequence has had. There is one
-// sequence. Schemas: deltic/export/executorch/operators.py.
+// All tensors are contiguous float32, except `position` [1] int64, the number of tokens before the call. There is one
+// sequence. Schemas: deltic/export/executorch/network.py.
 
 #include <cstring>
 #include <numeric>
@@ -19,8 +19,8 @@ namespace {
 using namespace executorch::runtime;
 using executorch::aten::Tensor;
 
-// The kernels' scratch memory, of the thread that calls. No other thread helps it: those of ExecuTorch's pool wait for the
-// next product by spinning, and would be in the way of more.
+// The kernels' scratch memory for the calling thread, which computes alone: the threads of ExecuTorch's pool spin while
+// they wait for the next product, and would slow more threads down.
 class Pool {
 public:
     ~Pool() { deltic_pool_free(pool_); }
@@ -38,7 +38,7 @@ deltic_pool* pool() {
 const float* numbers(const EValue* value) { return value->toTensor().const_data_ptr<float>(); }
 const float* numbers_or_null(const EValue* value) { return value->isNone() ? nullptr : numbers(value); }
 
-// The only row of a batch: what the kernels want to know of its tokens.
+// A batch with one row, as the kernels take it.
 struct Step {
     int64_t starts[2], done, slot = 0;
     deltic_batch batch{};
@@ -52,7 +52,7 @@ struct Step {
     }
 };
 
-// Gives the output its shape, and what the call says to the runtime.
+// Resizes the output, runs the call, and reports its status to the runtime.
 template <typename Call>
 void run(KernelRuntimeContext& context, Tensor& output, int64_t tokens, int64_t width, Call call) {
     executorch::aten::SizesType sizes[] = {int32_t(tokens), int32_t(width)};
@@ -138,7 +138,7 @@ void attention(KernelRuntimeContext& context, Span<EValue*> stack) {
 
 const Kernel KERNELS[] = {Kernel("deltic::gated_delta_net.out", gated_delta_net),
                           Kernel("deltic::attention.out", attention)};
-// A process that has them from another copy of this library would end if they came twice.
+// Registering them twice, from another copy of this library, would abort the process.
 Error register_once() {
     for (const Kernel& known : get_registered_kernels())
         if (!std::strcmp(known.name_, KERNELS[0].name_)) return Error::Ok;

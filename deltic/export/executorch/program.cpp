@@ -1,5 +1,5 @@
-// A program for Python: called through ctypes, which lets go of the interpreter's lock while it computes, as ExecuTorch's
-// own binding does not. Statuses are 0 or ExecuTorch's errors.
+// Programs for Python, called through ctypes, which releases the interpreter's lock while they compute; ExecuTorch's own
+// binding holds it. Statuses are 0 or ExecuTorch's errors.
 
 #include <cstdint>
 #include <cstring>
@@ -18,7 +18,7 @@ using executorch::runtime::Error;
 
 constexpr char kMethod[] = "forward";
 
-// Programs take turns, as they do under Python's lock: they share ExecuTorch's threads.
+// Programs run one at a time, as under Python's lock, because they share ExecuTorch's threads.
 std::mutex turn;
 
 }  // namespace
@@ -35,7 +35,7 @@ int deltic_program_open(const char* path, Module** program) {
 
 void deltic_program_close(Module* program) { delete program; }
 
-// The content of a buffer, and its sizes [8], of which there are `dimensions`.
+// Returns a buffer's content, its number of dimensions, and their sizes (at most 8).
 int deltic_program_buffer(Module* program, const char* name, float** content, int64_t* sizes, int64_t* dimensions) {
     auto method = program->method(kMethod);
     if (!method.ok()) return int(method.error());
@@ -48,7 +48,7 @@ int deltic_program_buffer(Module* program, const char* name, float** content, in
     return 0;
 }
 
-// Appends tokens; logits [vocabulary]: of the last one.
+// Appends tokens. Writes the logits [vocabulary] of the last one.
 int deltic_program_run(Module* program, int64_t* tokens, int64_t count, int64_t position, float* logits,
                        int64_t vocabulary) {
     std::lock_guard<std::mutex> held(turn);

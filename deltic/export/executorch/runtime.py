@@ -1,24 +1,27 @@
-"""A .pte file in ExecuTorch's runtime: one sequence in the program's buffers, the others beside it as copies."""
+"""Runs .pte files in ExecuTorch's runtime: one live sequence in the program's buffers, the others as copies.
+
+Programs of ExecuTorch's own exporter (`executorch.examples.models.llama.export_llama`) run too. Their buffers have no
+names, so that their sequences are kept as tokens and recomputed when they become live.
+"""
 
 from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from deltic.config import EngineConfig, ModelConfig
+from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.export.executorch import library
-from deltic.export.executorch.calls import BoundMethod, Native, ProgramCalls
-from deltic.export.executorch.names import Buffer, buffer_names, sidecar_of
-from deltic.export.extras import need
-from deltic.export.program import ProgramInfo
-from deltic.export.sidecar import read_sidecar
+from deltic.export.executorch.library import BindingCalls, LibraryCalls, ProgramCalls
+from deltic.export.program import ProgramInfo, load_json, read_sidecar, require_extra
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,202 +29,294 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deltic")
 
+Buffer = Literal["keys", "values", "conv_state", "recurrent_state"]
+BUFFERS: Final[dict[str, tuple[Buffer, ...]]] = {
+    "full_attention": ("keys", "values"), "linear_attention": ("conv_state", "recurrent_state")}
+"""Buffers of a layer, by its type."""
 _HEADER: Final = struct.Struct("<4x4s4sIQQQ")
-"""The beginning of a program: its kind, that of its header, the header's size, the bytes of the program itself, where
-its weights begin, and their bytes."""
-CALL: Final = 128
-"""Most tokens that a program of another exporter is given at once: more would keep other sequences waiting."""
+"""A program's first bytes: its magic, the header's magic and size, the program's size, the weights' start and size."""
+_FOREIGN_CHUNK: Final = 128
+"""Tokens per call of a foreign program, at most: longer calls would delay other sequences."""
 _OPERATORS: Final = "executorch.extension.llm.custom_ops"
 
 
+def sidecar_of(path: Path) -> Path:
+    """Returns the directory beside a program with its config and tokenizer: `model.files` for `model.pte`."""
+    return path.with_suffix(".files")
+
+
+def buffer_names(config: ModelConfig) -> list[tuple[str, Buffer]]:
+    """Returns name (for `Method::get_attribute`) and kind of each buffer that belongs to a sequence."""
+    return [(f"layers.{index}.mixer.{kind}", kind) for index, layer in enumerate(config.layer_types)
+            for kind in BUFFERS[layer]]
+
+
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A sequence beside the program: `position` tokens, and the buffers' content by name, K/V below the position.
-    tokens: of a program whose buffers have no names."""
+class SavedSequence:
+    """A sequence that is not live."""
 
     position: int = 0
     content: dict[str, NDArray[Any]] | None = None
+    """Buffers by name, K/V below the position."""
     tokens: tuple[int, ...] = ()
+    """Of a foreign program."""
 
 
 class ExecutorchProgram:
-    """A `Program` of one live sequence. Another one becomes live when it is fed; the live one is then copied away.
+    """A `Program` with one live sequence. Feeding another one saves the live one first.
 
-    Errors of a single token are raised as ModelError. A program that cannot take several tokens in one call, whatever
-    it says, is given one at a time.
+    A program that fails on several tokens in one call is given single tokens from then on.
     """
 
     def __init__(self, path: Path, info: ProgramInfo, calls: ProgramCalls, chunk: int,
-                 names: Sequence[tuple[str, Buffer]]) -> None:
+                 buffers: Sequence[tuple[str, Buffer]]) -> None:
         self._path, self._info, self._calls = path, info, calls
-        self._chunk, self._proven = chunk, chunk == 1
-        self._buffers: dict[str, NDArray[Any]] = {name: self._attribute(name) for name, _ in names}
-        self._growing = {name for name, kind in names if kind in ("keys", "values")}
-        self._saved: dict[int, Saved] = {}
+        self._chunk = chunk
+        self._proven = chunk == 1  # whether a call of `chunk` tokens has worked
+        self._buffers: dict[str, NDArray[Any]] = {name: self._buffer(name) for name, _ in buffers}
+        self._growing = {name for name, kind in buffers if kind in ("keys", "values")}
+        self._saved: dict[int, SavedSequence] = {}
         self._live: int | None = None
         self._position = 0
 
     @property
     def info(self) -> ProgramInfo:
-        """What the artifact says of itself."""
         return self._info
 
+    @property
+    def slots(self) -> list[int]:
+        return [*self._saved] + ([] if self._live is None else [self._live])
+
     def reserve(self, slots: int, tokens: int) -> None:
-        """Copies are made when they are wanted."""
+        """Does nothing: copies are allocated when they are made."""
 
     def start(self, slot: int) -> None:
-        """Make the slot's sequence empty, whatever it was before."""
         self.drop(slot)
-        self._saved[slot] = Saved()
+        self._saved[slot] = SavedSequence()
 
     def copy(self, source: int, target: int) -> None:
-        """Make the target's sequence a copy of the source's, whatever it was before."""
         if source == target:
             return
         self.drop(target)
-        # what is saved is never changed, so that two may have the same
-        self._saved[target] = self._take() if source == self._live else self._saved[source]
+        # saved sequences never change, so slots may share one
+        self._saved[target] = self._save() if source == self._live else self._saved[source]
 
     def drop(self, slot: int) -> None:
-        """Forget the slot's sequence, if it has one."""
         self._saved.pop(slot, None)
         if slot == self._live:
             self._live = None
 
-    @property
-    def slots(self) -> list[int]:
-        """Those that have a sequence."""
-        return [*self._saved] + ([] if self._live is None else [self._live])
-
     def position(self, slot: int) -> int:
-        """Tokens of the slot's sequence."""
         return self._position if slot == self._live else self._saved[slot].position
 
     def feed(self, slot: int, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append tokens; the logits [V] of the last one."""
         if slot != self._live:
-            self._enter(slot)
+            self._make_live(slot)
         if self._position + len(tokens) > self._info.max_context:
-            raise ModelError(f"{self._path.name} was exported for {self._info.max_context} tokens, which a sequence of "
-                             f"{self._position} tokens and {len(tokens)} more passes: export it with a larger "
+            raise ModelError(f"{self._path.name} was exported for {self._info.max_context} tokens, less than the "
+                             f"sequence's {self._position} and {len(tokens)} more: export it with a larger "
                              "--max-context")
-        at = 0
-        while at < len(tokens):
-            count = min(self._chunk, len(tokens) - at)
-            found = self._call(tokens[at:at + count])
+        done = 0
+        while done < len(tokens):
+            chunk = tokens[done:done + self._chunk]
+            found = self._call(chunk)
             if found is not None:
-                logits, at = found, at + count
+                logits, done = found, done + len(chunk)
         return logits
 
     def _call(self, tokens: Sequence[int]) -> NDArray[np.float32] | None:
-        """One call of the program. None, with the sequence as it was, if it turns out to take single tokens only."""
-        before = None if self._proven or len(tokens) == 1 else self._take()
+        """Runs one call. Returns None, with the sequence restored, if the program takes single tokens only."""
+        before = None if self._proven or len(tokens) == 1 else self._save()
         try:
             logits = self._calls.run(tokens, self._position)
         except RuntimeError as error:
             if before is None:
-                self._live = None  # what the call has left in the buffers belongs to nobody
+                self._live = None  # the buffers' content is undefined
                 raise ModelError(f"{self._path.name} fails at position {self._position}: {error}") from error
-            self._put(before)
+            self._restore(before)
             self._chunk, self._proven = 1, True
             return None
         self._proven = self._proven or len(tokens) > 1
         self._position += len(tokens)
         return logits
 
-    def _enter(self, slot: int) -> None:
-        wanted = self._saved.pop(slot)
+    def _make_live(self, slot: int) -> None:
+        saved = self._saved.pop(slot)
         if self._live is not None:
-            self._saved[self._live] = self._take()
-        self._put(wanted)
+            self._saved[self._live] = self._save()
+        self._restore(saved)
         self._live = slot
 
-    def _take(self) -> Saved:
-        """A copy of the live sequence."""
-        return Saved(self._position, {name: (buffer[:, :self._position] if name in self._growing else buffer).copy()
-                                      for name, buffer in self._buffers.items()})
+    def _save(self) -> SavedSequence:
+        return SavedSequence(self._position, {name: self._used(name).copy() for name in self._buffers})
 
-    def _put(self, saved: Saved) -> None:
+    def _restore(self, saved: SavedSequence) -> None:
         self._position = saved.position
         for name, buffer in self._buffers.items():
             if saved.content is not None:
-                (buffer[:, :self._position] if name in self._growing else buffer)[...] = saved.content[name]
+                self._used(name)[...] = saved.content[name]
             elif name not in self._growing:
                 buffer.fill(0)
 
-    def _attribute(self, name: str) -> NDArray[Any]:
+    def _used(self, name: str) -> NDArray[Any]:
+        """Returns the part of a buffer that holds the live sequence."""
+        buffer = self._buffers[name]
+        return buffer[:, :self._position] if name in self._growing else buffer
+
+    def _buffer(self, name: str) -> NDArray[Any]:
         try:
             return self._calls.buffer(name)
         except RuntimeError as error:
-            raise ModelError(f"{self._path} has no buffer {name}: it is of another model than {self._info.sidecar}, or "
-                             "was not exported by deltic; export it again") from error
+            raise ModelError(f"{self._path} has no buffer {name}: it is of another model than {self._info.sidecar}, "
+                             "or was not exported by deltic; export it again") from error
+
+
+class ForeignProgram(ExecutorchProgram):
+    """A program without named buffers, whose sequences are kept as tokens."""
+
+    def __init__(self, path: Path, info: ProgramInfo, calls: ProgramCalls, chunk: int) -> None:
+        super().__init__(path, info, calls, chunk, ())
+        self._tokens: list[int] = []
+        self._proven = True
+
+    def _call(self, tokens: Sequence[int]) -> NDArray[np.float32] | None:
+        try:
+            logits = super()._call(tokens)
+        except ModelError:
+            self._tokens.clear()
+            raise
+        self._tokens += tokens
+        return logits
+
+    def _save(self) -> SavedSequence:
+        return SavedSequence(self._position, tokens=tuple(self._tokens))
+
+    def _restore(self, saved: SavedSequence) -> None:
+        """Recomputes what the buffers lack. K/V below a position stays valid, recurrent states of it are gone."""
+        common = len([*takewhile(bool, map(eq, self._tokens, saved.tokens))])
+        if common < len(self._tokens) and self.info.config.linear_layers:
+            common = 0
+        del self._tokens[common:]
+        self._position = common
+        while self._position < saved.position:
+            self._call(saved.tokens[self._position:self._position + self._chunk])
+
+
+# Opening
 
 
 def open_program(path: Path, options: EngineConfig) -> ExecutorchProgram:
-    """The program in a .pte file. ModelError if its sidecar is missing or of another model, if the file is not whole,
-    or if the runtime has not what it needs."""
-    need("executorch", "executorch")
-    sidecar = sidecar_of(path)
+    """Opens a .pte file. Raises ModelError if it is damaged, of another model, or needs what is not installed."""
+    require_extra("executorch", "executorch")
     if options.params is not None:
         return _open_foreign(path, Path(options.params), options)
+    sidecar = sidecar_of(path)
     if not sidecar.is_dir():
         raise ModelError(f"{path.name} comes with a directory {sidecar.name} (config and tokenizer), which is not "
                          "beside it: copy it too, or export the model again. For a program of another exporter give "
                          "its shape (--params params.json) and tokenizer (--tokenizer tokenizer.json)")
     config, generation = read_sidecar(sidecar)
-    _check_whole(path)
-    program, said = _load(path, options.threads_for(config.parameter_count))
-    _check_facts(path, f"{sidecar.name}/config.json", said, config)
-    info = ProgramInfo(config, generation, sidecar, said["get_max_context_len"],
-                       _slot_bytes(config, said["get_max_context_len"]))
-    calls = _calls(path, program, said)
-    chunk = said["get_max_seq_len"] if said.get("enable_dynamic_shape", True) else 1
-    return ExecutorchProgram(path, info, calls, chunk, buffer_names(config))
+    _check_complete(path)
+    program, metadata = _load(path, options.threads_for(config.parameter_count))
+    _check_metadata(path, f"{sidecar.name}/config.json", metadata, config)
+    context = metadata["get_max_context_len"]
+    info = ProgramInfo(config, generation, sidecar, context, _slot_bytes(config, context))
+    chunk = metadata["get_max_seq_len"] if metadata.get("enable_dynamic_shape", True) else 1
+    return ExecutorchProgram(path, info, _calls(path, program, metadata), chunk, buffer_names(config))
 
 
-def _open_foreign(path: Path, params: Path, options: EngineConfig) -> ExecutorchProgram:
-    from deltic.export.executorch.foreign import ForeignProgram, call_size, read_params
+def _open_foreign(path: Path, params: Path, options: EngineConfig) -> ForeignProgram:
+    _check_complete(path)
+    program, metadata = _load(path, options.threads_for(path.stat().st_size // 4))
+    config, generation = read_params(params, metadata)
+    _check_metadata(path, params.name, metadata, config)
+    if not metadata.get("use_kv_cache", True):
+        raise ModelError(f"{path} was exported without a KV cache: export it again with model.use_kv_cache=True")
+    sidecar = None if options.tokenizer is None else Path(options.tokenizer).parent
+    context = metadata["get_max_context_len"]
+    info = ProgramInfo(config, generation, sidecar, context, _slot_bytes(config, context))
+    return ForeignProgram(path, info, _calls(path, program, metadata), foreign_chunk(metadata))
 
-    _check_whole(path)
-    program, said = _load(path, options.threads_for(path.stat().st_size // 4))
-    config, generation = read_params(params, said)
-    _check_facts(path, params.name, said, config)
-    if not said.get("use_kv_cache", True):
-        raise ModelError(f"{path} was exported without a K/V cache: export it again with model.use_kv_cache=True")
-    words = None if options.tokenizer is None else Path(options.tokenizer).parent
-    context = said["get_max_context_len"]
-    info = ProgramInfo(config, generation, words, context, _slot_bytes(config, context))
-    return ForeignProgram(path, info, _calls(path, program, said), call_size(said))
+
+def _check_complete(path: Path) -> None:
+    """Raises ModelError for a truncated file: it is memory-mapped, and reading past its end kills the process."""
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size)
+    magic, header_magic, _, program_size, start, weights_size = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
+    if not magic.startswith(b"ET") or not header_magic.startswith(b"eh"):
+        raise ModelError(f"{path} is no ExecuTorch program: export it again")
+    size, expected = path.stat().st_size, max(program_size, start + weights_size)
+    if size < expected:
+        raise ModelError(f"{path} has {size} bytes instead of {expected}: it is cut off; copy or export it again")
 
 
 def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
-    """The program, and what its methods beside `forward` say."""
-    import torch  # noqa: F401  whose libraries the next one needs
+    """Returns the program and the results of its metadata methods."""
+    import torch  # noqa: F401  loads libraries that the binding needs
 
-    # not portable_lib or executorch.runtime, which bring along all that exporting needs
-    portable = import_module("executorch.extension.pybindings._C")
-    portable._unsafe_reset_threadpool(threads)
+    # portable_lib and executorch.runtime would load all of the exporter too
+    binding = import_module("executorch.extension.pybindings._C")
+    binding._unsafe_reset_threadpool(threads)
     try:
-        whole = portable.Verification.InternalConsistency  # else what is damaged ends the process
-        program = portable._load_program(str(path), program_verification=whole)
+        verification = binding.Verification.InternalConsistency  # else a damaged file kills the process
+        program = binding._load_program(str(path), program_verification=verification)
         names = [program.get_method_name(index) for index in range(program.num_methods())]
-        said = {name: program.load_method(name)([]) for name in names if name != "forward"}
+        results = {name: program.load_method(name)([]) for name in names if name != "forward"}
     except RuntimeError as error:
-        raise ModelError(f"{path} cannot be loaded ({error}): export it again with this version of executorch") from (
-            error)
-    facts = {name: found[0] if len(found) == 1 else [*found] for name, found in said.items()}
-    return program, facts
+        raise ModelError(f"{path} cannot be loaded ({error}): export it again with this version of executorch"
+                         ) from error
+    return program, {name: found[0] if len(found) == 1 else [*found] for name, found in results.items()}
+
+
+def _check_metadata(path: Path, source: str, metadata: dict[str, Any], config: ModelConfig) -> None:
+    for name, expected in (("get_vocab_size", config.vocab_size), ("get_n_layers", config.num_hidden_layers)):
+        if metadata.get(name, expected) != expected:
+            raise ModelError(f"{path} has {name} {metadata[name]}, but {source} has {expected}: they are of "
+                             "different models; use the one that was written with the program")
+    for name in ("get_max_seq_len", "get_vocab_size"):
+        if not isinstance(metadata.get(name), int):
+            raise ModelError(f"{path} has no {name}: it is no language model of ExecuTorch's exporters; "
+                             "export it again")
+    metadata.setdefault("get_max_context_len", metadata["get_max_seq_len"])
+
+
+def _slot_bytes(config: ModelConfig, max_context: int) -> int:
+    numbers = 2 * len(config.attention_layers) * max_context * config.num_key_value_heads * config.head_dim
+    if linear := config.linear:
+        state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+        numbers += len(config.linear_layers) * (state + (linear.conv_kernel - 1) * config.conv_dim)
+    return 4 * numbers
+
+
+def _calls(path: Path, program: Any, metadata: dict[str, Any]) -> ProgramCalls:
+    """Loads operators and program: through deltic's library if it can be built, else through ExecuTorch's binding."""
+    needs_library, vocabulary = bool(metadata.get("use_deltic_operators")), metadata["get_vocab_size"]
+    if not needs_library:
+        _load_llama_operators()
+    native = None
+    try:
+        native = library.load()
+    except ModelError as error:
+        if needs_library:
+            raise
+        log.info("other Python threads wait while the program computes: %s", error)
+    try:
+        if native is not None:
+            return LibraryCalls(native, path, vocabulary)
+        return BindingCalls(program.load_method("forward"), vocabulary)
+    except (RuntimeError, KeyError) as error:
+        raise ModelError(f"{path} cannot be run: {error}. It may be incomplete, or need operators or a backend that "
+                         "this executorch lacks") from error
 
 
 def llama_operators() -> list[Path]:
-    """The operator libraries in executorch's package; none if it has not got any."""
-    place = find_spec(_OPERATORS)
-    folders = [] if place is None else [Path(folder) for folder in place.submodule_search_locations or ()]
+    """Returns the operator libraries in executorch's package."""
+    spec = find_spec(_OPERATORS)
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
     return [file for folder in folders for file in sorted(folder.glob("*custom_ops_aot_lib.*"))]
 
 
 def _load_llama_operators() -> None:
-    """Register the operators of ExecuTorch's llama library in this process."""
     import torch
 
     found = llama_operators()
@@ -234,60 +329,59 @@ def _load_llama_operators() -> None:
         raise ModelError(f"{found[0]} cannot be loaded: {error}") from error
 
 
-def _calls(path: Path, program: Any, said: dict[str, Any]) -> ProgramCalls:
-    """The program with its operators. Without deltic's library a program that needs none of its operators is called
-    through ExecuTorch's binding."""
-    own, vocabulary = bool(said.get("use_deltic_operators")), said["get_vocab_size"]
-    if not own:
-        _load_llama_operators()
+# Programs of ExecuTorch's own exporter
+
+_HF_KEYS: Final[Mapping[str, str]] = {
+    "dim": "hidden_size", "hidden_dim": "intermediate_size", "n_heads": "num_attention_heads",
+    "norm_eps": "rms_norm_eps",
+    **{name: name for name in (
+        "vocab_size", "head_dim", "rope_theta", "partial_rotary_factor", "layer_types", "linear_num_key_heads",
+        "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")}}
+"""Keys of a params.json of ExecuTorch's examples, and of a config.json."""
+
+
+def read_params(path: Path, metadata: Mapping[str, Any]) -> tuple[ModelConfig, GenerationDefaults]:
+    """Reads a shape from a params.json of ExecuTorch's examples or a Hugging Face config.json.
+
+    metadata: the program's, which has the ids that end an answer. Raises ModelError naming the file and key.
+    """
     try:
-        native = library.load()
+        mapping = load_json(path)
+        if "model_type" not in mapping and "architectures" not in mapping:
+            mapping = _hf_from_params(mapping, metadata)
+        config = ModelConfig.from_hf(mapping)
     except ModelError as error:
-        if own:
-            raise
-        native = None
-        log.info("nothing else runs while the program computes: %s", error)
-    try:
-        return (
-            BoundMethod(program.load_method("forward"), vocabulary)
-            if native is None
-            else Native(native, path, vocabulary)
-        )
-    except (RuntimeError, KeyError) as error:
-        raise ModelError(
-            f"{path} cannot be run: {error}. It may need operators or a backend that this executorch does "
-            "not have, or not be whole"
-        ) from error
+        raise ModelError(f"{path}: {error}") from error
+    ends = metadata.get("get_eos_ids", metadata.get("get_eos_id", []))
+    if not isinstance(ends, list):
+        ends = [ends] if isinstance(ends, int) else []
+    return config, GenerationDefaults.from_hf({"eos_token_id": [*ends, *config.eos_token_ids]}, config.eos_token_ids)
 
 
-def _check_whole(path: Path) -> None:
-    """A program is mapped, and a file that is cut would end the process where it is read."""
-    with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    size, found = path.stat().st_size, _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
-    if found[0][:2] != b"ET" or found[1][:2] != b"eh":
-        raise ModelError(f"{path} is no ExecuTorch program: export it again")
-    wanted = max(found[3], found[4] + found[5])
-    if size < wanted:
-        raise ModelError(f"{path} has {size} bytes, but should have {wanted}: it is cut off; copy or export it again")
+def _hf_from_params(params: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    if params.get("moe"):
+        raise ModelError("moe is not supported; use a program of a dense model")
+    for name in ("n_layers", "n_heads", "dim"):
+        value = params.get(name)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{name} must be a number of at least 1; is this the params.json of the program?")
+    heads, hidden = params["n_heads"], params["dim"]
+    hybrid = "linear_attention" in (params.get("layer_types") or ())
+    attention = "qwen3" if params.get("use_qk_norm") else "llama"
+    return {
+        "model_type": "qwen3_5" if hybrid else attention,
+        "num_hidden_layers": params["n_layers"],
+        "num_key_value_heads": params.get("n_kv_heads") or heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": 4 * hidden,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": metadata.get("get_vocab_size"),
+        "max_position_embeddings": metadata.get("get_max_context_len", metadata.get("get_max_seq_len")),
+        **{hf_key: params[key] for key, hf_key in _HF_KEYS.items() if params.get(key) is not None}}
 
 
-def _check_facts(path: Path, source: str, said: dict[str, Any], config: ModelConfig) -> None:
-    for name, own in (("get_vocab_size", config.vocab_size), ("get_n_layers", config.num_hidden_layers)):
-        if said.get(name, own) != own:
-            raise ModelError(f"{path} says {name} {said[name]}, but {source} {own}: they are of "
-                             "different models; take the one that was written with the program")
-    for name in ("get_max_seq_len", "get_vocab_size"):
-        if not isinstance(said.get(name), int):
-            raise ModelError(f"{path} does not say {name}: it is no language model of ExecuTorch's exporters; "
-                             "export it again")
-    said.setdefault("get_max_context_len", said["get_max_seq_len"])
-
-
-def _slot_bytes(config: ModelConfig, max_context: int) -> int:
-    kv = 2 * len(config.attention_layers) * max_context * config.num_key_value_heads * config.head_dim
-    linear = config.linear
-    if linear is None:
-        return 4 * kv
-    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
-    return 4 * (kv + len(config.linear_layers) * (state + (linear.conv_kernel - 1) * config.conv_dim))
+def foreign_chunk(metadata: Mapping[str, Any]) -> int:
+    """Returns the tokens of one call. The exporter plans for one token less than get_max_seq_len."""
+    length: int = metadata["get_max_seq_len"] if metadata.get("enable_dynamic_shape") else 1
+    return min(_FOREIGN_CHUNK, max(length - 1, 1))

@@ -1,5 +1,5 @@
-"""The steps of a model as TIR for a GPU: the kernels for a CPU with their outer loops spread over threads, and own
-kernels for products and the delta rule, where one thread would have too much to do."""
+"""Kernels for a GPU: those for a CPU with their outer loops spread over threads, and separate ones for products and
+the delta rule, which have too few outer iterations for that."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -12,10 +12,10 @@ from tvm.s_tir import SBlock, SBlockRealize
 from tvm.script import tirx as T
 from tvm_ffi import structural_map
 
-from deltic.export.tvm.kernels import LANES
+from deltic.export.tvm.artifact import LANES
 
 _THREADS = 64
-"""Threads of a block that share a kernel's outer loops."""
+"""Threads of a block, for outer loops."""
 _ROWS = 8
 """Tokens whose sums a thread keeps in registers."""
 _SPLIT = 8
@@ -23,16 +23,16 @@ _SPLIT = 8
 
 
 def spread(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel with each chain of outermost loops, which are independent of each other, over the threads of a grid,
-    and without vectors."""
+    """Returns the kernel with each chain of outermost loops, whose iterations are independent, spread over the threads
+    of a grid, and without vectors."""
     realize = kernel.body
     root = realize.block
     if any(isinstance(loop, tirx.For) and loop.kind == tirx.ForKind.THREAD_BINDING for loop in _parts(root.body)):
-        return kernel  # it is for a GPU already
+        return kernel  # written for a GPU
     bodies = [_over_threads(part) for part in _parts(root.body)]
     body = bodies[0] if len(bodies) == 1 else tirx.SeqStmt(bodies)
     block = SBlock(root.iter_vars, root.reads, root.writes, root.name_hint, body, root.init, root.alloc_buffers,
-                        root.match_buffers, root.annotations)
+                   root.match_buffers, root.annotations)
     return kernel.with_body(SBlockRealize(realize.iter_values, realize.predicate, block))
 
 
@@ -66,7 +66,7 @@ def _bound(var: tirx.Var, extent, tag: str, body: tirx.Stmt) -> tirx.For:
 
 
 def _serial(loop: tirx.For):
-    """Vectors of 16 numbers are for a CPU; here each number is a register of its own."""
+    """Unrolls a vectorized loop: on a GPU each number has a register of its own."""
     if loop.kind == tirx.ForKind.VECTORIZED:
         return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.UNROLLED, loop.body)
     return loop
@@ -74,16 +74,13 @@ def _serial(loop: tirx.For):
 
 @cache
 def linear(inputs: int, panels: int, dtype: str):
-    """As `kernels.linear`: a block for each panel and `_ROWS` tokens, a thread for each output and part of its sum."""
+    """`kernels.linear` with a block for each panel and `_ROWS` tokens, a thread for each output and part of its sum."""
     split = gcd(inputs, _SPLIT)
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def matrix(x_handle: T.handle, w_handle: T.handle, y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, inputs), "float32")
-        w = T.match_buffer(w_handle, (panels, inputs, LANES), dtype)
-        y = T.match_buffer(y_handle, (n, panels * LANES), "float32")
+    def matrix(x: T.Buffer((n, inputs), "float32"), w: T.Buffer((panels, inputs, LANES), dtype),
+               y: T.Buffer((n, panels * LANES), "float32")):
         for panel in T.thread_binding(panels, thread="blockIdx.x"):
             for tile in T.thread_binding(T.ceildiv(n, T.int64(_ROWS)), thread="blockIdx.y"):
                 for part in T.thread_binding(split, thread="threadIdx.y"):
@@ -112,19 +109,16 @@ def linear(inputs: int, panels: int, dtype: str):
 
 @cache
 def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
-    """As `kernels.delta_rule`: a block for each head, a thread for each column of its state, which no other column
-    needs."""
+    """`kernels.delta_rule` with a block for each head and a thread for each column of its state, which is independent
+    of the other columns."""
     share, keys = value_heads // key_heads, key_heads * key_dim
     channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def rule(m_handle: T.handle, g_handle: T.handle, before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"),
-             y_handle: T.handle, after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        mixed = T.match_buffer(m_handle, (n, channels), "float32")
-        gates = T.match_buffer(g_handle, (n, 2, value_heads), "float32")
-        y = T.match_buffer(y_handle, (n, values), "float32")
+    def rule(mixed: T.Buffer((n, channels), "float32"), gates: T.Buffer((n, 2, value_heads), "float32"),
+             before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"), y: T.Buffer((n, values), "float32"),
+             after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
         for h in T.thread_binding(value_heads, thread="blockIdx.x"):
             for v in T.thread_binding(value_dim, thread="threadIdx.x"):
                 with T.sblock("column"):

@@ -1,7 +1,7 @@
-"""What a step is made of, as TIR for a CPU. Everything is computed in float32, whatever the weights are stored in.
+"""The kernels of a language model's step as TIR for a CPU. All compute in float32, whatever the weights' dtype.
 
-n: tokens of a step, known when it runs. Matrices lie in panels: those of `LANES` outputs after each other, so that the
-sums of a panel are one vector; see `panels`.
+n: tokens of a step, known at run time. Matrices lie in panels of `LANES` outputs, so that the sums of a panel are one
+vector; see `artifact.panels`.
 """
 
 # mypy: ignore-errors
@@ -10,31 +10,30 @@ from __future__ import annotations
 from functools import cache
 from math import gcd
 
+from tvm import tirx
 from tvm.script import tirx as T
 
-LANES = 16
-"""Outputs of a panel: float32 numbers of a 512-bit register."""
+from deltic.export.tvm.artifact import LANES
+
 _ROWS = 8
-"""Tokens whose sums are kept in registers while a panel is read."""
+"""Tokens whose sums stay in registers while a panel is read."""
 _SPLIT = 4
-"""Sums that a single token's product is split into, so that one addition need not wait for the last."""
+"""Independent partial sums of a single token's product, which hide the latency of additions."""
 
 
 def lanes_of(size: int) -> int:
-    """The most lanes, up to `LANES`, that divide a size."""
+    """Returns the largest number of lanes, up to `LANES`, that divides a size."""
     return gcd(size, LANES)
 
 
 @cache
 def linear(inputs: int, panels: int, dtype: str):
     """x [n, inputs], w [panels, inputs, LANES] -> y [n, panels * LANES]."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def matrix(x_handle: T.handle, w_handle: T.handle, y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, inputs), "float32")
-        w = T.match_buffer(w_handle, (panels, inputs, LANES), dtype)
-        y = T.match_buffer(y_handle, (n, panels * LANES), "float32")
+    def matrix(x: T.Buffer((n, inputs), "float32"), w: T.Buffer((panels, inputs, LANES), dtype),
+               y: T.Buffer((n, panels * LANES), "float32")):
         for panel in T.parallel(panels):
             for tile in T.serial(T.ceildiv(n, T.int64(_ROWS))):
                 with T.sblock("tile"):
@@ -56,13 +55,12 @@ def linear(inputs: int, panels: int, dtype: str):
 
 @cache
 def linear_one(inputs: int, panels: int, dtype: str):
-    """`linear` of one token, whose sums are split into `_SPLIT`."""
+    """`linear` of one token, with `_SPLIT` partial sums."""
     split = gcd(inputs, _SPLIT)
 
     @T.prim_func(s_tir=True, private=True)
     def vector(x: T.Buffer((1, inputs), "float32"), w: T.Buffer((panels, inputs, LANES), dtype),
                y: T.Buffer((1, panels * LANES), "float32")):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         for panel in T.parallel(panels):
             with T.sblock("panel"):
                 total = T.sblock_alloc_buffer((split, LANES), "float32", scope="local")
@@ -85,13 +83,11 @@ def linear_one(inputs: int, panels: int, dtype: str):
 @cache
 def embed(hidden: int, panels: int, dtype: str):
     """ids [n] int32, w [panels, hidden, LANES] -> y [n, hidden]."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def rows(ids_handle: T.handle, w_handle: T.handle, y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        ids = T.match_buffer(ids_handle, (n,), "int32")
-        w = T.match_buffer(w_handle, (panels, hidden, LANES), dtype)
-        y = T.match_buffer(y_handle, (n, hidden), "float32")
+    def rows(ids: T.Buffer((n,), "int32"), w: T.Buffer((panels, hidden, LANES), dtype),
+             y: T.Buffer((n, hidden), "float32")):
         for t, i in T.grid(n, hidden):
             with T.sblock("row"):
                 y[t, i] = T.cast(w[ids[t] // LANES, i, ids[t] % LANES], "float32")
@@ -102,16 +98,12 @@ def embed(hidden: int, panels: int, dtype: str):
 def add_norm(hidden: int, eps: float, width: int):
     """residual [n, hidden], delta [n, width >= hidden], scale [hidden] -> their sum [n, hidden] and its RMS norm."""
     lanes = lanes_of(hidden)
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def norm(r_handle: T.handle, d_handle: T.handle, scale: T.Buffer((hidden,), "float32"), s_handle: T.handle,
-             y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        residual = T.match_buffer(r_handle, (n, hidden), "float32")
-        delta = T.match_buffer(d_handle, (n, width), "float32")
-        total = T.match_buffer(s_handle, (n, hidden), "float32")
-        y = T.match_buffer(y_handle, (n, hidden), "float32")
+    def norm(residual: T.Buffer((n, hidden), "float32"), delta: T.Buffer((n, width), "float32"),
+             scale: T.Buffer((hidden,), "float32"), total: T.Buffer((n, hidden), "float32"),
+             y: T.Buffer((n, hidden), "float32")):
         for t in T.serial(n):
             with T.sblock("token"):
                 squares = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
@@ -135,13 +127,11 @@ def add_norm(hidden: int, eps: float, width: int):
 
 @cache
 def swiglu(inner: int, width: int):
-    """x [n, width]: gate [inner], up [inner], perhaps more -> silu(gate) * up [n, inner]."""
+    """x [n, width]: gate [inner], up [inner], padding -> silu(gate) * up [n, inner]."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def product(x_handle: T.handle, y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, width), "float32")
-        y = T.match_buffer(y_handle, (n, inner), "float32")
+    def product(x: T.Buffer((n, width), "float32"), y: T.Buffer((n, inner), "float32")):
         for t in T.serial(n):
             for i in T.serial(inner):
                 with T.sblock("number"):
@@ -151,20 +141,18 @@ def swiglu(inner: int, width: int):
 
 @cache
 def short_conv(channels: int, kernel: int, width: int):
-    """x [n, width], of which the first are raw inputs [channels]; before [1, kernel - 1, channels]: those of the last
-    tokens; taps [kernel, channels], the last of which meets the token itself -> silu of the convolution [n, channels],
-    and the last raw inputs now [1, kernel - 1, channels]."""
+    """Causal convolution and silu.
+
+    x [n, width]: raw inputs in the first columns; before [1, kernel - 1, channels]: the last inputs of earlier tokens;
+    taps [kernel, channels], the last one for the token itself -> y [n, channels], and `before` of the next step."""
     lanes = lanes_of(channels)
     past = kernel - 1
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def conv(x_handle: T.handle, before: T.Buffer((1, past, channels), "float32"),
-             taps: T.Buffer((kernel, channels), "float32"), y_handle: T.handle,
+    def conv(x: T.Buffer((n, width), "float32"), before: T.Buffer((1, past, channels), "float32"),
+             taps: T.Buffer((kernel, channels), "float32"), y: T.Buffer((n, channels), "float32"),
              after: T.Buffer((1, past, channels), "float32")):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, width), "float32")
-        y = T.match_buffer(y_handle, (n, channels), "float32")
         for block in T.parallel(channels // lanes):
             for t in T.serial(n):
                 with T.sblock("token"):
@@ -195,15 +183,13 @@ def short_conv(channels: int, kernel: int, width: int):
 
 @cache
 def delta_gates(value_heads: int, start: int, width: int):
-    """x [n, width], of which from `start` on come b, a [value_heads]; decay, dt_bias [value_heads] -> the state's decay
-    and beta [n, 2, value_heads]."""
+    """x [n, width]: b, a [value_heads] from column `start` on; decay, dt_bias [value_heads] -> the state's decay and
+    beta [n, 2, value_heads]."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def gates(x_handle: T.handle, decay: T.Buffer((value_heads,), "float32"),
-              dt_bias: T.Buffer((value_heads,), "float32"), y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, width), "float32")
-        y = T.match_buffer(y_handle, (n, 2, value_heads), "float32")
+    def gates(x: T.Buffer((n, width), "float32"), decay: T.Buffer((value_heads,), "float32"),
+              dt_bias: T.Buffer((value_heads,), "float32"), y: T.Buffer((n, 2, value_heads), "float32")):
         for t, h in T.grid(n, value_heads):
             with T.sblock("head"):
                 sum = T.sblock_alloc_buffer((1,), "float32", scope="local")
@@ -216,21 +202,19 @@ def delta_gates(value_heads: int, start: int, width: int):
 
 @cache
 def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
-    """The gated delta rule (arXiv 2412.06464, equation 10): mixed [n, C], queries, keys, values after the convolution;
-    gates [n, 2, value_heads]; before [1, value_heads, key_dim, value_dim] -> y [n, value_heads * value_dim], after as
-    before."""
+    """The gated delta rule (arXiv 2412.06464, equation 10).
+
+    mixed [n, C]: queries, keys, values after the convolution; gates [n, 2, value_heads]; before [1, value_heads,
+    key_dim, value_dim]: the state -> y [n, value_heads * value_dim], and the state after the step."""
     lanes = lanes_of(value_dim)
     blocks, share, keys = value_dim // lanes, value_heads // key_heads, key_heads * key_dim
     channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def rule(m_handle: T.handle, g_handle: T.handle, before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"),
-             y_handle: T.handle, after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        mixed = T.match_buffer(m_handle, (n, channels), "float32")
-        gates = T.match_buffer(g_handle, (n, 2, value_heads), "float32")
-        y = T.match_buffer(y_handle, (n, values), "float32")
+    def rule(mixed: T.Buffer((n, channels), "float32"), gates: T.Buffer((n, 2, value_heads), "float32"),
+             before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"), y: T.Buffer((n, values), "float32"),
+             after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
         for h in T.parallel(value_heads):
             for d, v in T.grid(key_dim, blocks):
                 with T.sblock("load"):
@@ -238,7 +222,7 @@ def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
                         after[0, h, d, v * lanes + lane] = before[0, h, d, v * lanes + lane]
             for t in T.serial(n):
                 with T.sblock("token"):
-                    # the factors that give query and key their length
+                    # factors that normalise query and key
                     unit = T.sblock_alloc_buffer((2,), "float32", scope="local")
                     update = T.sblock_alloc_buffer((value_dim,), "float32", scope="local")
                     output = T.sblock_alloc_buffer((value_dim,), "float32", scope="local")
@@ -276,15 +260,13 @@ def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
 
 @cache
 def gated_norm(value_heads: int, value_dim: int, start: int, eps: float, width: int):
-    """y [n, value_heads * value_dim], scale [value_dim], x [n, width], of which from `start` on come as many gates ->
-    the RMS norm of each head of y, times the silu of its gates."""
+    """y [n, value_heads * value_dim], scale [value_dim], x [n, width]: gates from column `start` on -> RMS norm of each
+    head of y, times silu of its gates."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def norm(y_handle: T.handle, scale: T.Buffer((value_dim,), "float32"), x_handle: T.handle, o_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        y = T.match_buffer(y_handle, (n, value_heads * value_dim), "float32")
-        x = T.match_buffer(x_handle, (n, width), "float32")
-        o = T.match_buffer(o_handle, (n, value_heads * value_dim), "float32")
+    def norm(y: T.Buffer((n, value_heads * value_dim), "float32"), scale: T.Buffer((value_dim,), "float32"),
+             x: T.Buffer((n, width), "float32"), o: T.Buffer((n, value_heads * value_dim), "float32")):
         for t, h in T.grid(n, value_heads):
             with T.sblock("head"):
                 factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
@@ -302,19 +284,16 @@ def gated_norm(value_heads: int, value_dim: int, start: int, eps: float, width: 
 @cache
 def heads(query_heads: int, kv_heads: int, dim: int, rotary: int, gated: bool, eps: float, width: int):
     """x [n, width]: queries (each followed by its gate, if gated), keys, values; q_norm, k_norm [dim]; positions [n]
-    int32; frequencies [rotary / 2] -> normed and rotated queries and keys, and values [n, query_heads + 2 kv_heads,
+    int32; frequencies [rotary / 2] -> queries and keys, normed and rotated, and values [n, query_heads + 2 kv_heads,
     dim]."""
     step = 2 * dim if gated else dim
     queries, half, total = query_heads * step, rotary // 2, query_heads + 2 * kv_heads
+    n = tirx.Var("n", "int64")
 
     @T.prim_func(s_tir=True, private=True)
-    def split(x_handle: T.handle, q_norm: T.Buffer((dim,), "float32"), k_norm: T.Buffer((dim,), "float32"),
-              p_handle: T.handle, frequencies: T.Buffer((half,), "float32"), y_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, width), "float32")
-        positions = T.match_buffer(p_handle, (n,), "int32")
-        y = T.match_buffer(y_handle, (n, total, dim), "float32")
+    def split(x: T.Buffer((n, width), "float32"), q_norm: T.Buffer((dim,), "float32"),
+              k_norm: T.Buffer((dim,), "float32"), positions: T.Buffer((n,), "int32"),
+              frequencies: T.Buffer((half,), "float32"), y: T.Buffer((n, total, dim), "float32")):
         for t, h in T.grid(n, query_heads + kv_heads):
             with T.sblock("head"):
                 factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
@@ -342,15 +321,12 @@ def heads(query_heads: int, kv_heads: int, dim: int, rotary: int, gated: bool, e
 
 @cache
 def output_gate(query_heads: int, dim: int, width: int):
-    """y [n, query_heads, dim], x [n, width]: as of `heads`, gated -> y times the sigmoid of its gate
-    [n, query_heads * dim]."""
+    """y [n, query_heads, dim], x [n, width] as for `heads` -> y times sigmoid of its gate [n, query_heads * dim]."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def gated(y_handle: T.handle, x_handle: T.handle, o_handle: T.handle):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        y = T.match_buffer(y_handle, (n, query_heads, dim), "float32")
-        x = T.match_buffer(x_handle, (n, width), "float32")
-        o = T.match_buffer(o_handle, (n, query_heads * dim), "float32")
+    def gated(y: T.Buffer((n, query_heads, dim), "float32"), x: T.Buffer((n, width), "float32"),
+              o: T.Buffer((n, query_heads * dim), "float32")):
         for t, h, d in T.grid(n, query_heads, dim):
             with T.sblock("number"):
                 o[t, h * dim + d] = y[t, h, d] / (T.float32(1) + T.exp(T.float32(0) - x[t, h * 2 * dim + dim + d]))
@@ -359,12 +335,12 @@ def output_gate(query_heads: int, dim: int, width: int):
 
 @cache
 def row(hidden: int):
-    """x [n, hidden], position [1] int32 -> that row of x [1, hidden]."""
+    """x [n, hidden], position [1] int32 -> this row of x [1, hidden]."""
+    n = tirx.Var("n", "int64")
+
     @T.prim_func(s_tir=True, private=True)
-    def taken(x_handle: T.handle, position: T.Buffer((1,), "int32"), y: T.Buffer((1, hidden), "float32")):
-        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_handle, (n, hidden), "float32")
+    def taken(x: T.Buffer((n, hidden), "float32"), position: T.Buffer((1,), "int32"),
+              y: T.Buffer((1, hidden), "float32")):
         for i in T.serial(hidden):
             with T.sblock("number"):
                 y[0, i] = x[position[0], i]
@@ -373,17 +349,14 @@ def row(hidden: int):
 
 @cache
 def state_copy(shape: tuple[int, ...], stores: bool):
-    """Between the storage [sequences, history, ...] of a state and data [b, ...] of some sequences, of which there are
-    the slots [b] and the places of their present states [b]. Reads these; stores: writes the places after them, where
-    the states will be present when the step is over."""
+    """Copies states between the storage [sequences, history, ...] and data [b, ...] of the sequences in slots [b].
+
+    places [b]: history index of the current states, which are read; with `stores` the next index is written."""
+    sequences, history, b = (tirx.Var(name, "int64") for name in ("sequences", "history", "b"))
+
     @T.prim_func(s_tir=True)
-    def copied(s_handle: T.handle, slots_handle: T.handle, places_handle: T.handle, d_handle: T.handle):
-        T.func_attr({"tirx.is_scheduled": True})
-        sequences, history, b = T.int64(), T.int64(), T.int64()
-        storage = T.match_buffer(s_handle, (sequences, history, *shape), "float32")
-        slots = T.match_buffer(slots_handle, (b,), "int32")
-        places = T.match_buffer(places_handle, (b,), "int32")
-        data = T.match_buffer(d_handle, (b, *shape), "float32")
+    def copied(storage: T.Buffer((sequences, history, *shape), "float32"), slots: T.Buffer((b,), "int32"),
+               places: T.Buffer((b,), "int32"), data: T.Buffer((b, *shape), "float32")):
         for i in T.serial(b):
             for s in T.grid(*shape):
                 with T.sblock("copy"):

@@ -1,11 +1,13 @@
-"""A model as a relax module: what `relax.frontend.nn` turns into the functions of an artifact."""
+"""A language model as a relax module, from which `relax.frontend.nn` makes the functions of a library."""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import relax as rx
+from tvm import tirx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op, spec
 from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache, RopeMode, TIRPagedKVCache
@@ -13,49 +15,58 @@ from tvm.target import Target
 
 from deltic.config import LinearConfig, ModelConfig
 from deltic.export.tvm import gpu_kernels, kernels
-from deltic.export.tvm.kernels import LANES
+from deltic.export.tvm.artifact import LANES
 
 STATE, CONV = 0, 1
-"""The states of a recurrent layer."""
-
-
-def call(kernel: Any, name: str, arguments: list[Any], *shapes: tuple[Any, ...]) -> Any:
-    """What a kernel makes of its arguments: float32 tensors of these shapes."""
-    if on_gpu():
-        kernel = gpu_kernels.spread(kernel)
-    out = [nn.Tensor.placeholder(shape, "float32", name) for shape in shapes]
-    return op.tensor_ir_op(kernel, name, arguments, out[0] if len(out) == 1 else out)
+"""Kinds of a recurrent layer's states."""
 
 
 def on_gpu() -> bool:
-    """Whether what is being built is for a GPU."""
     return Target.current().kind.name != "llvm"
 
 
-def _state_copy(shape: tuple[int, ...], stores: bool) -> Any:
-    kernel = kernels.state_copy(shape, stores)
+def scheduled(kernel: Any) -> Any:
+    """Returns a kernel for the current target, with an attribute that keeps TVM from scheduling it again."""
+    kernel = kernel.with_attr("tirx.is_scheduled", True)
     return gpu_kernels.spread(kernel) if on_gpu() else kernel
 
 
+def call(kernel: Callable[..., Any], constants: tuple[Any, ...], *arguments: nn.Tensor) -> Any:
+    """Calls the kernel that `kernel(*constants)` makes, or its variant for a GPU.
+
+    Returns its outputs, float32: the parameters after the arguments. The first argument has n rows.
+    """
+    name = kernel.__name__
+    if on_gpu():
+        kernel = getattr(gpu_kernels, name, kernel)
+    function = kernel(*constants)
+    n, outputs = arguments[0].shape[0], []
+    for parameter in function.params[len(arguments):]:
+        shape = [int(size) if isinstance(size, tirx.IntImm) else n for size in parameter.shape]
+        outputs.append(nn.Tensor.placeholder(shape, "float32", name))
+    function = scheduled(function.with_attr("tirx.noalias", True))
+    return op.tensor_ir_op(function, f"{name}_kernel", [*arguments], outputs[0] if len(outputs) == 1 else outputs)
+
+
 class StateStore(nn.Object):
-    """The recurrent layers' states, of all sequences."""
+    """The recurrent layers' states of all sequences."""
 
     def get(self, layer: int, kind: int, shape: tuple[int, ...]) -> nn.Tensor:
-        """A state of the sequence that is being served [1, ...]."""
-        call = rx.call_dps_packed("vm.builtin.rnn_state_get",
-                                  [self._expr, rx.prim_value(layer), rx.prim_value(kind)],
-                                  out_ty=rx.TensorType((1, *shape), "float32"))
-        return nn.Tensor(_expr=rx.BlockBuilder.current().emit(call))
+        """Returns a state of the current sequence [1, ...]."""
+        state = rx.call_dps_packed("vm.builtin.rnn_state_get",
+                                   [self._expr, rx.prim_value(layer), rx.prim_value(kind)],
+                                   out_ty=rx.TensorType((1, *shape), "float32"))
+        return nn.Tensor(_expr=rx.BlockBuilder.current().emit(state))
 
     def set(self, layer: int, kind: int, state: nn.Tensor) -> StateStore:
-        """The store in which this is the state after the step."""
-        call = rx.call_pure_packed("vm.builtin.rnn_state_set", self._expr, rx.prim_value(layer), rx.prim_value(kind),
-                                   state._expr, ty_args=rx.AnyType())
-        return StateStore(_expr=call, _name="rnn_state")
+        """Returns the store with this state after the step."""
+        store = rx.call_pure_packed("vm.builtin.rnn_state_set", self._expr, rx.prim_value(layer), rx.prim_value(kind),
+                                    state._expr, ty_args=rx.AnyType())
+        return StateStore(_expr=store, _name="rnn_state")
 
 
 class PanelLinear(nn.Module):
-    """A matrix [outputs, inputs] in panels; what it gives is as wide as all its panels."""
+    """Product with a matrix [outputs, inputs] in panels. The result has the width of all panels."""
 
     def __init__(self, inputs: int, outputs: int, dtype: str) -> None:
         self.inputs, self.panels, self.dtype = inputs, -(-outputs // LANES), dtype
@@ -67,14 +78,13 @@ class PanelLinear(nn.Module):
 
     def forward(self, x: nn.Tensor) -> nn.Tensor:
         """x [n, inputs] -> [n, width]."""
-        n = x.shape[0]
-        kernel = kernels.linear_one if isinstance(n, int) and n == 1 else kernels.linear
-        kernel = gpu_kernels.linear if on_gpu() else kernel
-        return call(kernel(self.inputs, self.panels, self.dtype), kernel.__name__, [x, self.weight], (n, self.width))
+        single = isinstance(x.shape[0], int) and x.shape[0] == 1 and not on_gpu()
+        kernel = kernels.linear_one if single else kernels.linear
+        return call(kernel, (self.inputs, self.panels, self.dtype), x, self.weight)
 
 
 class TvmRecurrent(nn.Module):
-    """A Gated DeltaNet layer's mixer."""
+    """The mixer of a Gated DeltaNet layer. store: the layer's index in the `StateStore`."""
 
     def __init__(self, config: ModelConfig, linear: LinearConfig, store: int, dtype: str) -> None:
         self.shape, self.store, self.eps = linear, store, config.rms_norm_eps
@@ -87,28 +97,22 @@ class TvmRecurrent(nn.Module):
         self.norm = nn.Parameter((linear.value_head_dim,), "float32")
 
     def forward(self, x: nn.Tensor, states: StateStore) -> tuple[nn.Tensor, StateStore]:
-        shape, n = self.shape, x.shape[0]
-        conv = (shape.conv_kernel - 1, shape.conv_dim)
-        state = (shape.num_value_heads, shape.key_head_dim, shape.value_head_dim)
+        shape, heads, width = self.shape, self.shape.num_value_heads, self.in_proj.width
+        conv = states.get(self.store, CONV, (shape.conv_kernel - 1, shape.conv_dim))
+        state = states.get(self.store, STATE, (heads, shape.key_head_dim, shape.value_head_dim))
         projected = self.in_proj(x)
-        mixed, inputs = call(
-            kernels.short_conv(shape.conv_dim, shape.conv_kernel, self.in_proj.width), "short_conv",
-            [projected, states.get(self.store, CONV, conv), self.conv], (n, shape.conv_dim), (1, *conv))
-        heads, width = shape.num_value_heads, self.in_proj.width
-        gates = call(kernels.delta_gates(heads, shape.conv_dim + shape.value_dim, width), "delta_gates",
-                      [projected, self.decay, self.dt_bias], (n, 2, heads))
-        rule = (gpu_kernels if on_gpu() else kernels).delta_rule(
-            shape.num_key_heads, heads, shape.key_head_dim, shape.value_head_dim)
-        out, after = call(rule, "delta_rule", [mixed, gates, states.get(self.store, STATE, state)],
-                           (n, shape.value_dim), (1, *state))
-        norm = kernels.gated_norm(heads, shape.value_head_dim, shape.conv_dim, self.eps, width)
-        out = call(norm, "gated_norm", [out, self.norm, projected], (n, shape.value_dim))
-        states = states.set(self.store, CONV, inputs).set(self.store, STATE, after)
-        return self.out_proj(out), states
+        mixed, conv = call(kernels.short_conv, (shape.conv_dim, shape.conv_kernel, width), projected, conv, self.conv)
+        gates = call(kernels.delta_gates, (heads, shape.conv_dim + shape.value_dim, width), projected, self.decay,
+                     self.dt_bias)
+        out, state = call(kernels.delta_rule, (shape.num_key_heads, heads, shape.key_head_dim, shape.value_head_dim),
+                          mixed, gates, state)
+        out = call(kernels.gated_norm, (heads, shape.value_head_dim, shape.conv_dim, self.eps, width), out, self.norm,
+                   projected)
+        return self.out_proj(out), states.set(self.store, CONV, conv).set(self.store, STATE, state)
 
 
 class TvmAttention(nn.Module):
-    """A layer's softmax attention over the paged cache."""
+    """The mixer of an attention layer. store: the layer's index in the paged KV cache."""
 
     def __init__(self, config: ModelConfig, store: int, dtype: str) -> None:
         self.config, self.store, dim = config, store, config.head_dim
@@ -122,23 +126,21 @@ class TvmAttention(nn.Module):
         config, n, dim = self.config, x.shape[0], self.config.head_dim
         query_heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, self.qkv.width
         projected = self.qkv(x)
-        heads = kernels.heads(query_heads, kv_heads, dim, config.rope.rotary_dim, config.attention_output_gate,
-                              config.rms_norm_eps, width)
-        total = query_heads + 2 * kv_heads
-        split = call(heads, "heads", [projected, self.q_norm, self.k_norm, positions, frequencies], (n, total, dim))
-        found = cache.attention_with_fused_qkv(self.store, op.reshape(split, (1, n, total, dim)), query_heads,
-                                               dim ** -0.5)
+        heads = call(
+            kernels.heads, (query_heads, kv_heads, dim, config.rope.rotary_dim, config.attention_output_gate,
+                            config.rms_norm_eps, width),
+            projected, self.q_norm, self.k_norm, positions, frequencies)
+        found = cache.attention_with_fused_qkv(
+            self.store, op.reshape(heads, (1, n, query_heads + 2 * kv_heads, dim)), query_heads, dim ** -0.5)
         if config.attention_output_gate:
-            found = call(kernels.output_gate(query_heads, dim, width), "output_gate",
-                          [op.reshape(found, (n, query_heads, dim)), projected], (n, query_heads * dim))
+            found = call(kernels.output_gate, (query_heads, dim, width), op.reshape(found, (n, query_heads, dim)),
+                         projected)
         return self.o_proj(op.reshape(found, (n, query_heads * dim)))
 
 
 class TvmBlock(nn.Module):
-    """A decoder layer."""
-
     def __init__(self, config: ModelConfig, kind: str, store: int, dtype: str) -> None:
-        self.hidden, self.eps, self.inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size
+        self.inner = config.intermediate_size
         self.input_norm = nn.Parameter((config.hidden_size,), "float32")
         self.post_norm = nn.Parameter((config.hidden_size,), "float32")
         if kind == "linear_attention":
@@ -149,12 +151,11 @@ class TvmBlock(nn.Module):
         self.down = PanelLinear(config.intermediate_size, config.hidden_size, dtype)
 
     def feed_forward(self, x: nn.Tensor) -> nn.Tensor:
-        product = kernels.swiglu(self.inner, self.gate_up.width)
-        return self.down(call(product, "swiglu", [self.gate_up(x)], (x.shape[0], self.inner)))
+        return self.down(call(kernels.swiglu, (self.inner, self.gate_up.width), self.gate_up(x)))
 
 
 class TvmNetwork(nn.Module):
-    """The whole model, and the caches that it takes along."""
+    """A decoder with the functions that create its caches."""
 
     def __init__(self, config: ModelConfig, dtype: str, target: Any) -> None:
         self.config, self.target, self.dtype = config, target, dtype
@@ -171,13 +172,12 @@ class TvmNetwork(nn.Module):
 
     def embed(self, input_ids: nn.Tensor) -> nn.Tensor:
         """input_ids [n] -> [n, hidden]."""
-        kernel = kernels.embed(self.config.hidden_size, self.table.panels, self.dtype)
-        return call(kernel, "embed_rows", [input_ids, self.table.weight],
-                     (input_ids.shape[0], self.config.hidden_size))
+        return call(kernels.embed, (self.config.hidden_size, self.table.panels, self.dtype), input_ids,
+                    self.table.weight)
 
     def create_paged_kv_cache(self, max_batch_size: Any, max_total_seq_len: Any, prefill_chunk_size: Any,
                               page_size: Any, support_sliding_window: Any) -> PagedKVCache:
-        """The attention layers' cache, float32."""
+        """Returns the attention layers' KV cache, float32."""
         config, layers = self.config, len(self.config.attention_layers)
         return TIRPagedKVCache(
             "mha", max_batch_size, max_total_seq_len, prefill_chunk_size, page_size, support_sliding_window,
@@ -189,18 +189,20 @@ class TvmNetwork(nn.Module):
             dtype="float32", target=self.target)
 
     def create_rnn_state(self, max_batch_size: Any, max_history: Any) -> StateStore:
-        """The recurrent layers' states, zero at first."""
+        """Returns the recurrent layers' states, zero."""
         linear, builder = self.config.linear, rx.BlockBuilder.current()
         shapes = ((linear.num_value_heads, linear.key_head_dim, linear.value_head_dim),
                   (linear.conv_kernel - 1, linear.conv_dim))
-        gets, sets = ([builder.add_func(_state_copy(shape, stores).with_attr("global_symbol", symbol), symbol)
-                       for kind, shape in enumerate(shapes) for symbol in [f"state_{name}_{kind}"]]
-                      for name, stores in (("get", False), ("set", True)))
-        call = rx.call_pure_packed(
+        gets, sets = [], []
+        for kind, shape in enumerate(shapes):
+            for functions, name, stores in ((gets, f"state_get_{kind}", False), (sets, f"state_set_{kind}", True)):
+                copy = scheduled(kernels.state_copy(shape, stores))
+                functions.append(builder.add_func(copy.with_attr("global_symbol", name), name))
+        zeros = [rx.op.zeros(shape, "float32") for shape in shapes]
+        store = rx.call_pure_packed(
             "vm.builtin.rnn_state_create", rx.prim_value(len(self.config.linear_layers)), max_batch_size, max_history,
-            rx.Tuple(gets), rx.Tuple(sets), rx.Tuple([rx.op.zeros(shape, "float32") for shape in shapes]),
-            ty_args=rx.AnyType())
-        return StateStore(_expr=call, _name="rnn_state")
+            rx.Tuple(gets), rx.Tuple(sets), rx.Tuple(zeros), ty_args=rx.AnyType())
+        return StateStore(_expr=store, _name="rnn_state")
 
     def _forward(self, residual: nn.Tensor, cache: PagedKVCache, states: StateStore | None) -> Any:
         n, positions = residual.shape[0], cache.get_query_positions(residual.shape[0])
@@ -216,24 +218,22 @@ class TvmNetwork(nn.Module):
         return self._norm(residual, delta, self.norm)[1], states
 
     def _norm(self, residual: nn.Tensor, delta: nn.Tensor, scale: nn.Tensor) -> Any:
-        hidden = self.config.hidden_size
-        kernel = kernels.add_norm(hidden, self.config.rms_norm_eps, delta.shape[1])
-        return call(kernel, "add_norm", [residual, delta, scale], (residual.shape[0], hidden),
-                     (residual.shape[0], hidden))
+        constants = (self.config.hidden_size, self.config.rms_norm_eps, delta.shape[1])
+        return call(kernels.add_norm, constants, residual, delta, scale)
 
     def _row(self, x: nn.Tensor, position: nn.Tensor) -> nn.Tensor:
-        return call(kernels.row(self.config.hidden_size), "row", [x, position], (1, self.config.hidden_size))
+        return call(kernels.row, (self.config.hidden_size,), x, position)
 
     def _logits(self, x: nn.Tensor) -> nn.Tensor:
         return (self.head or self.table)(x)
 
 
 class HybridNetwork(TvmNetwork):
-    """With recurrent layers: generation v2."""
+    """A model with recurrent layers."""
 
     def prefill(self, embeddings: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache,
                 rnn_state: StateStore) -> Any:
-        """embeddings [n, hidden], logit_positions [1] -> the logits of that token [1, width], and the caches."""
+        """embeddings [n, hidden], logit_positions [1] -> logits of that token [1, width], and the caches."""
         x, rnn_state = self._forward(embeddings, paged_kv_cache, rnn_state)
         return self._logits(self._row(x, logit_positions)), paged_kv_cache, rnn_state
 
@@ -244,20 +244,18 @@ class HybridNetwork(TvmNetwork):
 
 
 class AttentionNetwork(TvmNetwork):
-    """Without recurrent layers: generation v1."""
+    """A model without recurrent layers."""
 
     def prefill(self, embeddings: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache) -> Any:
-        """As of a `HybridNetwork`."""
         x, _ = self._forward(embeddings, paged_kv_cache, None)
         return self._logits(self._row(x, logit_positions)), paged_kv_cache
 
     def decode(self, embeddings: nn.Tensor, paged_kv_cache: PagedKVCache) -> Any:
-        """As of a `HybridNetwork`."""
         return self._logits(self._forward(embeddings, paged_kv_cache, None)[0]), paged_kv_cache
 
 
 def specification(network: TvmNetwork) -> dict[str, Any]:
-    """The functions of the artifact, and what they take, for `export_tvm`."""
+    """Returns the library's functions and their arguments, for `export_tvm`."""
     hidden, plain = network.config.hidden_size, {"param_mode": "none", "effect_mode": "none"}
     packed = {"param_mode": "packed", "effect_mode": "none"}
     numbers = ("max_batch_size", "max_total_seq_len", "prefill_chunk_size", "page_size", "support_sliding_window")

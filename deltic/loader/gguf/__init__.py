@@ -1,1 +1,1 @@
-"""GGUF files: reading them, their block types, and what their names and keys mean for our models."""
+"""GGUF files: reading, writing, block types, and the mapping of their names and keys."""

@@ -1,7 +1,7 @@
-"""The tensor types of GGUF files: how a block of quantized weights is laid out, and what numbers it stands for.
+"""Tensor types of GGUF files: layout and dequantization of blocks.
 
-A tensor is stored row after row, and a row as blocks of 1, 32 or 256 neighbouring weights with common scales. Layouts
-and formulas are those of ggml (ggml-common.h, ggml-quants.c); all fields are little endian.
+Tensors are stored by rows, and rows as blocks of 1, 32 or 256 neighbouring weights with common scales. Layouts and
+formulas are those of ggml (ggml-common.h, ggml-quants.c); all fields are little endian.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltic.config import DType
 from deltic.errors import ModelError
-from deltic.loader.safetensors import TORCH_DTYPES
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -25,14 +23,18 @@ Read = Callable[[int, int], Bytes]
 """A reader of a tensor's bytes: (start, count) -> uint8 [count]."""
 
 _PIECE: Final = 1 << 18
-"""Weights that are dequantized at a time: temporaries of a few MiB."""
+"""Weights dequantized at a time: temporaries of a few MiB."""
 _FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A tensor type: its name, the id that files give it, weights per block, bytes per block, and whether deltic can
-    dequantize it."""
+    """A tensor type.
+
+    id: its number in files.
+    weights, nbytes: size of a block.
+    readable: deltic can dequantize it.
+    """
 
     name: str
     id: int
@@ -41,7 +43,7 @@ class BlockType:
     readable: bool = False
 
     def size(self, count: int) -> int:
-        """Bytes of `count` weights, a multiple of those in a block."""
+        """Returns the bytes of `count` weights, a multiple of a block."""
         return count // self.weights * self.nbytes
 
 
@@ -66,22 +68,21 @@ _LAYOUT_FIELDS: Final[Mapping[str, list[Any]]] = {
     "MXFP4": [("e", "u1"), ("qs", "u1", 16)],
 }
 LAYOUTS: Final[Mapping[str, np.dtype[Any]]] = {name: np.dtype(fields) for name, fields in _LAYOUT_FIELDS.items()}
-"""The layouts as numpy's structured types, of which `bytes.view(...)` gives an array of blocks."""
+"""Structured numpy types of blocks."""
 
 _IDS: Final[Mapping[str, tuple[int, int]]] = {
     "F32": (0, 1), "F16": (1, 1), "BF16": (30, 1), "Q4_0": (2, 32), "Q4_1": (3, 32), "Q5_0": (6, 32), "Q5_1": (7, 32),
     "Q8_0": (8, 32), "Q2_K": (10, 256), "Q3_K": (11, 256), "Q4_K": (12, 256), "Q5_K": (13, 256), "Q6_K": (14, 256),
     "IQ4_NL": (20, 32), "IQ4_XS": (23, 256), "MXFP4": (39, 32),
 }
-"""Id in files and weights per block of the types that deltic dequantizes."""
+"""Id and weights per block of readable types."""
 _SIZES_ONLY: Final = (
     ("IQ2_XXS", 16, 256, 66), ("IQ2_XS", 17, 256, 74),
     ("IQ3_XXS", 18, 256, 98), ("IQ1_S", 19, 256, 50), ("IQ3_S", 21, 256, 110), ("IQ2_S", 22, 256, 82), ("I8", 24, 1, 1),
     ("I16", 25, 1, 2), ("I32", 26, 1, 4), ("I64", 27, 1, 8), ("F64", 28, 1, 8), ("IQ1_M", 29, 256, 56),
     ("TQ1_0", 34, 256, 54), ("TQ2_0", 35, 256, 66), ("NVFP4", 40, 64, 36), ("Q1_0", 41, 128, 18), ("Q2_0", 42, 64, 18),
 )
-"""Name, id, weights and bytes of types that a file may hold and deltic cannot dequantize. (Q8_1 and Q8_K exist in
-memory only.)"""
+"""Name, id, weights and bytes of types that deltic cannot dequantize. (Q8_1 and Q8_K exist in memory only.)"""
 
 TYPES: Final[Mapping[int, BlockType]] = {type.id: type for type in (
     *(BlockType(name, id, weights, LAYOUTS[name].itemsize, True) for name, (id, weights) in _IDS.items()),
@@ -89,23 +90,10 @@ TYPES: Final[Mapping[int, BlockType]] = {type.id: type for type in (
 BY_NAME: Final[Mapping[str, BlockType]] = {type.name: type for type in TYPES.values()}
 
 
-def dequantize(raw: Bytes, type: BlockType, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
-    """The tensor of `shape` and `dtype` that the bytes `raw` (uint8, row after row) stand for.
-
-    Raises ModelError where the bytes do not fit the shape, deltic cannot dequantize the type, or a value exceeds
-    float16.
-    """
-    if raw.size != type.size(math.prod(shape)) or math.prod(shape[-1:]) % type.weights:
-        raise ModelError(f"{raw.size} bytes are no tensor of shape {list(shape)} and type {type.name}")
-    result = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-    fill(result, type, lambda start, count: raw[start:start + count])
-    return result
-
-
 def fill(target: torch.Tensor, type: BlockType, read: Read) -> None:
-    """Dequantize a tensor's bytes into the contiguous `target`, reading them piece by piece.
+    """Reads and dequantizes bytes piece by piece into the contiguous `target`.
 
-    Raises ModelError where deltic cannot dequantize the type or a value exceeds a float16 target.
+    Raises ModelError if the type is not readable or a value exceeds a float16 target.
     """
     start = 0
     for piece in torch.split(target.view(-1), _PIECE):
@@ -124,9 +112,9 @@ def _check_range(values: torch.Tensor) -> None:
 
 
 def decode(raw: Bytes, type: BlockType) -> Floats:
-    """The weights of whole blocks: uint8 [n * type.nbytes] -> float32 [n * type.weights].
+    """Dequantizes whole blocks: uint8 [n * type.nbytes] -> float32 [n * type.weights].
 
-    Raises ModelError naming a type that deltic cannot dequantize.
+    Raises ModelError for a type that is not readable.
     """
     if not type.readable:
         raise ModelError(f"type {type.name} is not supported, only {', '.join(LAYOUTS)}; "
@@ -141,7 +129,7 @@ Blocks = NDArray[Any]
 
 
 def _fields(packed: Bytes, bits: int, run: int) -> Bytes:
-    """Unpack fields of 1, 2 or 4 bits: [n, bytes] -> [n, bytes * 8 / bits].
+    """Unpacks fields of 1, 2 or 4 bits: [n, bytes] -> [n, bytes * 8 / bits].
 
     Of every `run` bytes, the lowest field of each byte comes first, then the next field of each, and so on.
     """
@@ -155,7 +143,7 @@ def _float(values: NDArray[Any]) -> Floats:
 
 
 def _scaled(scale: Floats, q: NDArray[Any], minimum: Floats | None = None) -> Floats:
-    """scale * q (- minimum), with scales [n] or one for each of several neighbouring groups, [n, groups]."""
+    """Returns scale * q (- minimum), with scales [n], or [n, groups] for groups of neighbouring weights."""
     groups = _float(q).reshape(len(q), math.prod(scale.shape[1:]), -1)
     groups *= scale.reshape(len(q), -1, 1)
     if minimum is not None:
@@ -192,7 +180,7 @@ def _q3_k(b: Blocks) -> Floats:
 
 
 def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Scales and minima of Q4_K and Q5_K, 8 each, from 12 bytes.
+    """Unpacks scales and minima of Q4_K and Q5_K, 8 each, from 12 bytes.
 
     Bytes 0-3 and 4-7 hold the first four scales and minima in their low six bits; bytes 8-11 the low four bits of the
     last four scales (low nibble) and minima (high nibble), whose high two bits are the top bits of the bytes before.
@@ -218,9 +206,9 @@ def _q6_k(b: Blocks) -> Floats:
 
 IQ4_VALUES: Final = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
-"""What the sixteen codes of IQ4_NL and IQ4_XS stand for."""
+"""Values of the codes of IQ4_NL and IQ4_XS."""
 MXFP4_VALUES: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
-"""Twice what the sixteen codes of MXFP4 (e2m1) stand for."""
+"""Values of the codes of MXFP4 (e2m1), doubled."""
 
 
 def _iq4_nl(b: Blocks) -> Floats:

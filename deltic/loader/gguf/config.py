@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says about its model.
+"""Reads the shape of a model and its sampling defaults from GGUF metadata.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp (conversion/base.py, qwen.py, llama.py).
 """
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from deltic.config import GenerationDefaults, ModelConfig
-from deltic.config.model import FAMILIES, Family, architecture
+from deltic.config.families import FAMILIES, Family, architecture
 from deltic.config.reading import integer, number
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.blocks import fill
-from deltic.loader.gguf.bundled import bundled_heads
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.names import ROPE_FACTORS
+from deltic.loader.gguf.ollama import bundled_heads
 from deltic.loader.gguf.tokenizer import end_tokens
 
 _INTEGERS: Final[tuple[tuple[str, str, int], ...]] = (
@@ -28,7 +28,7 @@ _INTEGERS: Final[tuple[tuple[str, str, int], ...]] = (
     ("attention.head_count", "num_attention_heads", 4096),
     ("context_length", "max_position_embeddings", 1 << 31),
 )
-"""GGUF key behind the architecture, key of config.json, largest value."""
+"""GGUF key after the architecture, key of config.json, largest value."""
 _LINEAR: Final[tuple[tuple[str, str, int], ...]] = (
     ("ssm.group_count", "linear_num_key_heads", 4096),
     ("ssm.time_step_rank", "linear_num_value_heads", 4096),
@@ -36,34 +36,36 @@ _LINEAR: Final[tuple[tuple[str, str, int], ...]] = (
     ("ssm.conv_kernel", "linear_conv_kernel_dim", 32),
 )
 _DTYPES: Final[Mapping[str, str]] = {"F32": "float32", "F16": "float16"}
-"""Type of the embedding -> dtype to compute in; all others are computed in bfloat16."""
-SAMPLING_KEYS: Final[Mapping[str, str]] = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-                                       "penalty_repeat": "repetition_penalty"}
-"""Keys behind general.sampling, and those of generation_config.json."""
+"""Type of the embedding -> dtype of the model; others: bfloat16."""
+SAMPLING_KEYS: Final[Mapping[str, str]] = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
+"""Keys after general.sampling -> keys of generation_config.json."""
 
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:
-    """The ModelConfig of a GGUF file, as `ModelConfig.from_hf` makes it of a config.json.
+    """Returns the ModelConfig of a GGUF file.
 
-    The vocabulary's size is that of the embedding, which may have more rows than there are tokens; a file without
-    output.weight has a tied head; the blocks of a multi-token-prediction head (nextn) are not among its layers.
+    The vocabulary's size is that of the embedding, which may have more rows than there are tokens. A file without
+    output.weight has a tied head. Blocks of a multi-token-prediction head (nextn) are not counted as layers.
     Raises ModelError naming the file, and the key that is absent, of the wrong type, absurd or unsupported.
     """
     try:
         config = ModelConfig.from_hf(_mapping(file))
-        factors, linear = _rope_factors(file), next(iter(config.rope.factors), 1.0)
-        both = tuple(linear * factor for factor in factors)
-        return replace(config, rope=replace(config.rope, factors=both)) if factors else config
+        factors = _rope_factors(file)
+        if not factors:
+            return config
+        linear = next(iter(config.rope.factors), 1.0)
+        return replace(config, rope=replace(config.rope, factors=tuple(linear * factor for factor in factors)))
     except ModelError as error:
         raise ModelError(f"{file.paths[0]}: {error}") from error
 
 
 def generation_from_gguf(file: GgufFile, config: ModelConfig) -> GenerationDefaults:
-    """The advice for sampling in the metadata (general.sampling.*), with the end tokens of the config.
+    """Returns the sampling defaults (general.sampling.*), with the end tokens of the config.
 
-    Raises ModelError naming the file, and the value that is out of range.
+    Raises ModelError naming the file and the value that is out of range.
     """
-    given = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in SAMPLING_KEYS.items()}
+    given = {hf_key: file.metadata.get(f"general.sampling.{key}") for key, hf_key in SAMPLING_KEYS.items()}
     decimal = {key: _decimal(value) if type(value) is float else value for key, value in given.items()}
     try:
         return GenerationDefaults.from_hf(decimal, config.eos_token_ids)
@@ -72,63 +74,72 @@ def generation_from_gguf(file: GgufFile, config: ModelConfig) -> GenerationDefau
 
 
 def model_name(file: GgufFile) -> str:
-    """What the model is called: general.name, else the file's name without its suffix."""
+    """Returns general.name, else the file's name without its suffix."""
     name = file.metadata.get("general.name")
     return name if isinstance(name, str) and name.strip() else file.paths[0].stem
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal number that float32 does not tell from this one, as a config.json has it."""
+    """Rounds to the shortest decimal number with the same float32 value, as in a config.json."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(value)))
 
 
 def _mapping(file: GgufFile) -> dict[str, Any]:
-    """The metadata as a config.json."""
+    """Converts the metadata to the content of a config.json."""
     metadata, name = file.metadata, file.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise ModelError(f"general.architecture must be a string, not {show(name)}")
     if name == "clip":
         raise ModelError("this is a vision tower: name the GGUF file of the text model, and this one as mmproj")
-    family = FAMILIES.get(kind := architecture(name))
+    kind = architecture(name)
+    family = FAMILIES.get(kind)
     keys = _Keys(metadata, name)
     if family is None or (keys.get("expert_count") and not family.experts):
         raise ModelError(f"general.architecture {name} is a mixture-of-experts model of a kind that is not supported, "
                          "only qwen35moe and qwen3moe; choose one of these or a dense model")
-    layers = _layer_types(keys, family)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError("tensor 'token_embd.weight' is absent or no matrix; is this a complete model?")
-    return {
-        "model_type": kind, "vocab_size": embedding.shape[0], "layer_types": layers,
-        "num_hidden_layers": len(layers), "head_dim": _head_dim(keys),
+    layers = _layer_types(keys, family)
+    found = {
+        "model_type": kind,
+        "vocab_size": embedding.shape[0],
+        "layer_types": layers,
+        "num_hidden_layers": len(layers),
+        "head_dim": _head_dim(keys),
         "dtype": _DTYPES.get(embedding.type.name, "bfloat16"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "sliding_window": keys.get("attention.sliding_window") or None,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
         "mtp_num_hidden_layers": keys.integer_or("nextn_predict_layers", bundled_heads(file.tensors), 0, 64),
-        "rope_parameters": _rope(keys, family), **keys.integers(_INTEGERS),
-        **(_experts(keys, family) if family.experts
-           else {"intermediate_size": keys.uniform("feed_forward_length", 1 << 20)}),
-        **_kv_heads(keys, family), **(_linear(keys) if "linear_attention" in layers else {}), **_tokens(metadata),
+        "rope_parameters": _rope(keys, family),
     }
+    found |= keys.integers(_INTEGERS) | _kv_heads(keys, family) | _tokens(metadata)
+    if family.experts:
+        found |= _experts(keys, family)
+    else:
+        found["intermediate_size"] = keys.uniform("feed_forward_length", 1 << 20)
+    if "linear_attention" in layers:
+        found |= _linear(keys)
+    return found
 
 
 class _Keys:
-    """The keys of one architecture. All errors name the whole key."""
+    """The keys of one architecture. Errors name the whole key."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self.metadata, self.prefix = metadata, architecture + "."
 
     def get(self, key: str) -> Any:
-        """A single value, or None."""
+        """Returns a single value, or None."""
         value = self.metadata.get(self.prefix + key)
         if isinstance(value, np.ndarray | list):
             raise ModelError(f"{self.prefix + key} must be a single value, not {show(value)}")
         return value
 
     def required(self, key: str) -> Any:
-        """A value or an array."""
+        """Returns a value or an array."""
         if self.prefix + key not in self.metadata:
             raise ModelError(f"{self.prefix + key} is absent from the metadata; convert the model again with a current "
                              "converter, or take another file")
@@ -142,14 +153,14 @@ class _Keys:
         return integer(self.metadata, self.prefix + key, low, high)
 
     def integers(self, table: tuple[tuple[str, str, int], ...]) -> dict[str, int]:
-        return {ours: self.integer(key, 1, high) for key, ours, high in table}
+        return {hf_key: self.integer(key, 1, high) for key, hf_key, high in table}
 
     def number(self, key: str, low: float, high: float) -> float:
         self.required(key)
         return _decimal(number(self.metadata, self.prefix + key, low, high))
 
     def uniform(self, key: str, high: int) -> int:
-        """A number that may also be given for each layer, zero where a layer has no such thing."""
+        """Returns a number that may also be an array over layers, 0 for layers where it does not apply."""
         value = self.required(key)
         if not isinstance(value, np.ndarray):
             return self.integer(key, 1, high)
@@ -160,7 +171,7 @@ class _Keys:
 
 
 def _layer_types(keys: _Keys, family: Family) -> list[str]:
-    """The kinds of the trunk's layers: the draft head's are the last."""
+    """Returns the kinds of the trunk's layers. Those of the draft head are the last."""
     blocks = keys.integer("block_count", 1, 1024)
     drafts = keys.integer_or("nextn_predict_layers", 0, 0, blocks - 1)
     recurrent = keys.metadata.get(keys.prefix + "attention.recurrent_layers")
@@ -173,13 +184,15 @@ def _layer_types(keys: _Keys, family: Family) -> list[str]:
 
 
 def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
-    """Files have no word for shares that are not normalised unless expert_weights_norm says so."""
-    shared = "expert_shared_feed_forward_length"
-    return {"num_experts": keys.integer("expert_count", 1, 4096),
-            "num_experts_per_tok": keys.integer("expert_used_count", 1, 4096),
-            "moe_intermediate_size": keys.integer("expert_feed_forward_length", 1, 1 << 20),
-            "norm_topk_prob": all(keys.get(key) is not False for key in ("expert_weights_norm", "norm_top_k_prob")),
-            **({"shared_expert_intermediate_size": keys.integer(shared, 1, 1 << 20)} if family.shared else {})}
+    """Converts the shape of experts. Their weights are normalised unless a file says otherwise."""
+    found: dict[str, Any] = {
+        "num_experts": keys.integer("expert_count", 1, 4096),
+        "num_experts_per_tok": keys.integer("expert_used_count", 1, 4096),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", 1, 1 << 20),
+        "norm_topk_prob": all(keys.get(key) is not False for key in ("expert_weights_norm", "norm_top_k_prob"))}
+    if family.shared:
+        found["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length", 1, 1 << 20)
+    return found
 
 
 def _kv_heads(keys: _Keys, family: Family) -> dict[str, int]:
@@ -190,8 +203,7 @@ def _kv_heads(keys: _Keys, family: Family) -> dict[str, int]:
 
 def _head_dim(keys: _Keys) -> int:
     if keys.get("attention.key_length") is None:
-        hidden, heads = keys.integer("embedding_length", 1, 1 << 17), keys.integer("attention.head_count", 1, 4096)
-        return hidden // heads
+        return keys.integer("embedding_length", 1, 1 << 17) // keys.integer("attention.head_count", 1, 4096)
     dim = keys.integer("attention.key_length", 1, 4096)
     if keys.get("attention.value_length") not in (None, dim):
         raise ModelError(f"{keys.prefix}attention.value_length must be {dim} as attention.key_length is, "
@@ -200,7 +212,8 @@ def _head_dim(keys: _Keys) -> int:
 
 
 def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
-    """A factor without a type is a linear one, as llama.cpp reads it; `rope.scale_linear` is its old name."""
+    """Converts the rotary embedding. As in llama.cpp, a factor without a type is linear; `rope.scale_linear` is its old
+    name."""
     factor = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if keys.get(key)), None)
     scaling = keys.get("rope.scaling.type") or ("linear" if factor else "none")
     rope: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
@@ -211,7 +224,7 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
     head_dim = _head_dim(keys)
     if family.mrope or keys.get("rope.dimension_count") is not None:
         rotated = keys.integer("rope.dimension_count", 2, head_dim)
-        # rounded up, so that the share of the head's dims gives the same number of dims again
+        # rounded up, so that multiplying by the head's dims returns the same number
         rope["partial_rotary_factor"] = math.nextafter(rotated / head_dim, 1.0)
     if family.mrope:
         rope["mrope_section"] = _sections(keys)
@@ -219,19 +232,19 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
 
 
 def _rope_factors(file: GgufFile) -> tuple[float, ...]:
-    """What the file divides rotary frequencies by: how it says `llama3` scaling."""
+    """Returns the divisors of the rotary frequencies: GGUF's form of `llama3` scaling."""
     stored = file.tensors.get(ROPE_FACTORS)
     if stored is None:
         return ()
     factors = torch.empty(stored.shape)
     fill(factors, stored.type, stored.read)
     if not bool((factors.isfinite() & (factors > 0)).all()):
-        raise ModelError(f"tensor {ROPE_FACTORS!r} has numbers that are not positive")
+        raise ModelError(f"tensor {ROPE_FACTORS!r} has values that are not positive")
     return tuple(factors.flatten().tolist())
 
 
 def _sections(keys: _Keys) -> list[int]:
-    """Three counts; the fourth of the file belongs to other models."""
+    """Returns three counts. The fourth in the file is for other models."""
     value = keys.required("rope.dimension_sections")
     counts: list[Any] = value.tolist() if isinstance(value, np.ndarray) else []
     if len(counts) not in (3, 4) or any(type(count) is not int or not 0 <= count < 1 << 16 for count in counts) or (
@@ -245,7 +258,8 @@ def _linear(keys: _Keys) -> dict[str, int]:
         raise ModelError(f"{keys.prefix}ssm.v_head_reordered false is not supported: convert the model again with a "
                          "current converter, or take another file")
     found = keys.integers(_LINEAR)
-    heads, inner = found["linear_num_value_heads"], keys.integer("ssm.inner_size", 1, 1 << 24)
+    heads = found["linear_num_value_heads"]
+    inner = keys.integer("ssm.inner_size", 1, 1 << 24)
     if inner % heads:
         raise ModelError(f"{keys.prefix}ssm.inner_size ({inner}) must be a multiple of ssm.time_step_rank ({heads})")
     return {**found, "linear_value_head_dim": inner // heads}
@@ -254,4 +268,4 @@ def _linear(keys: _Keys) -> dict[str, int]:
 def _tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {"bos_token_id": "bos", "pad_token_id": "padding"}
     return {"eos_token_id": list(end_tokens(metadata)),
-            **{ours: metadata.get(f"tokenizer.ggml.{kind}_token_id") for ours, kind in kinds.items()}}
+            **{hf_key: metadata.get(f"tokenizer.ggml.{kind}_token_id") for hf_key, kind in kinds.items()}}

@@ -1,6 +1,6 @@
-"""Writes a model as a GGUF file: its tensors in the types that the file shall have, and all that is to be said of it.
+"""Converts a model to a GGUF file of a given type.
 
-Which tensor gets which type follows llama.cpp (src/llama-quant.cpp), so that files are like those of its tools.
+Types of tensors follow llama.cpp (src/llama-quant.cpp), so that files resemble those of its tools.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deltic.loader.gguf.names import PLAIN, ROPE_FACTORS, gguf_name
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.gguf.write import NewTensor, write_gguf
-from deltic.loader.hub import ModelFiles
+from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import (
     HEAD,
     expected_head,
@@ -42,23 +42,28 @@ from deltic.loader.names import (
 )
 from deltic.loader.safetensors import TORCH_DTYPES, Progress, check_tied, plan_directory, read_stored
 
-_MOST_THREADS: Final = 8
+_MAX_THREADS: Final = 8
 _STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", FLOAT8: "float32"}
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 _SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
-"""Tensors of which a mixed file keeps some with more bits."""
+"""Tensors that get more bits in some layers of a mixed file."""
 _ALWAYS_F32: Final = re.compile(r".*(_norm|ssm_conv1d|ffn_gate_inp)\.weight")
-_FITTING: Final[Mapping[str, str]] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Types with smaller blocks, for rows that are no multiple of 256; if they do not fit either, F16."""
+_SMALLER_BLOCKS: Final[Mapping[str, str]] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""Types with smaller blocks, for rows that are no multiple of 256; if these do not fit, F16."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FileType:
-    """A type of files: the number that general.file_type gives it, the type of most matrices, the type of the head
-    (and of an embedding that is also the head), the type of matrices that need more bits, and the type of those of the
-    multi-token-prediction head, whose drafts suffer from fewer than eight bits."""
+    """A type of files.
+
+    id: general.file_type.
+    most: type of most matrices.
+    head: type of lm_head, and of an embedding that is also the head.
+    sensitive: type of matrices that need more bits.
+    mtp: type of the multi-token-prediction head, whose drafts suffer from fewer than eight bits.
+    """
 
     id: int
     most: str
@@ -84,7 +89,7 @@ FILE_TYPES: Final[Mapping[str, FileType]] = {
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a model: the file's size, its weights, and how many tensors are of each type."""
+    """Result of a conversion: size of the file, number of weights, and number of tensors by type."""
 
     nbytes: int
     weights: int
@@ -92,19 +97,20 @@ class Written:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole file, the tokenizer included."""
+        """Bits of the whole file, including the tokenizer, per weight."""
         return self.nbytes * 8 / self.weights
 
 
 def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path, type: str,
             progress: Progress | None = None, mtp: Literal["q8_0", "same", "none"] = "q8_0",
             more: Mapping[str, Any] = MappingProxyType({})) -> Written:
-    """Write the text model of `files` to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`.
+    """Writes the text model of `files` to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`.
 
-    mtp: its multi-token-prediction head, if there is one, with Q8_0 or more, with the type of most of the matrices, or
-    left out. more: further metadata. One tensor is in memory at a time. `progress(done, total)` counts bytes of
-    tensors. An existing file is replaced when the new one is complete. Raises ModelError naming a tensor that cannot be
-    read or stored, DelticError where the file cannot be written.
+    mtp: type of the multi-token-prediction head: at least Q8_0, that of most matrices, or omit the head.
+    more: further metadata.
+    One tensor is in memory at a time. `progress(done, total)` counts bytes of tensors. An existing file is replaced
+    once the new one is complete. Raises ModelError naming a tensor that cannot be read or stored, DelticError if the
+    file cannot be written.
     """
     config, kind = files.config, FILE_TYPES[type]
     sources = list(_sources(files))
@@ -122,36 +128,36 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
         **config_to_gguf(config), "general.type": "model", "general.name": name, "general.file_type": kind.id,
         "general.quantization_version": 2, **generation_to_gguf(files.generation),
         **tokenizer_to_gguf(tokenizer, config, files.generation.eos_token_ids), **more}
-    data = _data(sources, targets, config, progress)
+    data = _encoded(sources, targets, config, progress)
     size = write_gguf(path, metadata, list(targets.values()), data)
     return Written(size, sum(math.prod(target.shape) for target in targets.values()),
                    Counter(target.type.name for target in targets.values()))
 
 
-def _write_factors(config: ModelConfig, sources: list[_Tensors], targets: dict[str, NewTensor]) -> None:
-    """Adds the factors of the rotary frequencies, which only readers of Llamas look for."""
+def _write_factors(config: ModelConfig, sources: list[_SourceTensor], targets: dict[str, NewTensor]) -> None:
+    """Adds the divisors of the rotary frequencies, which readers expect for Llamas only."""
     if config.architecture != "llama":
-        raise ModelError(f"GGUF files of a {config.architecture} model have no place for this scaling of its rotary "
+        raise ModelError(f"GGUF files of a {config.architecture} model cannot store this scaling of its rotary "
                          "frequencies (rope_type llama3)")
     factors = torch.tensor(config.rope.factors)
     targets[ROPE_FACTORS] = NewTensor(ROPE_FACTORS, BY_NAME["F32"], (len(factors),))
-    sources.append(_Tensors((ROPE_FACTORS,), lambda: {ROPE_FACTORS: factors}))
+    sources.append(_SourceTensor((ROPE_FACTORS,), lambda: {ROPE_FACTORS: factors}))
 
 
-# Which types
+# Types
 
 
 def target_of(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> NewTensor:
-    """What a tensor of ours with `shape` becomes in a file of this type."""
-    theirs, form = gguf_name(name, config.architecture, config.layer_types)
+    """Returns name, type and shape of a canonical tensor in a file of this type."""
+    stored_name, form = gguf_name(name, config.architecture, config.layer_types)
     stored = form.shape(shape, config)
-    wanted = BY_NAME[_wanted(theirs, stored, config, kind)]
-    return NewTensor(theirs, fitting(wanted, stored), stored)
+    wanted = BY_NAME[_wanted(stored_name, stored, config, kind)]
+    return NewTensor(stored_name, fitting(wanted, stored), stored)
 
 
 def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> str:
-    """The type that a tensor of the file shall have if its rows allow it. (Norms, the convolution, the
-    router and vectors must be F32 for llama.cpp.)"""
+    """Returns the type of a tensor, if its rows fit. llama.cpp requires F32 for norms, convolution, router and vectors.
+    """
     if len(shape) < 2 or _ALWAYS_F32.fullmatch(name):
         return "F32"
     if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
@@ -166,18 +172,19 @@ def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileTy
 
 
 def _more_bits(block: int, blocks: int) -> bool:
-    """The first and the last eighth of the layers, and every third between."""
+    """Selects the first and the last eighth of the layers, and every third in between."""
     eighth = blocks // 8
     return block < eighth or block >= 7 * blocks // 8 or (block - eighth) % 3 == 2
 
 
 def fitting(type: BlockType, shape: tuple[int, ...]) -> BlockType:
-    smaller = BY_NAME[_FITTING.get(type.name, "F16")]
+    """Returns the type, or one with smaller blocks if the rows do not fit."""
+    smaller = BY_NAME[_SMALLER_BLOCKS.get(type.name, "F16")]
     return next((one for one in (type, smaller) if shape[-1] % one.weights == 0), BY_NAME["F16"])
 
 
 def _report_fallbacks(targets: Mapping[str, NewTensor], config: ModelConfig, kind: FileType) -> None:
-    """One line about all matrices whose rows do not fit."""
+    """Logs one line about all matrices whose rows do not fit."""
     moved = [target for target in targets.values()
              if target.type.name != _wanted(target.name, target.shape, config, kind)]
     if moved:
@@ -187,57 +194,58 @@ def _report_fallbacks(targets: Mapping[str, NewTensor], config: ModelConfig, kin
                        ", ".join(f"{name} ({count})" for name, count in counts.items()))
 
 
-# The data
+# Data
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensors:
-    """A tensor on disk, and ours that it becomes when it is read."""
+class _SourceTensor:
+    """A tensor on disk, and the canonical names of its parts."""
 
     names: tuple[str, ...]
     read: Callable[[], dict[str, torch.Tensor]]
 
 
-def _sources(files: ModelFiles) -> Iterator[_Tensors]:
-    """In the order on disk, all but the data checked. Matrices are read in the type that they are stored in, those of a
-    GGUF file in float32."""
+def _sources(files: ModelFiles) -> Iterator[_SourceTensor]:
+    """Yields the tensors in file order; everything but the data is checked. Matrices keep their stored dtype; those of
+    a GGUF file become float32."""
     config = files.config
     if files.gguf is not None:
         for part in plan_gguf(files.gguf, config):
-            yield _Tensors(part.place.names, partial(_of_gguf, part, config))
+            yield _SourceTensor(part.target.names, partial(_read_gguf, part, config))
         return
     plan = plan_directory(files.path, config)
     if config.tie_word_embeddings and HEAD in plan:
         check_tied(plan)
     for name, stored in plan.items():
         if name != HEAD or not config.tie_word_embeddings:
-            yield _Tensors(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
+            yield _SourceTensor(packed_parts(name) or (name,), partial(_read_directory, name, stored, config))
 
 
-def _head_sources(files: ModelFiles) -> Iterator[_Tensors]:
-    """Those of the multi-token-prediction head, none if there is none."""
+def _head_sources(files: ModelFiles) -> Iterator[_SourceTensor]:
+    """Yields the tensors of the multi-token-prediction head."""
     config, parts = files.config, files.gguf_head()
     for part in parts:
-        yield _Tensors(part.place.names, partial(_of_gguf, part, config))
+        yield _SourceTensor(part.target.names, partial(_read_gguf, part, config))
     for name, stored in files.stored_head().items() if not parts else ():
-        yield _Tensors(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
+        yield _SourceTensor(packed_parts(name) or (name,), partial(_read_directory, name, stored, config))
 
 
-def _of_gguf(part: GgufSource, config: ModelConfig) -> dict[str, torch.Tensor]:
+def _read_gguf(part: GgufSource, config: ModelConfig) -> dict[str, torch.Tensor]:
     return dict(read_gguf(part, config, "float32"))
 
 
-def _of_directory(name: str, stored: Source, config: ModelConfig) -> dict[str, torch.Tensor]:
+def _read_directory(name: str, stored: Source, config: ModelConfig) -> dict[str, torch.Tensor]:
     dtype = TORCH_DTYPES[tensor_dtype(name, _STORED[stored.dtype])]
     tensor = read_stored(name, stored, dtype, torch.device("cpu"))
     return split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
 
 
-def _data(sources: Iterable[_Tensors], targets: Mapping[str, NewTensor], config: ModelConfig,
+def _encoded(sources: Iterable[_SourceTensor], targets: Mapping[str, NewTensor], config: ModelConfig,
           progress: Progress | None) -> Iterator[Iterator[Bytes]]:
-    """The bytes of each target, in order. A vector is one row."""
-    total, done = sum(target.nbytes for target in targets.values()), 0
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+    """Yields the bytes of each target, in order. A vector is one row."""
+    total = sum(target.nbytes for target in targets.values())
+    done = 0
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
     try:
         for source in sources:
             tensors = source.read()

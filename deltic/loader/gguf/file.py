@@ -1,4 +1,4 @@
-"""A GGUF model on disk: one file, or the several that it was split into."""
+"""A GGUF model on disk: one file, or all parts of a split one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _REVISION: Final = "download all parts of one revision"
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata and tensors of a model; the data stays on disk until `GgufTensor.read` asks for it.
+    """Metadata and tensors of a model; the data stays on disk.
 
-    paths: its files, in order. metadata: that of the first. tensors: of all files, by name, in file order; experts
-    that are stored one by one are stacked.
+    paths: its files, in order.
+    metadata: that of the first file.
+    tensors: those of all files by name, in file order; experts that are stored one by one are stacked.
     """
 
     paths: tuple[Path, ...]
@@ -30,7 +31,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
-        """Open a file, and if it is a part of a split model (any part), the others beside it.
+        """Opens a file, and the other parts if it is any part of a split model.
 
         Raises ModelError naming the file, and the key or tensor that is wrong, or the part that is absent.
         """
@@ -44,7 +45,7 @@ class GgufFile:
 
 
 def _parts(path: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Paths of all parts. The metadata decides whether there are several, the names tell which."""
+    """Returns the paths of all parts. Their number is in the metadata."""
     count = metadata.get("split.count", 0)
     if type(count) is not int:
         raise ModelError(f"{path}: split.count must be an integer, not {str(count)[:80]}")
@@ -72,7 +73,7 @@ def _check_parts(paths: tuple[Path, ...], headers: list[Header]) -> None:
             found = header.metadata.get(key)
             if type(found) is not int or found != value:
                 raise ModelError(f"{path}: {key} is {str(found)[:80]}, but {value} would fit the "
-                                 f"parts that are here; {_REVISION}")
+                                 f"existing parts; {_REVISION}")
 
 
 def _union(paths: tuple[Path, ...], headers: list[Header]) -> Iterator[tuple[str, GgufTensor]]:
@@ -86,7 +87,7 @@ def _union(paths: tuple[Path, ...], headers: list[Header]) -> Iterator[tuple[str
 
 
 def _with_stacks(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors with the experts of a draft head stacked, as those of the trunk are in files."""
+    """Stacks the experts of a draft head, as those of the trunk are in files."""
     stacks: dict[str, dict[int, GgufTensor]] = {}
     for name, tensor in tensors.items():
         found = EXPERT.fullmatch(name)

@@ -1,5 +1,4 @@
-"""Load a GGUF model into memory, exactly the tensors that the model has, under our names: as plain numbers, or packed
-as they are."""
+"""Loads the tensors of a GGUF model by canonical name: dequantized, or packed (still quantized)."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from deltic.config import DType, ModelConfig, available_cores
 from deltic.errors import ModelError
 from deltic.loader.gguf.blocks import Bytes, fill
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.names import ROPE_FACTORS, TOWER, TensorTarget, gguf_name, place
+from deltic.loader.gguf.names import ROPE_FACTORS, TOWER, TensorTarget, gguf_name, tensor_target
 from deltic.loader.gguf.reader import GgufTensor
 from deltic.loader.names import (
     HEAD,
@@ -34,39 +33,21 @@ from deltic.loader.safetensors import TORCH_DTYPES, Progress
 from deltic.ops.quantized import PackedForm, host_form
 from deltic.ops.types import Block, Weight
 
-_LARGE: Final = 256 << 20
+_PACKED_SIZE: Final = 256 << 20
+"""Size from which models stay packed."""
 _FEW_BITS: Final = 5
-"""Types with fewer bits a weight, the scales included, are those of four bits and less."""
+"""Bits per weight, including scales, below which a type has at most four bits."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """A tensor of the file, what it is to us, and the shapes of ours that it becomes."""
+    """A tensor of the file, its target, and the canonical shapes."""
 
     stored: GgufTensor
-    place: TensorTarget
+    target: TensorTarget
     shapes: tuple[Shape, ...]
-
-
-def load_gguf(
-    source: GgufFile | str | Path,
-    config: ModelConfig,
-    dtype: DType | Literal["auto"] = "auto",
-    device: str | torch.device = "cpu",
-    progress: Progress | None = None,
-) -> dict[str, torch.Tensor]:
-    """Load the text model of a GGUF file: the tensors of `expected_tensors(config)`, contiguous, on `device`.
-
-    Matrices are dequantized to `dtype` (`auto`: the config's), norms and decay parameters to float32. A head for
-    multi-token prediction stays on disk. `progress(done, total)` counts bytes of the file. Memory stays near the size
-    of the result: tensors are read one by one, and piece by piece.
-    Raises ModelError naming the tensor that is unknown, missing, doubled, or of another shape or an unsupported type,
-    and naming the file that is absent, truncated or corrupt.
-    """
-    tensors = dict(read_file(source, config, dtype, device, progress))
-    return {name: tensors[name] for name in expected_tensors(config)}
 
 
 def read_file(
@@ -76,7 +57,14 @@ def read_file(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `load_gguf`, one after another as they lie in the file."""
+    """Yields the tensors of `expected_tensors(config)` in file order, contiguous, on `device`.
+
+    Matrices are dequantized to `dtype` (`auto`: the config's), norms and decay parameters to float32. A
+    multi-token-prediction head is not read. `progress(done, total)` counts bytes of the file. Peak memory is near the
+    size of the result.
+    Raises ModelError naming the tensor that is unknown, missing, doubled, or of another shape or an unsupported type,
+    or the file that is absent, truncated or corrupt.
+    """
     file = source if isinstance(source, GgufFile) else GgufFile.open(source)
     kept: DType = config.dtype if dtype == "auto" else dtype
     sources = list(plan_gguf(file, config))
@@ -92,18 +80,19 @@ def read_file(
 
 def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None,
                 form: PackedForm | None = None, experts: bool = True) -> dict[str, Weight]:
-    """Load the text model with its matrices in their quantized form, stacks of experts as one matrix for each, as
-    `form` has it; without one, for the CPU's compiled kernels. experts: with these, that is not without their stacks.
+    """Loads the text model with quantized matrices in `form`, by default that of the CPU's compiled kernels. Stacks of
+    experts become one matrix for each expert. experts: include them.
 
-    Convolutions, and matrices of types that the form does not serve, are of its dtype, all else float32. Value heads
-    stay in the file's order (`GdnSpec.tiled`), because reordering the columns of a matrix would cut its blocks. Memory
-    stays near the size of the result.
-    `progress` and errors as `load_gguf`.
+    Convolutions, and matrices of types that the form does not serve, have its dtype; everything else is float32. Value
+    heads keep the file's order (`GdnSpec.tiled`), because reordering columns would cut blocks. Peak memory is near the
+    size of the result. `progress` and errors as `read_file`.
     """
     sources = list(plan_gguf(source, config))
     _check_complete(source, config, expected_tensors(config), sources)
-    sources = [part for part in sources if experts or not is_stack(part.place.names[0])]
-    total, done, kept = sum(part.stored.nbytes for part in sources), 0, form or host_form()
+    sources = [part for part in sources if experts or not is_stack(part.target.names[0])]
+    kept = form or host_form()
+    total = sum(part.stored.nbytes for part in sources)
+    done = 0
     tensors: dict[str, Weight] = {}
     _report_plain(sources, kept)
 
@@ -121,8 +110,8 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
 
 def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType, device: str | torch.device,
                    packed: bool) -> dict[str, Weight]:
-    """The tensors of a multi-token-prediction head from `plan_gguf_head`: matrices dequantized to `dtype`, on `device`,
-    or with `packed` as they are, as `load_packed` keeps the trunk's. Logs a warning where they have few bits."""
+    """Loads the tensors of `plan_gguf_head`, dequantized to `dtype` on `device`, or packed as in `load_packed`. Logs a
+    warning if they have few bits."""
     _warn_few_bits(sources)
     tensors, form = dict[str, Weight](), host_form()
     for part in sources:
@@ -134,8 +123,8 @@ def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType,
 
 
 def plan_gguf_head(file: GgufFile, config: ModelConfig) -> list[GgufSource]:
-    """Sources of the tensors of `expected_head(config)`, and those of `optional_head(config)` that there are, in file
-    order, all but the data checked; empty if the file has no head."""
+    """Locates the tensors of `expected_head(config)` and `optional_head(config)` in file order, and checks everything
+    but the data; empty if the file has no head."""
     expected = expected_head(config)
     sources = list(_plan(file, config, {**expected, **optional_head(config)}, mtp=True))
     if sources:
@@ -152,40 +141,40 @@ def _warn_few_bits(sources: list[GgufSource]) -> None:
 
 
 def wants_packing(file: GgufFile) -> bool:
-    """Whether a model should stay packed: it has types of 256 weights, or is large."""
+    """True for a model that should stay packed: it has types of 256 weights, or is large."""
     tensors = file.tensors.values()
-    return any(tensor.type.weights == 256 for tensor in tensors) or sum(t.nbytes for t in tensors) >= _LARGE
+    return any(tensor.type.weights == 256 for tensor in tensors) or sum(t.nbytes for t in tensors) >= _PACKED_SIZE
 
 
 def is_quantized(file: GgufFile) -> bool:
-    """Whether any of its numbers share a scale."""
+    """True if any tensor is quantized."""
     return any(tensor.type.weights > 1 for tensor in file.tensors.values())
 
 
 def unserved_experts(file: GgufFile, form: PackedForm) -> list[str]:
-    """The types of experts' matrices that the form does not serve."""
+    """Returns the types of experts' matrices that the form does not serve."""
     stacks = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 3]
     return sorted({tensor.type.name for tensor in stacks if not form.serves(tensor.type.name, tensor.shape[-1])})
 
 
 def _is_matrix(part: GgufSource) -> bool:
-    """A matrix, or a stack of them. (The convolution's form changes, or it would be one.)"""
-    return all(len(shape) > 1 for shape in part.shapes) and not part.place.form.changes
+    """True for a matrix or a stack, but not for the convolution, whose form changes."""
+    return all(len(shape) > 1 for shape in part.shapes) and not part.target.form.changes
 
 
 def _report_plain(sources: list[GgufSource], form: PackedForm) -> None:
-    """One line about the matrices that do not stay quantized."""
+    """Logs the number of matrices that are dequantized."""
     counts = Counter(part.stored.type.name for part in sources if _is_matrix(part)
                      and part.stored.type.weights > 1 and not form.serves(part.stored.type.name, part.stored.shape[-1]))
     if counts:
-        logger.warning("%d quantized matrices have no kernel on %s and become plain numbers: %s", counts.total(),
+        logger.warning("%d quantized matrices have no kernel on %s and are dequantized: %s", counts.total(),
                        form.device, ", ".join(f"{name} ({count})" for name, count in counts.items()))
 
 
 def _pack(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator[tuple[str, Weight]]:
     stored = part.stored
     row_bytes, columns = stored.type.size(stored.shape[-1]), stored.shape[-1]
-    found: dict[str, list[Block]] = {name: [] for name in part.place.names}
+    found: dict[str, list[Block]] = {name: [] for name in part.target.names}
     matrices = list(matrices_of(part))
     sizes = {rows for *_, rows in matrices}
     if form.stack and len(stored.shape) == 3 and len(sizes) == 1 and form.serves(stored.type.name, columns):
@@ -195,9 +184,9 @@ def _pack(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator[t
             found[name].append(matrix)
         matrices = []
     for first, name, rows in matrices:
-        read = _reader(stored, first * row_bytes, row_bytes, part.place.form.rows(rows, config))
+        read = _reader(stored, first * row_bytes, row_bytes, part.target.form.rows(rows, config))
         found[name].append(_packed(stored, rows, columns, row_bytes, read, form))
-    for name, shape in zip(part.place.names, part.shapes, strict=True):
+    for name, shape in zip(part.target.names, part.shapes, strict=True):
         yield name, found[name][0] if len(shape) == 2 else tuple(found[name])
 
 
@@ -211,16 +200,16 @@ def _packed(stored: GgufTensor, rows: int, columns: int, row_bytes: int, read: C
 
 
 def matrices_of(part: GgufSource) -> Iterator[tuple[int, str, int]]:
-    """The matrices of a tensor in its order: first row, our name, rows."""
-    first, experts = 0, part.stored.shape[0] if len(part.stored.shape) == 3 else 1
-    for _ in range(experts):
-        for name, shape in zip(part.place.names, part.shapes, strict=True):
+    """Yields the matrices of a tensor: first row, canonical name, rows."""
+    first = 0
+    for _ in range(part.stored.shape[0] if len(part.stored.shape) == 3 else 1):
+        for name, shape in zip(part.target.names, part.shapes, strict=True):
             yield first, name, shape[-2]
             first += shape[-2]
 
 
 def _reader(stored: GgufTensor, start: int, row_bytes: int, order: torch.Tensor | None) -> Callable[[int, int], Bytes]:
-    """Reads bytes of a matrix that begins at `start`; order: of its rows, which are whole blocks."""
+    """Returns a reader of the matrix at `start`. order: its rows are permuted; rows are whole blocks."""
     if order is None:
         return lambda offset, count: stored.read(start + offset, count)
     rows = stored.read(start, len(order) * row_bytes).reshape(len(order), row_bytes)[order.numpy()].reshape(-1)
@@ -231,7 +220,7 @@ def _floats(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator
     tensor = torch.empty(part.stored.shape)
     fill(tensor, part.stored.type, part.stored.read)
     try:
-        name, ours = part.place.names[0], part.place.form.decode(tensor, config)
+        name, ours = part.target.names[0], part.target.form.decode(tensor, config)
         kept = form.dtype if tensor_dtype(name, "bfloat16") == "bfloat16" else torch.float32
         yield name, ours.to(form.device, kept)
     except ModelError as error:
@@ -239,17 +228,16 @@ def _floats(part: GgufSource, config: ModelConfig, form: PackedForm) -> Iterator
 
 
 def plan_gguf(file: GgufFile, config: ModelConfig) -> Iterator[GgufSource]:
-    """Sources of the trunk's tensors in file order, all but the data checked."""
+    """Locates the trunk's tensors in file order, and checks everything but the data."""
     return _plan(file, config, expected_tensors(config), mtp=False)
 
 
 def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mtp: bool) -> Iterator[GgufSource]:
-    """Sources of the tensors of the trunk or of the head."""
     served: dict[str, str] = {}
     for stored in file.tensors.values():
         if stored.name == ROPE_FACTORS or TOWER.fullmatch(stored.name):
             continue
-        found = place(stored.name, config.architecture, config.layer_types)
+        found = tensor_target(stored.name, config.architecture, config.layer_types)
         if found.mtp != mtp:
             continue
         for name in found.names:
@@ -264,15 +252,15 @@ def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mt
 
 
 def _checked(source: GgufSource, config: ModelConfig) -> GgufSource:
-    """The source, whose single row may be stored as a matrix of one."""
-    wanted = source.place.form.shape(source.shapes[0], config)
+    """Checks shape and type. A vector may be stored as a matrix of one row."""
+    wanted = source.target.form.shape(source.shapes[0], config)
     if len(source.shapes) > 1:
         wanted = (*wanted[:-2], sum(shape[-2] for shape in source.shapes), wanted[-1])
     if source.stored.shape == (1, *wanted):
         source = replace(source, stored=replace(source.stored, shape=wanted))
     if source.stored.shape != wanted:
         raise ModelError(f"{source.stored.path}: tensor {source.stored.name!r} has shape {list(source.stored.shape)}, "
-                         f"but the metadata asks for {list(wanted)}")
+                         f"but the metadata requires {list(wanted)}")
     if not source.stored.type.readable:
         raise ModelError(f"{source.stored.path}: tensor {source.stored.name!r} is of type {source.stored.type.name}, "
                          "which is not supported; choose another quantization, such as Q4_K_M or Q8_0")
@@ -281,7 +269,7 @@ def _checked(source: GgufSource, config: ModelConfig) -> GgufSource:
 
 def _check_complete(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape],
                     sources: list[GgufSource]) -> None:
-    served = {name for source in sources for name in source.place.names}
+    served = {name for source in sources for name in source.target.names}
     missing = [name for name in expected if name not in served]
     if missing == [HEAD]:
         raise ModelError(f"tensor 'output.weight' is missing in {file.paths[0]}; if the head is the embedding, "
@@ -293,12 +281,12 @@ def _check_complete(file: GgufFile, config: ModelConfig, expected: Mapping[str, 
 
 
 def read_gguf(source: GgufSource, config: ModelConfig, kept: DType) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our tensors out of one of the file."""
-    stored, names = source.stored, source.place.names
+    """Reads one of the file's tensors. Yields canonical ones."""
+    stored, names = source.stored, source.target.names
     tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[tensor_dtype(names[0], kept)])
     try:
         fill(tensor, stored.type, stored.read)
-        tensor = source.place.form.to_ours(tensor, config)
+        tensor = source.target.form.to_ours(tensor, config)
     except ModelError as error:
         raise ModelError(f"{stored.path}: tensor {stored.name!r}: {error}") from error
     if len(names) == 1:

@@ -1,4 +1,4 @@
-"""What a GGUF file says about a model: the inverse of `config` and `tokenizer`.
+"""Writes GGUF metadata: the inverse of `config` and `tokenizer`.
 
 Keys and types are those that llama.cpp's converter writes (conversion/base.py, conversion/qwen.py).
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
-from deltic.config.model import FAMILIES
+from deltic.config.families import FAMILIES
 from deltic.config.splitters import SPLITTERS
 from deltic.errors import ModelError
 from deltic.loader.gguf.config import SAMPLING_KEYS
@@ -20,49 +20,53 @@ from deltic.loader.gguf.word_tokenizers import CONTROL, NORMAL, UNUSED, USER_DEF
 ARCHITECTURES: Final[Mapping[str, str]] = {
     "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen2": "qwen2",
     "llama": "llama"}
-"""What GGUF files call our architectures."""
-_PRE: Final[Mapping[str, str]] = {
+"""Canonical architecture -> GGUF architecture."""
+_PRE_TOKENIZERS: Final[Mapping[str, str]] = {
     "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35", "qwen3": "qwen2", "qwen3_moe": "qwen2", "qwen2": "qwen2"}
-"""The pre-tokenizer of an architecture, for a pattern that is none of those that have a name."""
+"""Pre-tokenizer of an architecture, for a pattern without a name."""
 _DEFAULT_TEMPLATE: Final = "default"
 
 
 def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
-    """The metadata of a model's shape, which `config_from_gguf` reads, but for factors that are not all the same: these
-    are a tensor (`names.ROPE_FACTORS`)."""
+    """Returns the metadata of a model's shape for `config_from_gguf`. Rotary divisors that differ are a tensor
+    (`names.ROPE_FACTORS`)."""
     architecture = ARCHITECTURES[config.architecture]
     heads = config.num_mtp_layers
-    keys = {
+    keys: dict[str, Any] = {
         "block_count": config.num_hidden_layers + heads, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        **({"feed_forward_length": config.intermediate_size} if config.experts is None else _experts(config.experts)),
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(config.rope.theta),
         "rope.dimension_count": config.rope.rotary_dim,
-        **({"rope.dimension_sections": [*config.rope.mrope_section, 0]} if config.rope.mrope_section else {}),
-        **(_linear_scaling(config.rope.factors[0]) if len({*config.rope.factors}) == 1 else {}),
-        **(_kinds(config.layer_types, heads) if "linear_attention" in FAMILIES[config.architecture].mixers else {}),
-        **({} if config.linear is None else _linear(config.linear)),
-        **({"nextn_predict_layers": heads} if heads else {}),
     }
+    if config.experts is None:
+        keys["feed_forward_length"] = config.intermediate_size
+    else:
+        keys |= _experts(config.experts)
+    if config.rope.mrope_section:
+        keys["rope.dimension_sections"] = [*config.rope.mrope_section, 0]
+    if len({*config.rope.factors}) == 1:
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope.factors[0])}
+    if "linear_attention" in FAMILIES[config.architecture].mixers:
+        keys |= _layer_kinds(config.layer_types, heads)
+    if config.linear is not None:
+        keys |= _linear(config.linear)
+    if heads:
+        keys["nextn_predict_layers"] = heads
     return {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
 
 
 def _experts(experts: ExpertsConfig) -> dict[str, Any]:
     if not experts.normalised:
-        raise ModelError("GGUF files have no place for experts whose shares are not normalised (norm_topk_prob false)")
+        raise ModelError("GGUF files cannot store experts whose weights are not normalised (norm_topk_prob false)")
     shared = {"expert_shared_feed_forward_length": experts.shared_size} if experts.shared_size else {}
     return {"expert_count": experts.count, "expert_used_count": experts.per_token,
             "expert_feed_forward_length": experts.size, **shared}
 
 
-def _linear_scaling(factor: float) -> dict[str, Any]:
-    return {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
-
-
-def _kinds(kinds: Sequence[str], heads: int) -> dict[str, Any]:
-    """The interval is given where the layers have one. The blocks of the `heads` come last and are not recurrent."""
+def _layer_kinds(kinds: Sequence[str], heads: int) -> dict[str, Any]:
+    """Returns the kinds of layers, and their interval if there is one. Blocks of the `heads` come last."""
     recurrent = [kind == "linear_attention" for kind in kinds]
     interval = recurrent.index(False) + 1 if False in recurrent else len(kinds) + 1
     regular = recurrent == [(index + 1) % interval != 0 for index in range(len(kinds))]
@@ -78,8 +82,8 @@ def _linear(linear: LinearConfig) -> dict[str, Any]:
 
 
 def generation_to_gguf(generation: GenerationDefaults) -> dict[str, Any]:
-    """The advice for sampling, which `generation_from_gguf` reads."""
-    given = {key: getattr(generation, ours) for key, ours in SAMPLING_KEYS.items()}
+    """Returns the sampling defaults for `generation_from_gguf`."""
+    given = {key: getattr(generation, hf_key) for key, hf_key in SAMPLING_KEYS.items()}
     return {f"general.sampling.{key}": value if type(value) is int else float(value)
             for key, value in given.items() if value is not None}
 
@@ -88,10 +92,10 @@ def generation_to_gguf(generation: GenerationDefaults) -> dict[str, Any]:
 
 
 def tokenizer_to_gguf(texts: TokenizerTexts, config: ModelConfig, ends: Sequence[int]) -> dict[str, Any]:
-    """The metadata of a tokenizer, which `tokenizer_from_gguf` reads; `ends` are the tokens that end an answer.
+    """Returns the metadata of a tokenizer for `tokenizer_from_gguf`; `ends` are the tokens that end an answer.
 
-    The list of tokens is filled up to the vocabulary's size. The whole tokenizer.json is added, which says what the
-    format's own keys cannot. Raises ModelError for a tokenizer that is no byte-level BPE.
+    The list of tokens is padded to the vocabulary's size. The complete tokenizer.json is added, because the format's
+    own keys do not cover it. Raises ModelError for a tokenizer that is no byte-level BPE.
     """
     tokenizer = _parsed(texts.tokenizer)
     added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
@@ -99,12 +103,12 @@ def tokenizer_to_gguf(texts: TokenizerTexts, config: ModelConfig, ends: Sequence
     names |= {id: token["content"] for id, token in added.items()}
     ids = range(max(config.vocab_size, max(names, default=-1) + 1))
     return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _pre(tokenizer, config),
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _pre_tokenizer_name(tokenizer, config),
         "tokenizer.ggml.tokens": [names.get(id, f"[PAD{id}]") for id in ids],
-        "tokenizer.ggml.token_type": [_type(id, names, added) for id in ids],
+        "tokenizer.ggml.token_type": [_token_type(id, names, added) for id in ids],
         "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge)
                                   for merge in tokenizer["model"]["merges"]],
-        **_special_ids(texts, names, config, ends), **_around(tokenizer, texts), **_templates(texts.templates),
+        **_special_ids(texts, names, config, ends), **_added_tokens(tokenizer, texts), **_templates(texts.templates),
         "tokenizer.huggingface.json": texts.tokenizer,
     }
 
@@ -122,25 +126,25 @@ def _parsed(text: str) -> dict[str, Any]:
     return found
 
 
-def _pre(tokenizer: Mapping[str, Any], config: ModelConfig) -> str:
-    """The name of how text is cut."""
+def _pre_tokenizer_name(tokenizer: Mapping[str, Any], config: ModelConfig) -> str:
+    """Returns the name of the pre-tokenizer."""
     given = tokenizer.get("pre_tokenizer") or {}
-    cuts = _essence(given.get("pretokenizers", [given]))
-    named = next((name for name, splitter in SPLITTERS.items() if _essence(splitter.cuts) == cuts), None)
-    found = named or _PRE.get(config.architecture)
+    cuts = _relevant_keys(given.get("pretokenizers", [given]))
+    named = next((name for name, splitter in SPLITTERS.items() if _relevant_keys(splitter.cuts) == cuts), None)
+    found = named or _PRE_TOKENIZERS.get(config.architecture)
     if found is None:
-        raise ModelError("the pre_tokenizer of tokenizer.json is none of those that GGUF files have a name for "
+        raise ModelError("the pre_tokenizer of tokenizer.json has no name in GGUF files "
                          f"({', '.join(SPLITTERS)})")
     return found
 
 
-def _essence(cuts: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """What matters of pre-tokenizers: ByteLevel alone has no regex of its own after another that cuts."""
+def _relevant_keys(cuts: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Returns the relevant keys of pre-tokenizers, for comparison."""
     keys = ("type", "pattern", "individual_digits", "use_regex")
     return [tuple(json.dumps(cut.get(key)) for key in keys) for cut in cuts]
 
 
-def _type(id: int, names: Mapping[int, str], added: Mapping[int, Mapping[str, Any]]) -> int:
+def _token_type(id: int, names: Mapping[int, str], added: Mapping[int, Mapping[str, Any]]) -> int:
     if id in added:
         return CONTROL if added[id].get("special") else USER_DEFINED
     return NORMAL if id in names else UNUSED
@@ -148,8 +152,8 @@ def _type(id: int, names: Mapping[int, str], added: Mapping[int, Mapping[str, An
 
 def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelConfig,
                  ends: Sequence[int]) -> dict[str, int]:
-    """Ids of the special tokens: the tokenizer's, else the config's. End tokens that readers know by their text are
-    named only as eos."""
+    """Returns the ids of special tokens: the tokenizer's, else the config's. End tokens that readers recognise by their
+    text are named as eos only."""
     by_text = {text: id for id, text in names.items()}
     fallback = {"bos": config.bos_token_id, "padding": config.pad_token_id, "eos": next(iter(ends), None)}
     found = {kind: by_text.get(texts.special_tokens.get(name, ""), fallback.get(kind))
@@ -159,8 +163,8 @@ def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelC
     return {f"tokenizer.ggml.{kind}_token_id": id for kind, id in found.items() if id is not None}
 
 
-def _around(tokenizer: Mapping[str, Any], texts: TokenizerTexts) -> dict[str, bool]:
-    """Whether the tokenizer puts a bos token before a raw prompt, and an eos token behind it."""
+def _added_tokens(tokenizer: Mapping[str, Any], texts: TokenizerTexts) -> dict[str, bool]:
+    """Returns whether the tokenizer adds bos and eos tokens around a raw prompt."""
     processor = tokenizer.get("post_processor") or {}
     parts: list[Mapping[str, Any]] = [processor, *processor.get("processors", ())]
     steps: list[Mapping[str, Any]] = next((part["single"] for part in parts if part.get("single")), [{}])

@@ -1,4 +1,4 @@
-"""Vision towers in GGUF files of their own, which lie beside those of the text models: finding, reading and writing.
+"""Vision towers in separate GGUF files (mmproj): finding, reading and writing.
 
 Names and keys are those of llama.cpp's converter (conversion/qwen3vl.py) and reader (tools/mtmd/clip-impl.h).
 """
@@ -30,18 +30,18 @@ from deltic.loader.gguf.reader import GgufTensor
 from deltic.loader.gguf.write import NewTensor, write_gguf
 from deltic.loader.names import Shape
 from deltic.loader.safetensors import TORCH_DTYPES
-from deltic.loader.vision import KEPT, expected_tower
+from deltic.loader.vision import FLOAT32, expected_tower
 from deltic.ops.quantized import PackedForm
 from deltic.ops.types import Block
 
 PROJECTOR: Final = "qwen3vl_merger"
 TYPES: Final[Mapping[str, int]] = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
-"""Types of files that are written, with the numbers that general.file_type gives them."""
+"""Types of written files -> general.file_type."""
 _PATCH: Final = "visual.patch_embed.proj.weight"
 _FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
-"""What the patch embedding is in files: a convolution for each of the two frames."""
+"""The patch embedding in files: a convolution for each of two frames."""
 _BOTH_FRAMES: Final = "v.patch_embed.weight"
-"""What it is in files of Ollama: one for both, with its two axes of channels as one."""
+"""The patch embedding in Ollama's files: one tensor, with both axes of channels merged."""
 _TOP: Final[Mapping[str, str]] = {
     "v.patch_embd.bias": "visual.patch_embed.proj.bias", "v.position_embd.weight": "visual.pos_embed.weight",
     "v.post_ln": "visual.merger.norm", "mm.0": "visual.merger.linear_fc1", "mm.2": "visual.merger.linear_fc2"}
@@ -53,36 +53,36 @@ _MARK: Final = re.compile(r"mmproj", re.IGNORECASE)
 _KIND: Final = re.compile(r"(?i)(?:^|[-_.])(?:bf16|f16|f32|fp16|fp32|i?q\d\w*|ud|mxfp4|model|vision)(?=[-_.]|$)")
 _EPS: Final = 1e-6
 _FOLDERS: Final = 3
-"""Some repositories have a folder for each type, and one tower for all of them."""
-_FILMS: Final = "deltic.films"
-"""A key of our own: a video_preprocessor_config.json, for which the format has no words."""
+"""Folders to search upwards: some repositories have one for each type, and one tower for all."""
+_VIDEO_CONFIG: Final = "deltic.films"
+"""Own key with a video_preprocessor_config.json, which the format does not cover. Existing files have this name."""
 
 
 # Finding
 
 
-def beside(text: Path) -> Path | None:
-    """The vision tower's file in the folder of a text model's GGUF file, else in the two that this lies in."""
-    return next(filter(None, (_tower_in(folder, text) for folder in [*text.parents][:_FOLDERS])), None)
+def find_mmproj(model: Path) -> Path | None:
+    """Returns the vision tower's file in the folder of a model's GGUF file, or in one of the two folders above."""
+    return next(filter(None, (_find_in(folder, model) for folder in [*model.parents][:_FOLDERS])), None)
 
 
-def _tower_in(folder: Path, text: Path) -> Path | None:
-    """By its name: `mmproj` and the model's name without types (mmproj-NAME-F16.gguf, NAME.mmproj.gguf), or no model's
-    name (mmproj-BF16.gguf). Of several, one with the name, then the first one in order of the alphabet."""
-    named, plain = list[Path](), list[Path]()
+def _find_in(folder: Path, model: Path) -> Path | None:
+    """Selects a file by its name: mmproj with the model's name (mmproj-NAME-F16.gguf, NAME.mmproj.gguf), else without
+    any (mmproj-BF16.gguf), the first in alphabetical order."""
+    named, unnamed = list[Path](), list[Path]()
     for path in sorted(folder.glob("*.gguf")):
-        if not _MARK.search(path.name) or path == text:
+        if not _MARK.search(path.name) or path == model:
             continue
-        name = _core(_MARK.sub("", path.stem))
+        name = _base_name(_MARK.sub("", path.stem))
         if not name:
-            plain.append(path)
-        elif name == _core(text.stem):
+            unnamed.append(path)
+        elif name == _base_name(model.stem):
             named.append(path)
-    return next(iter([*named, *plain]), None)
+    return next(iter([*named, *unnamed]), None)
 
 
-def _core(stem: str) -> str:
-    """A file's name without types of weights and separators."""
+def _base_name(stem: str) -> str:
+    """Returns a file's name without types of weights and separators."""
     found = _KIND.sub("", re.sub(r"-\d{5}-of-\d{5}$", "", stem))
     return re.sub(r"[-_.]+", "-", found).strip("-").lower()
 
@@ -91,7 +91,7 @@ def _core(stem: str) -> str:
 
 
 def vision_from_gguf(file: GgufFile, text: GgufFile, config: ModelConfig) -> Vision:
-    """What a model with this tower sees with. text: the file of the text model, whose tokens stand for pictures.
+    """Reads the config of a tower. text: the file of the text model, whose vocabulary has the placeholder tokens.
 
     Raises ModelError naming the file, and the key or tensor that is absent, absurd or not supported.
     """
@@ -128,21 +128,20 @@ def _vision(file: GgufFile, text: GgufFile, config: ModelConfig) -> Vision:
         merge_size=size("spatial_merge_size", 16) if "clip.vision.spatial_merge_size" in keys else 2,
         rope_theta=1e4, image_token_id=_token(text, "<|image_pad|>"), video_token_id=_token(text, "<|video_pad|>"))
     if tower.out_hidden_size != config.hidden_size:
-        raise ModelError(f"its rows have {tower.out_hidden_size} numbers (clip.vision.projection_dim), and those of "
+        raise ModelError(f"its rows have {tower.out_hidden_size} values (clip.vision.projection_dim), those of "
                          f"{text.paths[0].name} {config.hidden_size}: it belongs to another model")
     least, most = (size(key, 1 << 30) if f"clip.vision.{key}" in keys else default for key, default in (
         ("image_min_pixels", plain.min_pixels), ("image_max_pixels", plain.max_pixels)))
     _plan(file, tower)
     return Vision(tower, ImageConfig(least, most, _channels(keys, "image_mean", plain.mean),
-                                       _channels(keys, "image_std", plain.std), _films(keys)))
+                                       _channels(keys, "image_std", plain.std), _video_config(keys)))
 
 
-def _films(keys: Mapping[str, Any]) -> VideoConfig:
+def _video_config(keys: Mapping[str, Any]) -> VideoConfig:
     try:
-        said = json.loads(keys.get(_FILMS, "{}"))
-        return VideoConfig.from_hf(said)
+        return VideoConfig.from_hf(json.loads(keys.get(_VIDEO_CONFIG, "{}")))
     except (ValueError, TypeError, AttributeError, RecursionError, ModelError) as error:
-        raise ModelError(f"{_FILMS} cannot be used: {error}") from error
+        raise ModelError(f"{_VIDEO_CONFIG} cannot be used: {error}") from error
 
 
 def _token(text: GgufFile, word: str) -> int:
@@ -150,8 +149,8 @@ def _token(text: GgufFile, word: str) -> int:
     try:
         return list(words if isinstance(words, list) else ()).index(word)
     except ValueError as error:
-        raise ModelError(f"the text model {text.paths[0].name} has no token {word}, so that no picture can be shown "
-                         "to it") from error
+        raise ModelError(f"the text model {text.paths[0].name} has no token {word}, so it cannot see "
+                         "pictures") from error
 
 
 def _channels(keys: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
@@ -166,8 +165,8 @@ def _channels(keys: Mapping[str, Any], key: str, default: tuple[float, ...]) -> 
 
 def load_mmproj(file: GgufFile, config: VisionConfig, dtype: DType, device: str | torch.device, form: PackedForm | None
                 ) -> dict[str, Block]:
-    """The tower under our names: norms, biases and positions float32, matrices of `dtype` or, where they are quantized
-    and `form` serves their type, as they are."""
+    """Loads the tower by canonical name: norms, biases and positions in float32, matrices in `dtype`, or still
+    quantized if `form` serves their type."""
     found, shapes = dict[str, Block](), expected_tower(config)
     for name, parts in _plan(file, config).items():
         stored = parts[0]
@@ -176,13 +175,13 @@ def load_mmproj(file: GgufFile, config: VisionConfig, dtype: DType, device: str 
             found[name] = form.pack(stored.type.name, stored.type.id, stored.shape[0], columns,
                                     stored.type.size(columns), stored.read)
         else:
-            kept = torch.float32 if KEPT.search(name) else TORCH_DTYPES[dtype]
+            kept = torch.float32 if FLOAT32.search(name) else TORCH_DTYPES[dtype]
             found[name] = _read(parts, kept, shapes[name]).to(device)
     return found
 
 
 def read_mmproj(file: GgufFile, config: VisionConfig, name: str) -> Tensor:
-    """One tensor of the tower, by our name, in float32."""
+    """Returns one tensor of the tower in float32."""
     return _read(_plan(file, config)[name], torch.float32, expected_tower(config)[name])
 
 
@@ -197,20 +196,20 @@ def _read(parts: tuple[GgufTensor, ...], dtype: torch.dtype, shape: Shape) -> Te
 
 
 def _plan(file: GgufFile, config: VisionConfig) -> dict[str, tuple[GgufTensor, ...]]:
-    """Our names and what is stored for each; all but the data is checked."""
+    """Locates the stored parts of each canonical tensor, and checks everything but the data."""
     found, known = dict[str, tuple[GgufTensor, ...]](), set[str]()
     for name, shape in expected_tower(config).items():
-        theirs, wanted = gguf_names(name), stored_shape(name, shape)
+        names, wanted = gguf_names(name), stored_shape(name, shape)
         if name == _PATCH and _BOTH_FRAMES in file.tensors:
-            theirs, wanted = (_BOTH_FRAMES,), (shape[0] * shape[1], *shape[2:])
-        missing = [each for each in theirs if each not in file.tensors]
+            names, wanted = (_BOTH_FRAMES,), (shape[0] * shape[1], *shape[2:])
+        missing = [each for each in names if each not in file.tensors]
         if missing:
             raise ModelError(f"tensor {missing[0]!r} is absent; download the file again")
-        found[name] = parts = tuple(file.tensors[each] for each in theirs)
-        known.update(theirs)
-        for part in parts:
+        found[name] = tuple(file.tensors[each] for each in names)
+        known.update(names)
+        for part in found[name]:
             if part.shape != wanted:
-                raise ModelError(f"tensor {part.name!r} has shape {list(part.shape)}, but the metadata asks for "
+                raise ModelError(f"tensor {part.name!r} has shape {list(part.shape)}, but the metadata requires "
                                  f"{list(wanted)}")
             if not part.type.readable:
                 raise ModelError(f"tensor {part.name!r} is of type {part.type.name}, which is not supported; choose "
@@ -225,26 +224,26 @@ def _plan(file: GgufFile, config: VisionConfig) -> dict[str, tuple[GgufTensor, .
 
 
 def gguf_names(name: str) -> tuple[str, ...]:
-    """What one of our tensors (`vision.expected_tower`) is called in files: two names for the patch embedding."""
+    """Returns the names in files of a canonical tensor (`vision.expected_tower`): two for the patch embedding."""
     if name == _PATCH:
         return _FRAMES
     inner = _IN_BLOCK.fullmatch(name)
     if inner:
-        theirs = {ours: their for their, ours in _BLOCK.items()}[inner[2]]
-        return (f"v.blk.{inner[1]}.{theirs}.{inner[3]}",)
-    top = {ours: their for their, ours in _TOP.items()}
+        part = {canonical: gguf for gguf, canonical in _BLOCK.items()}[inner[2]]
+        return (f"v.blk.{inner[1]}.{part}.{inner[3]}",)
+    top = {canonical: gguf for gguf, canonical in _TOP.items()}
     stem, _, kind = name.rpartition(".")
     return (top[name] if name in top else f"{top[stem]}.{kind}",)
 
 
 def stored_shape(name: str, shape: Shape) -> Shape:
-    """The shape of each of a tensor's parts in a file."""
+    """Returns the shape of each of a tensor's parts in a file."""
     return (*shape[:2], *shape[3:]) if name == _PATCH else shape
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of a file's tensors: of which of ours, and which frame of it."""
+    """A tensor of a file, its canonical source, and the frame of the patch embedding."""
 
     source: str
     frame: int | None
@@ -252,19 +251,22 @@ class _Part:
 
 
 def write_mmproj(path: Path, vision: Vision, name: str, type: str, read: Callable[[str], Tensor]) -> int:
-    """Write a vision tower as a file of `type` (of TYPES) that belongs to the model called `name`; returns its size.
+    """Writes a vision tower as a file of `type` (of TYPES) for the model called `name`. Returns its size.
 
-    read: gives a tensor by our name, in any float type. Norms, biases and positions become F32, as does the patch
-    embedding but in a file of F16, and so does F16 what fits no blocks. Raises ModelError for towers that files have no
-    words for.
+    read: returns a canonical tensor in any float type. Norms, biases and positions become F32, and so does the patch
+    embedding, except in F16 files. Matrices that fit no blocks become F16. Raises ModelError for towers that the format
+    does not cover.
     """
     tower = vision.tower
     if tower.temporal_patch_size != 2 or tower.rope_theta != 1e4:
-        raise ModelError("GGUF files have no words for a vision tower with temporal_patch_size "
-                         f"{tower.temporal_patch_size} and rope_theta {tower.rope_theta}, only for 2 and 10000")
-    parts = [_Part(ours, frame if ours == _PATCH else None,
-                   NewTensor(theirs, _type(ours, stored_shape(ours, shape), type), stored_shape(ours, shape)))
-             for ours, shape in expected_tower(tower).items() for frame, theirs in enumerate(gguf_names(ours))]
+        raise ModelError("GGUF files cannot describe a vision tower with temporal_patch_size "
+                         f"{tower.temporal_patch_size} and rope_theta {tower.rope_theta}, only 2 and 10000")
+    parts = list[_Part]()
+    for source, full_shape in expected_tower(tower).items():
+        shape = stored_shape(source, full_shape)
+        for frame, stored_name in enumerate(gguf_names(source)):
+            target = NewTensor(stored_name, _type(source, shape, type), shape)
+            parts.append(_Part(source, frame if source == _PATCH else None, target))
     with ThreadPoolExecutor(2) as pool:
         def data() -> Iterator[Iterator[Any]]:
             for part in parts:
@@ -277,7 +279,7 @@ def write_mmproj(path: Path, vision: Vision, name: str, type: str, read: Callabl
 
 
 def _type(name: str, shape: Shape, type: str) -> BlockType:
-    if KEPT.search(name) or (name == _PATCH and type != "F16"):
+    if FLOAT32.search(name) or (name == _PATCH and type != "F16"):
         return BY_NAME["F32"]
     wanted = BY_NAME[type]
     return wanted if shape[-1] % wanted.weights == 0 else BY_NAME["F16"]
@@ -295,5 +297,5 @@ def _metadata(vision: Vision, name: str, type: str) -> dict[str, Any]:
         "is_deepstack_layers": [False] * tower.depth}
     return {"general.architecture": "clip", "general.type": "mmproj", "general.name": name,
             "general.file_type": TYPES[type], "general.quantization_version": 2, "clip.has_vision_encoder": True,
-            "clip.projector_type": PROJECTOR, "clip.use_gelu": True, _FILMS: json.dumps(pictures.videos.to_hf()),
+            "clip.projector_type": PROJECTOR, "clip.use_gelu": True, _VIDEO_CONFIG: json.dumps(pictures.videos.to_hf()),
             **{f"clip.vision.{key}": value for key, value in of_vision.items()}}

@@ -1,8 +1,7 @@
-"""The tensors of GGUF files and ours: names, and how their numbers differ, in both directions.
+"""Maps tensors of GGUF files to canonical ones (`loader/names`), and back: their names, order and values.
 
-GGUF names and forms are those that llama.cpp's converter writes (conversion/qwen.py) and its models read
-(src/models/qwen35.cpp, qwen35moe.cpp, qwen3.cpp, qwen2.cpp, llama.cpp). Ours are Hugging Face's, see
-deltic/loader/names.py.
+GGUF names and forms are those of llama.cpp's converter (conversion/qwen.py) and models (src/models/qwen35.cpp,
+qwen35moe.cpp, qwen3.cpp, qwen2.cpp, llama.cpp).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltic.config import LinearConfig, ModelConfig
-from deltic.config.model import LayerType
+from deltic.config.families import LayerType
 from deltic.errors import ModelError
 from deltic.loader.names import EMBEDDING, HEAD, Shape
 
@@ -29,51 +28,51 @@ def _same(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """How a GGUF tensor differs from ours: in the order of its rows or of its value heads, and in its values.
+    """Differences between a GGUF tensor and the canonical one: order of rows or value heads, and values.
 
-    heads: the axis along which value heads follow each other, or None.
-    behind_keys: queries and keys come before them on that axis.
-    wide: a head takes value_head_dim places there, else one.
-    turned: how many heads of queries or keys have their rows in the order of the pairs that are rotated together.
-    decode, encode: from GGUF's values to ours and back.
+    heads: the axis of value heads, or None.
+    behind_keys: queries and keys come first on that axis.
+    wide: a head has value_head_dim entries on that axis, else one.
+    interleaved: number of heads whose rows are in the order of rotated pairs.
+    decode, encode: convert GGUF's values to canonical ones and back.
 
-    Our value heads are grouped by the key head that they share: k0v0 k0v1 k1v0 k1v1. In GGUF files they are tiled:
-    k0v0 k1v0 k0v1 k1v1, so that value head i belongs to key head i modulo the number of key heads. With as many value
-    heads as key heads both orders are the same.
+    Canonical value heads are grouped by their key head: k0v0 k0v1 k1v0 k1v1. In GGUF files they are tiled:
+    k0v0 k1v0 k0v1 k1v1, so that value head i belongs to key head i modulo the number of key heads.
 
-    Where heads are `turned`, GGUF rows 2 i and 2 i + 1 of a head are a pair; ours are rows i and i + head_dim / 2.
+    In `interleaved` heads, GGUF rows 2 i and 2 i + 1 are a rotated pair; canonical pairs are rows i and
+    i + head_dim / 2.
     """
 
     heads: int | None = None
     behind_keys: bool = False
     wide: bool = False
-    turned: Callable[[ModelConfig], int] | None = None
+    interleaved: Callable[[ModelConfig], int] | None = None
     decode: Change = _same
     encode: Change = _same
 
     @property
     def changes(self) -> bool:
-        """Whether values differ, not only their order."""
+        """True if values differ, not only their order."""
         return self.decode is not _same
 
     def rows(self, count: int, config: ModelConfig) -> Tensor | None:
-        """Which of the file's `count` rows is each of ours, [count] int64; None: they are in the same order."""
-        if self.turned is None:
+        """Returns the file's row of each canonical row, [count] int64; None: the order is the same."""
+        if self.interleaved is None:
             return None
-        return torch.arange(count).view(self.turned(config), -1, 2).transpose(1, 2).flatten()
+        return torch.arange(count).view(self.interleaved(config), -1, 2).transpose(1, 2).flatten()
 
     def to_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
-        """Our tensor of a GGUF tensor (in torch's shape)."""
+        """Converts a GGUF tensor (in torch's shape) to the canonical one."""
         rows = self.rows(len(tensor), config)
         return self.decode(self._reorder(tensor, config, grouped=True) if rows is None else tensor[rows], config)
 
     def from_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
-        """The GGUF tensor (in torch's shape) of one of ours; the inverse of `to_ours`."""
+        """Converts a canonical tensor to the GGUF one (in torch's shape); the inverse of `to_ours`."""
         encoded, rows = self.encode(tensor, config), self.rows(len(tensor), config)
         return self._reorder(encoded, config, grouped=False) if rows is None else encoded[rows.argsort()]
 
     def shape(self, shape: Shape, config: ModelConfig) -> Shape:
-        """The shape in a GGUF file of a tensor of ours with `shape`."""
+        """Returns the shape in a GGUF file of a canonical tensor with `shape`."""
         if self.encode is _drop_row:
             return shape[1:]
         return (shape[0], *shape[2:]) if self.encode is _drop_channel else shape
@@ -102,7 +101,7 @@ def _plus_offset(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _log_of_decay(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """In float64, so that the decay returns to within a unit or two in the last place of what was stored."""
+    """Computes in float64, so that encoding again differs by at most two units in the last place."""
     if not bool((tensor <= 0).all()):
         raise ModelError("decays (ssm_a) must be negative: the file is corrupt or written by an unknown converter")
     return (-tensor.double()).log().to(tensor.dtype)
@@ -130,19 +129,19 @@ def _drop_row(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 PLAIN: Final = TensorForm()
 NORM: Final = TensorForm(decode=_minus_offset, encode=_plus_offset)
-"""Norms are stored as the factor itself, in our checkpoints less the family's offset."""
+"""GGUF stores the factor itself, checkpoints subtract the family's offset."""
 _PER_HEAD: Final = TensorForm(heads=0)
 _ROWS: Final = TensorForm(heads=0, wide=True)
 _ROWS_BEHIND_KEYS: Final = TensorForm(heads=0, wide=True, behind_keys=True)
 _COLUMNS: Final = TensorForm(heads=1, wide=True)
 _CONVOLUTION: Final = TensorForm(heads=0, wide=True, behind_keys=True, decode=_add_channel, encode=_drop_channel)
-_TURNED_QUERIES: Final = TensorForm(turned=lambda config: config.num_attention_heads)
-_TURNED_KEYS: Final = TensorForm(turned=lambda config: config.num_key_value_heads)
+_INTERLEAVED_QUERIES: Final = TensorForm(interleaved=lambda config: config.num_attention_heads)
+_INTERLEAVED_KEYS: Final = TensorForm(interleaved=lambda config: config.num_key_value_heads)
 _SINGLE_ROW: Final = TensorForm(decode=_add_row, encode=_drop_row)
 _DECAY: Final = TensorForm(heads=0, decode=_log_of_decay, encode=_decay)
 
 Table = Mapping[str, tuple[str, TensorForm]]
-"""GGUF name -> our name and the form."""
+"""GGUF name -> canonical name and form."""
 
 _TOP: Final[Table] = {
     "token_embd.weight": (EMBEDDING, PLAIN),
@@ -166,10 +165,10 @@ _BIASED: Final[Table] = {
     "attn_k.bias": ("self_attn.k_proj.bias", PLAIN),
     "attn_v.bias": ("self_attn.v_proj.bias", PLAIN),
 }
-_TURNED: Final[Table] = {
+_INTERLEAVED: Final[Table] = {
     **_PROJECTIONS,
-    "attn_q.weight": ("self_attn.q_proj.weight", _TURNED_QUERIES),
-    "attn_k.weight": ("self_attn.k_proj.weight", _TURNED_KEYS),
+    "attn_q.weight": ("self_attn.q_proj.weight", _INTERLEAVED_QUERIES),
+    "attn_k.weight": ("self_attn.k_proj.weight", _INTERLEAVED_KEYS),
 }
 _LINEAR: Final[Table] = {
     "attn_qkv.weight": ("linear_attn.in_proj_qkv.weight", _ROWS_BEHIND_KEYS),
@@ -193,7 +192,6 @@ _ROUTED: Final[Table] = {
     "ffn_up_exps.weight": ("mlp.experts.up_proj.weight", PLAIN),
     "ffn_down_exps.weight": ("mlp.experts.down_proj.weight", PLAIN),
 }
-"""Experts are stacked along the first axis."""
 _SHARED: Final[Table] = {
     "ffn_gate_inp_shexp.weight": ("mlp.shared_expert_gate.weight", _SINGLE_ROW),
     "ffn_gate_shexp.weight": ("mlp.shared_expert.gate_proj.weight", PLAIN),
@@ -214,10 +212,10 @@ _BLOCK: Final[Mapping[str, Table]] = {
     "qwen2": {**_norms("ffn_norm.weight"), **_DENSE},
     "llama": {**_norms("ffn_norm.weight"), **_DENSE},
 }
-_FULL: Final[Mapping[str, Table]] = {**dict.fromkeys(_BLOCK, _ATTENTION), "qwen2": _BIASED, "llama": _TURNED}
+_FULL: Final[Mapping[str, Table]] = {**dict.fromkeys(_BLOCK, _ATTENTION), "qwen2": _BIASED, "llama": _INTERLEAVED}
 """By architecture, like _BLOCK."""
 ROPE_FACTORS: Final = "rope_freqs.weight"
-"""What the rotary frequencies are divided by: a part of the config."""
+"""Divisors of the rotary frequencies, a part of the config."""
 _NEXTN: Final[Table] = {
     "nextn.eh_proj.weight": ("mtp.fc.weight", PLAIN),
     "nextn.enorm.weight": ("mtp.pre_fc_norm_embedding.weight", NORM),
@@ -226,40 +224,43 @@ _NEXTN: Final[Table] = {
     "nextn.embed_tokens.weight": ("mtp.embed_tokens.weight", PLAIN),
     "nextn.shared_head_head.weight": ("mtp.shared_head.head.weight", PLAIN),
 }
-"""What a multi-token-prediction head has besides its layers; in files, part of the first block behind the trunk's."""
+"""Tensors of a multi-token-prediction head outside its layers. In files they belong to the first block after the
+trunk's."""
 _FUSED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
-"""The rows of `attn_qkv.weight` in a block with full attention: a converter's option."""
+"""Parts of `attn_qkv.weight` in a block with full attention (a converter's option)."""
 _FUSED_EXPERTS: Final = ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")
-"""The rows of each expert in `ffn_gate_up_exps.weight`."""
+"""Parts of each expert in `ffn_gate_up_exps.weight`."""
 _OTHER_NAMES: Final[Mapping[str, str]] = {
     "ssm_dt": "ssm_dt.bias", "ssm_dt.weight": "ssm_dt.bias", "ssm_a.weight": "ssm_a",
     "ssm_ba_a.weight": "ssm_alpha.weight", "ssm_ba_b.weight": "ssm_beta.weight"}
-"""What other converters, Ollama's above all, call tensors of a block."""
+"""Names of other converters, such as Ollama's."""
 _BUNDLED_HEAD: Final[Table] = {name: (name, PLAIN) for name, _ in _NEXTN.values()}
-"""A draft head inside a text model's file as Ollama wrote it: what the layers have besides, as checkpoints have it."""
+"""Draft heads in Ollama's files have the names of checkpoints."""
 TOWER: Final = re.compile(r"(v|mm)\..+")
-"""Tensors of a vision tower inside a text model's file (`bundled`)."""
+"""Tensors of a vision tower in a text model's file (`ollama`)."""
 EXPERT: Final = re.compile(r"(mtp\.layers\.\d{1,5}\.)mlp\.experts\.(\d{1,5})\.(gate|up|down)_proj\.weight")
-"""One expert's matrix in such a head; `ffn_gate_exps` and so on are their stacks."""
+"""An expert's matrix in such a head."""
 _BLOCK_NAME: Final = re.compile(r"(blk|mtp\.layers)\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
 _LAYER_NAME: Final = re.compile(r"(model|mtp)\.layers\.(0|[1-9]\d{0,4})\.([A-Za-z0-9_.]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorTarget:
-    """What a GGUF tensor is to us: our name, or several whose rows it holds one after another (of each expert, where
-    there are experts); its form; and whether
-    it belongs to the draft head (`mtp.`) rather than to the trunk."""
+    """Canonical meaning of a GGUF tensor.
+
+    names: one name, or several whose rows follow each other (within each expert).
+    mtp: it belongs to the draft head (`mtp.`).
+    """
 
     names: tuple[str, ...]
     form: TensorForm
     mtp: bool = False
 
 
-def place(name: str, architecture: str, layers: Sequence[LayerType]) -> TensorTarget:
-    """What the GGUF tensor `name` is in a model of this architecture (ours: qwen3_5, ...) with these trunk layers.
+def tensor_target(name: str, architecture: str, layers: Sequence[LayerType]) -> TensorTarget:
+    """Returns the target of the GGUF tensor `name` in a model of this canonical architecture with these trunk layers.
 
-    Blocks behind the trunk's are the draft head's. Raises ModelError for a name that means nothing to us.
+    Blocks after the trunk's belong to the draft head. Raises ModelError for an unknown name.
     """
     found = {**_TOP, **_BUNDLED_HEAD}.get(name)
     block = _BLOCK_NAME.fullmatch(name)
@@ -273,14 +274,14 @@ def place(name: str, architecture: str, layers: Sequence[LayerType]) -> TensorTa
             return TensorTarget(tuple(prefix + part for part in parts), PLAIN, prefix.startswith("mtp."))
     if found is None:
         raise ModelError(f"tensor {name[:200]!r} has no place in a {architecture} model of {len(layers)} layers; "
-                         "is the file of an unusual converter or of a newer format?")
+                         "is the file from an unusual converter or of a newer format?")
     return TensorTarget((found[0],), found[1], found[0].startswith("mtp."))
 
 
 def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, TensorForm]:
-    """The GGUF name of one of our tensors, of the trunk or the draft head (`mtp.`), and its form.
+    """Returns the GGUF name of a canonical tensor, of the trunk or the draft head (`mtp.`), and its form.
 
-    Raises ModelError for a name that GGUF files have no place for.
+    Raises ModelError for a name without GGUF equivalent.
     """
     found = _reverse({**_TOP, **{f"blk.{len(layers)}.{key}": value for key, value in _NEXTN.items()}}).get(name)
     layer = _LAYER_NAME.fullmatch(name)
@@ -310,7 +311,7 @@ def _kind(block: int, layers: Sequence[LayerType]) -> LayerType:
 
 
 def _fused(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, ...]:
-    """What a tensor that converters may write holds the rows of; nothing for others."""
+    """Returns the parts of a fused tensor; empty for others."""
     if name == "attn_qkv.weight" and _FULL[architecture] is _ATTENTION and _kind(block, layers) == "full_attention":
         return _FUSED
     routed = _ROUTED.keys() <= _BLOCK[architecture].keys()
@@ -322,4 +323,4 @@ def _prefix(block: int, layers: int) -> str:
 
 
 def _reverse(table: Table) -> Table:
-    return {ours: (name, form) for name, (ours, form) in table.items()}
+    return {canonical: (name, form) for name, (canonical, form) in table.items()}

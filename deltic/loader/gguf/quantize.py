@@ -1,11 +1,11 @@
-"""From weights to the blocks of GGUF files: the inverse of `blocks.decode`.
+"""Quantizes weights to the blocks of GGUF files: the inverse of `blocks.decode`.
 
-The types of 32 weights follow ggml's reference formulas (ggml-quants.c), to the bit where the scale is not 0 as
-float16. The types of 256 weights have scales of scales; for them a scale is searched: several are tried, each rounds
-the weights, and least squares over the rounded weights gives the best scale for them, of which the best is kept.
+Types of 32 weights are bit-equal to ggml's reference formulas (ggml-quants.c) unless the scale is 0 in float16. Types
+of 256 weights have scales of scales, which are searched: each candidate scale rounds the weights, least squares over
+the rounded weights refines it, and the best result is kept.
 
-The compiled kernels (csrc/quantize.cpp) do the same, to the bit, in a fraction of the time; what is here serves where
-they were not compiled. So that both agree, sums are added in an order that does not depend on the processor.
+The compiled kernels (csrc/quantize.cpp) are faster and bit-equal; this module is the fallback and the oracle. To agree,
+both add sums in an order that does not depend on the processor.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ _PIECE: Final = 1 << 18
 _FLOAT16_MAX: Final = 65504.0
 _LEAST_SCALE: Final = np.float32(2.0**-120)
 _ANY_VALUE: Final = ("F32", "BF16")
-_WORDS: Final = ("F32", "F16", "BF16")
+_UNQUANTIZED: Final = ("F32", "F16", "BF16")
 _AFFINE_STEPS: Final = np.linspace(-0.9, 0.9, 7).tolist()
-"""What is added to the number of levels that a group's range is spread over, in the search."""
+"""Search steps: offsets of the number of levels that a group's range is spread over."""
 _SYMMETRIC_STEPS: Final = np.linspace(-1.2, 1.2, 7).tolist()
 
 
 def quantize(values: Floats, type: BlockType) -> Bytes:
-    """Blocks of `type` for a matrix: float32 [rows, n] -> uint8 [rows, n / type.weights * type.nbytes].
+    """Quantizes a matrix: float32 [rows, n] -> uint8 [rows, n / type.weights * type.nbytes].
 
-    Raises ModelError where n is no multiple of the block, the type cannot be written, or values are too large for it
-    or no numbers.
+    Raises ModelError if n is no multiple of the block, the type cannot be written, or values are too large or NaN.
     """
     if type.name not in _ENCODERS:
         raise ModelError(f"type {type.name} cannot be written, only {', '.join(_ENCODERS)}")
@@ -49,7 +48,7 @@ def quantize(values: Floats, type: BlockType) -> Bytes:
     if type.name not in _ANY_VALUE:
         _check_range(values, type)
     values, library = np.ascontiguousarray(values, np.float32), load()
-    if type.name in _WORDS or isinstance(library, str):
+    if type.name in _UNQUANTIZED or isinstance(library, str):
         return _encode(values, type)
     blocks = np.empty((rows, type.size(count)), np.uint8)
     status = library.deltic_quantize(type.id, values.ctypes.data, rows, count, blocks.ctypes.data)
@@ -58,16 +57,16 @@ def quantize(values: Floats, type: BlockType) -> Bytes:
 
 
 def quantize_in_pieces(name: str, matrix: torch.Tensor, type: BlockType, pool: Executor) -> Iterator[Bytes]:
-    """The blocks of a matrix of any float type, [some rows, bytes] after each other, made by the threads of `pool`.
+    """Quantizes a matrix of any float type in the threads of `pool`. Yields blocks, [some rows, bytes].
 
-    Raises ModelError as `quantize` does, with the name of the tensor.
+    Raises ModelError as `quantize`, with the name of the tensor.
     """
     pieces = matrix.split(max(1, _PIECE // matrix.shape[1]))
     return pool.map(partial(_quantize_piece, name, type), pieces)
 
 
 def _quantize_piece(name: str, type: BlockType, rows: torch.Tensor) -> Bytes:
-    """Made float32 here, not by torch, which would start threads of its own in each of the pool's."""
+    """Converts to float32 with numpy, because torch would start threads in each thread of the pool."""
     plain = BY_NAME[PLAIN_TYPES[rows.dtype][0]]
     values = decode(rows.contiguous().view(-1).view(torch.uint8).numpy(), plain).reshape(rows.shape)
     try:
@@ -77,7 +76,7 @@ def _quantize_piece(name: str, type: BlockType, rows: torch.Tensor) -> Bytes:
 
 
 def _encode(values: Floats, type: BlockType) -> Bytes:
-    """What `quantize` returns, without the compiled kernels."""
+    """Quantizes without the compiled kernels."""
     fields = _ENCODERS[type.name](values.reshape(-1, type.weights))
     blocks = np.empty(values.size // type.weights, LAYOUTS[type.name])
     for name, field in fields.items():
@@ -86,32 +85,31 @@ def _encode(values: Floats, type: BlockType) -> Bytes:
 
 
 Fields = Mapping[str, NDArray[Any]]
-"""The fields of blocks by their names in `LAYOUTS`."""
+"""Fields of blocks by their names in `LAYOUTS`."""
 
 
 def _check_range(values: Floats, type: BlockType) -> None:
-    """All these types hold float16, as values or as scales."""
+    """Raises ModelError for values beyond float16, the type of values or scales."""
     largest = float(np.maximum(values.max(initial=0.0), -values.min(initial=0.0)))
     if not largest <= _FLOAT16_MAX:
         raise ModelError(f"it has values that {type.name} cannot hold ({largest:g}); use {' or '.join(_ANY_VALUE)}")
 
 
 def _pack(q: Bytes, bits: int, run: int) -> Bytes:
-    """Pack the low `bits` (1, 2 or 4) of every number: [n, count] -> [n, count * bits / 8]; see `blocks._fields`."""
+    """Packs the low `bits` (1, 2 or 4) of every number: [n, count] -> [n, count * bits / 8]; see `blocks._fields`."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = (q & np.uint8((1 << bits) - 1)).reshape(len(q), -1, 8 // bits, run)
     return np.asarray(np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(q), -1))
 
 
 def _inverse(scale: Floats) -> Floats:
-    """1 / scale, and 0 where products with that could overflow. (As float16, such a scale is 0 anyway.)"""
+    """Returns 1 / scale, and 0 where products could overflow. (In float16 such a scale is 0 anyway.)"""
     result: Floats = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=np.abs(scale) >= _LEAST_SCALE)
     return result
 
 
 def _first(x: Floats, index: NDArray[np.intp]) -> Floats:
-    """The weight of each row that `argmax` or `argmin` points to, [n, 1]: of equal ones, zeros of both signs among
-    them, the first."""
+    """Returns the weight of each row at `index`, the first of equal ones, [n, 1]."""
     return np.take_along_axis(x, index[:, None], axis=1)
 
 
@@ -123,7 +121,7 @@ def _float(x: Floats) -> Fields:
 
 
 def _bf16(x: Floats) -> Fields:
-    """Rounded to the nearest, ties to even; NaN stays NaN."""
+    """Rounds to nearest, ties to even; NaN stays NaN."""
     bits = x[:, 0].view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(64)
@@ -131,7 +129,7 @@ def _bf16(x: Floats) -> Fields:
 
 
 def _q8_0(x: Floats) -> Fields:
-    """Halves are rounded away from zero."""
+    """Rounds halves away from zero."""
     scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
     scaled = x * _inverse(scale)
     size = np.abs(scaled)
@@ -140,21 +138,21 @@ def _q8_0(x: Floats) -> Fields:
 
 
 def _codes(x: Floats, bits: int) -> Fields:
-    """The fields of 32 codes of 4 or 5 bits."""
+    """Packs 32 codes of 4 or 5 bits."""
     q = x.astype(np.uint8).clip(0, (1 << bits) - 1)
     high = {"qh": _pack(q >> np.uint8(4), 1, 1)} if bits == 5 else {}
     return {"qs": _pack(q, 4, 16), **high}
 
 
 def _around_zero(x: Floats, bits: int) -> Fields:
-    """Q4_0, Q5_0: the largest weight has the lowest code, so that it is met exactly."""
+    """Quantizes to Q4_0, Q5_0: the largest weight gets the lowest code and is exact."""
     half = 1 << (bits - 1)
     scale = _first(x, np.abs(x).argmax(axis=1)) / np.float32(-half)
     return {"d": scale[:, 0], **_codes(np.trunc(x * _inverse(scale) + np.float32(half + 0.5)), bits)}
 
 
 def _above_minimum(x: Floats, bits: int) -> Fields:
-    """Q4_1, Q5_1: the range is spread over all codes."""
+    """Quantizes to Q4_1, Q5_1: the range is spread over all codes."""
     low = _first(x, x.argmin(axis=1))
     scale = np.abs(x.max(axis=1, keepdims=True) - low) / np.float32((1 << bits) - 1)
     codes = _codes(np.trunc((x - low) * _inverse(scale) + np.float32(0.5)), bits)
@@ -165,7 +163,7 @@ def _above_minimum(x: Floats, bits: int) -> Fields:
 
 
 def _with_minima(x: Floats, bits: int) -> Fields:
-    """Q4_K, Q5_K: eight groups of 32, each with a scale and a minimum of six bits in units of d and dmin."""
+    """Quantizes to Q4_K, Q5_K: eight groups of 32, with scales and minima of six bits in units of d and dmin."""
     groups, levels = x.reshape(-1, 32), (1 << bits) - 1
     found = _search_affine(groups, levels)
     units, sixths = zip(*(_in_units(part.reshape(-1, 8), 63) for part in found), strict=True)
@@ -178,33 +176,33 @@ def _with_minima(x: Floats, bits: int) -> Fields:
 
 
 def _in_units(parts: Floats, most: int) -> tuple[NDArray[np.float16], Bytes]:
-    """Numbers of at least 0, [n, 8], as multiples up to `most` of a float16 unit of each row."""
+    """Expresses nonnegative numbers, [n, 8], as multiples up to `most` of a float16 unit of each row."""
     unit = np.abs(parts.max(axis=1) / np.float32(most)).astype(np.float16)
     scaled = parts * _inverse(unit.astype(np.float32))[:, None]
     return unit, np.rint(scaled).clip(0, most).astype(np.uint8)
 
 
 def _twelve_bytes(scales: Bytes, minima: Bytes) -> Bytes:
-    """Scales and minima of six bits, [n, 8] each, as `blocks._six_bits` reads them."""
+    """Packs scales and minima of six bits, [n, 8] each, for `blocks._six_bits`."""
     four, six, low = np.uint8(4), np.uint8(6), np.uint8(15)
     tops = [part[:, :4] | part[:, 4:] >> four << six for part in (scales, minima)]
     return np.concatenate([*tops, scales[:, 4:] & low | (minima[:, 4:] & low) << four], axis=1)
 
 
 def _weights(x: Floats) -> Floats:
-    """How much an error of each weight counts in its group: the more, the larger the weight is."""
+    """Returns the importance of errors: larger for larger weights."""
     weights: Floats = np.abs(x) + np.sqrt(_sum(x * x) / np.float32(x.shape[1]))
     return weights
 
 
 def _sum(x: Floats) -> Floats:
-    """The sum of each row, [n, 1]: of every fourth number first."""
+    """Sums each row, [n, 1], every fourth number first."""
     fours = sum(np.hsplit(x, x.shape[1] // 4), np.zeros_like(x[:, :4]))
     return (fours[:, :1] + fours[:, 1:2]) + (fours[:, 2:3] + fours[:, 3:])
 
 
 def _search_affine(x: Floats, levels: int) -> tuple[Floats, Floats]:
-    """Scales and minima, both at least 0, with x = scale * q - minimum, q up to `levels`: [n, 32] -> [n, 1] each."""
+    """Finds scales and minima, both at least 0, with x = scale * q - minimum, q up to `levels`: [n, 32] -> [n, 1]."""
     weights, low = _weights(x), np.minimum(x.min(axis=1, keepdims=True), np.float32(0))
     width = x.max(axis=1, keepdims=True).clip(0) - low
     sums = _sum(weights), _sum(weights * x)
@@ -218,7 +216,7 @@ def _search_affine(x: Floats, levels: int) -> tuple[Floats, Floats]:
 
 
 def _fit_affine(x: Floats, q: Floats, weights: Floats, sums: tuple[Floats, Floats]) -> tuple[Floats, Floats, Floats]:
-    """Least squares for given codes: scale, minimum, and by how much they lower the sum of squared errors, [n, 1]."""
+    """Fits scale and minimum to codes by least squares; also returns the reduction of the squared error, [n, 1]."""
     weighted = weights * q
     total, sum_x = sums
     sum_q, sum_qq, sum_qx = _sum(weighted), _sum(weighted * q), _sum(weighted * x)
@@ -233,7 +231,7 @@ def _fit_affine(x: Floats, q: Floats, weights: Floats, sums: tuple[Floats, Float
 
 
 def _q6_k(x: Floats) -> Fields:
-    """Sixteen groups of 16, each with a signed scale of eight bits in units of d."""
+    """Quantizes to Q6_K: sixteen groups of 16, each with a signed scale of eight bits in units of d."""
     groups = x.reshape(-1, 16)
     scales = _search_around_zero(groups, 32).reshape(-1, 16)
     unit = (_first(scales, np.abs(scales).argmax(axis=1))[:, 0] / np.float32(-128)).astype(np.float16)
@@ -244,7 +242,7 @@ def _q6_k(x: Floats) -> Fields:
 
 
 def _search_around_zero(x: Floats, half: int) -> Floats:
-    """Scales with x = scale * q, q from -half to half - 1: [n, 16] -> [n, 1]. The largest weight has a negative q."""
+    """Finds scales with x = scale * q, q from -half to half - 1: [n, 16] -> [n, 1]. The largest weight has q < 0."""
     weights = _weights(x)
     largest = _first(x, np.abs(x).argmax(axis=1))
     best = [np.zeros_like(largest), np.zeros_like(largest)]

@@ -1,4 +1,4 @@
-"""The header of one GGUF file: its metadata, and where its tensors lie. Nothing in the file is believed unchecked.
+"""Reads the header of one GGUF file: metadata and locations of tensors. The file is untrusted.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian.
 """
@@ -19,14 +19,14 @@ from deltic.loader.files import open_plain
 from deltic.loader.gguf.blocks import TYPES, BlockType, Bytes
 from deltic.loader.layout import is_pointer, pointer_error
 
-_AGAIN: Final = "the file is truncated or corrupt, download it again"
+_DOWNLOAD_AGAIN: Final = "the file is truncated or corrupt, download it again"
 _SCALARS: Final[Mapping[int, np.dtype[Any]]] = {id: np.dtype(name) for id, name in {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}.items()}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LEAST_BYTES: Final[Mapping[int, int]] = {**{id: kind.itemsize for id, kind in _SCALARS.items()}, _BOOL: 1, _STRING: 8}
-"""The fewest bytes that a value of each type takes in a file."""
+"""Minimum size of a value of each type."""
 
-# The headers of this family have about 20 MiB, nearly all of it the tokenizer; far larger ones serve to exhaust memory.
+# Headers have about 20 MiB, nearly all of it the tokenizer. Far larger ones only serve to exhaust memory.
 _MAX_HEADER: Final = 256 << 20
 _MAX_ARRAY: Final = 1 << 24
 _MAX_KEYS: Final = 1 << 16
@@ -40,7 +40,7 @@ _LEAST_TENSOR: Final = 8 + 1 + 4 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor on disk: `nbytes` bytes of blocks at `offset` of `path`. The shape is torch's: rows first."""
+    """A tensor on disk: `nbytes` bytes of blocks at `offset` of `path`. The shape has rows first, as in torch."""
 
     name: str
     type: BlockType
@@ -50,7 +50,7 @@ class GgufTensor:
     nbytes: int
 
     def read(self, start: int = 0, count: int | None = None) -> Bytes:
-        """`count` of the tensor's bytes from `start`, by default all to its end: a new uint8 array.
+        """Reads `count` of the tensor's bytes from `start`, by default all to its end, into a new uint8 array.
 
         Raises ModelError if the file cannot be read or has become shorter.
         """
@@ -68,13 +68,13 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedTensor(GgufTensor):
-    """Several tensors of the file, one type and path, whose bytes follow each other; `offset` is the first one's."""
+    """Several tensors of one type and path, read as one; `offset` is that of the first."""
 
     parts: tuple[GgufTensor, ...]
 
     def read(self, start: int = 0, count: int | None = None) -> Bytes:
-        """As that of one tensor."""
-        end, first, pieces = self.nbytes if count is None else start + count, 0, list[Bytes]()
+        end = self.nbytes if count is None else start + count
+        first, pieces = 0, list[Bytes]()
         for part in self.parts:
             low, high = max(start - first, 0), min(end - first, part.nbytes)
             if low < high:
@@ -84,9 +84,10 @@ class ConcatenatedTensor(GgufTensor):
 
 
 def concatenated(name: str, parts: Sequence[GgufTensor], stack: bool = False) -> ConcatenatedTensor:
-    """Tensors one after another along their first axis, or along a new one (`stack`).
+    """Concatenates tensors along their first axis, or along a new one (`stack`).
 
-    Raises ModelError if they differ in type, in their other axes or, to be stacked, in shape."""
+    Raises ModelError if their types, or the shapes of the other axes, differ.
+    """
     first = parts[0]
     if any(part.type is not first.type or part.path != first.path
            or part.shape[not stack:] != first.shape[not stack:] for part in parts):
@@ -99,14 +100,14 @@ def concatenated(name: str, parts: Sequence[GgufTensor], stack: bool = False) ->
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one file says: its metadata, and its tensors in file order."""
+    """Metadata and tensors of one file, in file order."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
 
 
 def read_header(path: Path) -> Header:
-    """Read one file's header, and check that its tensors lie within the file, aligned and apart.
+    """Reads one file's header, and checks that its tensors are within the file, aligned and disjoint.
 
     Integers, floats, booleans and strings become Python's, arrays of numbers numpy arrays, arrays of strings or
     booleans lists. Raises ModelError naming the file, and the key or tensor that is wrong.
@@ -114,23 +115,23 @@ def read_header(path: Path) -> Header:
     try:
         with open_plain(path) as file:
             cursor = _Cursor(file, path, path.stat().st_size)
-            tensors, keys = _counts(cursor)
-            metadata = dict(_pairs(cursor, keys))
-            entries = [_entry(cursor) for _ in range(tensors)]
+            tensors, keys = _read_counts(cursor)
+            metadata = dict(_read_metadata(cursor, keys))
+            entries = [_read_entry(cursor) for _ in range(tensors)]
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return Header(metadata, _place(path, cursor, _alignment(path, metadata), entries))
+    return Header(metadata, _check_places(path, cursor, _alignment(path, metadata), entries))
 
 
 class _Cursor:
-    """Reads a file forwards. Every length is compared with what is left before anything is allocated."""
+    """Reads a file forwards. Every length is compared with the rest of the file before anything is allocated."""
 
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self.file, self.path, self.size = file, path, size
         self.position, self.end = 0, min(size, _MAX_HEADER)
 
     def error(self, text: str) -> ModelError:
-        return ModelError(f"{self.path}: {text}; {_AGAIN}")
+        return ModelError(f"{self.path}: {text}; {_DOWNLOAD_AGAIN}")
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.end - self.position:
@@ -149,7 +150,7 @@ class _Cursor:
         return int.from_bytes(self.take(8, what), "little")
 
     def count(self, what: str, least_bytes: int, limit: int) -> int:
-        """A number of things that take at least so many bytes each, of which there may be so many."""
+        """Reads a number of items, each of at least `least_bytes`, at most `limit`."""
         count = self.u64(what)
         if count > min((self.end - self.position) // least_bytes, limit):
             raise self.error(f"{what} is {count}, more than the file can hold or any model has")
@@ -163,7 +164,7 @@ class _Cursor:
             raise self.error(f"{what} is not UTF-8") from error
 
     def strings(self, count: int, what: str) -> list[str]:
-        """As many `string`s. Vocabularies have hundreds of thousands: this loop calls as little as it can."""
+        """Reads several strings. Vocabularies have hundreds of thousands, so this loop makes few calls."""
         read, found, position = self.file.read, [], self.position
         for _ in range(count):
             head = read(8)
@@ -179,7 +180,7 @@ class _Cursor:
         self.position = position
         if len(found) < count:
             self.file.seek(position)
-            self.string(what)  # says what is wrong
+            self.string(what)  # raises the error
         return found
 
     def name(self, what: str) -> str:
@@ -189,8 +190,8 @@ class _Cursor:
         return name
 
 
-def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Numbers of tensors and of keys, behind the magic and the version."""
+def _read_counts(cursor: _Cursor) -> tuple[int, int]:
+    """Reads magic, version, and the numbers of tensors and keys."""
     magic = cursor.take(4, "the magic")
     if is_pointer(magic):
         raise pointer_error(cursor.path)
@@ -199,14 +200,14 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
     version = cursor.u32("the version")
     if version and not version & 0xFFFF:
         raise ModelError(f"{cursor.path} is a big-endian GGUF file; convert it to little endian "
-                         "(gguf-convert-endian), or download it so")
+                         "(gguf-convert-endian), or download such a file")
     if version not in (2, 3):
         raise ModelError(f"{cursor.path} is a GGUF file of version {version}; versions 2 and 3 can be read")
     return (cursor.count("the number of tensors", _LEAST_TENSOR, _MAX_TENSORS),
             cursor.count("the number of keys", _LEAST_KEY, _MAX_KEYS))
 
 
-def _pairs(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
+def _read_metadata(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
     for index in range(count):
         key = cursor.name(f"key {index}")
@@ -214,40 +215,40 @@ def _pairs(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
             raise cursor.error(f"the key {key!r} occurs twice")
         seen.add(key)
         what = f"the value of {key!r}"
-        yield key, _value(cursor, cursor.u32(what), what)
+        yield key, _read_value(cursor, cursor.u32(what), what)
 
 
-def _value(cursor: _Cursor, kind: int, what: str) -> Any:
+def _read_value(cursor: _Cursor, kind: int, what: str) -> Any:
     if kind == _ARRAY:
-        return _array(cursor, what)
-    return _reader(cursor, kind, what)()
+        return _read_array(cursor, what)
+    return _scalar_reader(cursor, kind, what)()
 
 
-def _reader(cursor: _Cursor, kind: int, what: str) -> Callable[[], Any]:
-    """Reads one value that is no array."""
+def _scalar_reader(cursor: _Cursor, kind: int, what: str) -> Callable[[], Any]:
+    """Returns a reader of a scalar value."""
     if kind == _STRING:
         return lambda: cursor.string(what)
     if kind == _BOOL:
-        return lambda: _bool(cursor, what)
+        return lambda: _read_bool(cursor, what)
     dtype = _SCALARS.get(kind)
     if dtype is None:
         raise cursor.error(f"{what} has the type {kind}, which does not exist")
     return lambda: np.frombuffer(cursor.take(dtype.itemsize, what), dtype)[0].item()
 
 
-def _bool(cursor: _Cursor, what: str) -> bool:
+def _read_bool(cursor: _Cursor, what: str) -> bool:
     byte = cursor.take(1, what)[0]
     if byte > 1:
         raise cursor.error(f"{what} is the boolean {byte}; it must be 0 or 1")
     return bool(byte)
 
 
-def _array(cursor: _Cursor, what: str) -> Any:
-    """Arrays of arrays do not occur, and ggml does not read them either."""
+def _read_array(cursor: _Cursor, what: str) -> Any:
+    """Reads an array. Arrays of arrays do not occur, and ggml does not read them either."""
     kind = cursor.u32(what)
     if kind == _ARRAY:
         raise cursor.error(f"{what} is an array of arrays, which is not supported")
-    read = _reader(cursor, kind, what)
+    read = _scalar_reader(cursor, kind, what)
     count = cursor.count(f"the length of {what}", _LEAST_BYTES[kind], _MAX_ARRAY)
     if kind == _STRING:
         return cursor.strings(count, what)
@@ -258,14 +259,14 @@ def _array(cursor: _Cursor, what: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _KeyValue:
+class _TensorInfo:
     name: str
     type: BlockType
     shape: tuple[int, ...]
     offset: int
 
 
-def _entry(cursor: _Cursor) -> _KeyValue:
+def _read_entry(cursor: _Cursor) -> _TensorInfo:
     name = cursor.name("a tensor's name")
     what = f"tensor {name!r}"
     dimensions = cursor.u32(what)
@@ -278,19 +279,19 @@ def _entry(cursor: _Cursor) -> _KeyValue:
     if 0 in shape or math.prod(shape[-1:]) % type.weights:
         raise cursor.error(f"{what} has the shape {list(shape)}, which is impossible for type {type.name} with "
                            f"blocks of {type.weights}")
-    return _KeyValue(name, type, shape, cursor.u64(what))
+    return _TensorInfo(name, type, shape, cursor.u64(what))
 
 
 def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", 32)
     if type(value) is not int or not 0 < value <= _MAX_ALIGNMENT or value & (value - 1):
         raise ModelError(f"{path}: general.alignment must be a power of two up to {_MAX_ALIGNMENT}, "
-                         f"not {str(value)[:80]}; {_AGAIN}")
+                         f"not {str(value)[:80]}; {_DOWNLOAD_AGAIN}")
     return value
 
 
-def _place(path: Path, cursor: _Cursor, alignment: int, entries: list[_KeyValue]) -> tuple[GgufTensor, ...]:
-    """The tensors in file order; gaps between them may be."""
+def _check_places(path: Path, cursor: _Cursor, alignment: int, entries: list[_TensorInfo]) -> tuple[GgufTensor, ...]:
+    """Checks the tensors and sorts them by offset; gaps are allowed."""
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for entry in entries:

@@ -1,8 +1,7 @@
-"""The tokenizer in a GGUF file's metadata, as the texts that a model directory would hold.
+"""Converts the tokenizer in GGUF metadata to the files of a model directory.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The metadata names the pre-tokenizer only; its pattern
-and the normalizer are those of the tokenizers that have it (transformers, tokenization_qwen2.py and
-tokenization_qwen3_5.py; tokenizer.json of Llama 3, SmolLM2, Mistral Nemo).
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The metadata contains only the name of the
+pre-tokenizer; patterns and normalizers are in `config.splitters`.
 """
 
 from __future__ import annotations
@@ -29,21 +28,25 @@ from deltic.loader.gguf.word_tokenizers import (
     wordpiece,
 )
 
-_LONGEST: Final = 1024
-"""Characters of a token that is put together of others: it is cut in every place. Known ones have some dozens."""
+_MAX_MERGED: Final = 1024
+"""Maximum characters of a merged token, because every split of it is tried. Known ones have some dozens."""
 VARIABLES: Final[Mapping[str, str]] = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
     "mask": "mask_token"}
-"""Kinds of special tokens as the format's keys spell them -> as templates do."""
+"""Special tokens: name in keys -> name in templates."""
 ENDS: Final = ("eos", "eot", "eom")
 END_TEXTS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
-"""Control tokens that end an answer in all models that have them, whatever else the metadata names."""
+"""Control tokens that end an answer in every model that has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerTexts:
-    """What `deltic.chat.tokenizer_files.TokenizerFiles` holds of a directory: the text of tokenizer.json, template
-    variables (`eos_token` ...) and their text, chat templates by name."""
+    """The tokenizer files of a directory, as in `deltic.chat.tokenizer_files.TokenizerFiles`.
+
+    tokenizer: text of tokenizer.json.
+    special_tokens: template variables (`eos_token` ...) and their text.
+    templates: chat templates by name.
+    """
 
     tokenizer: str
     special_tokens: Mapping[str, str]
@@ -51,21 +54,21 @@ class TokenizerTexts:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTexts:
-    """The tokenizer that a GGUF file's metadata describes.
+    """Converts the tokenizer of a GGUF file.
 
-    A whole tokenizer.json among the keys (tokenizer.huggingface.json) is taken as it is. Tokens that converters put in
-    for ids without one are left out. Raises ModelError naming the key that is absent, of the wrong type or unsupported.
+    A complete tokenizer.json (tokenizer.huggingface.json) is used unchanged. Padding tokens of converters are left out.
+    Raises ModelError naming the key that is absent, of the wrong type or unsupported.
     """
     whole = metadata.get("tokenizer.huggingface.json")
     if whole is not None and not isinstance(whole, str):
         raise ModelError(f"tokenizer.huggingface.json must be a string, not {show(whole)}")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    return TokenizerTexts(whole or json.dumps(_tokenizer(metadata, tokens), ensure_ascii=False),
+    return TokenizerTexts(whole or json.dumps(_tokenizer_json(metadata, tokens), ensure_ascii=False),
                           _special_tokens(metadata, tokens), _templates(metadata))
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids of the tokens that end an answer: what the metadata names, and the family's own."""
+    """Returns the ids of tokens that end an answer: named ones and known control tokens."""
     if "tokenizer.ggml.tokens" not in metadata:
         return ()
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
@@ -75,9 +78,10 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(id for id in (*named, *known) if id is not None))
 
 
-def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """A tokenizer.json."""
-    model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+def _tokenizer_json(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """Returns a tokenizer.json."""
+    model = metadata.get("tokenizer.ggml.model")
+    name = metadata.get("tokenizer.ggml.pre")
     others = {"llama": _sentencepiece, "bert": wordpiece, "t5": unigram}
     if not isinstance(model, str) or model not in ("gpt2", *others):
         raise ModelError(f"tokenizer.ggml.model {show(model)} is not supported, only 'gpt2' (byte-level BPE), 'llama' "
@@ -85,7 +89,7 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, 
     if model in others:
         return others[model](metadata, tokens)
     splitter = SPLITTERS.get(name) if isinstance(name, str) else None
-    if name is None or (isinstance(name, str) and name == "default"):  # of converters that knew no better
+    if name is None or (isinstance(name, str) and name == "default"):  # older converters
         splitter = splitter_of(str(metadata.get("general.architecture")))
     if splitter is None:
         raise ModelError(f"tokenizer.ggml.pre {show(name)} is not supported, only {', '.join(SPLITTERS)}")
@@ -104,9 +108,10 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, 
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """A tokenizer.json of a SentencePiece BPE: spaces are written as U+2581, what is no token as its bytes. Of two
-    neighbours that make a token, those of the token with the highest score are merged first."""
-    scores, types = token_scores(metadata, len(tokens)), token_types(metadata, len(tokens))
+    """Returns a tokenizer.json of a SentencePiece BPE: spaces become U+2581, unknown characters become bytes. The pair
+    whose token has the highest score is merged first."""
+    scores = token_scores(metadata, len(tokens))
+    types = token_types(metadata, len(tokens))
     bare = metadata.get("tokenizer.ggml.add_space_prefix") is False
     prefix = [] if bare else [{"type": "Prepend", "prepend": SPACE}]
     unknown = next((tokens[id] for id, type in enumerate(types) if type == UNKNOWN), None)
@@ -127,16 +132,16 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[s
 
 def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[list[str]]:
     known = {text: id for id, text in enumerate(tokens) if types[id] == NORMAL}
-    if long := next((text for text in known if len(text) > _LONGEST), None):
+    if long := next((text for text in known if len(text) > _MAX_MERGED), None):
         raise ModelError(f"tokenizer.ggml.tokens has a token of {len(long):,} characters, {show(long)}, more than the "
-                         f"{_LONGEST:,} that can be read; is this a complete model?")
+                         f"{_MAX_MERGED:,} that can be read; is this a complete model?")
     pairs = [(-scores[id], id, cut) for text, id in known.items() for cut in range(1, len(text))
              if text[:cut] in known and text[cut:] in known]
     return [[tokens[id][:cut], tokens[id][cut:]] for _, id, cut in sorted(pairs)]
 
 
 def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """Added tokens too, so that they keep their ids; no merge leads to one."""
+    """Returns token -> id, including added tokens, which no merge produces."""
     vocabulary: dict[str, int] = {}
     for id, text in enumerate(tokens):
         if types[id] == UNUSED:
@@ -156,7 +161,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str], bos: bool) -> dict[str, Any] | None:
-    """Puts the tokens around a raw prompt that the metadata wants there. bos: it wants one where it does not say."""
+    """Returns the post-processor that adds bos and eos tokens to a raw prompt. bos: default for the bos token."""
     around = [(token_id(metadata, kind, len(tokens)) if metadata.get(f"tokenizer.ggml.add_{kind}_token", default)
                is True else None) for kind, default in (("bos", bos), ("eos", False))]
     if around == [None, None]:
@@ -174,7 +179,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The unnamed template is the default one; others have keys of their own."""
+    """Returns the chat templates; the unnamed one is the default."""
     names = metadata.get("tokenizer.chat_templates", [])
     keys = {"default": "tokenizer.chat_template",
             **{str(name): f"tokenizer.chat_template.{name}" for name in (names if isinstance(names, list) else [])}}

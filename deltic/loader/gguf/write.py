@@ -1,4 +1,4 @@
-"""Writes GGUF files, tensor by tensor, so that a model never has to be in memory as a whole.
+"""Writes GGUF files, one tensor in memory at a time.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3, little endian.
 """
@@ -22,12 +22,12 @@ _ARRAY: Final = 9
 _NUMBERS: Final[Mapping[str, int]] = {
     "uint8": 0, "int8": 1, "uint16": 2, "int16": 3, "uint32": 4, "int32": 5, "float32": 6, "uint64": 10, "int64": 11,
     "float64": 12}
-"""numpy's name of a type -> the format's."""
+"""numpy type -> type in files."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor that a file shall have. The shape is torch's: rows first."""
+    """A tensor to be written. The shape has rows first, as in torch."""
 
     name: str
     type: BlockType
@@ -40,13 +40,12 @@ class NewTensor:
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[NewTensor],
                data: Iterable[Iterable[Bytes]]) -> int:
-    """Write a file and return its size. `data` has the bytes of each tensor, in pieces (uint8) and in their order.
+    """Writes a file and returns its size. `data` yields the bytes of each tensor in pieces (uint8).
 
-    Values of the metadata: booleans, integers (stored as uint32, or int64 where they do not fit), floats (float32),
-    strings, lists of one of these kinds (integers as int32), numpy arrays of numbers.
-    The file appears under its name when it is complete; before, it is a temporary file beside it, of which nothing is
-    left after an error. Raises DelticError naming the file where it cannot be written or there is no room for it, and
-    what `data` raises; ModelError where `data` does not fit the tensors.
+    Metadata may be booleans, integers (stored as uint32, larger ones as int64), floats (float32), strings, lists of one
+    of these types (integers as int32), and numpy arrays of numbers.
+    The file is temporary until it is complete. Raises DelticError if it cannot be written or the disk is full, errors
+    of `data`, and ModelError if `data` does not fit the tensors.
     """
     header = _header(metadata, tensors)
     size = len(header) + sum(_aligned(tensor.nbytes) for tensor in tensors)
@@ -76,7 +75,7 @@ def _aligned(count: int) -> int:
 
 
 def _header(metadata: Mapping[str, Any], tensors: Sequence[NewTensor]) -> bytes:
-    """All that stands before the data, padded."""
+    """Returns the padded bytes before the data."""
     parts = [b"GGUF", _u32(_VERSION), _u64(len(tensors)), _u64(len(metadata))]
     for key, value in metadata.items():
         kind, data = _value(value)
@@ -90,7 +89,7 @@ def _header(metadata: Mapping[str, Any], tensors: Sequence[NewTensor]) -> bytes:
 
 
 def _entry(tensor: NewTensor, offset: int) -> bytes:
-    """Dimensions stand in the file with the row's length first."""
+    """Returns a tensor's entry. Files have the length of rows first."""
     dimensions = b"".join(map(_u64, reversed(tensor.shape)))
     return _string(tensor.name) + _u32(len(tensor.shape)) + dimensions + _u32(tensor.type.id) + _u64(offset)
 
@@ -118,7 +117,7 @@ _SINGLE: Final[Mapping[type, Callable[[Any], tuple[int, bytes]]]] = {
     float: lambda value: (6, np.float32(value).tobytes()),
     str: lambda value: (8, _string(value)),
 }
-"""Python's types -> the format's type and the bytes."""
+"""Python type -> encoder, which returns type and bytes."""
 
 
 def _value(value: Any) -> tuple[int, bytes]:

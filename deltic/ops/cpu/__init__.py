@@ -1,4 +1,4 @@
-"""Compiled kernels over the torch backend. `missing` says which of them cannot be used here, and why."""
+"""Compiled CPU kernels over the torch backend."""
 
 from __future__ import annotations
 
@@ -10,29 +10,50 @@ import torch
 
 from deltic.errors import ConfigError
 from deltic.ops import Ops
-from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, moe, pack, store_kv
+from deltic.ops.cpu.encoder import vision
+from deltic.ops.cpu.kernels import (
+    add_norm,
+    attention_mixer,
+    flush_delta_log,
+    gdn_mixer,
+    head,
+    mlp,
+    moe,
+    pack,
+    sample,
+    store_kv,
+)
 from deltic.ops.cpu.library import LEVELS, ThreadPool, load
-from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import left_to_others as left_to_others
 from deltic.ops.cpu.step import mtp_step as mtp_step
 from deltic.ops.cpu.step import step as step
-from deltic.ops.cpu.tower import vision
 from deltic.ops.torch import OPS as TORCH_OPS
 
-_KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer, "fold_ring": fold_ring,
-                            "attention_mixer": attention_mixer, "store_kv": store_kv, "mlp": mlp, "moe": moe,
-                            "head": head,
-                            "sample": sample, "step": step, "mtp_step": mtp_step, "vision": vision}
+_KERNELS: dict[str, Any] = {
+    "pack": pack,
+    "add_norm": add_norm,
+    "gdn_mixer": gdn_mixer,
+    "flush_delta_log": flush_delta_log,
+    "attention_mixer": attention_mixer,
+    "store_kv": store_kv,
+    "mlp": mlp,
+    "moe": moe,
+    "head": head,
+    "sample": sample,
+    "step": step,
+    "mtp_step": mtp_step,
+    "vision": vision,
+}
 
 
 def missing() -> dict[str, str]:
-    """Kernels that cannot be used here, and why."""
+    """Returns the kernels that cannot be used here, and why."""
     loaded = load()
     return dict.fromkeys(_KERNELS, loaded) if isinstance(loaded, str) else {}
 
 
 def overlay(level: str = "auto", threads: int = 1) -> Ops:
-    """The torch ops with the kernels that can be used here, on so many threads of their own, the calling one included.
+    """Returns the torch ops with the usable kernels, on so many threads of their own, the calling one included.
 
     level: one of `LEVELS`, or auto, the best. ConfigError if this processor does not have its instructions.
     """
@@ -42,7 +63,8 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
 
 
 def pool_of(level: str = "auto", threads: int = 1) -> ThreadPool:
-    """Threads at a level of `LEVELS`, or auto, the best. ConfigError if this processor lacks its instructions."""
+    """Returns threads at a level of `LEVELS`, or auto, the best. ConfigError if this processor lacks its
+    instructions."""
     return ThreadPool(_number(level), threads)
 
 
@@ -60,13 +82,15 @@ def _number(level: str) -> int:
 
 
 def use_torch_threads(ops: Ops, count: int) -> None:
-    """Have torch compute with so many threads beside these ops, or with one where the kernels serve whole steps. (Two
-    pools of threads that take turns would spin in each other's way.) Torch keeps such a count for each thread that
-    calls it, and takes the last one for threads that have none yet: said before every step, it is this model's."""
+    """Sets torch's thread count for a step of these ops: `count`, or 1 if the kernels serve whole steps.
+
+    Two pools of threads that take turns would spin in each other's way. Torch keeps the count for each calling thread,
+    and uses the last one for threads that have none: set before every step, it is this model's.
+    """
     torch_threads(1 if getattr(ops.step, "__func__", None) is step else count)
 
 
 def torch_threads(wanted: int) -> None:
-    """Have torch compute with so many threads where this thread calls it."""
+    """Sets torch's thread count in the calling thread."""
     if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)

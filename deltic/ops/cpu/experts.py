@@ -1,42 +1,45 @@
-"""Experts of which a few lie in memory and the others in the model's files (csrc/expert_store.cpp)."""
+"""Experts on the host: read from the model's files (csrc/expert_store.cpp), or computed for a GPU (csrc/beside.cpp)."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Sequence
-from ctypes import byref, c_int, c_int64
+from ctypes import byref, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
+from threading import Lock
 
 import torch
+from torch import Tensor
 
 from deltic.errors import ModelError
-from deltic.ops.cpu.library import ExpertCounts, Extent, StoredLayer, ThreadPool, library
+from deltic.ops.cpu.library import BesideModel, ExpertCounts, Extent, MailboxStruct, StoredLayer, ThreadPool, library
 from deltic.ops.stored import ExpertStatistics, StoredExpert
-from deltic.ops.types import ExpertPool
+from deltic.ops.types import PAGE, ExpertPool
 
-READERS = 4
-"""Threads that read: while one packs what it has read, the disk is busy for another."""
+READER_THREADS = 4
+"""Threads that read: while one packs, another keeps the disk busy."""
 _ALIGNMENT = 64
 _FILE_ENDED, _FILE_CHANGED = -1, -2
 
 
 class ExpertStore:
-    """The experts of a model's layers, equally many in each.
+    """The experts of a model's layers, equally many in each; some are in memory, the others are read when needed.
 
-    direct: they are read past the system's page cache; not where a file system has no such way of reading.
-    nbytes: of the experts that can be in memory at the same time.
+    direct: reads bypass the page cache; false on file systems that cannot. nbytes: of the experts that fit in memory.
     """
 
     def __init__(self, pool: ThreadPool, layers: Sequence[Sequence[StoredExpert]], slots: Sequence[int],
                  refresh: int = 1, predict: bool = False) -> None:
-        """pool: that of the ops which compute with them. slots: how many of each layer are in memory, at least one.
-        refresh: of so many steps one may exchange them. predict: read what the next layer is likely to want.
+        """pool: of the ops that compute with them. slots: experts of each layer in memory, at least one.
 
-        Raises ModelError naming a file that cannot be read, MemoryError.
+        refresh: steps between exchanges. predict: read ahead what the next layer is likely to use. Raises ModelError
+            naming an unreadable file, MemoryError.
         """
         self.slots, self.predict, self._layers = tuple(slots), predict, layers
         self.paths = list(dict.fromkeys(
@@ -45,8 +48,9 @@ class ExpertStore:
         files = (c_int * len(opened))(*(file for file, _ in opened))
         self.direct = all(direct for _, direct in opened)
         structs, _kept = self._structs()
-        made = library().deltic_expert_store_new(structs, len(layers), len(layers[0]), files, len(opened), READERS,
-                                                 refresh)
+        made = library().deltic_expert_store_new(
+            structs, len(layers), len(layers[0]), files, len(opened), READER_THREADS, refresh
+        )
         if not made:
             for file, _ in opened:
                 os.close(file)
@@ -57,8 +61,8 @@ class ExpertStore:
         self.nbytes = sum(count * expert_bytes(experts[0]) for count, experts in zip(slots, layers, strict=True))
 
     def fill(self, scores: Sequence[Sequence[float]] | None = None) -> None:
-        """Read as many experts of each layer as there is room for: those with the highest scores, of equals, and
-        without scores, the first. To be called once, before the first step. ModelError if a file cannot be read."""
+        """Reads as many experts of each layer as fit: those with the highest scores; among equals, the first. Call it
+        once, before the first step. ModelError if a file cannot be read."""
         for number, count in enumerate(self.slots):
             own = [0.0] * len(self._layers[number]) if scores is None else scores[number]
             order = sorted(range(len(own)), key=own.__getitem__, reverse=True)[:count]
@@ -71,19 +75,19 @@ class ExpertStore:
                 self._scores(number)[:] = torch.tensor(own, dtype=torch.float32)
 
     def pools(self) -> list[ExpertPool]:
-        """What stands for the experts of each layer."""
+        """Returns what a model has in place of each layer's experts."""
         return [ExpertPool(self, number, len(experts), expert_bytes(experts[0]) * len(experts))
                 for number, experts in enumerate(self._layers)]
 
     def begin_step(self) -> None:
-        """Nothing: a step itself reads and exchanges experts."""
+        """Does nothing: the step itself reads and exchanges experts."""
 
     def scores(self) -> list[list[float]]:
-        """By layer, how often each expert was wanted lately. Between steps."""
+        """How often each expert was used lately, by layer. Call it between steps."""
         return [self._scores(number).tolist() for number in range(len(self._layers))]
 
     def statistics(self) -> ExpertStatistics:
-        """For any thread."""
+        """Thread-safe."""
         count = len(self._layers)
         counts, hits, misses = ExpertCounts(), (c_int64 * count)(), (c_int64 * count)()
         library().deltic_expert_store_count(self.address, byref(counts), hits, misses)
@@ -97,37 +101,37 @@ class ExpertStore:
         return torch.frombuffer((ctypes.c_float * experts).from_address(place), dtype=torch.float32)
 
     def _structs(self) -> tuple[ctypes.Array[StoredLayer], list[object]]:
-        """The layers' structs, and what they borrow from."""
+        """Returns the layers' structs, and what they borrow."""
         numbers = {path: number for number, path in enumerate(self.paths)}
-        structs, kept = (StoredLayer * len(self._layers))(), list[object]()
+        structs, borrowed = (StoredLayer * len(self._layers))(), list[object]()
         for struct, experts, slots in zip(structs, self._layers, self.slots, strict=True):
             first = experts[0]
             extents = (Extent * (3 * len(experts)))(*(
                 Extent(numbers[matrix.path], matrix.offset) for expert in experts for matrix in expert.matrices))
-            kept.append(extents)
+            borrowed.append(extents)
             struct.slots, struct.rows, struct.columns = slots, first.gate.rows, first.gate.columns
             struct.types, struct.extents = (c_int64 * 3)(*(matrix.type for matrix in first.matrices)), extents
-        return structs, kept
+        return structs, borrowed
 
     def _failure(self) -> Exception:
         file = c_int64()
         code = library().deltic_expert_store_failure(self.address, byref(file))
         path = self.paths[file.value]
         if code == _FILE_CHANGED:
-            return ModelError(f"{path} has changed since the model was loaded, so that its experts cannot be read any "
+            return ModelError(f"{path} has changed since the model was loaded, so its experts cannot be read any "
                               "more: load the model again")
         why = "it has become shorter" if code == _FILE_ENDED else errno.errorcode.get(code, str(code))
         return ModelError(f"experts cannot be read from {path}: {why if code < 0 else f'{os.strerror(code)} ({why})'}")
 
 
 def expert_bytes(expert: StoredExpert) -> int:
-    """What an expert takes in memory."""
+    """Bytes of an expert in memory."""
     sizes = (library().deltic_packed_bytes(matrix.type, matrix.rows, matrix.columns) for matrix in expert.matrices)
     return sum(-(-int(size) // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether reading passes the page cache."""
+    """Returns a descriptor, and whether reads bypass the page cache."""
     try:
         direct = getattr(os, "O_DIRECT", 0)
         if direct:
@@ -145,7 +149,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _reads(file: int) -> bool:
-    """Some file systems take the flag and then refuse to read."""
+    """True if reads work: some file systems accept O_DIRECT and then refuse to read."""
     with mmap.mmap(-1, 4096) as page:
         try:
             os.preadv(file, [page], 0)
@@ -161,3 +165,136 @@ def _free(address: int, files: list[int], process: int) -> None:
         library().deltic_expert_store_free(address)
         for file in files:
             os.close(file)
+
+
+MAX_TOKENS = PAGE
+"""Tokens of a request, at most."""
+_CACHE_LINE = 64
+_PASSES = 4
+"""Passes of a measurement: the first warms up threads and pages, others may be disturbed."""
+_TIMEOUT = 60.0
+"""Seconds after which the host gives up its own request."""
+
+
+class OffloadedExperts:
+    """Threads that compute experts, and their mailbox in memory that host and GPU see.
+
+    They start at once, and end with `close`, with this object, or at interpreter exit, after which the memory may go.
+    counts [16] and experts [16, most] int32, shares [16, most] and factors [16] float32, input [16, hidden] bfloat16,
+    sums [16, hidden] float32: as in `deltic_mailbox`.
+    words: request [3] and answer [1] int32, for kernels; request, answer: the same, for the host.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], hidden: int, most: int, threads: tuple[int, int],
+                 pinned: bool = False) -> None:
+        """weights: of each layer [E, 3 * size * hidden] bfloat16: gate and up [2 size, hidden], then down.
+
+        most: experts of a token. threads: their number, and the level of their instructions. pinned: a GPU uses the
+            mailbox. MemoryError if threads or memory ran out.
+        """
+        self._weights, self._turn = tuple(weights), Lock()
+        self.expert_bytes = self._weights[0][0].nbytes
+        words, numbers = torch.int32, torch.float32
+        parts = _laid_out(
+            {
+                "request": ((3,), words),
+                "answer": ((1,), words),
+                "counts": ((MAX_TOKENS,), words),
+                "experts": ((MAX_TOKENS, most), words),
+                "shares": ((MAX_TOKENS, most), numbers),
+                "factors": ((MAX_TOKENS,), numbers),
+                "input": ((MAX_TOKENS, hidden), torch.bfloat16),
+                "sums": ((MAX_TOKENS, hidden), numbers),
+            },
+            pinned,
+        )
+        self.counts, self.experts, self.shares = parts["counts"], parts["experts"], parts["shares"]
+        self.factors, self.input, self.sums = parts["factors"], parts["input"], parts["sums"]
+        self.words = parts["request"], parts["answer"]
+        self.request = (c_uint32 * 3).from_address(parts["request"].data_ptr())
+        self.answer = (c_uint32 * 1).from_address(parts["answer"].data_ptr())
+        addresses = (c_void_p * len(weights))(*(layer.data_ptr() for layer in weights))
+        count, columns = self._weights[0].shape
+        model = BesideModel(hidden, columns // (3 * hidden), count, len(weights), most,
+                            ctypes.cast(addresses, c_void_p))
+        mailbox = MailboxStruct(**{name: part.data_ptr() for name, part in parts.items()})
+        made = library().deltic_beside_new(byref(model), byref(mailbox), *threads)
+        if not made:
+            raise MemoryError("no memory for the threads that compute experts beside the GPU")
+        self._address: int = made
+        self._counted = 0, 0.0
+        self._end = weakref.finalize(self, _free_threads, made, os.getpid())
+
+    def wake(self) -> None:
+        """Wakes the threads: requests may come."""
+        with self._turn:
+            if self._end.alive:
+                library().deltic_beside_wake(self._address)
+
+    def computed(self) -> int:
+        """Experts computed so far, each once for a request. Thread-safe."""
+        return self._count()[0]
+
+    def computing(self) -> float:
+        """Seconds spent on them. Thread-safe."""
+        return self._count()[1]
+
+    def _count(self) -> tuple[int, float]:
+        experts, nanoseconds = c_int64(), c_int64()
+        with self._turn:
+            if self._end.alive:
+                library().deltic_beside_count(self._address, byref(experts), byref(nanoseconds))
+                self._counted = experts.value, nanoseconds.value / 1e9
+            return self._counted
+
+    def close(self) -> None:
+        """Ends the threads after the current request; later requests get no answer. May be called again."""
+        self.computed()
+        with self._turn:
+            self._end()
+
+    def ask(self, layer: int, tokens: int) -> None:
+        """Runs the request in the mailbox, as the GPU would. RuntimeError if the threads do not answer."""
+        self.wake()
+        number, until = (self.request[0] + 1) & 0xffffffff, time.monotonic() + _TIMEOUT
+        self.request[1], self.request[2] = layer, tokens
+        self.request[0] = number  # last
+        while self.answer[0] != number:
+            if time.monotonic() > until:
+                raise RuntimeError("the threads that compute experts beside the GPU do not answer")
+
+    def rate(self) -> float:
+        """Measures bytes of weights a second at which experts of one layer are computed for one token at a time: the
+        best of some passes over all of them."""
+        count, most = len(self._weights[0]), self.experts.shape[1]
+        self.input.fill_(0.01)
+        self.factors.fill_(1.0)
+        self.shares.fill_(1.0 / most)
+        self.counts[0] = most
+        whole = range(0, count - most + 1, most)
+        seconds = float("inf")
+        for _ in range(_PASSES):
+            before = self.computing()
+            for first in whole:
+                self.experts[0] = torch.arange(first, first + most)
+                self.ask(0, 1)
+            seconds = min(seconds, self.computing() - before)
+        return len(whole) * most * self.expert_bytes / seconds
+
+
+def _laid_out(sizes: dict[str, tuple[tuple[int, ...], torch.dtype]], pinned: bool) -> dict[str, Tensor]:
+    """Returns zero tensors one behind another in one piece of memory, each aligned to a cache line."""
+    total, starts = 0, {}
+    for name, (shape, dtype) in sizes.items():
+        starts[name] = total
+        total += -(-math.prod(shape) * dtype.itemsize // _CACHE_LINE) * _CACHE_LINE
+    memory = torch.zeros(total + _CACHE_LINE, dtype=torch.uint8)
+    memory = memory.pin_memory() if pinned else memory
+    skip = -memory.data_ptr() % _CACHE_LINE
+    return {name: memory[skip + starts[name]:][:math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for name, (shape, dtype) in sizes.items()}
+
+
+def _free_threads(address: int, process: int) -> None:
+    if os.getpid() == process:
+        library().deltic_beside_free(address)

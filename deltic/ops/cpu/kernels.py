@@ -1,9 +1,10 @@
-"""The ops on compiled kernels, which compute in float32 whatever the model's dtype is. Each takes the pool that it runs
-on first; bound to one, it has the signature that `Ops` says."""
+"""The ops on compiled kernels, which compute in float32 in any model dtype. Each takes its thread pool first; bound to
+one, it has the signature of `Ops`."""
 
 from __future__ import annotations
 
 from ctypes import byref
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from deltic.ops.cpu.library import (
     KINDS,
     AttentionLayer,
+    Drawing,
     Expert,
     GdnLayer,
     Kv,
@@ -22,13 +24,16 @@ from deltic.ops.cpu.library import (
     ThreadPool,
     address,
     library,
+    made_once,
     step_batch,
 )
 from deltic.ops.quantized import QTensor, pack_tensor
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import linear as torch_linear
 from deltic.ops.torch.gdn import core as torch_core
+from deltic.ops.torch.sample import CANDIDATES, changed
 from deltic.ops.types import (
+    Adjust,
     AttentionSpec,
     AttentionWeights,
     Batch,
@@ -39,6 +44,8 @@ from deltic.ops.types import (
     MlpWeights,
     MoeWeights,
     Rope,
+    Sampled,
+    Sampling,
     StateView,
     Weight,
 )
@@ -49,12 +56,12 @@ def pack(pool: ThreadPool, weight: Tensor, table: bool) -> Block:
 
 
 def packed(weight: Weight) -> bool:
-    """Whether the kernels can multiply with it."""
+    """True if the kernels can multiply with the weight."""
     return all(isinstance(block, QTensor) for block in (weight if isinstance(weight, tuple) else (weight,)))
 
 
 def native_weight(weight: Weight) -> LinearWeight:
-    """The struct of a packed weight; borrows its data."""
+    """Returns the struct of a packed weight; borrows its data."""
     blocks: tuple[Any, ...] = weight if isinstance(weight, tuple) else (weight,)
     return LinearWeight(len(blocks), (MatrixStruct * 4)(*(block.matrix for block in blocks)))
 
@@ -93,7 +100,7 @@ def mlp(pool: ThreadPool, x: Tensor, weights: MlpWeights) -> Tensor:
 
 
 def moe_layer(weights: MoeWeights) -> MoeLayer:
-    """The layer's struct; borrows the weights."""
+    """Returns the layer's struct; borrows the weights."""
     pooled = weights.experts if isinstance(weights.experts, ExpertPool) else None
     count = len(weights.experts)
     experts = (Expert * (count + 1))()
@@ -113,7 +120,7 @@ def moe(pool: ThreadPool, x: Tensor, weights: MoeWeights) -> Tensor:
 
 
 def moe_weights(weights: MoeWeights) -> list[Weight]:
-    """All that the layer multiplies with."""
+    """Returns all weights that the layer multiplies with."""
     return [weights.router, *(weight for part in weights.parts for weight in (part.gate_up, part.down))]
 
 
@@ -122,7 +129,7 @@ def head(pool: ThreadPool, x: Tensor, weight: Weight) -> Tensor:
 
 
 def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> GdnLayer:
-    """The layer's struct; borrows the tensors. conv [channels, kernel] float32."""
+    """Returns the layer's struct; borrows the tensors. conv [channels, kernel] float32."""
     spec = weights.spec
     into, out = ((native_weight(weights.in_proj), native_weight(weights.out_proj)) if projections
                  else (LinearWeight(), LinearWeight()))
@@ -132,15 +139,15 @@ def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> G
 
 
 def slots(view: StateView) -> States:
-    """The struct of a layer's slots and rings."""
-    ring = view.delta_log
-    parts = () if ring is None else (ring.inputs, ring.keys, ring.updates, ring.decays)
+    """Returns the struct of a layer's slots and delta logs."""
+    log = view.delta_log
+    parts = () if log is None else (log.inputs, log.keys, log.updates, log.decays)
     return States(address(view.recurrent), address(view.conv), view.conv.shape[1], KINDS[view.conv.dtype],
-                  *(map(address, parts) if ring else [None] * 4), len(view.conv), len(ring.keys) if ring else 0)
+                  *(map(address, parts) if log else [None] * 4), len(view.conv), len(log.keys) if log else 0)
 
 
 def wide_states(states: tuple[StateView, ...]) -> bool:
-    """Whether they are float32, which is all that the kernels know."""
+    """True if all states are float32, which the kernels need."""
     return all(state.recurrent.dtype == torch.float32 for state in states)
 
 
@@ -159,19 +166,19 @@ def gdn_mixer(pool: ThreadPool, x: Tensor, weights: GdnWeights, state: StateView
     return linear(pool, mixed.to(x.dtype), weights.out_proj).to(x.dtype)
 
 
-def fold_ring(pool: ThreadPool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
+def flush_delta_log(pool: ThreadPool, states: tuple[StateView, ...], source: int, log: int, base: int, done: int,
               target: int) -> None:
     if not states or states[0].conv.dtype not in KINDS or states[0].delta_log is None or not wide_states(states):
-        return TORCH.fold_ring(states, source, ring, base, done, target)
+        return TORCH.flush_delta_log(states, source, log, base, done, target)
     units, first = states[0].delta_log, states[0].recurrent
     shape = GdnLayer(key_heads=units.keys.shape[2], value_heads=first.shape[1], key_dim=first.shape[2],
                      value_dim=first.shape[3], kernel=1, tiled=units.tiled)
     layers = (States * len(states))(*map(slots, states))
-    pool.call(library().deltic_fold_ring, byref(shape), layers, len(states), source, ring, base, done, target)
+    pool.call(library().deltic_fold_ring, byref(shape), layers, len(states), source, log, base, done, target)
 
 
 def attention_layer(weights: AttentionWeights, projections: bool = False) -> AttentionLayer:
-    """The layer's struct; borrows the tensors."""
+    """Returns the layer's struct; borrows the tensors."""
     spec = weights.spec
     into, out = ((native_weight(weights.qkv), native_weight(weights.o_proj)) if projections
                  else (LinearWeight(), LinearWeight()))
@@ -180,7 +187,7 @@ def attention_layer(weights: AttentionWeights, projections: bool = False) -> Att
 
 
 def kv_pages(view: KvView) -> Kv:
-    """The struct of a layer's pages."""
+    """Returns the struct of a layer's pages."""
     return Kv(address(view.keys), address(view.values), KINDS[view.keys.dtype], len(view.keys))
 
 
@@ -208,3 +215,89 @@ def store_kv(pool: ThreadPool, x: Tensor, weight: Weight, k_norm: Tensor | None,
     pool.call(library().deltic_store_kv, byref(layer), byref(native_weight(weight)) if multiplies else None,
                                     byref(kv_pages(kv)), step_batch(batch), address(rope.cos), address(rope.sin),
                                     address(source))
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """values [L, n] float32 and ids [L, n] of the best tokens, best first; tokens [L]: the first of them; totals [L]
+    float64: log-sum-exps at the temperatures `heat`, if asked for; healthy [L] bool."""
+
+    values: Tensor
+    ids: Tensor
+    tokens: Tensor
+    totals: Tensor | None
+    healthy: Tensor
+    heat: Tensor | None
+
+
+def sample(pool: ThreadPool, logits: Tensor, sampling: Sampling) -> Sampled:
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
+        return TORCH.sample(logits, sampling)
+    count, raw, reports, healthy = sampling.top_logprobs, logits, None, None
+    if count is not None:
+        reports = _best(pool, logits, min(max(count, 1), logits.shape[1]), torch.ones(len(logits)))
+    if sampling.adjust is not None:
+        healthy = _best(pool, logits, 1).healthy
+        raw = logits.clone() if reports else logits
+        _apply(pool, logits, sampling.adjust)
+    best, tokens = _choose(pool, logits, sampling)
+    possible = best.healthy if healthy is None else best.values[:, 0] > -torch.inf
+    result = Sampled(tokens, best.healthy if healthy is None else healthy, possible)
+    if reports is None or reports.totals is None:
+        return result
+    chances = (raw.gather(1, tokens[:, None]).double() - reports.totals[:, None])[:, 0].float()
+    top = (reports.values.double() - reports.totals[:, None]).float()
+    return replace(result, logprobs=chances, top_tokens=reports.ids[:, :count], top_logprobs=top[:, :count])
+
+
+def _apply(pool: ThreadPool, logits: Tensor, adjust: Adjust) -> None:
+    """Changes the logits in place."""
+    single = len(adjust.row) > 0
+    old = logits[adjust.row, adjust.token] if single else logits[:0, 0]
+    for table in adjust.tables:
+        pool.call(library().deltic_adjust, logits[table.row].data_ptr(), logits.shape[1], address(table.repetition),
+                  address(table.offset))
+    if single:
+        logits[adjust.row, adjust.token] = changed(old, adjust.repetition, adjust.offset)
+
+
+def _choose(pool: ThreadPool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
+    """Returns the best tokens of each row, and the chosen tokens [L]."""
+    if sampling.greedy or not sampling.filtered:
+        best = _best(pool, logits, 1, kept=sampling.kept)
+        return best, best.tokens if sampling.greedy else _draw(pool, logits, best, sampling)
+    best = _best(pool, logits, min(CANDIDATES, logits.shape[1]), sampling.temperature, sampling.kept)
+    return best, _draw(pool, logits, best, sampling)
+
+
+def _best(pool: ThreadPool, logits: Tensor, count: int, temperature: Tensor | None = None,
+          kept: dict[Any, Any] | None = None) -> _Best:
+    rows, width = logits.shape
+    best, places = made_once(kept, (_best, count), lambda: _room(rows, count, temperature))
+    pool.call(library().deltic_top, address(logits), rows, width, count, *places)
+    return best
+
+
+def _room(rows: int, count: int, temperature: Tensor | None) -> tuple[_Best, tuple[int | None, ...]]:
+    """Allocates the best tokens of each row, and returns the arguments of `deltic_top` for them."""
+    values, ids = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+    healthy = torch.empty(rows, dtype=torch.bool)
+    totals = None if temperature is None else torch.empty(rows, dtype=torch.float64)
+    heat = None if temperature is None else temperature.contiguous()
+    best = _Best(values, ids, ids[:, 0], totals, healthy, heat)
+    return best, (address(heat), address(values), address(ids), address(totals), address(healthy))
+
+
+def _draw(pool: ThreadPool, logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
+    rows, count = best.ids.shape
+    drawing, tokens, _ = made_once(sampling.kept, _draw, lambda: _drawing(rows, sampling))
+    pool.call(library().deltic_draw, address(logits), rows, logits.shape[1], count, address(best.values),
+              address(best.ids), address(best.totals), byref(drawing), address(tokens))
+    return tokens
+
+
+def _drawing(rows: int, sampling: Sampling) -> tuple[Drawing, Tensor, list[Tensor]]:
+    """Returns the parameters of a draw, its result, and what the first borrows."""
+    columns = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
+                                                  sampling.key)]
+    return Drawing(*map(address, columns), sampling.filtered), torch.empty(rows, dtype=torch.int64), columns

@@ -1,4 +1,4 @@
-"""The compiled kernels (csrc/deltic.h): the library, loaded once, and its structs."""
+"""The compiled kernels' library (csrc/deltic.h), loaded once, and its structs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from deltic.ops.types import PAGE, RING, Batch
 Result = TypeVar("Result")
 
 _COMPILED = {"deltic_abi": 13, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
-"""What the library must say of itself, so that both sides mean the same bytes."""
-_NO_MEMORY, _UNREAD = -1, -3
+"""Constants that the library must return, so that both sides agree on layouts."""
+_NO_MEMORY, _READ_FAILED = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-"""Numbers of the types that caches are kept in."""
+"""Type numbers of caches."""
+def _members(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
 
 
 class MatrixStruct(Structure):
@@ -47,10 +49,9 @@ class StepBatch(Structure):
     """`deltic_batch`."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "tokens", "logits", "emits", "table", "given")),
-        *((name, c_void_p) for name in ("ids", "positions", "starts", "done", "pages", "store", "source", "target",
-                                        "base", "ring", "append", "emit_row", "emit_length", "emit_slot",
-                                        "logit_tokens", "given_tokens", "given_rows")),
+        *_members(c_int64, "rows tokens logits emits table given"),
+        *_members(c_void_p, "ids positions starts done pages store source target base ring append emit_row emit_length "
+                            "emit_slot logit_tokens given_tokens given_rows"),
     )
 
 
@@ -58,9 +59,9 @@ class GdnLayer(Structure):
     """`deltic_gdn_layer`."""
 
     _fields_ = (
-        ("in_proj", LinearWeight), ("out_proj", LinearWeight),
-        *((name, c_void_p) for name in ("conv", "decay", "dt_bias", "norm")),
-        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "tiled")),
+        *_members(LinearWeight, "in_proj out_proj"),
+        *_members(c_void_p, "conv decay dt_bias norm"),
+        *_members(c_int64, "key_heads value_heads key_dim value_dim kernel tiled"),
         ("eps", c_float),
     )
 
@@ -69,8 +70,8 @@ class States(Structure):
     """`deltic_states`."""
 
     _fields_ = (
-        ("recurrent", c_void_p), ("conv", c_void_p), ("places", c_int64), ("type", c_int64),
-        *((name, c_void_p) for name in ("inputs", "keys", "updates", "decays")), ("slots", c_int64), ("units", c_int64),
+        *_members(c_void_p, "recurrent conv"), *_members(c_int64, "places type"),
+        *_members(c_void_p, "inputs keys updates decays"), *_members(c_int64, "slots units"),
     )
 
 
@@ -78,9 +79,8 @@ class AttentionLayer(Structure):
     """`deltic_attention_layer`."""
 
     _fields_ = (
-        ("qkv", LinearWeight), ("o_proj", LinearWeight), ("q_norm", c_void_p), ("k_norm", c_void_p),
-        ("bias", c_void_p),
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gate")), ("eps", c_float),
+        *_members(LinearWeight, "qkv o_proj"), *_members(c_void_p, "q_norm k_norm bias"),
+        *_members(c_int64, "heads kv_heads head_dim rotary_dim gate"), ("eps", c_float),
     )
 
 
@@ -100,7 +100,7 @@ class MoeLayer(Structure):
     """`deltic_moe_layer`."""
 
     _fields_ = (("router", LinearWeight), ("expert", POINTER(Expert)),
-                *((name, c_int64) for name in ("experts", "per_token", "shared", "normalised")),
+                *_members(c_int64, "experts per_token shared normalised"),
                 ("store", c_void_p), ("stored", c_int64), ("next", c_void_p))
 
 
@@ -120,28 +120,26 @@ class StoredLayer(Structure):
 class ExpertCounts(Structure):
     """`deltic_expert_counts`."""
 
-    _fields_ = tuple((name, c_int64) for name in ("bytes", "promotions", "refreshes", "waited", "reading", "predicted",
-                                                  "useful"))
+    _fields_ = _members(c_int64, "bytes promotions refreshes waited reading predicted useful")
 
 
 class BesideModel(Structure):
     """`deltic_beside_model`."""
 
-    _fields_ = (*((name, c_int64) for name in ("hidden", "size", "experts", "layers", "most")), ("weights", c_void_p))
+    _fields_ = (*_members(c_int64, "hidden size experts layers most"), ("weights", c_void_p))
 
 
 class MailboxStruct(Structure):
     """`deltic_mailbox`."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("request", "answer", "counts", "experts", "shares", "factors",
-                                                   "input", "sums"))
+    _fields_ = _members(c_void_p, "request answer counts experts shares factors input sums")
 
 
 class ModelLayer(Structure):
     """`deltic_layer`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "post_norm")),
+        *_members(c_void_p, "input_norm post_norm"),
         ("gdn", POINTER(GdnLayer)), ("states", POINTER(States)),
         ("attention", POINTER(AttentionLayer)), ("kv", POINTER(Kv)), ("gate_up", LinearWeight), ("down", LinearWeight),
         ("moe", POINTER(MoeLayer)),
@@ -174,8 +172,8 @@ class LayerNormStruct(Structure):
 class EncoderModelLayer(Structure):
     """`deltic_encoder_layer`."""
 
-    _fields_ = (*((name, LinearWeight) for name in ("qkv", "out", "up", "down")),
-                *((name, c_void_p) for name in ("qkv_bias", "out_bias", "up_bias", "down_bias")),
+    _fields_ = (*_members(LinearWeight, "qkv out up down"),
+                *_members(c_void_p, "qkv_bias out_bias up_bias down_bias"),
                 ("attention_norm", LayerNormStruct), ("output_norm", LayerNormStruct))
 
 
@@ -190,13 +188,13 @@ class VisionPart(Structure):
     """`deltic_vision_part`."""
 
     _fields_ = (("cosines", c_void_p), ("sines", c_void_p),
-                *((name, c_int64) for name in ("first_head", "end_head", "first", "end", "narrow")))
+                *_members(c_int64, "first_head end_head first end narrow"))
 
 
 class Drawing(Structure):
     """`deltic_drawing`."""
 
-    _fields_ = (*((name, c_void_p) for name in ("temperatures", "top_k", "top_p", "min_p", "keys")),
+    _fields_ = (*_members(c_void_p, "temperatures top_k top_p min_p keys"),
                 ("filtered", c_int64), ("tokens", c_void_p))
 
 
@@ -244,7 +242,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
 
 @cache
 def load() -> ctypes.CDLL | str:
-    """The library, or why it cannot be used. ConfigError if it is of another version than this package."""
+    """Returns the library, or why it cannot be used. ConfigError if it is of another version than this package."""
     path = Path(__file__).parent / "libdeltic.so"
     if not path.exists():
         return "the native kernels were not compiled: install g++, then reinstall deltic"
@@ -270,35 +268,34 @@ def _check_compiled(library: ctypes.CDLL, path: Path) -> None:
 
 
 def library() -> ctypes.CDLL:
-    """The library, which must be there."""
-    found = load()
-    assert not isinstance(found, str), found
-    return found
+    """Returns the library, which must exist."""
+    loaded = load()
+    assert not isinstance(loaded, str), loaded
+    return loaded
 
 
 class ThreadPool:
-    """The threads that compute for the ops of one model, the level at which they do, and the memory that its weights
-    are packed into; nobody else's.
+    """The threads of one model's ops, their instruction level, and the arena of its packed weights.
 
-    They start with the first call, and go with this object. (Not at exit, when others may still be at work, nor in a
-    forked process, which has none of the threads.)
+    They start with the first call, and end with this object: not at exit, when other threads may still compute, nor in
+    a forked process, which has none of them.
     """
 
     def __init__(self, level: int, threads: int) -> None:
         self.level, self.threads, self.arena = level, threads, Arena()
         self._address, self._turn = 0, threading.Lock()
         self.unread: Callable[[], Exception] | None = None
-        """What to raise where weights of this model that lie in files could not be read."""
+        """Returns the error for weights in files that could not be read."""
 
     def call(self, kernel: Any, *arguments: object) -> None:
-        """Run a kernel with these arguments, one at a time: a call from another of Python's threads waits.
+        """Runs a kernel, one at a time: calls from other Python threads wait.
 
-        MemoryError if it found no memory; what `unread` says where files could not be read; ValueError if a batch
-        points outside of the views or contradicts itself, in which case nothing was done.
+        MemoryError if memory ran out; the error of `unread` if files could not be read; ValueError if a batch points
+        outside of the views or contradicts itself, in which case nothing was done.
         """
         with self._turn:
             status = kernel(self._address or self._start(), *arguments)
-        if status == _UNREAD and self.unread:
+        if status == _READ_FAILED and self.unread:
             raise self.unread()
         if status:
             raise _error(status)
@@ -325,17 +322,17 @@ def _free(address: int, process: int) -> None:
 
 
 def made_once(kept: dict[Any, Any] | None, key: object, make: Callable[[], Result]) -> Result:
-    """What `make` gives; where things are kept, what it gave the first time."""
+    """Returns what `make` returns; with a cache `kept`, what it returned the first time."""
     if kept is None:
         return make()
     if key not in kept:
         kept[key] = make()
-    found: Result = kept[key]
-    return found
+    made: Result = kept[key]
+    return made
 
 
 def step_batch(batch: Batch) -> Any:
-    """The batch as the kernels want it, by reference; made once per batch, whose tensors it borrows."""
+    """Returns the batch's struct by reference; made once for each batch, whose tensors it borrows."""
     return made_once(batch.memo if batch.kept is None else batch.kept, step_batch, lambda: _struct(batch))[0]
 
 
@@ -344,15 +341,15 @@ def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Tensor]]:
     tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
                batch.target, batch.base, batch.delta_log, batch.append, batch.emit_row, batch.emit_length,
                batch.emit_slot, batch.logit_tokens)
-    given = (batch.input_embeds.tokens, batch.input_embeds.rows) if batch.input_embeds else ()
-    borrowed = [tensor.contiguous() for tensor in (*tensors, *given)]
+    embeds = (batch.input_embeds.tokens, batch.input_embeds.rows) if batch.input_embeds else ()
+    borrowed = [tensor.contiguous() for tensor in (*tensors, *embeds)]
     struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.checkpoints, batch.pages.shape[1],
-                       len(given[0]) if given else 0, *(tensor.data_ptr() for tensor in borrowed))
+                       len(embeds[0]) if embeds else 0, *(tensor.data_ptr() for tensor in borrowed))
     return byref(struct), struct, borrowed
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers lie; it must be contiguous."""
+    """Returns the address of a contiguous tensor's data."""
     if tensor is None:
         return None
     assert tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""A whole step in one call: what the layers need is laid out once."""
+"""Whole steps in one call of the compiled kernels; the structs of all layers are built once."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from deltic.ops.cpu.library import (
     made_once,
     step_batch,
 )
+from deltic.ops.mtp import MtpStep
 from deltic.ops.quantized import QTensor
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
@@ -48,7 +49,6 @@ from deltic.ops.types import (
     GdnWeights,
     Layout,
     MoeWeights,
-    MtpStep,
     MtpWeights,
     RopeSpec,
     Sampling,
@@ -60,12 +60,12 @@ def step(pool: ThreadPool, ops: Ops, decoder: DecoderWeights, views: CacheViews
          ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
     if not _own(pool, ops) or not _fits(decoder, views):
         return None
-    model, kept = _model(decoder, views)
+    model, borrowed = _model(decoder, views)
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
-    # What is kept goes by the inner function: a function that names itself is a reference cycle, which would hold the
-    # weights until garbage is collected.
-    def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
+    # The cache key is the inner function `outputs`: a function that refers to itself would be a reference cycle and
+    # hold the weights until garbage is collected.
+    def run(batch: Batch, _borrowed: list[object] = borrowed) -> tuple[Tensor, Tensor | None]:
         logits, hidden, places = made_once(batch.kept, outputs, lambda: outputs(batch.layout))
         pool.call(library().deltic_forward, by_reference, step_batch(batch), *places)
         return logits, hidden
@@ -83,16 +83,16 @@ def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews,
     own = _own(pool, ops) and ops.store_kv == MethodType(kernels.store_kv, pool)
     if not own or not _fits(decoder, views) or not packed(weights.fc):
         return None
-    model, kept = _model(decoder, views)
+    model, borrowed = _model(decoder, views)
     head = MtpStruct(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
                address(weights.norm_hidden), address(weights.tokens))
-    kept += [weights, head, slots]
+    borrowed += [weights, head, slots]
     by_reference = byref(head)
 
     def follow(batch: Batch, hidden: Tensor) -> None:
         pool.call(library().deltic_mtp_follow, by_reference, step_batch(batch), address(hidden), address(slots))
 
-    def draft(batch: Batch, counts: Tensor, sampling: Sampling, _kept: list[object] = kept) -> Tensor:
+    def draft(batch: Batch, counts: Tensor, sampling: Sampling, _borrowed: list[object] = borrowed) -> Tensor:
         most = len(sampling.key) // len(counts)
         drawing, tokens, _ = made_once(sampling.kept, drawing_of, lambda: drawing_of(sampling, len(counts), most))
         pool.call(library().deltic_mtp_draft, by_reference, step_batch(batch), address(counts), most,
@@ -109,11 +109,11 @@ def mtp_step(pool: ThreadPool, ops: Ops, weights: MtpWeights, views: CacheViews,
 
 
 def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, list[object]]:
-    """The struct of a whole model, and what it borrows from."""
+    """Returns the struct of a whole model, and what it borrows."""
     layers = (ModelLayer * len(decoder.layers))()
-    kept: list[object] = [layers, decoder, views]
+    borrowed: list[object] = [layers, decoder, views]
     for struct, layer in zip(layers, decoder.layers, strict=True):
-        _fill(struct, layer, views, kept)
+        _fill(struct, layer, views, borrowed)
     _predict(layers, decoder.layers)
     turns, axes = _frequencies(decoder.rope)
     assert isinstance(decoder.embedding, QTensor)
@@ -129,29 +129,29 @@ def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[ModelStruct, lis
         decoder.rope.rotary_dim,
         decoder.eps,
     )
-    return model, [*kept, turns, axes, model]
+    return model, [*borrowed, turns, axes, model]
 
 
 def _own(pool: ThreadPool, ops: Ops) -> bool:
-    """Whether every op that a step stands for is served as the cpu backend serves it, on this pool."""
+    """True if each op that a step replaces is the cpu backend's own, on this pool."""
     served = (ops.add_norm, ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.moe, ops.head)
     own = (kernels.add_norm, kernels.gdn_mixer, kernels.attention_mixer, kernels.mlp, kernels.moe, kernels.head)
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
 def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
-    """Kernels that cannot do their work for this model, and who does it."""
+    """Returns the ops of this backend that others serve for a model, and why."""
     torch_serves = "torch (the weights are not packed)"
     left = {op: torch_serves for op, weights in _linear_layers(decoder).items() if not all(map(packed, weights))}
     if not wide_states(views.states):
-        left |= dict.fromkeys(("gdn_mixer", "fold_ring"), "torch (the states are not float32)")
+        left |= dict.fromkeys(("gdn_mixer", "flush_delta_log"), "torch (the states are not float32)")
     if ops.step(ops, decoder, views) is None:
         left["step"] = "the ops one by one (not all of them are the kernels')"
     return left
 
 
 def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
-    """By the op that multiplies with them."""
+    """Returns the weights by the op that multiplies with them."""
     layers: dict[str, list[Weight]] = {
         "head": [decoder.head], "mlp": [], "moe": [], "gdn_mixer": [], "attention_mixer": []}
     for layer in decoder.layers:
@@ -168,21 +168,21 @@ def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
 
 
 def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
-    """Whether everything is packed, on the CPU, and of a dtype that the kernels know."""
+    """True if all weights are packed, on the CPU, and caches have a dtype that the kernels know."""
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     dtypes = {view.keys.dtype for view in views.kv} | {view.conv.dtype for view in views.states}
     return all(map(packed, weights)) and dtypes <= KINDS.keys() and wide_states(views.states)
 
 
 def _predict(structs: Iterable[ModelLayer], layers: Sequence[DecoderLayer]) -> None:
-    """Where experts of a layer shall be read ahead, the layer before it knows its router."""
+    """Gives a layer the next layer's router, if that layer's experts are to be read ahead."""
     for (struct, layer), (following, after) in pairwise(zip(structs, layers, strict=True)):
         pools = [each.mlp.experts for each in (layer, after) if isinstance(each.mlp, MoeWeights)]
         if len(pools) == 2 and all(isinstance(pool, ExpertPool) and pool.store.predict for pool in pools):
             struct.moe.contents.next = addressof(following.moe.contents)
 
 
-def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, kept: list[object]) -> None:
+def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, borrowed: list[object]) -> None:
     mixer = layer.mixer
     struct.input_norm, struct.post_norm = address(layer.input_norm), address(layer.post_norm)
     if isinstance(layer.mlp, MoeWeights):
@@ -192,7 +192,7 @@ def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, kept: list
     if isinstance(mixer, GdnWeights):
         views.states[layer.store].check_order(mixer.spec)
         conv = mixer.conv.float().contiguous()
-        kept.append(conv)
+        borrowed.append(conv)
         struct.gdn = pointer(gdn_layer(mixer, conv, projections=True))
         struct.states = pointer(slots(views.states[layer.store]))
     else:
@@ -201,7 +201,7 @@ def _fill(struct: ModelLayer, layer: DecoderLayer, views: CacheViews, kept: list
 
 
 def _frequencies(rope: RopeSpec) -> tuple[Tensor, Tensor]:
-    """Radians per position [rotary_dim / 2] float32, and which of the three positions they belong to, int64."""
+    """Returns radians per position [rotary_dim / 2] float32, and the position axis of each frequency, int64."""
     half = rope.rotary_dim // 2
     axes = torch.tensor([frequency_axis(index, rope.sections) for index in range(half)])
     return frequencies(rope, axes.device), axes

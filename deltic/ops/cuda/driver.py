@@ -1,18 +1,103 @@
-"""The little of the CUDA driver that is needed to load machine code and to launch it in torch's streams."""
+"""Compiles CUDA C++ with NVRTC, which torch's packages bring along, and launches the kernels in torch's streams."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import sys
+import tempfile
 from collections.abc import Callable
-from ctypes import Structure, byref, c_float, c_int, c_uint, c_uint64, c_void_p, cast
+from ctypes import Structure, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p, cast
 from functools import cache, partial
+from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda.nvrtc import compile_source
+FOLDER = Path(__file__).parent / "kernels"
+
+
+class CompileError(Exception):
+    """The source has an error, or there is no compiler."""
+
+
+def headers(*names: str) -> str:
+    """Returns the text of these kernel files, after what all of them share."""
+    return "".join((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in ("common", *names))
+
+
+def entry(name: str, type: str, bounds: str, call: str) -> str:
+    """Returns the source of a kernel that calls a function of the kernel files."""
+    inner = call if "<" in call else f"::{call}"
+    return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
+            f"{{ {inner}(a); }}\n")
+
+
+def compile_source(source: str, architecture: str) -> bytes:
+    """Returns machine code for `architecture` (sm_90, ...); kept in the user's cache directory."""
+    library = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(byref(major), byref(minor))
+    name = hashlib.sha256(f"{major.value}.{minor.value} {architecture} {source}".encode()).hexdigest()[:32]
+    cached = _cache_folder() / f"{name}.cubin"
+    try:
+        return cached.read_bytes()
+    except OSError:
+        pass
+    code = _compile(library, source, architecture)
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as fresh:
+            fresh.write(code)
+        os.replace(fresh.name, cached)
+    except OSError:
+        pass  # compiled again next time
+    return code
+
+
+def _compile(library: ctypes.CDLL, source: str, architecture: str) -> bytes:
+    program, size = c_void_p(), c_size_t()
+    _check_nvrtc(library.nvrtcCreateProgram(byref(program), source.encode(), b"deltic.cu", 0, None, None))
+    try:
+        options = [f"--gpu-architecture={architecture}".encode(), b"-std=c++17", b"-default-device"]
+        failed = library.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
+        if failed:
+            library.nvrtcGetProgramLogSize(program, byref(size))
+            text = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, text)
+            raise CompileError(text.value.decode(errors="replace"))
+        _check_nvrtc(library.nvrtcGetCUBINSize(program, byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(library.nvrtcGetCUBIN(program, code))
+        return code.raw
+    finally:
+        library.nvrtcDestroyProgram(byref(program))
+
+
+def _check_nvrtc(result: int) -> None:
+    if result:
+        raise CompileError(f"NVRTC error {result}")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """NVRTC of the package that torch depends on, or of a CUDA toolkit."""
+    libraries = sorted(path for entry in sys.path for path in Path(entry or ".").glob("nvidia/*/lib/libnvrtc.so.*"))
+    for name in (*map(str, reversed(libraries)), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CompileError("NVRTC is not installed: a CUDA build of torch brings it along")
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "deltic" / "cuda"
+
 
 _PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 6, 8, 9, 97
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -40,21 +125,20 @@ class KernelArguments(Structure):
     def __init__(self, **values: Any) -> None:
         super().__init__(*[value.data_ptr() if isinstance(value, Tensor) else value
                            for value in map(values.__getitem__, self.names)])
-        assert len(values) == len(self.names), f"{type(self).__name__} knows no {values.keys() - {*self.names}}"
+        assert len(values) == len(self.names), f"{type(self).__name__} has no {values.keys() - {*self.names}}"
 
     def __init_subclass__(cls) -> None:
         cls.names = tuple(name for name, *_ in cls._fields_)
 
 
-def fields(pointers: str, floats: str, integers: str) -> list[tuple[str, Any]]:
-    """The members of an `KernelArguments`, in this order; names separated by blanks."""
+def fields(pointers: str, floats: str = "", integers: str = "") -> list[tuple[str, Any]]:
+    """Returns the members of a `KernelArguments`, in this order; names are separated by blanks."""
     return [(name, kind) for names, kind in ((pointers, c_void_p), (floats, c_float), (integers, c_int))
             for name in names.split()]
 
 
 class Module:
-    """Machine code on one device, and its kernels by name. They are to be launched while torch's current device is
-    that one."""
+    """Machine code on one device, and its kernels by name. Launch them while torch's current device is that one."""
 
     def __init__(self, source: str, device: torch.device) -> None:
         self.device, self._overlaps = device, torch.cuda.get_device_capability(device) >= (9, 0)
@@ -70,12 +154,12 @@ class Module:
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: KernelArguments, shared: int = 0,
                overlap: bool = True) -> None:
-        """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
-        start earlier."""
+        """Launches a kernel in torch's current stream. overlap: the kernel itself waits for what came before, so that
+        it may start earlier."""
         key = (name, block, shared, overlap, get_ident())
         call = self._calls.get(key)
         if call is None:
-            if shared > self._shared.get(name, 0):  # the most that any call of it takes
+            if shared > self._shared.get(name, 0):  # the largest of all calls
                 _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
                 self._shared[name] = shared
             call = self._calls[key] = _KernelCall(self._function(name), self._index, block, shared,
@@ -84,7 +168,7 @@ class Module:
 
     def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: KernelArguments, shared: int = 0,
                 overlap: bool = False) -> Callable[[], None]:
-        """A launch to be made again and again; what the arguments point to must stay where it is."""
+        """Returns a launch to be repeated; the tensors in the arguments must stay where they are."""
         call = _KernelCall(self._function(name), self._index, block, shared, overlap and self._overlaps)
         return partial(call, grid, arguments)
 
@@ -92,14 +176,35 @@ class Module:
         if name not in self._functions:
             function = c_void_p()
             _check(_driver().cuModuleGetFunction(byref(function), self._module, name.encode()))
-            # kernels that split a multiprocessor's memory differently cannot be on it at the same time
+            # kernels with different carve-outs cannot run on a multiprocessor at the same time
             _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function
         return self._functions[name]
 
 
+@cache
+def load_module(source: str, device: torch.device) -> Module:
+    """Returns a module that is loaded once, for all copies of a model."""
+    return Module(source, device)
+
+
+def module_or_none(source: str, device: torch.device) -> Module | None:
+    """Returns None if the source cannot be compiled."""
+    return None if why_not_compiled(source, device) else load_module(source, device)
+
+
+@cache
+def why_not_compiled(source: str, device: torch.device) -> str | None:
+    """Returns why the source cannot be compiled; None if it can."""
+    try:
+        compile_source(source, architecture(device))
+    except CompileError as error:
+        return f"the kernels cannot be compiled: {error}"
+    return None
+
+
 class _KernelCall:
-    """A kernel with all that a launch of it needs but the grid and the arguments; for one thread."""
+    """A kernel with everything that a launch needs except grid and arguments; for one thread."""
 
     def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool) -> None:
         self._device = device
@@ -121,7 +226,7 @@ class _KernelCall:
 
 
 def make_current(device: torch.device) -> None:
-    """Have this thread use the device's context, as whatever torch does there would."""
+    """Makes the device's context current in this thread, as torch would."""
     current, context = c_void_p(), c_void_p()
     _check(_driver().cuCtxGetCurrent(byref(current)))
     if not current:
@@ -130,8 +235,8 @@ def make_current(device: torch.device) -> None:
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
-    """How the tensor memory accelerator finds boxes of a bfloat16 matrix, whose 128 bytes of a row (64 columns) lie in
-    shared memory in an order that depends on the row."""
+    """Returns a descriptor with which the tensor memory accelerator copies boxes of a bfloat16 matrix; the 128 bytes of
+    a row (64 columns) are swizzled in shared memory."""
     room = (c_uint64 * 24)()
     map = ctypes.addressof(room) + -ctypes.addressof(room) % 64
     _check(_driver().cuTensorMapEncodeTiled(
@@ -142,7 +247,7 @@ def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
 
 
 def architecture(device: torch.device) -> str:
-    """What is compiled for this card; of 9.0 alone: what other cards have not, too."""
+    """Returns the architecture to compile for; for 9.0 with the features of that card alone."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
 
@@ -151,9 +256,9 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may have."""
     if torch.cuda.get_device_capability(device) == (9, 0):
         return 227 << 10
-    found = c_int()
-    _check(_driver().cuDeviceGetAttribute(byref(found), _MOST_SHARED, device.index or 0))
-    return found.value
+    value = c_int()
+    _check(_driver().cuDeviceGetAttribute(byref(value), _MOST_SHARED, device.index or 0))
+    return value.value
 
 
 def _check(result: int) -> None:
@@ -170,6 +275,6 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _launcher() -> ctypes.PyDLL:
-    """Keeps the interpreter: a launch takes microseconds, and a step with prompts has hundreds, after each of which
-    another thread would have it for longer than that."""
+    """Keeps the interpreter's lock: a launch takes microseconds, and a prefill step has hundreds, after each of which
+    another thread would take the lock for longer than that."""
     return ctypes.PyDLL("libcuda.so.1")

@@ -1,4 +1,4 @@
-"""What is launched on a GPU, as a CUDA graph."""
+"""Records launches as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from deltic.ops.workspace import guard
+from deltic.ops.memory import guard
 
 Result = TypeVar("Result")
 
 
 def record(launch: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of what `launch` launches, which is not run, and what it returns. pool: memory of an earlier graph, which
-    this one may use too."""
+    """Returns a graph of what `launch` launches, which does not run, and the result of `launch`. pool: memory of an
+    earlier graph, which this one may use too."""
     graph = torch.cuda.CUDAGraph()
-    # other threads may copy to and from the card meanwhile, but nobody may collect an old graph as garbage
+    # other threads may copy meanwhile, but no old graph may be collected as garbage
     collects = gc.isenabled()
     gc.disable()
     try:

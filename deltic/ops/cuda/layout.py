@@ -1,26 +1,24 @@
-"""How blocks of products lie on the card: numbers that all products share."""
+"""How blocks of the kernels lie on the card: constants that several kernels share (kernels/common.cuh)."""
 
 BOX_COLUMNS, BOX_ROWS = 64, (64, 128)
-"""Of the parts in which experts' matrices are copied: of a gate or its other half, of what comes after them."""
-FEW, MOST = 8, 16
-"""Tokens of a step that the products take at once: one or two rows of eight."""
-FOUR = 4
-"""Tokens that one instruction of the tensor cores multiplies with plain weights."""
-SPREAD = 2
-"""Tokens of a step whose heads are spread over the card in slices, if that many find room."""
+"""Boxes in which the tensor memory accelerator copies expert matrices: rows of gate and up, rows of down."""
+MMA_TOKENS, MAX_GEMV_TOKENS = 8, 16
+"""Tokens of one tensor core tile, and of a step that our own products serve (one or two tiles)."""
+PLAIN_MMA_TOKENS = 4
+"""Tokens that one tensor core instruction multiplies with bfloat16 weights."""
+MAX_SPLIT_HEAD_TOKENS = 2
+"""Tokens of a step whose heads are split into slices, one block each, if the card has room for so many blocks."""
 WARPS = 8
-"""Of a block that multiply; one more copies."""
-HALF, WHOLE = 105 << 10, 226 << 10
-"""Bytes of shared memory of a block that leave room for the next kernel's block, and for a small one, beside it; of one
-that stays alone."""
-ALONE = 84 << 10
-"""Of which only two blocks fit on a multiprocessor: see kernels/common.cuh."""
-INPUT = 132 << 10
-"""Bytes of input that a block keeps in shared memory at most."""
-SQUEEZED = 448
-"""Threads that the compiler is told a product's block may have, of which two have to find room: so no thread takes more
-than 72 registers. Then a block of the delta rule finds room beside two of products, of which each counts as twelve
-warps."""
-LONE = 62 << 10
-"""Bytes of shared memory of a block of the delta rule that finds no room beside two of products: so that no three
-of them come to lie on one multiprocessor, and the next product's blocks unevenly with them."""
+"""Warps of a block that multiply; one more copies."""
+SHARED_BYTES_BESIDE_NEXT, MAX_SHARED_BYTES = 105 << 10, 226 << 10
+"""Shared memory of a block that leaves room for the next kernel's block and a small one, and of a block alone."""
+TWO_BLOCKS_SHARED_BYTES = 84 << 10
+"""Shared memory of which only two blocks fit on a multiprocessor."""
+MAX_INPUT_BYTES = 132 << 10
+"""Input that a block keeps in shared memory, at most."""
+BOUND_FOR_72_REGISTERS = 448
+"""Launch bound (threads) with which the compiler gives a thread at most 72 registers if two blocks must fit. A block of
+the delta rule then fits beside two blocks of products, each of which counts as twelve warps."""
+SPLIT_HEAD_SHARED_BYTES = 62 << 10
+"""Shared memory of a delta rule block that does not fit beside two blocks of products. It keeps three of them off one
+multiprocessor, which would spread the next product's blocks unevenly."""

@@ -24,8 +24,8 @@ OPERATORS = {
     "products": r"k_(gate|unpack)|product_|packed_|.*(gemm|gemv|cutlass|cublas|nvjet|splitK|wgmma)",
     "copies": r"Memcpy|Memset",
 }
-"""Names of kernels, ours and those of torch's libraries, by operator; `products` are those of all operators, as kernels
-that multiply do not know for whom."""
+"""Patterns of kernel names, ours and torch's, by operator. Matrix products of all operators are `products`: their names
+do not tell which."""
 
 
 class _Mark(KernelArguments):
@@ -39,14 +39,15 @@ class Marks:
         self._module, self._arguments = Module(_SOURCE, device), _Mark(unused=0)
 
     def put(self, name: str) -> None:
-        """Mark the place, by one of `NAMES`."""
+        """Marks the place; name: one of `NAMES`."""
         self._module.launch(_PREFIX + name, (1,), 32, self._arguments, overlap=False)
 
+
 def mark_of(kernel: str) -> str | None:
-    """The name of a mark; None for any other kernel."""
+    """Returns the name of a mark; None for other kernels."""
     return kernel.removeprefix(_PREFIX) if kernel.startswith(_PREFIX) else None
 
 
 def operator_of(kernel: str) -> str:
-    """The operator that a kernel is of; `other` if its name does not say."""
+    """Returns a kernel's operator; `other` if its name is unknown."""
     return next((operator for operator, pattern in OPERATORS.items() if re.match(pattern, kernel)), "other")

@@ -1,4 +1,5 @@
-"""Mixtures of experts: their kernels, where the experts lie, and what is launched for few tokens and for many."""
+"""Mixtures of experts in bfloat16: kernels, addresses of experts, and launches for few tokens (gemv) and many
+(gemm)."""
 
 from __future__ import annotations
 
@@ -10,25 +11,36 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module, tensor_map
-from deltic.ops.cuda.expert_store import Addresses, PinnedExpertStore
-from deltic.ops.cuda.layout import ALONE, BOX_COLUMNS, BOX_ROWS, FEW, MOST, WARPS, WHOLE
+from deltic.ops.cuda.driver import Module, entry, tensor_map
+from deltic.ops.cuda.expert_stores import ExpertAddresses, PinnedExpertStore
+from deltic.ops.cuda.layout import (
+    BOX_COLUMNS,
+    BOX_ROWS,
+    MAX_GEMV_TOKENS,
+    MAX_SHARED_BYTES,
+    MMA_TOKENS,
+    TWO_BLOCKS_SHARED_BYTES,
+    WARPS,
+)
 from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 
-GATE_BESIDE, DOWN_BESIDE = 115 << 10, 98 << 10
-"""Bytes of shared memory of the blocks of both products, which then lie on a multiprocessor together."""
-SUMS = 8 << 10
-"""Bytes of a group's sums."""
+GATE_SHARED_BYTES, DOWN_SHARED_BYTES = 115 << 10, 98 << 10
+"""Shared memory of the blocks of both products, which then fit on a multiprocessor together."""
+SUM_BYTES = 8 << 10
+"""Shared memory for the sums of a group of units."""
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
 _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
-"""By the tokens of a tile."""
+"""Stages of the pipeline, by tokens of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """What the kernels are made for: count experts of `size` rows, of which a token passes per_token; shared: and one
-    more of the same size. normalised: as in `MoeWeights`. host: some of them are computed by the host, for few
-    tokens."""
+    """The shape for which the kernels are made.
+
+    count: experts of `size` rows, of which a token passes `per_token`. shared: one more of the same size for all
+        tokens.
+    normalised: as in `MoeWeights`. host: for few tokens the host computes some of them.
+    """
 
     hidden: int
     size: int
@@ -39,101 +51,107 @@ class ExpertsShape:
     host: bool = field(default=False, kw_only=True)
 
     @property
-    def each(self) -> int:
-        """Experts of a token."""
+    def experts_per_token(self) -> int:
+        """Experts that a token passes, the shared one included."""
         return self.per_token + self.shared
 
     @property
     def known(self) -> bool:
         return (self.fits_blocks and self.count <= _MOST_EXPERTS and self.per_token <= _MOST_CHOSEN
-                and self.shared_memory <= WHOLE)
+                and self.shared_memory <= MAX_SHARED_BYTES)
 
     @property
     def fits_blocks(self) -> bool:
-        """Whether the matrices are whole units of the kernels."""
+        """True if the matrices are whole units of the kernels."""
         return self.hidden % 64 == 0 and self.size % 8 == 0
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The kernel files of the kernels, behind those of products."""
+        """The kernel files of these kernels, which follow those of products."""
         return "experts", "grouped", *["beside"] * self.host
 
     def joined(self, other: ExpertsShape) -> ExpertsShape | None:
-        """What serves layers of both shapes; None where nothing does."""
+        """Returns the shape whose kernels serve layers of both shapes; None if there is none."""
         return self if self == other else None
 
     @property
-    def offset(self) -> int:
-        """Where the rings begin: behind the barriers and `Passed`."""
-        slots = min(self.count, MOST * self.per_token) + self.shared
-        passed = 8 * (self.count + 1) + 16 * slots + 4 * self.count + 64 * self.each + 128 * self.per_token + 64
+    def ring_offset(self) -> int:
+        """Bytes of shared memory before the ring of weights: barriers and `Passed`."""
+        slots = min(self.count, MAX_GEMV_TOKENS * self.per_token) + self.shared
+        passed = 8 * (self.count + 1) + 16 * slots + 4 * self.count + 128 * self.per_token + 64
+        passed += 64 * self.experts_per_token
         return -(-(1024 + passed) // 128) * 128
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that the largest block takes."""
+        """Bytes of shared memory of the largest block."""
         return max(self._few_bytes(max(self.most, 1)), *map(_tile_bytes, _STAGES))
 
     @property
     def most(self) -> int:
         """Tokens whose input fits in a block's shared memory."""
-        return max((tokens for tokens in range(1, MOST + 1) if self._few_bytes(tokens) <= WHOLE), default=0)
+        return max(
+            (tokens for tokens in range(1, MAX_GEMV_TOKENS + 1) if self._few_bytes(tokens) <= MAX_SHARED_BYTES),
+            default=0,
+        )
 
     def _few_bytes(self, tokens: int) -> int:
         return max(self.gate_plan(tokens, 1)[2], self.down_plan(tokens, 1)[1])
 
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
-        """Units between two sums, slots of the ring, bytes of shared memory."""
+        """Returns units between two sums, slots of the ring, bytes of shared memory."""
         units = -(-(min(self.count, tokens * self.per_token) + self.shared) * (self.size // 4) // blocks)
-        group = max(1, min(SUMS // (WARPS * 8 * 4 * tokens), units))
-        fixed = self.offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
-        slots = ring_slots(fixed, 16 * self.hidden, GATE_BESIDE, units)
-        return group, slots, max(ALONE, fixed + slots * 16 * self.hidden)
+        group = max(1, min(SUM_BYTES // (WARPS * 8 * 4 * tokens), units))
+        fixed = self.ring_offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
+        slots = ring_slots(fixed, 16 * self.hidden, GATE_SHARED_BYTES, units)
+        return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * 16 * self.hidden)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
-        """Slots of the ring, bytes of shared memory."""
+        """Returns slots of the ring and bytes of shared memory."""
         experts = min(self.count, tokens * self.per_token) + self.shared
         slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
-        fixed = self.offset + 2 * WARPS * 16 * 4 * tokens
-        slots = ring_slots(fixed, slot, DOWN_BESIDE, experts * -(-self.hidden // (16 * blocks)))
-        return slots, max(ALONE, fixed + slots * slot)
+        fixed = self.ring_offset + 2 * WARPS * 16 * 4 * tokens
+        slots = ring_slots(fixed, slot, DOWN_SHARED_BYTES, experts * -(-self.hidden // (16 * blocks)))
+        return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot)
 
     @property
-    def who(self) -> str:
-        """What kernels are told of which experts there are."""
-        return f"{self.count}, {self.per_token}, {flag(self.shared)}"
+    def template_args(self) -> str:
+        """Template arguments for the number of experts."""
+        return f"{self.count}, {self.per_token}, {cpp_bool(self.shared)}"
 
     def entries(self) -> Iterator[str]:
-        """The text of all kernels."""
-        yield from self.few_entries()
-        yield from self.many_entries()
+        """Yields the sources of all kernels."""
+        yield from self.gemv_entries()
+        yield from self.grouped_entries()
 
-    def few_entries(self) -> Iterator[str]:
-        """Of those for few tokens."""
-        few, host = f"{self.hidden}, {self.size}, {self.who}, {flag(self.normalised)}", ", true" * self.host
+    def gemv_entries(self) -> Iterator[str]:
+        """Yields the sources of kernels for few tokens."""
+        few = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
+        host = ", true" * self.host
         for name, many in (("few", False), ("many", True)):
             for kind, type in (("gate", "ExpertsGate"), ("down", "ExpertsDown")):
-                yield kernel(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
-                             f"experts_{kind}<{few}, {flag(many)}, {self.offset}{host}>")
+                yield entry(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
+                             f"experts_{kind}<{few}, {cpp_bool(many)}, {self.ring_offset}{host}>")
         if self.host:
-            yield kernel("ask_host", "AskHost", f"{WARPS * 32 + 32}",
-                         f"ask_host<{self.hidden}, {self.who}, {flag(self.normalised)}>")
-            yield kernel("add_host", "AddHost", "256", "::add_host")
+            yield entry("ask_host", "AskHost", f"{WARPS * 32 + 32}",
+                         f"ask_host<{self.hidden}, {self.template_args}, {cpp_bool(self.normalised)}>")
+            yield entry("add_host", "AddHost", "256", "add_host")
 
-    def many_entries(self) -> Iterator[str]:
-        """Of those for many."""
-        who = self.who
-        yield kernel("route", "Route", "256", f"route<{who}, {flag(self.normalised)}>")
-        yield kernel("group", "Group", "1024", f"group<{who}>")
-        yield kernel("combine", "Combine", "256", "::combine")
+    def grouped_entries(self) -> Iterator[str]:
+        """Yields the sources of kernels for many tokens."""
+        experts = self.template_args
+        yield entry("route", "Route", "256", f"route<{experts}, {cpp_bool(self.normalised)}>")
+        yield entry("group", "Group", "1024", f"group<{experts}>")
+        yield entry("combine", "Combine", "256", "combine")
         for tile, stages in _STAGES.items():
             for kind, columns, rows in (("gate", self.hidden, 2 * self.size), ("down", self.size, self.hidden)):
-                yield kernel(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
-                             f"grouped<{columns}, {rows}, {tile}, {stages}, {flag(kind == 'gate')}>")
+                yield entry(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
+                             f"grouped<{columns}, {rows}, {tile}, {stages}, {cpp_bool(kind == 'gate')}>")
 
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
-    """None where the kernels do not know them: another dtype, another size of the shared expert, quantized ones."""
+    """Returns the shape of a layer; None if the kernels do not know it (dtype, size of the shared expert,
+    quantized)."""
     shared, store = weights.shared is not None, _store(weights)
     if not all(map(_plain, _matrices(weights))) or (isinstance(weights.experts, ExpertPool) and store is None):
         return None
@@ -147,33 +165,33 @@ def shape_of(weights: MoeWeights) -> ExpertsShape | None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTable:
-    """at: where the matrices of all experts lie. router [n, H]: filled up to a multiple of 8 rows."""
+    """at: addresses of all experts' matrices. router [n, H]: padded to a multiple of 8 rows."""
 
-    at: Addresses
+    at: ExpertAddresses
     router: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
-    """Which tokens do not only fill a bucket up: those of the first rows. count [1], starts [R + 1] int64: how many
-    rows these are, and where rows begin; None: all tokens are real."""
+class RealTokens:
+    """The tokens that are no padding: those of the first `count` [1] rows; starts [R + 1]: where rows begin, both
+    int64. None: all tokens are real."""
 
     count: Tensor | None
     starts: Tensor | None
 
 
-ALL = Real(None, None)
+ALL_REAL = RealTokens(None, None)
 
 
 class MoeOp:
     """The mixtures of a model's layers.
 
-    in_passes: up to so many tokens `gemv_rows` is faster, in several passes, than `gemm_rows`; 0: not.
+    max_gemv_tokens: with up to so many tokens several calls of `gemv_rows` are faster than `gemm_rows`.
     """
 
-    in_passes = 0
+    max_gemv_tokens = 0
     ahead = 8
-    """Steps of the first product that are fetched while tokens choose, where nearly all experts are passed by some."""
+    """Steps of the first product that are prefetched during routing if nearly all experts are used."""
 
     def __init__(self, module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> None:
         """blocks: multiprocessors of the card."""
@@ -182,12 +200,12 @@ class MoeOp:
         self._counts = torch.zeros(shape.count, dtype=torch.int32, device=module.device)
 
     def table(self, weights: MoeWeights) -> ExpertTable:
-        """What is known of a layer."""
+        """Returns the addresses and the router of a layer."""
         return ExpertTable(_addresses(weights, self._module.device), filled_router(weights))
 
     def prepare(self, weights: MoeWeights) -> None:
-        """Called when it is known how many tokens pass each expert of the layer (`_counts`), before `grouped.cuh`
-        reads those of them."""
+        """Called when `_counts`, the tokens of each expert of the layer, is known, before `grouped.cuh` reads the
+        experts."""
 
     def gemv_rows(
         self,
@@ -196,28 +214,28 @@ class MoeOp:
         scale: Tensor,
         eps: float,
         logits: Tensor,
-        real: Real = ALL,
+        real: RealTokens = ALL_REAL,
         first: int = 0,
     ) -> None:
-        """Adds what the experts give to the residual [T, H] float32 of up to 16 tokens. scale [H]: of the norm before
-        them. logits [T, n] float32: what the router gives. first: of the step's tokens."""
+        """Adds the mixture of up to 16 tokens to the residual [T, H] float32. scale [H]: of the norm before it. logits
+        [T, n] float32: of the router. first: index of the first token in the step."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(residual)
         if tokens > shape.most:
             half = -(-tokens // 2)
             for part, begins in ((slice(half), first), (slice(half, tokens), first + half)):
                 self.gemv_rows(weights, residual[part], scale, eps, logits[part], real, begins)
             return
-        name = "many" if tokens > FEW else "few"
-        gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
-        given = {"x": residual, "scale": scale, "logits": logits, "weights": table.at.gate, "count": real.count,
+        name = "many" if tokens > MMA_TOKENS else "few"
+        gated = torch.empty(tokens * shape.experts_per_token, shape.size, dtype=torch.bfloat16, device=residual.device)
+        common = {"x": residual, "scale": scale, "logits": logits, "weights": table.at.gate, "count": real.count,
                  "starts": real.starts, "eps": eps, "tokens": tokens, "first": first}
         host = table.at.host
         if host:
             self._module.launch("k_ask_host", (tokens,), WARPS * 32 + 32, args.AskHostArgs(
-                layer=table.at.layer, **host.request, **given))
+                layer=table.at.layer, **host.request, **common))
         group, slots, shared = shape.gate_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGateArgs(
-            wanted=table.at.wanted, y=gated, group=group, slots=slots, **given), shared)
+            wanted=table.at.wanted, y=gated, group=group, slots=slots, **common), shared)
         slots, shared = shape.down_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDownArgs(
             x=gated, logits=logits, weights=table.at.down, y=residual, count=real.count, starts=real.starts,
@@ -226,10 +244,10 @@ class MoeOp:
             self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
                 y=residual, hidden=shape.hidden, **host.answer))
 
-    def gemm_rows(self, weights: MoeWeights, x: Tensor, real: Real = ALL) -> Tensor:
-        """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16; zeros for tokens that are not real."""
+    def gemm_rows(self, weights: MoeWeights, x: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
+        """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
-        pairs, tile = tokens * shape.each, _tile(tokens * shape.per_token / shape.count)
+        pairs, tile = tokens * shape.experts_per_token, _tile(tokens * shape.per_token / shape.count)
         logits = torch.mm(x, table.router.t(), out_dtype=torch.float32)
 
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -239,7 +257,7 @@ class MoeOp:
         share, weight = empty(pairs, dtype=torch.float32), empty(pairs, dtype=torch.float32)
         tiles = empty(shape.count + pairs // tile + 2, 4)
         ordered, gated = x.new_empty(pairs, shape.hidden), x.new_empty(pairs, shape.size)
-        given = x.new_empty(pairs, shape.hidden)
+        outputs = x.new_empty(pairs, shape.hidden)
         self._module.launch("k_route", (-(-tokens // 8),), 256, args.RouteArgs(
             logits=logits, expert=expert, place=place, counts=self._counts, share=share, count=real.count,
             starts=real.starts, tokens=tokens, stride=logits.shape[1]))
@@ -249,47 +267,47 @@ class MoeOp:
             rows=rows, tiles=tiles, total=total, weight=weight, count=real.count, starts=real.starts, tokens=tokens,
             hidden=shape.hidden, shift=tile.bit_length() - 1))
         for kind, source, target, maps in (("gate", ordered, gated, table.at.gate_maps),
-                                           ("down", gated, given, table.at.down_maps)):
+                                           ("down", gated, outputs, table.at.down_maps)):
             self._module.launch(f"k_grouped_{kind}_{tile}", (_resident(tile) * self._blocks,), WARPS * 32 + 32,
                                 args.GroupedArgs(
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
                 weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
                 ahead=self.ahead if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
                 _tile_bytes(tile))
-        found = torch.empty_like(x)
+        mixture = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.CombineArgs(
-            x=given, y=found, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
-            each=shape.each))
-        return found
+            x=outputs, y=mixture, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
+            each=shape.experts_per_token))
+        return mixture
 
 
 def _store(weights: MoeWeights) -> PinnedExpertStore | None:
-    """Who has the experts that are not all on the card, of bfloat16."""
+    """Returns the store of experts that are not all on the card, in bfloat16."""
     store = weights.experts.store if isinstance(weights.experts, ExpertPool) else None
     return store if isinstance(store, PinnedExpertStore) else None
 
 
-def _addresses(weights: MoeWeights, device: torch.device) -> Addresses:
+def _addresses(weights: MoeWeights, device: torch.device) -> ExpertAddresses:
     pairs, store = [_both(part) for part in weights.parts], _store(weights)
     if store and isinstance(weights.experts, ExpertPool):
         return store.addresses(weights.experts.layer, pairs[0] if pairs else None)
     gate, down = (torch.tensor([pair[index].data_ptr() for pair in pairs], device=device) for index in range(2))
     gate_maps, down_maps = (maps_of([pair[index] for pair in pairs], index) for index in range(2))
-    return Addresses(gate, down, gate_maps, down_maps, None)
+    return ExpertAddresses(gate, down, gate_maps, down_maps, None)
 
 
 def maps_of(matrices: Iterable[Tensor], index: int) -> Tensor:
-    """How the tensor memory accelerator finds boxes of matrices of gates and their other halves (index 0), or of those
-    after them (1): uint8 [n, 128], beside them."""
-    found, device = bytearray(), torch.device("cpu")
+    """Returns descriptors for the tensor memory accelerator, uint8 [n, 128], on the matrices' device. index: 0 for
+    gate_up, 1 for down matrices."""
+    maps, device = bytearray(), torch.device("cpu")
     for matrix in matrices:
-        found += tensor_map(matrix, BOX_ROWS[index], BOX_COLUMNS)
+        maps += tensor_map(matrix, BOX_ROWS[index], BOX_COLUMNS)
         device = matrix.device
-    return torch.frombuffer(found, dtype=torch.uint8).view(-1, 128).to(device)
+    return torch.frombuffer(maps, dtype=torch.uint8).view(-1, 128).to(device)
 
 
 def filled_router(weights: MoeWeights) -> Tensor:
-    """Its rows, filled up with zeros to a multiple of 8."""
+    """Returns the router, padded with zeros to a multiple of 8 rows."""
     router = weights.router
     assert isinstance(router, Tensor)
     filled = router.new_zeros(-(-len(router) // 8) * 8, router.shape[1])
@@ -319,14 +337,14 @@ def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def ring_slots(fixed: int, slot: int, beside: int, items: int) -> int:
-    """How many slots a ring has; fixed: bytes of what else a block has. Three at least beside the next kernel's block,
-    or more in all the memory."""
-    few, most = (beside - fixed) // slot, (WHOLE - fixed) // slot
+    """Returns the slots of a ring: at least three within the budget that leaves room for the next kernel's block, or as
+    many as all shared memory holds. fixed: bytes of the block besides the ring."""
+    few, most = (beside - fixed) // slot, (MAX_SHARED_BYTES - fixed) // slot
     return max(2, min(few if few >= 3 else most, items, 16))
 
 
 def _tile(average: float) -> int:
-    """Tokens of a tile; average: tokens of an expert. So large that few experts have more than one tile."""
+    """Tokens of a tile; so many that few experts have more than one tile. average: tokens of an expert."""
     return 16 if average <= 10 else 32 if average <= 24 else 64 if average <= 64 else 128
 
 
@@ -343,10 +361,5 @@ def _words(map: bytes) -> object:
     return (c_uint64 * 16).from_buffer_copy(map)
 
 
-def flag(value: bool) -> str:
+def cpp_bool(value: bool) -> str:
     return str(value).lower()
-
-
-def kernel(name: str, type: str, bounds: str, call: str) -> str:
-    return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
-            f"{{ {call}(a); }}\n")

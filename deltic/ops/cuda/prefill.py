@@ -1,9 +1,13 @@
-"""Steps with prompts: products by cuBLAS, attention by what torch has, all else by kernels of our own."""
+"""Prefill steps on a GPU: linear layers by cuBLAS, attention by torch's flash kernels or cuDNN, the rest by our own.
+
+cuDNN's attention is twice as fast in long contexts, but is built for given lengths (37 ms each) and knows no cached
+prefix: a large row's attention is computed in two parts, its own tokens and what precedes them, joined afterwards.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -11,25 +15,179 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.kernel_config import Shapes, entry, state_header
-from deltic.ops.cuda.long_attention import GRAIN, Attend, Context, contexts
-from deltic.ops.cuda.nvrtc import headers
+from deltic.ops.cuda.driver import entry, headers, load_module
+from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
-from deltic.ops.types import CHUNK, AttentionWeights, Batch, DecoderLayer, GdnWeights, Layout
+from deltic.ops.kv import take
+from deltic.ops.types import (
+    CHUNK,
+    PAGE,
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    DecoderLayer,
+    GdnWeights,
+    KvView,
+    Layout,
+)
 
 if TYPE_CHECKING:
-    from deltic.ops.cuda.decode import DecodeStep
-    from deltic.ops.cuda.decode import _DecodeBuffers as Work
+    from deltic.ops.cuda.decode import DecodeStep, _DecodeBuffers
 
+_LARGE = 1 << 22
+"""Tokens times context from which on cuDNN serves a row by itself."""
+_LONG = 1024
+"""Tokens that such a row has at least."""
+PREFIX_GRAIN = 1024
+"""The prefix part of such a row is a multiple of it: cuDNN builds a kernel for each length."""
 MOST_TOKENS = 65535
-"""Of a step: blocks of a grid's second axis."""
+"""Tokens of a step: blocks of a grid's second axis."""
 _LINE, _STAGES = 72, 3
 """As in kernels/delta.cuh."""
 
 
+# Attention
+
+
+@dataclass(frozen=True, slots=True)
+class CausalSquare:
+    """How cuDNN serves a large row.
+
+    prefix: leading cached tokens, a multiple of PREFIX_GRAIN, that all queries read.
+    before: the other cached tokens, which precede the row's own in a causal square.
+    side: of that square, rounded up.
+    """
+
+    prefix: int
+    before: int
+    side: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Neighbouring rows that one call serves.
+
+    first: their first token. tokens: of all rows. longest, context: largest chunk and context of a row.
+    places [sum of contexts] int64: flat K/V indices. queries, keys [rows + 1] int32: where each row begins.
+    square: of the only row, if it is large; places then covers prefix and square and repeats its last entry.
+    """
+
+    first: int
+    tokens: int
+    longest: int
+    context: int
+    places: Tensor
+    queries: Tensor
+    keys: Tensor
+    square: CausalSquare | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """own, prefix [n, heads, D] bfloat16: attention to the row's square and to its prefix, to be joined by own_mass,
+    prefix_mass [n, heads] float32, their log-sum-exps. Without a prefix, own is the result."""
+
+    own: Tensor
+    prefix: Tensor | None = None
+    own_mass: Tensor | None = None
+    prefix_mass: Tensor | None = None
+
+
+def attention_groups(batch: Batch) -> tuple[AttentionGroup, ...]:
+    return tuple(_group(batch, first, end) for first, end in _runs(batch))
+
+
+def _large(batch: Batch, row: int) -> bool:
+    tokens, context = batch.layout.chunks[row], batch.layout.contexts[row]
+    return tokens >= _LONG and tokens * context >= _LARGE
+
+
+def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
+    """Cuts the rows of several tokens into runs; a large row is a run of its own."""
+    first = batch.layout.decode_rows
+    for row in range(first, batch.layout.rows):
+        if _large(batch, row):
+            if first < row:
+                yield first, row
+            yield row, row + 1
+            first = row + 1
+    if first < batch.layout.rows:
+        yield first, batch.layout.rows
+
+
+def _group(batch: Batch, first: int, end: int) -> AttentionGroup:
+    layout, device = batch.layout, batch.done.device
+    chunks, lengths = layout.chunks[first:end], layout.contexts[first:end]
+    square = _square(chunks[0], lengths[0]) if end == first + 1 and _large(batch, first) else None
+    # computed on the device: nothing to copy, nothing to wait for
+    starts = batch.starts[first:end + 1]
+    ends = (batch.done[first:end] + starts[1:] - starts[:-1]).cumsum(0)
+    keys = torch.cat((torch.zeros_like(ends[:1]), ends))
+    place = torch.arange(square.prefix + square.side if square else sum(lengths), device=device)
+    place.clamp_(max=sum(lengths) - 1)
+    row = torch.bucketize(place, ends, right=True)
+    position = place - keys[row]
+    places = batch.pages[first + row, position // PAGE] * PAGE + position % PAGE
+    return AttentionGroup(sum(layout.chunks[:first]), sum(chunks), max(chunks), max(lengths), places,
+                          (starts - starts[0]).int(), keys.int(), square)
+
+
+def _square(tokens: int, context: int) -> CausalSquare:
+    before = (context - tokens) % PREFIX_GRAIN
+    side = before + tokens
+    grain = max(64, 1 << side.bit_length() - 4)  # at most an eighth more; eight kernels for each doubling
+    return CausalSquare(context - tokens - before, before, -(-side // grain) * grain)
+
+
+class Attend:
+    """Attention of a group's tokens to K/V that are stored already."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self._cudnn = torch.backends.cudnn.is_available()
+        if self._cudnn:  # its first call takes a second
+            query, keys = (torch.zeros(64, heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+                           for heads in (spec.heads, spec.kv_heads))
+            _cudnn_attention(query, keys, keys, True)
+
+    def __call__(self, query: Tensor, kv: KvView, group: AttentionGroup) -> AttentionParts:
+        """query [PREFIX_GRAIN + T + side of the largest square, heads, D] bfloat16; the tokens' queries begin at
+        PREFIX_GRAIN."""
+        begin = PREFIX_GRAIN + group.first
+        own_query = query[begin:begin + group.tokens]
+        # torch's flash kernels read no float8; in bfloat16 the numbers are the same
+        keys, values = (take(pool.flatten(0, 1), 0, group.places).bfloat16() for pool in (kv.keys, kv.values))
+        square = group.square if self._cudnn else None
+        if square is None and len(group.queries) == 2:
+            # a row alone: torch splits its context among the multiprocessors
+            rows = (own_query[None], keys[None, :group.context], values[None, :group.context])
+            return AttentionParts(torch.ops.aten._flash_attention_forward(
+                *rows, None, None, group.tokens, group.context, 0.0, True, False)[0][0])
+        if square is None:
+            return AttentionParts(torch.ops.aten._flash_attention_forward(
+                own_query, keys, values, group.queries, group.keys, group.longest, group.context, 0.0, True, False)[0])
+        # the outputs of queries before and after the row's own are dropped
+        wide, own = query[begin - square.before:][:square.side], slice(square.before, square.before + group.tokens)
+        near, near_mass = _cudnn_attention(wide, keys[square.prefix:], values[square.prefix:], True)
+        if not square.prefix:
+            return AttentionParts(near[own])
+        far, far_mass = _cudnn_attention(wide, keys[:square.prefix], values[:square.prefix], False)
+        return AttentionParts(near[own], far[own], near_mass[own], far_mass[own])
+
+
+def _cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """query [n, heads, D] -> outputs [n, heads, D] and log-sum-exps [n, heads] float32. causal: query i reads keys
+    0 .. i; otherwise all read all."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    out, mass, *_ = torch.ops.aten._cudnn_attention_forward(q, k, v, None, None, None, q.shape[2], k.shape[2], True,
+                                                            0.0, causal, False)
+    return out[0].transpose(0, 1).contiguous(), mass.view(query.shape[1], -1).t().contiguous()
+
+
+# Kernels
+
+
 def terms_bytes(size: int) -> int:
-    """What a chunk of one head leaves for the scan: two tiles [CHUNK, size] and a matrix [CHUNK, CHUNK], bfloat16."""
+    """Bytes that one head of a chunk leaves for the scan: two tiles [CHUNK, size], a matrix [CHUNK, CHUNK], bf16."""
     return 2 * CHUNK * size * 2 + CHUNK * CHUNK * 2
 
 
@@ -45,12 +203,12 @@ def scan_shared(size: int) -> int:
 
 
 def columns(size: int) -> int:
-    """Of the state that a block of `delta_scan` has."""
+    """Columns of the state in a block of `delta_scan`."""
     return min(size, 64)
 
 
 def source(shapes: Shapes) -> str:
-    """The text of the kernels for a model."""
+    """Returns the CUDA source for a model's prefill steps."""
     text = [state_header(shapes.state), headers("kv", "prompt", "delta", "scan"),
             entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
             entry("copy_slot", "CopySlot", "256", "copy_slot")]
@@ -66,15 +224,17 @@ def source(shapes: Shapes) -> str:
     return "".join(text)
 
 
+# Steps
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """The geometry of a step, the same in every layer.
 
-    rows: of several tokens, which come after the single ones, and their tokens after as many.
-    count: chunks in all.
-    chunks [count, 2]: row and first token in it.
-    firsts [R]: each row's first chunk.
-    decode_rows: the rows of one token as a batch of their own.
+    decode_rows: the leading rows of one token, as a batch of their own.
+    rows, tokens: of the rows of several tokens, which follow them.
+    count: chunks in all. chunks [count, 2]: row, and first token within the row. firsts [R]: each row's first chunk.
+    groups: of the attention.
     """
 
     decode_rows: Batch | None
@@ -83,13 +243,12 @@ class PrefillPlan:
     count: int
     chunks: Tensor
     firsts: Tensor
-    contexts: tuple[Context, ...]
+    groups: tuple[AttentionGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """What lies between the kernels of a Gated DeltaNet layer: tiles [chunks, C, CHUNK], terms bf16, units, gates
-    float32."""
+    """Intermediate results of a Gated DeltaNet layer: tiles [chunks, C, CHUNK], terms bf16, units, gates float32."""
 
     tiles: Tensor
     units: Tensor
@@ -99,9 +258,12 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _PrefillBuffers:
-    """What all layers of a step share. turns [T, rotary] float32. y, core: room for what mixers give, [T, values or
-    queries] bf16, and what the delta rule gives before it is normed. decode_rows: of the rows of one token, which come
-    first, as of a step that only decodes; with the same y."""
+    """The tensors of one step, used by all layers.
+
+    turns [T, rotary] float32: rotary angles.
+    y, core [T * (values or queries)] bf16: outputs of mixers, and of the delta rule before its norm.
+    decode_rows: of the leading rows of one token, as in a decode step; with the same y.
+    """
 
     batch: Batch
     plan: PrefillPlan
@@ -109,7 +271,7 @@ class _PrefillBuffers:
     y: Tensor
     core: Tensor
     chunks: _Chunks | None
-    decode_rows: Work | None
+    decode_rows: _DecodeBuffers | None
 
 
 def plan_of(batch: Batch) -> PrefillPlan:
@@ -118,28 +280,45 @@ def plan_of(batch: Batch) -> PrefillPlan:
     cuts = [number for row, count in enumerate(counts) for j in range(count) for number in (row, j * CHUNK)]
     firsts = [0, *accumulate(counts)][:-1]
     numbers = on_device(torch.tensor(cuts + firsts, dtype=torch.int64), device)
-    return PrefillPlan(_singles(batch) if layout.decode_rows else None, layout.rows - layout.decode_rows,
-                layout.tokens - layout.decode_rows, len(cuts) // 2, numbers[:len(cuts)], numbers[len(cuts):],
-                contexts(batch))
+    return PrefillPlan(
+        decode_rows=_decode_rows(batch) if layout.decode_rows else None,
+        rows=layout.rows - layout.decode_rows,
+        tokens=layout.tokens - layout.decode_rows,
+        count=len(cuts) // 2,
+        chunks=numbers[:len(cuts)],
+        firsts=numbers[len(cuts):],
+        groups=attention_groups(batch),
+    )
 
 
-def _singles(batch: Batch) -> Batch:
-    """The rows of one token, which come first, with the shape of a bucket."""
-    count, layout, done = batch.layout.decode_rows, batch.layout, batch.done[:batch.layout.decode_rows]
+def _decode_rows(batch: Batch) -> Batch:
+    """Returns the leading rows of one token in the form of a bucket."""
+    layout, count = batch.layout, batch.layout.decode_rows
+    done = batch.done[:count]
     return replace(
-        batch, layout=Layout((1,) * count, layout.contexts[:count], count, count), ids=batch.ids[:count],
-        positions=batch.positions[:, :count].contiguous(), starts=batch.starts[:count + 1], done=done,
-        base=done if batch.base is batch.done else batch.base[:count], delta_log=batch.delta_log[:count],
-        pages=batch.pages[:count], store=batch.store[:count], source=batch.source[:count],
-        target=batch.target[:count], count=torch.full((1,), count, device=batch.done.device), memo={})
+        batch,
+        layout=Layout((1,) * count, layout.contexts[:count], count, count),
+        ids=batch.ids[:count],
+        positions=batch.positions[:, :count].contiguous(),
+        starts=batch.starts[:count + 1],
+        done=done,
+        base=done if batch.base is batch.done else batch.base[:count],
+        delta_log=batch.delta_log[:count],
+        pages=batch.pages[:count],
+        store=batch.store[:count],
+        source=batch.source[:count],
+        target=batch.target[:count],
+        count=torch.full((1,), count, device=batch.done.device),
+        memo={},
+    )
 
 
 class PrefillStep:
-    """A batch to its logits [L, V] and, if they are wanted, all hidden states [T, H] float32."""
+    """Computes the logits [L, V] of a batch and, if they are wanted, all hidden states [T, H] float32."""
 
     def __init__(self, step: DecodeStep, shapes: Shapes, device: torch.device) -> None:
         self._step, self._shapes, self._device = step, shapes, device
-        self._module = _module(source(shapes), device)
+        self._module = load_module(source(shapes), device)
         self._attend = Attend(shapes.attention, device) if shapes.attention else None
 
     def serves(self, batch: Batch) -> bool:
@@ -147,121 +326,127 @@ class PrefillStep:
         return not layout.appends and not layout.replays and layout.tokens <= MOST_TOKENS
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        step, decoder, plan = self._step, self._step._decoder, plan_of(batch)
-        tokens, rotary = batch.layout.tokens, decoder.rope.rotary_dim
-        residual = torch.empty(tokens, step._hidden, device=self._device)
-        turns = torch.empty(tokens, rotary, device=self._device)
-        step.enter(batch, residual, turns, 4 * step._blocks)
+        step, decoder = self._step, self._step.decoder
+        plan, tokens = plan_of(batch), batch.layout.tokens
+        residual = torch.empty(tokens, step.hidden, device=self._device)
+        turns = torch.empty(tokens, decoder.rope.rotary_dim, device=self._device)
+        step.enter(batch, residual, turns, 4 * step.blocks)
         if batch.input_embeds is not None:
             residual.index_copy_(0, batch.input_embeds.tokens, batch.input_embeds.rows)
-        work = self._work(batch, plan, turns)
+        buffers = self._buffers(batch, plan, turns)
         delta: Tensor | None = None
         for layer in decoder.layers:
-            delta = self._layer(layer, residual, delta, work)
+            delta = self._layer(layer, residual, delta, buffers)
+        wanted = batch.logit_tokens
         if batch.layout.hidden:
             hidden = self._norm(residual, delta, decoder.norm)
-            return step.head(hidden[batch.logit_tokens]), hidden.float()
-        wanted = batch.logit_tokens
+            return step.head(hidden[wanted]), hidden.float()
         last = None if delta is None else delta[wanted]
         return step.head(self._norm(residual[wanted], last, decoder.norm)), None
 
-    def _work(self, batch: Batch, plan: PrefillPlan, turns: Tensor) -> _PrefillBuffers:
+    def _buffers(self, batch: Batch, plan: PrefillPlan, turns: Tensor) -> _PrefillBuffers:
         spec, attention, device = self._shapes.gdn, self._shapes.attention, self._device
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        y = empty(batch.layout.tokens * max(spec.values if spec else 1, attention.queries if attention else 1))
+        width = max(spec.values if spec else 1, attention.queries if attention else 1)
+        y = empty(batch.layout.tokens * width)
         chunks = None
         if spec and plan.rows:
             count, heads = plan.count, plan.count * spec.value_heads
-            chunks = _Chunks(empty(count, spec.channels, CHUNK),
-                             empty(count, 2 * spec.key_heads, CHUNK, dtype=torch.float32),
-                             empty(heads, terms_bytes(spec.key_dim) // 2), empty(heads, 4, CHUNK, dtype=torch.float32))
-        singles = replace(self._step._begin(plan.decode_rows, "many"), y=y) if plan.decode_rows else None
-        return _PrefillBuffers(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, singles)
+            chunks = _Chunks(
+                tiles=empty(count, spec.channels, CHUNK),
+                units=empty(count, 2 * spec.key_heads, CHUNK, dtype=torch.float32),
+                terms=empty(heads, terms_bytes(spec.key_dim) // 2),
+                gates=empty(heads, 4, CHUNK, dtype=torch.float32),
+            )
+        decode_rows = replace(self._step.begin(plan.decode_rows, "many"), y=y) if plan.decode_rows else None
+        return _PrefillBuffers(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, decode_rows)
 
     def _layer(
-        self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, work: _PrefillBuffers
+        self, layer: DecoderLayer, residual: Tensor, delta: Tensor | None, buffers: _PrefillBuffers
     ) -> Tensor | None:
+        linear, mixer = self._step.linear, layer.mixer
         x = self._norm(residual, delta, layer.input_norm)
-        if isinstance(layer.mixer, GdnWeights):
-            delta = self._step.linear(self._gdn(layer, layer.mixer, self._step.linear(x, layer.mixer.in_proj), work),
-                             layer.mixer.out_proj)
+        if isinstance(mixer, GdnWeights):
+            mixed = self._gdn(layer, mixer, linear(x, mixer.in_proj), buffers)
+            delta = linear(mixed, mixer.out_proj)
         else:
-            delta = self._step.linear(self._attention(layer, layer.mixer, self._step.linear(x, layer.mixer.qkv), work),
-                             layer.mixer.o_proj)
+            mixed = self._attention(layer, mixer, linear(x, mixer.qkv), buffers)
+            delta = linear(mixed, mixer.o_proj)
         return self._step.feed_forward(layer, residual, delta)
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
-        """Adds delta to the residual; its norm [T, H] bf16."""
+        """Adds delta to the residual; returns the norm [T, H] bf16."""
         return self._step.normed(residual, delta, scale) if residual.shape[0] else residual.bfloat16()
 
-    def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, proj: Tensor, work: _PrefillBuffers) -> Tensor:
-        """proj [T, C + values + 2 Hv] -> [T, values]: what lies between the projections."""
-        batch, plan = work.batch, work.plan
-        spec, state, launch = mixer.spec, self._step._views.states[layer.store], self._module.launch
-        size, stride, singles = spec.key_dim, proj.shape[1], batch.layout.decode_rows
-        y = work.y[:proj.shape[0] * spec.values].view(-1, spec.values)
-        if work.decode_rows:
-            self._step._mix(layer, work.decode_rows, proj, stride)
-        emits = {"emit_row": batch.emit_row, "emit_length": batch.emit_length, "emit_slot": batch.emit_slot}
-        if work.chunks:
-            core, tiles, units = work.core, work.chunks.tiles, work.chunks.units
-            terms, gates = work.chunks.terms, work.chunks.gates
-            places = {"starts": batch.starts, "done": batch.done, "source": batch.source}
-            heads = {"key_heads": spec.key_heads, "value_heads": spec.value_heads, "tiled": int(spec.tiled)}
-            launch("k_prompt_conv", (spec.channels // 128, plan.count), 128, args.PromptConvArgs(
-                proj=proj, conv=mixer.conv, ring=state.conv, tiles=tiles, units=units, chunks=plan.chunks,
-                stride=stride, channels=spec.channels, key_heads=spec.key_heads, **places))
-            launch("k_delta_terms", (spec.value_heads, plan.count), 128, args.DeltaTermsArgs(
-                proj=proj, tiles=tiles, units=units, decay=mixer.decay, dt_bias=mixer.dt_bias, terms=terms,
-                gates=gates, starts=batch.starts, chunks=plan.chunks, stride=stride,
-                gate_column=spec.channels + spec.values, **heads), terms_shared(size))
-            launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScanArgs(
-                tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
-                firsts=plan.firsts, row=singles, emits=batch.layout.checkpoints, **heads, **places, **emits),
-                scan_shared(size))
-            launch("k_prompt_ring", (-(-spec.channels // 1024), plan.rows), 128, args.PromptRingArgs(
-                proj=proj, ring=state.conv, target=batch.target, stride=stride, channels=spec.channels, row=singles,
-                emits=batch.layout.checkpoints, **places, **emits))
-            launch("k_gated_norm", (plan.tokens, -(-spec.values // 2048)), 256, args.GatedNormArgs(
-                proj=proj, core=core, norm=mixer.norm, y=y, eps=spec.eps, stride=stride, channels=spec.channels,
-                values=spec.values, token=singles))
-        if singles and batch.layout.checkpoints:
-            launch("k_copy_slot", (16, batch.layout.checkpoints), 256, args.CopySlotArgs(
+    def _gdn(self, layer: DecoderLayer, mixer: GdnWeights, proj: Tensor, buffers: _PrefillBuffers) -> Tensor:
+        """Computes a Gated DeltaNet layer between its projections: proj [T, C + values + 2 Hv] -> [T, values]."""
+        batch, spec, state = buffers.batch, mixer.spec, self._step.views.states[layer.store]
+        decode_rows, checkpoints = batch.layout.decode_rows, batch.layout.checkpoints
+        y = buffers.y[:proj.shape[0] * spec.values].view(-1, spec.values)
+        if buffers.decode_rows:
+            self._step.mix(layer, buffers.decode_rows, proj, proj.shape[1])
+        if buffers.chunks:
+            self._chunked(layer, mixer, proj, y, buffers, buffers.chunks)
+        if decode_rows and checkpoints:
+            self._module.launch("k_copy_slot", (16, checkpoints), 256, args.CopySlotArgs(
                 state=state.recurrent, ring=state.conv, target=batch.target, emit_row=batch.emit_row,
                 emit_slot=batch.emit_slot, state_size=state.recurrent[0].nbytes // 4, ring_size=state.conv[0].numel(),
-                rows=singles))
+                rows=decode_rows))
         return y
 
-    def _attention(self, layer: DecoderLayer, mixer: AttentionWeights, proj: Tensor, work: _PrefillBuffers) -> Tensor:
-        """proj [T, (2 heads + 2 kv_heads) D] -> [T, heads * D]: what lies between the projections."""
-        batch, plan = work.batch, work.plan
-        spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.decode_rows
+    def _chunked(self, layer: DecoderLayer, mixer: GdnWeights, proj: Tensor, y: Tensor, buffers: _PrefillBuffers,
+                 chunks: _Chunks) -> None:
+        """Runs convolution and delta rule for the rows of several tokens, in chunks."""
+        batch, plan, spec, launch = buffers.batch, buffers.plan, mixer.spec, self._module.launch
+        state, core = self._step.views.states[layer.store], buffers.core
+        size, stride, decode_rows = spec.key_dim, proj.shape[1], batch.layout.decode_rows
+        tiles, units, terms, gates = chunks.tiles, chunks.units, chunks.terms, chunks.gates
+        places = {"starts": batch.starts, "done": batch.done, "source": batch.source}
+        heads = {"key_heads": spec.key_heads, "value_heads": spec.value_heads, "tiled": int(spec.tiled)}
+        emits = {"emit_row": batch.emit_row, "emit_length": batch.emit_length, "emit_slot": batch.emit_slot,
+                 "emits": batch.layout.checkpoints}
+        launch("k_prompt_conv", (spec.channels // 128, plan.count), 128, args.PromptConvArgs(
+            proj=proj, conv=mixer.conv, ring=state.conv, tiles=tiles, units=units, chunks=plan.chunks,
+            stride=stride, channels=spec.channels, key_heads=spec.key_heads, **places))
+        launch("k_delta_terms", (spec.value_heads, plan.count), 128, args.DeltaTermsArgs(
+            proj=proj, tiles=tiles, units=units, decay=mixer.decay, dt_bias=mixer.dt_bias, terms=terms, gates=gates,
+            starts=batch.starts, chunks=plan.chunks, stride=stride, gate_column=spec.channels + spec.values, **heads),
+            terms_shared(size))
+        launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScanArgs(
+            tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
+            firsts=plan.firsts, row=decode_rows, **heads, **places, **emits), scan_shared(size))
+        launch("k_prompt_ring", (-(-spec.channels // 1024), plan.rows), 128, args.PromptRingArgs(
+            proj=proj, ring=state.conv, target=batch.target, stride=stride, channels=spec.channels, row=decode_rows,
+            **places, **emits))
+        launch("k_gated_norm", (plan.tokens, -(-spec.values // 2048)), 256, args.GatedNormArgs(
+            proj=proj, core=core, norm=mixer.norm, y=y, eps=spec.eps, stride=stride, channels=spec.channels,
+            values=spec.values, token=decode_rows))
+
+    def _attention(
+        self, layer: DecoderLayer, mixer: AttentionWeights, proj: Tensor, buffers: _PrefillBuffers
+    ) -> Tensor:
+        """Computes an attention layer between its projections: proj [T, (2 heads + 2 kv_heads) D] -> [T, heads * D]."""
+        batch, plan, spec, stride = buffers.batch, buffers.plan, mixer.spec, proj.shape[1]
+        kv = self._step.views.kv[layer.store]
         kv.wait()
-        y = work.y[:proj.shape[0] * spec.queries].view(-1, spec.queries)
-        if work.decode_rows:
-            self._step._mix(layer, work.decode_rows, proj, proj.shape[1])
+        y = buffers.y[:proj.shape[0] * spec.queries].view(-1, spec.queries)
+        if buffers.decode_rows:
+            self._step.mix(layer, buffers.decode_rows, proj, stride)
         if not plan.rows:
             return y
-        spare = max((context.square.side for context in plan.contexts if context.square), default=0)
-        query = proj.new_empty(GRAIN + proj.shape[0] + spare, spec.heads, spec.head_dim)
-        self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeadsArgs(
-            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, query=query[GRAIN:],
-            keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
-            stride=proj.shape[1], rotary=spec.rotary_dim, token=singles))
         assert self._attend
-        for context in plan.contexts:
-            found = self._attend(query, kv, context)
-            self._module.launch("k_prompt_gate", (len(found.own), -(-spec.queries // 2048)), 256, args.PromptGateArgs(
-                proj=proj, own=found.own, prefix=found.prefix, own_mass=found.own_mass,
-                prefix_mass=found.prefix_mass, y=y, heads=spec.heads, size=spec.head_dim, stride=proj.shape[1],
-                token=context.first))
+        side = max((group.square.side for group in plan.groups if group.square), default=0)
+        query = proj.new_empty(PREFIX_GRAIN + proj.shape[0] + side, spec.heads, spec.head_dim)
+        self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeadsArgs(
+            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=buffers.turns, query=query[PREFIX_GRAIN:],
+            keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
+            stride=stride, rotary=spec.rotary_dim, token=batch.layout.decode_rows))
+        for group in plan.groups:
+            parts = self._attend(query, kv, group)
+            self._module.launch("k_prompt_gate", (len(parts.own), -(-spec.queries // 2048)), 256, args.PromptGateArgs(
+                proj=proj, own=parts.own, prefix=parts.prefix, own_mass=parts.own_mass, prefix_mass=parts.prefix_mass,
+                y=y, heads=spec.heads, size=spec.head_dim, stride=stride, token=group.first))
         return y
-
-
-@cache
-def _module(text: str, device: torch.device) -> Module:
-    """Loaded once, however many copies of a model are made."""
-    return Module(text, device)

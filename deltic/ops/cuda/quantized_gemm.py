@@ -1,356 +1,215 @@
-"""Quantized matrices as the GPU's kernels read them: tiles of 8 rows and 256 columns, made of GGUF blocks, or of those
-of float8 (loader/fp8.py), on any device.
-
-Nothing is rounded: a tile has the codes and scales of its blocks, in another order (kernels/packed.cuh). A warp reads
-it so that lane l has, of row l // 4, two sets of 32 columns: those from l % 4 * 32 on, and those 128 further on.
-"""
+"""Products with quantized weights: their kernels, how the rows of a weight are dealt to the blocks, and
+dequantization."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, Final
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltic.ops.quantized import PackedForm, QTensor, read_from
+from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.driver import KernelArguments, Module
+from deltic.ops.cuda.layout import (
+    BOUND_FOR_72_REGISTERS,
+    MAX_GEMV_TOKENS,
+    MAX_SHARED_BYTES,
+    MAX_SPLIT_HEAD_TOKENS,
+    MMA_TOKENS,
+    TWO_BLOCKS_SHARED_BYTES,
+    WARPS,
+)
+from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
+from deltic.ops.types import Block, Weight
 
-ROWS, COLUMNS = 8, 256
-"""Of a tile."""
-PIECE: Final = 1 << 24
-"""Weights that are packed at a time."""
+_SHARED_BYTES_BESIDE_NEXT = 104 << 10
+"""Shared memory of a block that leaves room for the next product's block."""
+_MAX_INPUT_BYTES = 144 << 10
+"""Input that a block keeps in shared memory, at most."""
+_SUM_BYTES = 16 << 10
+"""Shared memory for a block's sums, or for the sums of two rounds."""
+_MAX_PARTS, _MAX_SLOTS = 4, 16
+"""Largest number of parts of a weight, and of slots of a ring."""
+_LINE_BYTES = 4 * 144
+"""Bytes of a token's columns of a tile, quantized to integers."""
+_LONG_UNITS = 32
+"""Units of a block from which on it may take the next kernel's shared memory."""
+
+
+def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
+    """Returns the parts of a weight that has tiles, plain parts as tiles too; gate: its two halves, gate and up. None
+    if the kernels cannot serve it."""
+    blocks = weight if isinstance(weight, tuple) else (weight,)
+    if len(blocks) > _MAX_PARTS or not any(isinstance(block, Tiles) for block in blocks):
+        return None
+    parts = tuple(found for found in map(_tiles, blocks) if found is not None)
+    if gate and len(parts) == 1 and parts[0].rows % (2 * TILE_ROWS) == 0:
+        parts = parts[0].halves()
+    return parts if len(parts) >= len(blocks) and (not gate or len(parts) == 2) else None
+
+
+def _tiles(block: Block) -> Tiles | None:
+    if isinstance(block, Tensor) and block.dtype == torch.bfloat16 and block.shape[1] % TILE_COLUMNS == 0:
+        return tiles_of(block)
+    return block if isinstance(block, Tiles) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A form of tiles: its number and the bytes of a tile, as in kernels/packed.cuh. row: bytes of a row's columns in a
-    file."""
+class PackedMultiply:
+    """A product with a quantized weight.
 
-    number: int
-    nbytes: int
-    row: int
+    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD or GATE (kernel_config).
+    kinds: tile formats. parts: of the weight. high: units that are multiplied at once, for few tokens.
+    head, slice: as in `kernel_config.Multiply`.
+    """
 
-
-KINDS: Final[Mapping[str, Kind]] = {
-    "Q8_0": Kind(0, 2176, 272), "Q4_K": Kind(1, 1184, 144), "Q6_K": Kind(2, 1680, 210), "Q5_K": Kind(3, 1696, 176),
-    "BF16": Kind(4, 4096, 512), "FP8": Kind(5, 2112, 264)}
-PLAIN_KINDS: Final = frozenset({"BF16", "FP8"})
-"""Those that are multiplied as bfloat16, with an input that is bfloat16."""
-_AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
-"""Types that are Q8_0 with smaller codes."""
-_IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-def form(device: str | torch.device) -> PackedForm:
-    """Of models on that GPU."""
-    return PackedForm(partial(pack_tiles, device=device), serves, torch.bfloat16, torch.device(device),
-                partial(pack_stack, device=device))
-
-
-def serves(type: str, columns: int) -> bool:
-    """Whether a matrix of this type and with rows of so many columns can stay packed."""
-    return columns % COLUMNS == 0 and (type in KINDS or type in _AS_BYTES) and type != "BF16"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tiles(QTensor):
-    """A matrix on a GPU (or, for tests, elsewhere). type: a name in KINDS. data: [units of 8 rows, bytes]; rows that
-    fill the last unit up are zeros. matrix: None."""
+    columns: int
+    norm: bool
+    out: int
+    kinds: frozenset[str]
+    parts: int = 1
+    high: int = 1
+    head: int = 0
+    slice: int = 0
 
     @property
-    def kind(self) -> Kind:
-        return KINDS[self.type]
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        return _numbers(self.type, self.data[ids // ROWS], self.columns)[
-            torch.arange(len(ids), device=ids.device), ids % ROWS]
-
-    def dequantize(self) -> Tensor:
-        return _numbers(self.type, self.data, self.columns).flatten(0, 1)[:self.rows]
-
-    def room_for(self, rows: int) -> Tiles:
-        return replace(self, rows=rows, data=self.data.new_zeros(-(-rows // ROWS), self.data.shape[1]))
-
-    def put(self, places: Tensor, source: QTensor, rows: Tensor) -> None:
-        own = _bytes_of_rows(self.type, self.data.device)
-        to, of = (matrix.data.unflatten(1, (-1, self.kind.nbytes)) for matrix in (self, source))
-        tiles = torch.arange(to.shape[1], device=self.data.device)[:, None]
-        to[(places // ROWS)[:, None, None], tiles, own[places % ROWS][:, None]] = of[
-            (rows // ROWS)[:, None, None], tiles, own[rows % ROWS][:, None]]
-
-    def halves(self) -> tuple[Tiles, Tiles]:
-        """The rows of both, where they fill units."""
-        one, other = self.data.chunk(2)
-        return replace(self, rows=self.rows // 2, data=one), replace(self, rows=self.rows // 2, data=other)
-
-    def joined(self, other: QTensor) -> QTensor | None:
-        if not isinstance(other, Tiles) or self.type != other.type or self.rows % ROWS:
-            return None
-        return replace(self, rows=self.rows + other.rows, data=torch.cat((self.data, other.data)))
-
-
-def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
-               device: str | torch.device) -> Tiles:
-    """As `qtensor.pack_rows`, on `device`; the type is one that is served, or BF16."""
-    del number
-    kept = "Q8_0" if type in _AS_BYTES else type
-    units = -(-rows // ROWS)
-    data = torch.empty(units, columns // COLUMNS * KINDS[kept].nbytes, dtype=torch.uint8, device=device)
-    step = max(ROWS, PIECE // columns // ROWS * ROWS)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        raw = torch.as_tensor(read(first * row_bytes, count * row_bytes)).to(device).view(count, row_bytes)
-        if count % ROWS:
-            raw = torch.cat((raw, raw.new_zeros(-count % ROWS, row_bytes)))
-        tiles = _PACK[kept](_as_bytes(type, raw) if type in _AS_BYTES else raw)
-        data[first // ROWS:first // ROWS + len(tiles)] = tiles
-    return Tiles(kept, rows, columns, data, None)
-
-
-def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_bytes: int,
-               read: Callable[[int, int], Any], device: str | torch.device) -> tuple[Tiles, ...]:
-    """As `pack_tiles`, of `count` matrices [rows, columns] one behind the other, which are views of one tensor where
-    their rows fill units."""
-    if rows % ROWS:
-        size = rows * row_bytes
-        return tuple(pack_tiles(type, number, rows, columns, row_bytes, partial(read_from, read, index * size), device)
-                     for index in range(count))
-    whole = pack_tiles(type, number, count * rows, columns, row_bytes, read, device)
-    return tuple(replace(whole, rows=rows, data=data) for data in whole.data.chunk(count))
-
-
-@cache
-def _bytes_of_rows(type: str, device: torch.device) -> Tensor:
-    """Which bytes of a tile belong to each of its rows, int64 [8, bytes / 8]: those that change when the row does."""
-    rows = (255 * torch.eye(ROWS, dtype=torch.uint8)).flatten()[:, None].expand(-1, KINDS[type].row).contiguous()
-    changed = _PACK[type](rows) != _PACK[type](torch.zeros_like(rows))
-    return changed.nonzero()[:, 1].view(ROWS, -1).to(device)
-
-
-def tiles_of(weight: Tensor) -> Tiles:
-    """Of a bfloat16 matrix."""
-    raw = weight.contiguous().view(torch.uint8)
-    rows, width = raw.shape
-    return pack_tiles("BF16", 0, rows, width // 2, width, lambda start, count: raw.view(-1)[start:start + count],
-                      weight.device)
-
-
-def _lanes(codes: Tensor) -> Tensor:
-    """[rows, columns] -> [units, tiles, 8 rows, 4 lanes, 2 sets, 8, 4 columns]."""
-    columns = codes.view(-1, ROWS, codes.shape[1] // COLUMNS, 2, 4, 8, 4)
-    found: Tensor = columns.permute(0, 2, 1, 4, 3, 5, 6)
-    return found
-
-
-def _unlanes(lanes: Tensor) -> Tensor:
-    """[units, tiles, 8 rows, 4 lanes, 2 sets, ...] -> [units, tiles, 8 rows, 8, ...], in the order of columns."""
-    return lanes.transpose(3, 4).flatten(3, 4)
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    """Parts of tiles [units, tiles, ...] of any type -> bytes [units, tiles * bytes]."""
-    return torch.cat([part.contiguous().view(torch.uint8).flatten(2) for part in parts], 2).flatten(1)
-
-
-def _scales(values: Tensor) -> Tensor:
-    """[rows, tiles, n] -> [units, tiles, 8, n]."""
-    return values.view(-1, ROWS, *values.shape[1:]).transpose(1, 2)
-
-
-def _lane_scales(values: Tensor) -> Tensor:
-    """Of groups of 32 columns or less [rows, tiles, n] -> [units, tiles, 8, 4 lanes, n / 4]."""
-    groups = _scales(values).unflatten(-1, (2, 4, -1))
-    found: Tensor = groups.transpose(3, 4).flatten(4)
-    return found
-
-
-def _group_scales(data: Tensor) -> Tensor:
-    """The inverse: [units, tiles, 8, 4 lanes, n / 4] -> [units, tiles, 8, n]."""
-    found: Tensor = data.unflatten(-1, (2, -1)).transpose(3, 4).flatten(3)
-    return found
-
-
-def _words(words: Tensor) -> Tensor:
-    """Words of the lanes [units, tiles, rows, 4 lanes, n] -> in the order in which lanes read four of them."""
-    found: Tensor = words.unflatten(-1, (-1, 4)).permute(0, 1, 4, 2, 3, 5)
-    return found
-
-
-def _unwords(data: Tensor, count: int) -> Tensor:
-    """The inverse: bytes [units, tiles, bytes] -> int32 [units, tiles, 8, 4, count]."""
-    words = data[..., :128 * count].contiguous().view(torch.int32)
-    found: Tensor = words.unflatten(-1, (count // 4, ROWS, 4, 4)).permute(0, 1, 3, 4, 2, 5).flatten(4)
-    return found
-
-
-# Q8_0
-
-def _as_bytes(type: str, raw: Tensor) -> Tensor:
-    """Blocks of Q4_0, Q5_0 or IQ4_NL [rows, bytes] as blocks of Q8_0."""
-    blocks = raw.unflatten(1, (-1, 22 if type == "Q5_0" else 18))
-    low, high = blocks[..., -16:] & 15, blocks[..., -16:] >> 4
-    codes = torch.cat((low, high), -1).to(torch.int16)
-    if type == "IQ4_NL":
-        codes = torch.tensor(_IQ4_NL, dtype=torch.int16, device=raw.device)[codes.long()]
-    elif type == "Q4_0":
-        codes = codes - 8
-    else:
-        bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=raw.device) & 1
-        codes = (codes | bits.flatten(-2).to(torch.int16) << 4) - 16
-    return torch.cat((blocks[..., :2], codes.to(torch.int8).view(torch.uint8)), -1).flatten(1)
-
-
-def _pack_q8_0(raw: Tensor) -> Tensor:
-    blocks = raw.unflatten(1, (-1, 34))
-    scales = blocks[..., :2].contiguous().view(torch.int16).view(len(raw), -1, 8)
-    return _join([_words(_int32(_lanes(blocks[..., 2:].reshape(len(raw), -1)))), _lane_scales(scales)])
-
-
-def _q8_0(data: Tensor) -> Tensor:
-    codes = _unlanes(_bytes(_unwords(data, 16)).view(torch.int8).unflatten(4, (2, 8)))
-    return _scaled(codes, _group_scales(_halves(data[..., 2048:]).unflatten(-1, (ROWS, 4, 2))))
-
-
-def _int32(bytes: Tensor) -> Tensor:
-    """uint8 [units, tiles, rows, lanes, ..., 4] -> words [units, tiles, rows, lanes, n]."""
-    found: Tensor = bytes.contiguous().view(torch.int32).flatten(4)
-    return found
-
-
-def _bytes(words: Tensor) -> Tensor:
-    """The inverse: -> uint8 [units, tiles, rows, lanes, n, 4]."""
-    found: Tensor = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-    return found
-
-
-# Types of 256
-
-
-def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and minima out of 12 bytes, as `weights.gguf.blocks` says."""
-    scales, minima, low = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    return (torch.cat((scales & 63, low & 15 | scales >> 6 << 4), -1),
-            torch.cat((minima & 63, low >> 4 | minima >> 6 << 4), -1))
-
-
-def _fields(packed: Tensor, bits: int, run: int) -> Tensor:
-    """Fields of 1, 2 or 4 bits [..., bytes] -> [..., bytes * 8 / bits]; of every `run` bytes the lowest come first."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
-    found: Tensor = (packed.unflatten(-1, (-1, 1, run)) >> shifts & (1 << bits) - 1).flatten(-3)
-    return found
-
-
-def _affine(blocks: Tensor) -> list[Tensor]:
-    """The scales of tiles of Q4_K and Q5_K."""
-    both = torch.cat([_lane_scales(values) for values in _six_bits(blocks[..., 4:16])], -1)
-    return [both, _scales(blocks[..., :4])]
-
-
-def _pack_q4_k(raw: Tensor) -> Tensor:
-    blocks = raw.unflatten(1, (-1, 144))
-    low, high = _lanes(_fields(blocks[..., 16:], 4, 32).flatten(1)).unbind(4)
-    return _join([_words(_int32(low | high << 4)), *_affine(blocks)])
-
-
-def _q4_k(data: Tensor) -> Tensor:
-    codes = _bytes(_unwords(data, 8))
-    return _affinely(_unlanes(torch.stack((codes & 15, codes >> 4), 4)), data[..., 1024:])
-
-
-def _six_bit_words(codes: Tensor) -> Tensor:
-    """Codes of up to six bits [rows, columns] in three words for 16 of a lane's."""
-    *first, last = _lanes(codes).unflatten(5, (2, 4)).unbind(6)
-    return _words(_int32(torch.stack([code << 2 | last >> 4 - 2 * index & 3 for index, code in enumerate(first)], 6)))
-
-
-def _six_bit_codes(data: Tensor) -> Tensor:
-    """The inverse: [units, tiles, rows, 8 groups, 32]."""
-    found = _bytes(_unwords(data, 12)).unflatten(4, (2, 2, 3))
-    x, y, z = (found & 3).unbind(6)
-    codes = torch.cat((found >> 2, (x << 4 | y << 2 | z).unsqueeze(6)), 6)
-    return _unlanes(codes.flatten(5))
-
-
-def _pack_q5_k(raw: Tensor) -> Tensor:
-    blocks = raw.unflatten(1, (-1, 176))
-    codes = _fields(blocks[..., 48:], 4, 32) | _fields(blocks[..., 16:48], 1, 32) << 4
-    return _join([_six_bit_words(codes.flatten(1)), *_affine(blocks)])
-
-
-def _q5_k(data: Tensor) -> Tensor:
-    return _affinely(_six_bit_codes(data), data[..., 1536:])
-
-
-def _pack_q6_k(raw: Tensor) -> Tensor:
-    blocks = raw.unflatten(1, (-1, 210))
-    codes = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
-    scales = _lane_scales(blocks[..., 192:208] ^ 128)
-    return _join([_six_bit_words(codes.flatten(1) ^ 32), scales, _scales(blocks[..., 208:])])
-
-
-def _q6_k(data: Tensor) -> Tensor:
-    own = _group_scales(data[..., 1536:1664].unflatten(-1, (ROWS, 4, 4)))
-    scales = (own.float() - 128) * _halves(data[..., 1664:])[..., None]
-    return _scaled((_six_bit_codes(data) ^ 32).to(torch.int8) - 32, scales, 16)
-
-
-def _pack_bf16(raw: Tensor) -> Tensor:
-    groups = raw.view(torch.int16).view(-1, ROWS, raw.shape[1] // 2 // COLUMNS, 8, 32)
-    return _join([groups.permute(0, 2, 3, 1, 4)])
-
-
-def _bf16(data: Tensor) -> Tensor:
-    groups = data.contiguous().view(torch.bfloat16).unflatten(-1, (8, ROWS, 32))
-    found: Tensor = groups.transpose(2, 3).float()
-    return found
-
-
-_PAIRS: Final = (2, 0, 3, 1)
-"""Of four columns those in the order of a word's bytes, of which the kernels take the upper two, then the lower two."""
-
-
-def _pack_fp8(raw: Tensor) -> Tensor:
-    blocks = raw.unflatten(1, (-1, 132))
-    lanes = blocks[..., 4:].reshape(-1, ROWS, blocks.shape[1] // 2, 2, 4, 4, 2, 4)[..., _PAIRS]
-    codes = lanes.permute(0, 2, 4, 1, 5, 3, 6, 7)  # of a lane, group j, then group j + 4
-    scales = blocks[..., :4].contiguous().view(torch.float32).view(len(raw), -1, 2)
-    return _join([codes, _scales(scales)])
-
-
-def _fp8(data: Tensor) -> Tensor:
-    lanes = data[..., :2048].unflatten(-1, (4, ROWS, 4, 2, 2, 4))[..., (1, 3, 0, 2)]
-    codes = lanes.permute(0, 1, 3, 5, 2, 4, 6, 7).contiguous().view(torch.float8_e4m3fn)
-    return _scaled(codes, data[..., 2048:].contiguous().view(torch.float32).unflatten(-1, (ROWS, 2)), 128)
-
-
-def _halves(data: Tensor) -> Tensor:
-    return data.contiguous().view(torch.float16).float()
-
-
-def _scaled(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:
-    """codes [units, tiles, rows, ...], scales [units, tiles, rows, 256 / group]."""
-    found: Tensor = codes.float().flatten(3).unflatten(3, (-1, group)) * scales[..., None]
-    return found
-
-
-def _affinely(codes: Tensor, scales: Tensor) -> Tensor:
-    both = scales[..., :128].float().unflatten(-1, (ROWS, 4, 4)).chunk(2, -1)
-    factor, minimum = map(_group_scales, both)
-    units = _halves(scales[..., 128:]).unflatten(-1, (ROWS, 2))
-    found: Tensor = _scaled(codes, factor * units[..., :1]) - (minimum * units[..., 1:])[..., None]
-    return found
-
-
-def _numbers(type: str, data: Tensor, columns: int) -> Tensor:
-    """Units [n, bytes] -> float32 [n, 8, columns]."""
-    tiles = _UNPACK[type](data.unflatten(1, (columns // COLUMNS, -1)))
-    return tiles.flatten(3).transpose(1, 2).flatten(2)
-
-
-_PACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "Q8_0": _pack_q8_0, "Q4_K": _pack_q4_k, "Q6_K": _pack_q6_k, "Q5_K": _pack_q5_k, "BF16": _pack_bf16,
-    "FP8": _pack_fp8}
-_UNPACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "Q5_K": _q5_k, "BF16": _bf16, "FP8": _fp8}
+    def most(self) -> int:
+        """Largest number of tokens."""
+        fit = _MAX_INPUT_BYTES // _input(self.columns, self.kinds)
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
+
+    def name(self, tokens: int) -> str:
+        kind = "norm" if self.norm else "heads" if self.head else "plain"
+        return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
+                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}")
+
+    def source(self, tokens: int) -> str:
+        kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
+        threads = BOUND_FOR_72_REGISTERS if tokens == 1 else WARPS * 32 + 32
+        return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
+                f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
+                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}>(a); }}\n")
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block, at most."""
+        return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
+
+    def _high(self, tokens: int) -> int:
+        return self.high if tokens <= MMA_TOKENS // 2 else 1
+
+    def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
+        """counts: units of each part in a block, at most."""
+        high = self._high(tokens)
+        tile = self.columns // TILE_COLUMNS
+        unit = tile * TILE_ROWS * tokens * 4
+        most = max(counts)
+        round = most
+        if sum(counts) * unit > _SUM_BYTES:  # a multiple of `high`, so that only the last unit may be single
+            fits = [units for units in range(high, min(most, _SUM_BYTES // unit) + 1, high)
+                    if sum(min(units, count) for count in counts) * unit <= _SUM_BYTES // 2]
+            round = max(fits, default=high)
+        rounds = -(-most // round)
+        sums = sum(min(round, count) for count in counts) * unit
+        slot = _slot(self.kinds, high)
+        fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
+        slots_beside = (_SHARED_BYTES_BESIDE_NEXT - fixed) // slot
+        # slots that a block fills in all
+        wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
+        fit = slots_beside if slots_beside >= 3 else (MAX_SHARED_BYTES - fixed) // slot
+        slots = max(2, min(fit, _MAX_SLOTS, wanted))
+        return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """The shared memory of a block.
+
+    round: units of each part between two sums. rounds: of them. sums: floats of a round's sums.
+    slots, slot: slots of the ring, and bytes of a slot. shared: bytes in all.
+    """
+
+    round: int
+    rounds: int
+    sums: int
+    slots: int
+    slot: int
+    shared: int
+
+
+def _class(tokens: int) -> int:
+    return 1 if tokens == 1 else 8 if tokens <= 8 else 16
+
+
+def _slot(kinds: frozenset[str], high: int) -> int:
+    """Bytes of a slot of the ring."""
+    return high * WARPS * max(KINDS[kind].nbytes for kind in kinds)
+
+
+def _input(columns: int, kinds: frozenset[str]) -> int:
+    """Bytes of a token's input."""
+    return columns // TILE_COLUMNS * _LINE_BYTES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
+
+
+def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
+               slice: int = 0) -> PackedMultiply:
+    columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
+    sums = units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
+    room = _SHARED_BYTES_BESIDE_NEXT - 1024 - _input(columns, kinds) - sums
+    high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
+    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
+
+
+def _units(part: Tiles) -> int:
+    return len(part.data)
+
+
+def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
+           **values: Any) -> None:
+    """values: x, scale, y and eps of `arguments.PackedArgs`."""
+    plan, filled = arguments(product, parts, tokens, blocks, **values)
+    module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, filled, plan.shared)
+
+
+def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
+              **values: Any) -> tuple[ProductPlan, KernelArguments]:
+    gate = product.out == 2
+    units = [len(part.data) for part in parts]
+    whole, rest = [unit // blocks for unit in units], [unit % blocks for unit in units]
+    # no block gets one more unit of every part; gate and up lie in the same block
+    shift = [0 if gate else sum(rest[:index]) % blocks for index in range(len(parts))]
+    plan = product.plan(tokens, tuple(w + (r > 0) for w, r in zip(whole, rest, strict=True)))
+    row = [0 if gate else sum(part.rows for part in parts[:index]) for index in range(len(parts))]
+    total = parts[0].rows if gate else sum(part.rows for part in parts)
+    return plan, args.PackedArgs(
+        data=_four([part.data.data_ptr() for part in parts]), tokens=tokens, total=total,
+        inverse=65536 // tokens + 1, slots=plan.slots, slot=plan.slot, parts=len(parts), rounds=plan.rounds,
+        round=plan.round, sums=plan.sums, kind=_four([part.kind.number for part in parts]), row=_four(row),
+        rows=_four([part.rows for part in parts]), whole=_four(whole), rest=_four(rest), shift=_four(shift), **values)
+
+
+def _four(values: list[int]) -> tuple[int, ...]:
+    return (*values, *[0] * (_MAX_PARTS - len(values)))
+
+
+def kinds_entries(kinds: frozenset[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yields arguments of `kernel_config.entry` for kernels that dequantize tiles."""
+    for kind in sorted(kinds):
+        number = KINDS[kind].number
+        yield f"unpack_{kind.lower()}", "Unpack", "256", f"unpack<{number}>"
+        yield f"enter_{kind.lower()}", "Enter", "256", f"enter_packed<{number}>"
+
+
+def unpack(module: Module, parts: tuple[Tiles, ...]) -> Tensor:
+    """Returns the weight dequantized to bfloat16 [rows, columns]."""
+    rows, columns = sum(part.rows for part in parts), parts[0].columns
+    plain = torch.empty(rows, columns, dtype=torch.bfloat16, device=parts[0].data.device)
+    first = 0
+    for part in parts:
+        tiles = len(part.data) * (columns // TILE_COLUMNS)
+        module.launch(f"k_unpack_{part.type.lower()}", (-(-tiles // 8),), 256, args.UnpackArgs(
+            data=part.data, y=plain[first:], rows=part.rows, columns=columns))
+        first += part.rows
+    return plain

@@ -1,5 +1,5 @@
-"""Mixtures of experts that stay quantized on the card: few tokens are multiplied with their tiles; for many a layer's
-experts become plain numbers, in memory that all layers share."""
+"""Mixtures of quantized experts: few tokens are multiplied with their tiles; for many a layer's experts are dequantized
+into memory that all layers share."""
 
 from __future__ import annotations
 
@@ -10,40 +10,38 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.expert_store import Addresses
-from deltic.ops.cuda.layout import ALONE, MOST, WARPS
+from deltic.ops.cuda.driver import Module, entry
+from deltic.ops.cuda.expert_stores import ExpertAddresses, TileStore
+from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, TWO_BLOCKS_SHARED_BYTES, WARPS
 from deltic.ops.cuda.moe import (
-    ALL,
-    DOWN_BESIDE,
-    GATE_BESIDE,
-    SUMS,
+    ALL_REAL,
+    DOWN_SHARED_BYTES,
+    GATE_SHARED_BYTES,
+    SUM_BYTES,
     ExpertsShape,
     ExpertTable,
     MoeOp,
-    Real,
+    RealTokens,
+    cpp_bool,
     filled_router,
-    flag,
-    kernel,
     maps_of,
     ring_slots,
     shape_of,
 )
-from deltic.ops.cuda.quantized_gemm import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
-from deltic.ops.cuda.tile_store import TileStore
+from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
 from deltic.ops.types import Block, ExpertPool, MlpWeights, MoeWeights, Weight
 
-_MOST_HIDDEN, _MOST_SIZE = 4096, COLUMNS * WARPS
+_MOST_HIDDEN, _MOST_SIZE = 4096, TILE_COLUMNS * WARPS
 _LINES = 4 * 144
-"""Bytes of a token's columns of a tile, as whole numbers."""
+"""Bytes of a token's columns of a tile, quantized to integers."""
 _PLAIN = "BF16"
 _PASSES = 4
-"""So often few tokens are taken, before it is faster to make plain numbers of all experts."""
+"""Passes of `gemv_rows` up to which they are faster than dequantizing all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What tiles the matrices of an expert are: gate, up [size, hidden], down [hidden, size]."""
+    """Tile formats of an expert's matrices: gate, up [size, hidden], down [hidden, size]."""
 
     gate: str
     up: str
@@ -51,15 +49,15 @@ class Kinds:
 
     @property
     def both(self) -> int:
-        """Bytes of a tile of the gate and of one of the other half."""
+        """Bytes of a gate tile and an up tile."""
         return KINDS[self.gate].nbytes + KINDS[self.up].nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedShape(ExpertsShape):
-    """As `ExpertsShape`, of experts that stay quantized.
+    """An `ExpertsShape` of experts that stay quantized.
 
-    routed, shared_one: what experts of some layer are, and the shared ones.
+    routed, shared_one: formats of the experts in the layers, and of the shared ones.
     """
 
     routed: frozenset[Kinds]
@@ -67,7 +65,7 @@ class PackedShape(ExpertsShape):
 
     @property
     def fits_blocks(self) -> bool:
-        return (self.hidden % COLUMNS == self.size % COLUMNS == 0 and self.hidden <= _MOST_HIDDEN
+        return (self.hidden % TILE_COLUMNS == self.size % TILE_COLUMNS == 0 and self.hidden <= _MOST_HIDDEN
                 and self.size <= _MOST_SIZE)
 
     @property
@@ -76,7 +74,7 @@ class PackedShape(ExpertsShape):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of all tiles that become plain numbers."""
+        """Formats of all tiles that are dequantized."""
         return self._gate_kinds | self._down_kinds
 
     def joined(self, other: ExpertsShape) -> ExpertsShape | None:
@@ -89,48 +87,50 @@ class PackedShape(ExpertsShape):
     def gate_slot(self) -> int:
         """Bytes of a slot of the first product's ring: a row's tiles, eight at most; fewer of larger ones that only the
         shared expert has."""
-        row = min(self.hidden // COLUMNS, WARPS) * max(kinds.both for kinds in self.routed)
+        row = min(self.hidden // TILE_COLUMNS, WARPS) * max(kinds.both for kinds in self.routed)
         return max([row, *(kinds.both for kinds in self.shared_one)])
 
     def wide(self, kinds: Kinds) -> int:
-        """Tiles of each half in such a slot."""
-        return min(self.hidden // COLUMNS, WARPS, self.gate_slot // kinds.both)
+        """Tiles of gate and of up in such a slot."""
+        return min(self.hidden // TILE_COLUMNS, WARPS, self.gate_slot // kinds.both)
 
     @property
     def down_slot(self) -> int:
         """Bytes of a slot of the second product's ring."""
         routed, common = (max((2 * self._down_tiles * KINDS[kinds.down].nbytes for kinds in some), default=0)
                           for some in (self.routed, self.shared_one))
-        return max(routed, common) + (self._at_once - 1) * routed
+        return max(routed, common) + (self._experts_at_once - 1) * routed
 
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
-        tiles = self.hidden // COLUMNS
-        items = -(-self._experts(tokens) * (self.size // ROWS) // blocks)
-        sums = tiles * tokens * 2 * ROWS * 4
-        group = max(1, min(SUMS // sums, items))
+        tiles = self.hidden // TILE_COLUMNS
+        items = -(-self._max_experts(tokens) * (self.size // TILE_ROWS) // blocks)
+        sums = tiles * tokens * 2 * TILE_ROWS * 4
+        group = max(1, min(SUM_BYTES // sums, items))
         plain = 2 * self.hidden * bool(PLAIN_KINDS & self._gate_kinds)
-        fixed = self.offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
-        slots = ring_slots(fixed, self.gate_slot, GATE_BESIDE, items * -(-tiles // min(map(self.wide, self._all))))
-        return group, slots, max(ALONE, fixed + slots * self.gate_slot)
+        fixed = self.ring_offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
+        slots = ring_slots(
+            fixed, self.gate_slot, GATE_SHARED_BYTES, items * -(-tiles // min(map(self.wide, self._all)))
+        )
+        return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.gate_slot)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
-        own = _LINES + 2 * COLUMNS * bool(PLAIN_KINDS & self._down_kinds)
-        sums = tokens * self.each * self._down_tiles * 2 * ROWS * 4
-        fixed = self.offset + WARPS * own + 2 * sums
-        fills = -(-self._experts(tokens) // self._at_once) * -(-self.hidden // (2 * ROWS * blocks))
-        slots = ring_slots(fixed, self.down_slot, DOWN_BESIDE, fills)
-        return slots, max(ALONE, fixed + slots * self.down_slot)
+        own = _LINES + 2 * TILE_COLUMNS * bool(PLAIN_KINDS & self._down_kinds)
+        sums = tokens * self.experts_per_token * self._down_tiles * 2 * TILE_ROWS * 4
+        fixed = self.ring_offset + WARPS * own + 2 * sums
+        fills = -(-self._max_experts(tokens) // self._experts_at_once) * -(-self.hidden // (2 * TILE_ROWS * blocks))
+        slots = ring_slots(fixed, self.down_slot, DOWN_SHARED_BYTES, fills)
+        return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.down_slot)
 
-    def few_entries(self) -> Iterator[str]:
-        common = f"{self.hidden}, {self.size}, {self.who}, {flag(self.normalised)}"
-        mixed = flag(any(kinds.gate != kinds.up for kinds in self._all))
-        threads, behind = f"{WARPS * 32 + 32}, 2", -(-(self.offset + 8 * (self.count + 1)) // 128) * 128
-        yield kernel("packed_gate", "PackedGate", threads,
+    def gemv_entries(self) -> Iterator[str]:
+        common = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
+        mixed = cpp_bool(any(kinds.gate != kinds.up for kinds in self._all))
+        threads, behind = f"{WARPS * 32 + 32}, 2", -(-(self.ring_offset + 8 * (self.count + 1)) // 128) * 128
+        yield entry("packed_gate", "PackedGate", threads,
                      f"packed_gate<{common}, {_bits(self._gate_kinds)}, {mixed}, {behind}>")
-        yield kernel("packed_down", "PackedDown", threads,
-                     f"packed_down<{common}, {_bits(self._down_kinds)}, {self.offset}>")
+        yield entry("packed_down", "PackedDown", threads,
+                     f"packed_down<{common}, {_bits(self._down_kinds)}, {self.ring_offset}>")
         for kind in sorted(self.kinds):
-            yield kernel(f"unpack_experts_{kind.lower()}", "UnpackExperts", "256",
+            yield entry(f"unpack_experts_{kind.lower()}", "UnpackExperts", "256",
                          f"unpack_experts<{KINDS[kind].number}>")
 
     @property
@@ -147,40 +147,40 @@ class PackedShape(ExpertsShape):
 
     @property
     def _down_tiles(self) -> int:
-        return self.size // COLUMNS
+        return self.size // TILE_COLUMNS
 
     @property
-    def _at_once(self) -> int:
+    def _experts_at_once(self) -> int:
         """Experts in a slot of the second product's ring."""
         return WARPS // self._down_tiles
 
-    def _experts(self, tokens: int) -> int:
-        """That so many tokens pass at most."""
+    def _max_experts(self, tokens: int) -> int:
+        """Experts that so many tokens pass, at most."""
         return min(self.count, tokens * self.per_token) + self.shared
 
 
 def experts_shape(weights: MoeWeights) -> ExpertsShape | None:
-    """What serves a layer; None where the kernels do not know its experts: other dtypes, sizes, or types of blocks, or
-    some that are quantized and some that are not."""
+    """Returns the shape of a layer; None if the kernels do not know its experts (dtype, sizes, block types, or only
+    some quantized)."""
     return shape_of(weights) or _packed_shape(weights)
 
 
 def experts_of(module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> MoeOp:
-    """The mixtures of a model's layers, as `MoeOp` makes them."""
+    """Returns the op for a model's layers."""
     if isinstance(shape, PackedShape):
         return QuantizedMoeOp(module, shape, layers, blocks)
     return MoeOp(module, shape, layers, blocks)
 
 
 def knows_packed(hidden: int, size: int, count: int, per_token: int, shared_size: int) -> bool:
-    """Whether experts of these sizes can stay quantized. shared_size: 0 where there is no shared one."""
+    """True if experts of these sizes can stay quantized. shared_size: 0 without a shared expert."""
     kinds = frozenset({Kinds("Q8_0", "Q8_0", "Q8_0")})
     shape = PackedShape(hidden, size, count, per_token, shared_size > 0, True, kinds, kinds)
     return shared_size in (0, size) and shape.fits_blocks and shape.known
 
 
 def scratch_bytes(count: int, size: int, hidden: int) -> int:
-    """What a layer's experts, so many with the shared one, take as plain numbers."""
+    """Bytes of a layer's dequantized experts. count: the shared one included."""
     return 3 * count * size * hidden * 2
 
 
@@ -191,14 +191,14 @@ def _packed_shape(weights: MoeWeights) -> PackedShape | None:
     common = {_kinds(shared)} if shared else set()
     sizes = {_sizes(part) for part in weights.parts}
     if isinstance(experts, tuple):
-        found = {_kinds(part) for part in experts}
+        own = {_kinds(part) for part in experts}
     elif isinstance(experts.store, TileStore):
-        found = {Kinds(*experts.store.types[experts.layer])}
+        own = {Kinds(*experts.store.types[experts.layer])}
         sizes.add((experts.store.size, experts.store.hidden))
     else:
         return None
-    routed, shared_one = (frozenset(kinds for kinds in some if kinds) for some in (found, common))
-    if len(routed) != 1 or None in found | common or len(sizes) != 1 or _PLAIN in _names(next(iter(routed))):
+    routed, shared_one = (frozenset(kinds for kinds in some if kinds) for some in (own, common))
+    if len(routed) != 1 or None in own | common or len(sizes) != 1 or _PLAIN in _names(next(iter(routed))):
         return None
     size, hidden = sizes.pop()
     shape = PackedShape(hidden, size, len(experts), weights.per_token, shared is not None, weights.normalised, routed,
@@ -211,7 +211,7 @@ def _names(kinds: Kinds) -> tuple[str, str, str]:
 
 
 def _kinds(part: MlpWeights) -> Kinds | None:
-    """None: some of it is neither tiles nor bfloat16."""
+    """Returns None if some matrix is neither tiles nor bfloat16."""
     names = [_kind(block) for block in _matrices(part)]
     gate, up, down = (*names, None, None, None)[:3]
     return Kinds(gate, up, down) if gate and up and down else None
@@ -224,7 +224,7 @@ def _kind(block: Block) -> str | None:
 
 
 def _matrices(part: MlpWeights) -> tuple[Block, ...]:
-    """Gate, up and down; empty where these are in other blocks."""
+    """Returns gate, up and down; nothing if they are stored in other blocks."""
     halves, down = _halves(part.gate_up), part.down
     return (*halves, down) if halves and not isinstance(down, tuple) else ()
 
@@ -234,11 +234,11 @@ def _halves(weight: Weight) -> tuple[Block, Block] | None:
         return weight if len(weight) == 2 and weight[0].shape == weight[1].shape else None
     if isinstance(weight, Tensor):
         return weight[:len(weight) // 2], weight[len(weight) // 2:]
-    return weight.halves() if isinstance(weight, Tiles) and weight.rows % (2 * ROWS) == 0 else None
+    return weight.halves() if isinstance(weight, Tiles) and weight.rows % (2 * TILE_ROWS) == 0 else None
 
 
 def _sizes(part: MlpWeights) -> tuple[int, int]:
-    """Rows and columns of the gate, if the other matrices are of that size; zeros if not."""
+    """Returns rows and columns of the gate if the other matrices match; otherwise zeros."""
     shapes = [(int(matrix.shape[0]), int(matrix.shape[1])) for matrix in _matrices(part)]
     return shapes[0] if shapes and shapes == [shapes[0], shapes[0], shapes[0][::-1]] else (0, 0)
 
@@ -249,8 +249,10 @@ def _bits(kinds: frozenset[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _QuantizedMoeLayer:
-    """up, down [E + 1] int64: where the tiles lie; those of gates are in the layer's `ExpertTable`. routed, shared:
-    what they are. kept: tiles that were made of a plain shared expert, which nobody else keeps."""
+    """up, down [E + 1] int64: addresses of tiles; those of gates are in the layer's `ExpertTable`.
+
+    routed, shared: tile formats. kept: keeps tiles alive that were made of a plain shared expert.
+    """
 
     up: Tensor
     down: Tensor
@@ -260,13 +262,12 @@ class _QuantizedMoeLayer:
 
 
 class QuantizedMoeOp(MoeOp):
-    """As `MoeOp`, of a `PackedShape`. Beside the weights it has memory for one layer's experts as plain numbers."""
+    """A `MoeOp` of a `PackedShape`. Owns memory for one layer's dequantized experts."""
 
-    in_passes = _PASSES * MOST
-    ahead = 0  # what is in that memory is another layer's then
+    max_gemv_tokens = _PASSES * MAX_GEMV_TOKENS
+    ahead = 0  # during routing the memory still holds another layer's experts
 
     def __init__(self, module: Module, shape: PackedShape, layers: Iterable[MoeWeights], blocks: int) -> None:
-        """As `MoeOp`."""
         self._packed, self._layers, self._most = shape, dict[int, _QuantizedMoeLayer](), shape.most
         self._plans = dict[int, tuple[tuple[int, int, int], tuple[int, int]]]()
         count = shape.count + shape.shared
@@ -296,7 +297,7 @@ class QuantizedMoeOp(MoeOp):
         shared = _kinds(weights.shared) if weights.shared else routed
         assert routed and shared
         self._layers[id(weights)] = _QuantizedMoeLayer(up, down, routed, shared, tuple(kept))
-        return ExpertTable(Addresses(gate, down, *self._maps, wanted), filled_router(weights))
+        return ExpertTable(ExpertAddresses(gate, down, *self._maps, wanted), filled_router(weights))
 
     def gemv_rows(
         self,
@@ -305,10 +306,10 @@ class QuantizedMoeOp(MoeOp):
         scale: Tensor,
         eps: float,
         logits: Tensor,
-        real: Real = ALL,
+        real: RealTokens = ALL_REAL,
         first: int = 0,
     ) -> None:
-        """As of `MoeOp`, of any number of tokens."""
+        """Like `MoeOp.gemv_rows`, for any number of tokens."""
         shape, tokens = self._packed, len(residual)
         if tokens > self._most:
             for begin in range(0, tokens, self._most):
@@ -316,7 +317,7 @@ class QuantizedMoeOp(MoeOp):
                 self.gemv_rows(weights, residual[part], scale, eps, logits[part], real, first + begin)
             return
         table, layer = self._tables[id(weights)], self._layers[id(weights)]
-        gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
+        gated = torch.empty(tokens * shape.experts_per_token, shape.size, dtype=torch.bfloat16, device=residual.device)
         if tokens not in self._plans:
             self._plans[tokens] = shape.gate_plan(tokens, self._blocks), shape.down_plan(tokens, self._blocks)
         (group, slots, shared), (down_slots, down_shared) = self._plans[tokens]
@@ -332,7 +333,7 @@ class QuantizedMoeOp(MoeOp):
             kind=_number(layer.routed.down), shared_kind=_number(layer.shared.down), **numbers), down_shared)
 
     def prepare(self, weights: MoeWeights) -> None:
-        """Makes plain numbers of the experts that are passed."""
+        """Dequantizes the experts that are used."""
         shape, layer = self._packed, self._layers[id(weights)]
         gate, up = self._gate[:, :shape.size], self._gate[:, shape.size:]
         gates = self._tables[id(weights)].at.gate
@@ -344,12 +345,17 @@ class QuantizedMoeOp(MoeOp):
                 self._unpack(target[shape.count:], data[shape.count:], shared, None)
 
     def _unpack(self, target: Tensor, data: Tensor, kind: str, counts: Tensor | None) -> None:
-        """target [n, rows, columns] bf16. data [n] int64: where the tiles lie. counts [n] int32: of tokens; None: all
-        are wanted."""
+        """Dequantizes tiles at the addresses data [n] int64 to target [n, rows, columns] bf16. counts [n] int32: tokens
+        of each expert; None: all are used."""
         count, rows, columns = target.shape
-        self._module.launch(f"k_unpack_experts_{kind.lower()}",
-                            (-(-rows // ROWS * (columns // COLUMNS) // WARPS), count), 256, args.UnpackExpertsArgs(
-            data=data, y=target, counts=counts, stride=target.stride(0), rows=rows, columns=columns))
+        self._module.launch(
+            f"k_unpack_experts_{kind.lower()}",
+            (-(-rows // TILE_ROWS * (columns // TILE_COLUMNS) // WARPS), count),
+            256,
+            args.UnpackExpertsArgs(
+                data=data, y=target, counts=counts, stride=target.stride(0), rows=rows, columns=columns
+            ),
+        )
 
 
 def _number(kind: str) -> int:

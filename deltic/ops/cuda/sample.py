@@ -1,4 +1,4 @@
-"""Choosing tokens: the plain cases by kernels of our own."""
+"""Sampling: the plain cases by our own kernels, all others by torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.arguments import ChoiceArgs
-from deltic.ops.cuda.driver import Module, architecture
-from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
+from deltic.ops.cuda.driver import Module, headers, load_module, why_not_compiled
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import Sampled, Sampling
 
@@ -31,12 +30,12 @@ _SOURCE = ('extern "C" __global__ void __launch_bounds__(256) k_choose_part(cons
 
 
 def source() -> str:
-    """The text of the kernels."""
+    """Returns the CUDA source of the kernels."""
     return headers("sample") + _SOURCE
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
-    """Waits for nothing. What our kernels choose lies there until the thread draws from so many rows again."""
+    """Never waits. The kernels' result is valid until the thread samples from as many rows again."""
     plain = (sampling.adjust is None and not sampling.filtered and sampling.top_logprobs is None
              and logits.is_cuda and logits.dtype == torch.float32 and logits.is_contiguous())
     module = _module(logits.device) if plain else None
@@ -52,58 +51,58 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
 
 
 def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor, ids: Tensor | None) -> None:
-    """Launch what draws from logits [R, V] float32, without filters and penalties. temperature [R] float32, keys [R]
-    int64. chosen [2, R] int64: tokens, then whether the logits are sound. ids [V] int64: the tokens whose logits these
-    are, as of when the device comes to it; None: all, in order."""
+    """Launches a draw from logits [R, V] float32, without filters and penalties.
+
+    temperature [R] float32, keys [R] int64. chosen [2, R] int64: receives tokens, then whether the logits are healthy.
+    ids [V] int64: the tokens of the logits, read when the device gets there; None: all tokens in order.
+    """
     module, (rows, vocabulary) = _module(logits.device), logits.shape
     assert module is not None, "the kernels that draw cannot be compiled"
     parts = _parts(rows)
     scratch = torch.empty(3, rows * parts, dtype=torch.int64, device=logits.device)
-    given = ChoiceArgs(logits=logits, temperature=temperature, key=keys, ids=ids, score=scratch[0], bounds=scratch[1],
-                   token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
-    module.launch("k_choose_part", (parts, rows), 256, given, overlap=False)
-    module.launch("k_choose", (rows,), 32, given, overlap=False)
+    arguments = ChoiceArgs(
+        logits=logits, temperature=temperature, key=keys, ids=ids, score=scratch[0], bounds=scratch[1],
+        token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
+    module.launch("k_choose_part", (parts, rows), 256, arguments, overlap=False)
+    module.launch("k_choose", (rows,), 32, arguments, overlap=False)
 
 
 @cache
 def _drawer(module: Module, rows: int, vocabulary: int, thread: int
             ) -> Callable[[Tensor, Sampling], tuple[Tensor, Tensor]]:
-    """Draws from so many rows: tokens and whether they are sound, [rows] int64 each, until the thread's next call."""
+    """Returns a draw from so many rows: tokens and whether they are healthy, [rows] int64 each, valid until the
+    thread's next call."""
     device = module.device
     parts = _parts(rows)
     numbers = torch.empty(rows * (2 + 3 * parts), dtype=torch.int64, device=device)
     chosen: Tensor
     chosen, token, score, bounds = numbers.split((2 * rows, *(rows * parts,) * 3))
-    given = ChoiceArgs(logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token,
-                   chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
-    tokens, sound = chosen.view(2, -1)
-    steps = (module.prepare("k_choose_part", (parts, rows), 256, given),
-             module.prepare("k_choose", (rows,), 32, given))
+    arguments = ChoiceArgs(
+        logits=None, temperature=None, key=None, ids=None, score=score, bounds=bounds, token=token, chosen=chosen,
+        landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
+    tokens, healthy = chosen.view(2, -1)
+    steps = (module.prepare("k_choose_part", (parts, rows), 256, arguments),
+             module.prepare("k_choose", (rows,), 32, arguments))
 
     def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        given.logits, given.temperature = logits.data_ptr(), sampling.temperature.data_ptr()
-        given.key = sampling.key.data_ptr()
-        given.landing = None if sampling.landing is None else sampling.landing.data_ptr()
+        arguments.logits, arguments.temperature = logits.data_ptr(), sampling.temperature.data_ptr()
+        arguments.key = sampling.key.data_ptr()
+        arguments.landing = None if sampling.landing is None else sampling.landing.data_ptr()
         for step in steps:
             step()
-        return tokens, sound
+        return tokens, healthy
 
     return draw
 
 
 @cache
 def _module(device: torch.device) -> Module | None:
-    """None where the kernels cannot be compiled."""
     why = why_not(device)
     if why:
         log.warning("on the GPU torch serves every draw: %s", why)
-    return None if why else Module(source(), device)
+    return None if why else load_module(source(), device)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why torch serves the draws; None: the kernels here do."""
-    try:
-        compile_source(source(), architecture(device))
-    except CompileError as error:
-        return f"the kernels cannot be compiled: {error}"
-    return None
+    """Returns why torch samples; None if the kernels here do."""
+    return why_not_compiled(source(), device)

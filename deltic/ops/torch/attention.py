@@ -13,7 +13,7 @@ from deltic.ops.torch.basic import linear, rms_norm
 from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 
 _SHORT = 16384
-"""Up to so many K/V tokens in all, plain products in float32 are faster for single queries than the flash kernel."""
+"""K/V tokens in all up to which float32 products are faster for single queries than the flash kernel."""
 
 
 def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
@@ -40,20 +40,20 @@ def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSp
 
 
 def _normed(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
-    """In float32 at least."""
+    """Returns at least float32."""
     return x.to(_accumulator(x)) if scale is None else rms_norm(x, scale, eps)
 
 
 def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,
            rope: Rope) -> None:
-    """key, value [T, kv], before norm and rotation."""
+    """key, value [T, kv]: before norm and rotation."""
     key = rotate(_normed(key.unflatten(-1, (spec.kv_heads, -1)), k_norm, spec.eps), rope)
     store(kv.keys, batch.store, key)
     store(kv.values, batch.store, value.unflatten(-1, (spec.kv_heads, -1)))
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding of the leading rotary_dim dimensions of x [T, heads, head_dim] (halves rotated)."""
+    """Applies rotary embedding to the leading rotary_dim elements of x [T, heads, head_dim]; rotates halves."""
     size = rope.cos.shape[-1]
     cos, sin = rope.cos[:, None].to(x.dtype), rope.sin[:, None].to(x.dtype)
     turned, kept = x[..., :size], x[..., size:]
@@ -64,8 +64,11 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
-    """contexts: each row's context length after the step, exact on a CPU. padded: the single-token rows are
-    cheaper as one padded batch than one by one. mask [R1, 1, 1, context] for that batch."""
+    """contexts: each row's context length after the step; exact on a CPU.
+
+    padded: the single-token rows are cheaper as one padded batch than one by one. mask [R1, 1, 1, context]: of that
+        batch.
+    """
 
     contexts: tuple[int, ...]
     padded: bool
@@ -85,17 +88,19 @@ def _make_plan(batch: Batch) -> _AttentionPlan:
     contexts = layout.contexts
     if exact:
         contexts = tuple(d + c for d, c in zip(batch.done.tolist(), layout.chunks, strict=True))
-    singles = contexts[:layout.decode_rows]
-    padded = not exact or (len(singles) > 1 and max(singles) * len(singles) <= 2 * sum(singles) + 256)
+    decode_contexts = contexts[:layout.decode_rows]
+    padded = not exact or (
+        len(decode_contexts) > 1 and max(decode_contexts) * len(decode_contexts) <= 2 * sum(decode_contexts) + 256
+    )
     mask = None
-    if padded and singles:
-        index = torch.arange(max(singles), device=batch.done.device)
+    if padded and decode_contexts:
+        index = torch.arange(max(decode_contexts), device=batch.done.device)
         mask = (index <= batch.done[:layout.decode_rows, None])[:, None, None]
     return _AttentionPlan(contexts, padded, mask)
 
 
 def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
-    """query [T, heads, head_dim] -> [T, heads, head_dim]; in the dtype of K/V, or of any with float8 K/V."""
+    """query [T, heads, head_dim] -> [T, heads, head_dim], in the dtype of K/V (any dtype with float8 K/V)."""
     plan, layout = _plan(batch), batch.layout
     parts, row, token = [], 0, 0
     if plan.padded and layout.decode_rows:
@@ -116,8 +121,8 @@ def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
 
 
 def _causal(batch: Batch, row: int, tokens: int, context: int, groups: int) -> Tensor | None:
-    """What each token of a longer row may read [groups * tokens, context], for all queries of a K/V head; None:
-    plainly causal, from position 0."""
+    """Returns the mask of a longer row [groups * tokens, context], for all queries of a K/V head; None: causal from
+    position 0."""
     if batch.done.device.type == "cpu" and tokens == context:
         return None
     masks: dict[int, Tensor] = batch.memo.setdefault("masks", {})
@@ -129,7 +134,7 @@ def _causal(batch: Batch, row: int, tokens: int, context: int, groups: int) -> T
 
 
 def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
-    """One token per row: query [R, heads, head_dim], mask [R, 1, 1, context]."""
+    """One token for each row: query [R, heads, head_dim], mask [R, 1, 1, context]."""
     keys, values = (_gather(pool, pages, context, query.dtype) for pool in (kv.keys, kv.values))
     if mask is not None:
         # masked weights are zero, but zero times a stale NaN is NaN
@@ -163,8 +168,8 @@ def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor 
 
 
 def _gather(pool: Tensor, pages: Tensor, context: int, dtype: torch.dtype) -> Tensor:
-    """K or V of each row: pool [P, PAGE, kv_heads, head_dim], pages [R, ...] -> [R, kv_heads, context, head_dim] of
-    this dtype."""
+    """Gathers K or V of each row: pool [P, PAGE, kv_heads, head_dim], pages [R, ...] -> [R, kv_heads, context,
+    head_dim]."""
     wanted = pages[:, :-(-context // PAGE)]
     rows = take(pool.flatten(1), 0, wanted.flatten()).to(dtype)
     return rows.view(len(pages), -1, *pool.shape[2:])[:, :context].transpose(1, 2)

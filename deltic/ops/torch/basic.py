@@ -13,8 +13,8 @@ from deltic.ops.types import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weig
 
 
 def pack(weight: Tensor, table: bool) -> Block:
-    """oneDNN's blocked layout for bfloat16 on a CPU: half the time for few tokens, where F.linear reads the plain
-    layout at half of the memory's speed."""
+    """Reorders bfloat16 on a CPU into oneDNN's blocked layout, which takes half the time for few tokens: F.linear reads
+    the plain layout at half of the memory's speed."""
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not table
     if not fits or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight
@@ -23,7 +23,7 @@ def pack(weight: Tensor, table: bool) -> Block:
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, in] times the transpose of weight [out, in] -> [T, out]."""
+    """x [T, in], weight [out, in] -> x weightᵀ [T, out]."""
     if isinstance(weight, tuple):
         return torch.cat([linear(x, block) for block in weight], dim=-1)
     if isinstance(weight, QTensor):
@@ -56,11 +56,11 @@ def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
 
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
-    """Each expert's product is taken once, of all tokens that pass it."""
+    """Runs each expert once, on all tokens that pass it."""
     assert isinstance(weights.experts, tuple)
     logits, count, most = head(x, weights.router), len(weights.experts), weights.per_token
-    chances, order = torch.softmax(logits[:, :count], dim=-1).sort(dim=-1, descending=True, stable=True)
-    shares, chosen = chances[:, :most], order[:, :most]
+    probabilities, order = torch.softmax(logits[:, :count], dim=-1).sort(dim=-1, descending=True, stable=True)
+    shares, chosen = probabilities[:, :most], order[:, :most]
     if weights.normalised:
         shares = shares / shares.sum(-1, keepdim=True)
     passed = x.new_empty(len(x), most, x.shape[1])
@@ -80,7 +80,7 @@ def head(x: Tensor, weight: Weight) -> Tensor:
 
 @cache
 def frequencies(spec: RopeSpec, device: torch.device) -> Tensor:
-    """Radians per position [rotary_dim / 2] float32. Made once: a CUDA graph may not copy from the host."""
+    """Radians per position [rotary_dim / 2] float32. Cached: a CUDA graph may not copy from the host."""
     exponents = torch.arange(spec.rotary_dim // 2, device=device, dtype=torch.float32) * 2 / spec.rotary_dim
     plain = 1.0 / spec.theta**exponents
     return plain / torch.tensor(spec.factors, device=device) if spec.factors else plain
@@ -92,7 +92,7 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     angles = positions[0].float()[:, None] * turns
     if spec.sections:
         for axis in (1, 2):
-            # a slice, not a list of indices: that would be a copy from the host, which no CUDA graph can hold
+            # a slice: a list of indices would be a copy from the host, which a CUDA graph cannot hold
             taken = slice(axis, min(3 * spec.sections[axis], half), 3)
             angles[:, taken] = positions[axis].float()[:, None] * turns[taken]
     angles = torch.cat((angles, angles), dim=-1)
@@ -100,8 +100,8 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
 
 
 def put(pool: Tensor, index: Tensor, values: Tensor) -> None:
-    """pool[index] = values, along the first axis, rounded to the pool's dtype. On a CPU entry by entry: torch's
-    scattered writes of entries this large run far below the speed of memory."""
+    """pool[index] = values along the first axis, rounded to the pool's dtype. On a CPU entry by entry: torch scatters
+    entries this large far below the speed of memory."""
     if pool.device.type != "cpu":
         pool.index_copy_(0, index, values.to(pool.dtype))
         return
@@ -110,7 +110,7 @@ def put(pool: Tensor, index: Tensor, values: Tensor) -> None:
 
 
 def copy(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
-    """Copy entries of the second axis of every pool."""
+    """Copies entries of the second axis of every pool."""
     for pool in pools:
         for layer in pool:
             put(layer, target, layer[source])

@@ -1,4 +1,4 @@
-"""Choosing tokens in plain torch, all rows at once."""
+"""Sampling in plain torch, all rows at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deltic.ops.types import Adjust, Sampled, Sampling
 
 _FLAT = 1e-6
 CANDIDATES = 256
-"""Tokens among which the filters look first."""
+"""Best tokens that the filters consider first."""
 
 
 def _apply(logits: Tensor, adjust: Adjust) -> None:
-    """Change the logits [L, V] in place."""
+    """Changes the logits [L, V] in place."""
     old = logits[adjust.row, adjust.token]
     for table in adjust.tables:
         logits[table.row] = changed(logits[table.row], table.repetition, table.offset)
@@ -25,7 +25,7 @@ def _apply(logits: Tensor, adjust: Adjust) -> None:
 
 
 def changed(old: Tensor, repetition: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Logits after the repetition penalty and the offset, of any shape."""
+    """Applies repetition penalty and offset to logits of any shape."""
     new = old if repetition is None else torch.where(old > 0, old / repetition, old * repetition)
     return new if offset is None else new + offset
 
@@ -43,17 +43,17 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     tokens = logits.argmax(-1) if sampling.greedy else _draw(logits, sampling)
     if reports is None:
         return Sampled(tokens, healthy, possible)
-    chances, top_tokens, top = reports
-    return Sampled(tokens, healthy, possible, chances.gather(1, tokens[:, None])[:, 0], top_tokens, top)
+    probabilities, top_tokens, top = reports
+    return Sampled(tokens, healthy, possible, probabilities.gather(1, tokens[:, None])[:, 0], top_tokens, top)
 
 
 def _logprobs(logits: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(log-probabilities [L, V], most probable tokens [L, n], theirs [L, n]); ties by lower token id."""
+    """Returns log-probabilities [L, V], most probable tokens [L, n], theirs [L, n]; ties by lower token id."""
     if count is None:
         return None
-    chances = logits.double().log_softmax(-1).float()
+    probabilities = logits.double().log_softmax(-1).float()
     tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    return chances, tokens, chances.gather(1, tokens)
+    return probabilities, tokens, probabilities.gather(1, tokens)
 
 
 def _draw(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -63,7 +63,7 @@ def _draw(logits: Tensor, sampling: Sampling) -> Tensor:
         drawn, sure = _draw_filtered(scores, sampling, CANDIDATES)
         free = (sampling.top_k == 0) & (sampling.top_p >= 1) & (sampling.min_p == 0)
         for wanted, draw in ((free, _draw_any), (~free & ~sure, _draw_ordered)):
-            # each row goes by itself: what a neighbour needs changes nothing
+            # rows are independent: a neighbour's filters change nothing
             rows = (wanted & (sampling.temperature > 0)).nonzero()[:, 0]
             if len(rows):
                 drawn[rows] = draw(scores[rows], _some(sampling, rows))
@@ -73,23 +73,24 @@ def _draw(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _some(sampling: Sampling, rows: Tensor) -> Sampling:
-    """The draws of these rows."""
+    """Returns the sampling of these rows."""
     return replace(sampling, temperature=sampling.temperature[rows], top_k=sampling.top_k[rows],
                    top_p=sampling.top_p[rows], min_p=sampling.min_p[rows], key=sampling.key[rows])
 
 
 def _draw_any(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Draw among all tokens."""
+    """Draws among all tokens."""
     return (scores + gumbel(sampling.key, torch.arange(scores.shape[1], device=scores.device))).argmax(-1)
 
 
 def _draw_ordered(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Draw among what the filters keep, with the whole vocabulary in order."""
+    """Draws among what the filters keep, with the whole vocabulary sorted."""
     return _draw_filtered(scores, sampling, scores.shape[1])[0]
 
 
 def _draw_filtered(scores: Tensor, sampling: Sampling, count: int) -> tuple[Tensor, Tensor]:
-    """Draw among what the filters keep of the `count` best tokens; which rows [L] surely keep no others."""
+    """Draws among what the filters keep of the `count` best tokens. Also returns the rows [L] of which they surely keep
+    no others."""
     count = min(count, scores.shape[1])
     # in order of their ids, so that a stable sort puts the lower one of two equals first
     ids = scores.topk(count).indices.sort(-1).values
@@ -104,8 +105,8 @@ def _draw_filtered(scores: Tensor, sampling: Sampling, count: int) -> tuple[Tens
 
 
 def _keep(values: Tensor, total: Tensor, sampling: Sampling) -> Tensor:
-    """Which candidates the filters keep: values [L, n] float64, best first; total [L, 1]: logsumexp of the row. top_p
-    is right only where top_k is 0 or at most n."""
+    """Returns which candidates the filters keep: values [L, n] float64, best first; total [L, 1]: logsumexp of the row.
+    top_p is right only if top_k is 0 or at most n."""
     rank = torch.arange(values.shape[1], device=values.device)
     top_k = sampling.top_k[:, None]
     in_k = (top_k == 0) | (rank < top_k)

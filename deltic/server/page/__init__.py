@@ -1,7 +1,4 @@
-"""The chat page: `/`, and the files that it needs under `/page/`, all from the package.
-
-Nothing here is secret, so no key is asked for; the page itself asks for one when /v1 does.
-"""
+"""The chat page: `/`, and its files under `/page/`. They need no API key; the page asks for one if /v1 needs it."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ from starlette.routing import Route
 _FILES = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
           ".js": "text/javascript; charset=utf-8", ".woff2": "font/woff2"}
-"""What is served, by the end of its name; licences and notes are not."""
+"""Media types by suffix. Files with other suffixes are not served."""
 _POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
            "require-trusted-types-for 'script'; trusted-types 'none'")
-"""No script but the page's own files, nothing from elsewhere, and no text that becomes HTML: the last two make a
-browser refuse `innerHTML` and the like."""
+"""Only the page's own files, and no text that becomes HTML: with the last two directives, browsers refuse `innerHTML`
+and the like."""
 _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
             "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin"}
 _FOREVER = "public, max-age=31536000, immutable"
-_ASK = "no-cache"  # keep it, but ask each time whether it is still the same
+_ASK = "no-cache"  # browsers check each time if it has changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +34,18 @@ class _StaticFile:
 
 
 def routes() -> list[Route]:
-    """The page and its files, for GET and HEAD."""
     return [Route("/", _index), Route("/page/{name:path}", _file)]
 
 
 @cache
 def _files() -> dict[str, _StaticFile]:
-    """All that is served, by its path under `static`: read once, and looked up, so that no path leads elsewhere."""
+    """Returns all files by their path under `static`. They are read once, and no other path can be read."""
     return {path.relative_to(_FILES).as_posix(): _read(path) for path in _FILES.rglob("*") if path.suffix in _TYPES}
 
 
 def _read(path: Path) -> _StaticFile:
     data = path.read_bytes()
-    # the folders of libraries have their version in their name: what lies there never changes
+    # names of libraries have versions, so that their files never change
     caching = _FOREVER if _FILES / "vendor" in path.parents else _ASK
     return _StaticFile(data, {**_HEADERS, "content-type": _TYPES[path.suffix], "cache-control": caching,
                         "etag": f'"{sha256(data).hexdigest()[:32]}"'})

@@ -1,10 +1,10 @@
-// The integers of a step, from memory of the host to where the step's kernels read them.
+// The integers of a step, from host memory to where the step's kernels read them. Offsets: ops/input_columns.py.
 
 struct Numbers {
     const i64 *host;   // [N], in its memory
     i64 *numbers;      // [N]
     const i64 *drawn;  // what tokens are taken from; null: they are among the numbers
-    int count, tokens;  // count: N, of which the second one and the next ones are tokens; the last ones say which of `drawn`
+    int count, tokens;  // count: N. tokens: those from IDS_OFFSET on; the last numbers are their places in `drawn`
 };
 // A block of 256 threads for each 1,024.
 DEVICE void numbers(const Numbers &a) {
@@ -13,38 +13,37 @@ DEVICE void numbers(const Numbers &a) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
         const int i = first + p * 256;
-        const bool taken = a.drawn && i && i <= a.tokens;
-        if (i < a.count) v[p] = __ldcv(a.host + (taken ? a.count - a.tokens + i - 1 : i));
+        const bool taken = a.drawn && i >= IDS_OFFSET && i < IDS_OFFSET + a.tokens;
+        if (i < a.count) v[p] = __ldcv(a.host + (taken ? a.count - a.tokens + i - IDS_OFFSET : i));
     }
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
         const int i = first + p * 256;
-        const bool taken = a.drawn && i && i <= a.tokens;
+        const bool taken = a.drawn && i >= IDS_OFFSET && i < IDS_OFFSET + a.tokens;
         if (i < a.count) a.numbers[i] = taken ? a.drawn[v[p]] : v[p];
     }
 }
 
 struct Cursors {
-    i64 *numbers;             // of a step with drafts: count, ids [T], positions [3, T], starts [R + 1], done [R], five others
-                              // [R] each, store [T], T others, pages [R, width], draws [T]
-    const i64 *drawn;         // where draws say that tokens are, each with its position after it
-    int tokens, rows, width;  // T, R
+    i64 *numbers;             // `VerifyColumns` of a step with drafts
+    const i64 *drawn;         // has each token, and its position after it, at the place that the column `draws` names
+    int tokens, rows, width;  // of the bucket; width: pages of a row
 };
-// Rows begin where the device has their first tokens, which may be further on than the host knew. One block of 256 threads,
-// at least one for each token.
+// Moves the rows to where the device has their first tokens, which may be further on than the host knew. One block of 256
+// threads, at least one for each token.
 DEVICE void cursors(const Cursors &a) {
-    i64 *const positions = a.numbers + 1 + a.tokens, *const starts = positions + 3 * a.tokens, *const done = starts + a.rows + 1;
-    i64 *const store = done + 6 * a.rows, *const pages = store + 2 * a.tokens, *const draws = pages + i64(a.rows) * a.width;
-    const int rows = int(a.numbers[0]), token = threadIdx.x;
-    const bool there = token < starts[rows];
+    const VerifyColumns step(a.numbers, a.rows, a.tokens, a.width);
+    const int rows = int(step.count[0]), token = threadIdx.x;
+    const bool there = token < step.starts[rows];
     int row = 0;
-    for (int i = 1; i < rows; ++i) row += there && starts[i] <= token;
-    const i64 first = starts[row], more = a.drawn[draws[first] + 1] - done[row], position = done[row] + more + token - first;
+    for (int i = 1; i < rows; ++i) row += there && step.starts[i] <= token;
+    const i64 first = step.starts[row], more = a.drawn[step.draws[first] + 1] - step.done[row],
+              position = step.done[row] + more + token - first;
     __syncthreads();  // all have read the cursors
     if (!there) return;
-    for (int axis = 0; axis < 3; ++axis) positions[axis * a.tokens + token] += more;
-    store[token] = pages[i64(row) * a.width + position / PAGE] * PAGE + position % PAGE;
-    if (token == first) done[row] += more;
+    for (int axis = 0; axis < 3; ++axis) step.positions[axis * a.tokens + token] += more;
+    step.store[token] = step.pages[i64(row) * a.width + position / PAGE] * PAGE + position % PAGE;
+    if (token == first) step.done[row] += more;
 }
 
 struct RowKeys {

@@ -1,0 +1,226 @@
+"""The digest that a model's items on disk are stored under: of everything on which the bits of a kept state depend.
+
+Two processes may exchange items only if all of it is equal. Files of weights are hashed whole, in pieces and with a low
+priority, while the model already answers. Their digests are remembered in the cache directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltic import __version__
+from deltic.cache.offload.directory import CacheDirectory
+from deltic.cache.tensors import STATE_LAYOUT
+from deltic.config import EngineConfig
+from deltic.errors import ModelError
+from deltic.ops import Ops, explain
+from deltic.ops.cpu.library import LEVELS
+from deltic.ops.cpu.library import load as load_library
+from deltic.threads import lower_priority
+
+_START_DELAY = 0.3
+"""Seconds that a start may wait for digests: those of small files are known by then."""
+_REMEMBERED = 1000
+_PIECE = 16 << 20
+_THREADS = 2
+_DIGEST_BYTES = 32
+_BLOCK, _BLOCKS = 4096, 64
+_SETTLED = 2_000_000_000
+"""Nanoseconds after which another change of a file shows in its times."""
+
+
+def machine_facts(options: EngineConfig, ops: Ops) -> dict[str, object]:
+    """Returns versions, kernels and the instructions they use. The number of threads changes no bit."""
+    library = load_library()
+    cpu: dict[str, object] = {"library": library}
+    if not isinstance(library, str):
+        best = LEVELS[library.deltic_best_level()]
+        cpu = {"library": blake2b(Path(library._name).read_bytes(), digest_size=16).hexdigest(), "best": best,
+               "level": best if options.cpu_level == "auto" else options.cpu_level}
+    facts: dict[str, object] = {
+        "deltic": __version__, "layout": STATE_LAYOUT, "ops": explain(ops), "cpu": cpu,
+        "stepwise": options.debug_layers, "machine": platform.machine(), "libc": platform.libc_ver(),
+        "torch": [torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_float32_matmul_precision()]}
+    if options.device.startswith("cuda"):
+        device = torch.device(options.device)
+        facts["cuda"] = [torch.version.cuda, torch.cuda.get_device_name(device)]
+    return facts
+
+
+def backend_summary(facts: Mapping[str, Any]) -> str:
+    """Names the backend in a few words, for people."""
+    if "cuda" in facts:
+        return f"torch on {facts['cuda'][1]}"
+    ops = facts["ops"]
+    return f"cpu kernels ({facts['cpu']['level']})" if ops["step"] == "cpu" else f"{ops['mlp'].partition(' ')[0]} ops"
+
+
+@dataclass(frozen=True, slots=True)
+class FileMark:
+    """Recognizes a file without reading it. path: without links. modified, changed: its times in nanoseconds."""
+
+    path: str
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: str | Path) -> FileMark:
+        """Returns the mark of a file as it is now. Raises ModelError if there is no such file."""
+        real = os.path.realpath(path)
+        try:
+            found = os.stat(real)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+        return cls(real, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    @property
+    def settled(self) -> bool:
+        """True if every later change of the file gives another mark."""
+        return time.time_ns() - max(self.modified, self.changed) > _SETTLED
+
+    def check(self) -> None:
+        """Raises ModelError if the file has changed."""
+        if FileMark.of(self.path) != self:
+            raise ModelError(f"{self.path} was changed after it had been loaded")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """facts: what is known at once. marks: the model's files, marked before they were loaded."""
+
+    facts: Mapping[str, object]
+    marks: Sequence[FileMark] = ()
+
+    def digest(self, digests: FileDigests, stopped: Callable[[], bool]) -> str:
+        """Returns 32 hexadecimal digits. Raises ModelError if a file has changed since it was marked, and
+        CancelledError once `stopped` returns True."""
+        files = [digests.digest(mark, stopped) for mark in self.marks]
+        text = json.dumps({**self.facts, "files": files}, sort_keys=True, default=repr)
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def start_digest(self, digests: FileDigests) -> tuple[Future[str], Callable[[], None]]:
+        """Computes the digest: at once if all files are known, else in the background. Also returns a function that
+        ends the background work."""
+        stop = threading.Event()
+        if all(digests.find(mark) for mark in self.marks):
+            found: Future[str] = Future()
+            try:
+                found.set_result(self.digest(digests, stop.is_set))
+            except Exception as error:
+                found.set_exception(error)
+            return found, stop.set
+        with_low_priority = ThreadPoolExecutor(1, "deltic-identity", lower_priority, (19,))
+        found = with_low_priority.submit(self.digest, digests, stop.is_set)
+        with_low_priority.shutdown(wait=False)
+        wait([found], _START_DELAY)
+        return found, stop.set
+
+
+class FileDigests:
+    """Digests of files by their marks, remembered in a cache directory as far as that can be written to."""
+
+    def __init__(self, directory: CacheDirectory) -> None:
+        self._directory = directory
+        self._found = dict[FileMark, str | None]()
+
+    def digest(self, mark: FileMark, stopped: Callable[[], bool]) -> str:
+        """Returns the digest of a marked file, hashed if it is not known; errors as `hash_file`."""
+        found = self.find(mark)
+        if found is None:
+            found = hash_file(mark, stopped)
+            self._remember(mark, found)
+        mark.check()
+        return found
+
+    def find(self, mark: FileMark) -> str | None:
+        """Returns the digest that is remembered, if the file is still the same."""
+        if mark not in self._found:
+            self._found[mark] = self._recall(mark)
+        return self._found[mark]
+
+    def _recall(self, mark: FileMark) -> str | None:
+        with suppress(OSError, ModelError):
+            with self._directory.read() as index:
+                row = index.execute("SELECT mark, sample, digest FROM digests WHERE path = ?",
+                                    (mark.path,)).fetchone()
+            if row and row[0] == _mark_text(mark) and row[1] == sample_file(mark):
+                return str(row[2])
+        return None
+
+    def _remember(self, mark: FileMark, digest: str) -> None:
+        if not mark.settled:
+            return
+        row = mark.path, _mark_text(mark), sample_file(mark), digest
+        with suppress(OSError), self._directory.transaction() as index:
+            index.execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?, ?)", row)
+            index.execute("DELETE FROM digests WHERE rowid <= (SELECT max(rowid) FROM digests) - ?", (_REMEMBERED,))
+
+
+def _mark_text(mark: FileMark) -> str:
+    return json.dumps(astuple(mark))
+
+
+def sample_file(mark: FileMark) -> str:
+    """Returns a digest of a few blocks. It tells apart files of disk images with equal times and inodes."""
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    with _opened(mark) as descriptor:
+        for place in range(_BLOCKS + 1):
+            digest.update(os.pread(descriptor, _BLOCK, max(mark.size - _BLOCK, 0) * place // _BLOCKS))
+    return digest.hexdigest()
+
+
+def hash_file(mark: FileMark, stopped: Callable[[], bool]) -> str:
+    """Returns a digest of all bytes of a file. Raises ModelError if it cannot be read or has changed since it was
+    marked, and CancelledError once `stopped` returns True."""
+    whole = blake2b(mark.size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
+    waiting = deque[Future[bytes]]()
+    with _opened(mark) as descriptor, ThreadPoolExecutor(_THREADS, "deltic-hash", lower_priority, (19,)) as pool:
+        try:
+            for start in range(0, mark.size, _PIECE):
+                if stopped():
+                    raise CancelledError
+                if len(waiting) > _THREADS:
+                    whole.update(waiting.popleft().result())
+                waiting.append(pool.submit(_hash_piece, descriptor, start, min(_PIECE, mark.size - start)))
+            for piece in waiting:
+                whole.update(piece.result())
+        except OSError as error:
+            raise ModelError(f"{mark.path} cannot be read: {error.strerror}") from error
+    mark.check()
+    return whole.hexdigest()
+
+
+def _hash_piece(descriptor: int, start: int, size: int) -> bytes:
+    piece = os.pread(descriptor, size, start)
+    if len(piece) != size:
+        raise OSError(errno.EIO, "it ended while it was read")
+    return blake2b(piece, digest_size=_DIGEST_BYTES).digest()
+
+
+@contextmanager
+def _opened(mark: FileMark) -> Iterator[int]:
+    try:
+        descriptor = os.open(mark.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{mark.path} cannot be read: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,260 @@
+"""What commands print: tables, progress bars, and answers while they are generated."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from deltic.cli.machine import peak_memory_mib
+from deltic.cli.parser import UsageError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from deltic.chat.deltas import AnswerCall, Delta
+    from deltic.llm import LLM, Choice, Stream
+
+_POLL_SECONDS = 0.1  # how often a progress bar of the prompt is updated
+
+
+def note(text: str) -> None:
+    """Prints to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# Tables. They keep their form in a pipe, where rich would fit them to 80 columns.
+
+
+def print_facts(facts: Mapping[str, Any], as_json: bool, **for_people: Any) -> None:
+    """Prints facts as JSON or as a table. for_people: facts that the table shows in another form."""
+    print(json.dumps(facts, ensure_ascii=False) if as_json else table({**facts, **for_people}))
+
+
+def table(facts: Mapping[str, Any], indent: str = "") -> str:
+    """A line for each fact; a mapping becomes an indented block under its name."""
+    width = max((len(name) for name, value in facts.items() if not isinstance(value, Mapping)), default=0)
+    lines = []
+    for name, value in facts.items():
+        label = name.replace("_", " ")
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{label}")
+            if value:
+                lines.append(table(value, indent + "  "))
+        else:
+            lines.append(f"{indent}{label:<{width}}  {_cell(value)}")
+    return "\n".join(lines)
+
+
+def grid(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each row, under a line of names; text is aligned left, numbers right."""
+    names = list(rows[0])
+    cells = [[name.replace("_", " ") for name in names]]
+    cells += [[_cell(row[name]) for name in names] for row in rows]
+    columns = []
+    for name, column in zip(names, zip(*cells, strict=True), strict=True):
+        width = max(map(len, column))
+        align = str.ljust if isinstance(rows[0][name], str) else str.rjust
+        columns.append([align(cell, width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def date(timestamp: float | None) -> str:
+    from datetime import datetime
+
+    try:
+        return "-" if timestamp is None else datetime.fromtimestamp(timestamp).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):,.1f} GiB"
+
+
+def mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_cell, value)) or "-"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# Terminal
+
+
+def takes_escapes(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def takes_colors(stream: TextIO) -> bool:
+    return takes_escapes(stream) and not os.environ.get("NO_COLOR")
+
+
+def confirmed(question: str) -> bool:
+    """Asks a question and returns True for yes. Raises UsageError without a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("nothing is deleted without asking, and there is no terminal to ask on: give --yes")
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+class Bar:
+    """A progress bar on stderr, as a context. It appears after `patience` seconds, and only on a terminal."""
+
+    def __init__(self, label: str, unit: float, unit_name: str, patience: float = 0.0) -> None:
+        self._label, self._unit, self._unit_name = label, unit, unit_name
+        self._due = time.monotonic() + patience
+        self._shown: tuple[Progress, TaskID] | None = None
+        self._enabled = takes_escapes(sys.stderr)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, done: int, total: int) -> None:
+        if not self._enabled or time.monotonic() < self._due:
+            return
+        self._shown = self._shown or self._open()
+        progress, task = self._shown
+        amount = f"{done / self._unit:,.0f}/{total / self._unit:,.0f} {self._unit_name}"
+        progress.update(task, completed=done, total=total, amount=amount)
+
+    def close(self) -> None:
+        if self._shown:
+            self._shown[0].stop()
+        self._shown, self._enabled = None, False
+
+    def _open(self) -> tuple[Progress, TaskID]:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = TextColumn(self._label), BarColumn(), TextColumn("{task.fields[amount]}")
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        progress.start()
+        return progress, progress.add_task("", amount="")
+
+
+def bytes_bar(label: str) -> Bar:
+    return Bar(label, 1 << 20, "MiB", 0.5)
+
+
+def tokens_bar(label: str) -> Bar:
+    return Bar(label, 1, "tokens", 1.0)
+
+
+# Answers
+
+
+@dataclass(slots=True)
+class AnswerTiming:
+    """When an answer started, had its first tokens and ended, in seconds of `time.perf_counter`."""
+
+    started: float
+    tokens: int
+    first: float | None = None
+    first_tokens: int = 0
+    end: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The rate after the first tokens."""
+        if self.first is None or self.tokens <= self.first_tokens or self.end <= self.first:
+            return None
+        return (self.tokens - self.first_tokens) / (self.end - self.first)
+
+    def timings(self) -> dict[str, float | None]:
+        first = self.end if self.first is None else self.first
+        rate = self.tokens_per_second
+        return {"time_to_first_token_ms": round((first - self.started) * 1e3, 3),
+                "total_ms": round((self.end - self.started) * 1e3, 3),
+                "tokens_per_second": None if rate is None else round(rate, 3)}
+
+
+def read_answer(llm: LLM, ask: Callable[[], Stream], show: Callable[[Delta], None],
+                stopped: Callable[[], bool] = lambda: False) -> tuple[Stream, AnswerTiming]:
+    """Starts a stream and shows its deltas until it ends or `stopped` returns True."""
+    timing, before = AnswerTiming(time.perf_counter(), 0), llm.engine.stats.prompt_tokens
+    with tokens_bar("reading") as bar:
+        stream = ask()
+        try:
+            while stream.output is None and not stopped():
+                deltas = stream.read(_POLL_SECONDS)
+                if timing.first is None and stream.generated_tokens:
+                    bar.close()
+                    timing.first, timing.first_tokens = time.perf_counter(), stream.generated_tokens
+                bar.update(llm.engine.stats.prompt_tokens - before, stream.prompt_tokens)
+                for delta in deltas:
+                    show(delta)
+        finally:
+            bar.close()
+            stream.close()
+            timing.end, timing.tokens = time.perf_counter(), stream.generated_tokens
+    return stream, timing
+
+
+class Screen:
+    """Prints the content of an answer to stdout, and its thinking to stderr, dimmed on a terminal."""
+
+    def __init__(self, thinking: bool = True) -> None:
+        self._thinking = thinking
+        self._dim = takes_colors(sys.stderr)
+        self._last_content = self._last_reasoning = ""
+
+    def show(self, delta: Delta) -> None:
+        if delta.kind == "content":
+            self._end_thinking()
+            self._write(delta.text)
+        elif delta.kind == "reasoning" and self._thinking:
+            text = f"\x1b[2m{delta.text}\x1b[0m" if self._dim else delta.text
+            print(text, end="", file=sys.stderr, flush=True)
+            self._last_reasoning = delta.text or self._last_reasoning
+
+    def close(self, calls: tuple[AnswerCall, ...] = ()) -> None:
+        """Ends the open line, and prints the tool calls, a line each."""
+        self._end_thinking()
+        last = self._last_content
+        if (last and not last.endswith("\n")) or not (last or calls):
+            self._write("\n")
+        for call in calls:
+            self._write(json.dumps(call_json(call), ensure_ascii=False) + "\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self._last_content = text or self._last_content
+
+    def _end_thinking(self) -> None:
+        if self._last_reasoning:
+            note("" if self._last_reasoning.endswith("\n") else "\n")
+        self._last_reasoning = ""
+
+
+def call_json(call: AnswerCall) -> dict[str, Any]:
+    """A tool call in OpenAI's form."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def statistics_line(choice: Choice, timing: AnswerTiming) -> str:
+    timings, usage = timing.timings(), choice.usage
+    rate = timings["tokens_per_second"]
+    speed = "" if rate is None else f" at {rate:.1f} tokens/s"
+    if usage.drafted_tokens:
+        speed += f" ({usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted)"
+    return (f"first token {timings['time_to_first_token_ms']:.0f} ms, {usage.completion_tokens} tokens{speed}, "
+            f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
+            f"peak memory {peak_memory_mib():,.0f} MiB")

@@ -1,0 +1,322 @@
+"""The files of a model: its config, its weights and how to load them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from torch import Tensor
+
+from deltic.config import DType, GenerationDefaults, ModelConfig
+from deltic.config.vision import ImageConfig, Vision, VisionConfig
+from deltic.errors import ConfigError, ModelError, show
+from deltic.loader.experts import experts_in_directory, experts_in_gguf
+from deltic.loader.files import IN_MEMORY, InMemory, Source, find_tensors, in_memory, read_json
+from deltic.loader.fp8 import Float8
+from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
+from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file
+from deltic.loader.gguf.mmproj import find_mmproj, load_mmproj, read_mmproj, vision_from_gguf
+from deltic.loader.gguf.ollama import bundled_tower
+from deltic.loader.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
+from deltic.loader.hub import resolve
+from deltic.loader.layout import has_weights, refuse
+from deltic.loader.mtp_head import directory_checkpoint, find_head, head_in_memory, load_stored_head
+from deltic.loader.repository import is_model
+from deltic.loader.safetensors import Progress, read_directory, read_directory_float8
+from deltic.loader.vision import load_tower, plan_tower
+from deltic.ops.quantized import PackedForm
+from deltic.ops.stored import StoredExpert
+from deltic.ops.types import Block, Weight
+
+_MAX_CONFIG: Final = 4 << 20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on disk.
+
+    gguf: the open file, if the model is one.
+    mmproj: the GGUF file of its vision tower.
+    weights: tensors in memory that replace the files.
+    """
+
+    path: Path
+    config: ModelConfig
+    generation: GenerationDefaults
+    gguf: GgufFile | None = None
+    vision: Vision | None = None
+    mmproj: GgufFile | None = None
+    weights: InMemory | None = None
+
+    @property
+    def place(self) -> Path | None:
+        """The directory or file; None for a model in memory."""
+        return None if self.path == IN_MEMORY else self.path
+
+    @property
+    def _stored(self) -> Path | InMemory:
+        return self.weights or self.path
+
+    def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
+        """Returns the weights by canonical name."""
+        return dict(self.tensors(dtype, device, progress))
+
+    def tensors(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None, experts: bool = True
+                ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of `load` in file order. experts: include theirs."""
+        if self.gguf is not None:
+            return read_file(self.gguf, self.config, dtype, device, progress)
+        return read_directory(self._stored, self.config, dtype, device, progress, experts)
+
+    def float8_tensors(self, dtype: DType, device: str, progress: Progress | None, experts: bool = True
+                       ) -> Iterator[tuple[str, Tensor | Float8]]:
+        """Like `tensors`, but weights stored in float8 stay float8."""
+        if self.gguf is not None:
+            return read_file(self.gguf, self.config, dtype, device, progress)
+        return read_directory_float8(self._stored, self.config, dtype, device, progress, experts)
+
+    def load_packed(self, progress: Progress | None, form: PackedForm | None = None, experts: bool = True
+                    ) -> dict[str, Weight]:
+        """Returns the weights of a GGUF file, still quantized (`gguf.load.load_packed`)."""
+        assert self.gguf is not None
+        return load_packed(self.gguf, self.config, progress, form, experts)
+
+    def stored_experts(self, dtype: DType) -> list[list[StoredExpert]]:
+        """Locates the experts of each layer, for a model that computes in `dtype`."""
+        if self.gguf is not None:
+            return experts_in_gguf(self.gguf, self.config)
+        return experts_in_directory(self.path, self.config, dtype)
+
+    def load_head(self, dtype: DType | Literal["auto"], device: str, packed: bool = False) -> dict[str, Weight] | None:
+        """Returns the multi-token-prediction head by canonical name (`names.expected_head` and `optional_head`), with
+        `packed` still quantized; None if there is none.
+
+        Raises ModelError naming the tensor that is missing, unknown, doubled, or of another shape or type, and for
+        heads of several layers.
+        """
+        kept = self._dtype(dtype)
+        sources = self.gguf_head()
+        if sources:
+            return load_gguf_head(sources, self.config, kept, device, packed)
+        return {**load_stored_head(self.stored_head(), self.config, kept, device)} or None
+
+    def load_tower(self, dtype: DType | Literal["auto"], device: str, form: PackedForm | None = None
+                   ) -> dict[str, Block] | None:
+        """Returns the vision tower by canonical name (`vision.expected_tower`); None if there is none. form: keeps
+        quantized matrices quantized."""
+        if self.vision is None:
+            return None
+        kept = self._dtype(dtype)
+        if self.mmproj is not None:
+            return load_mmproj(self.mmproj, self.vision.tower, kept, device, form)
+        return {**load_tower(plan_tower(self._stored, self.vision.tower), kept, device)}
+
+    def read_tower(self, name: str) -> Tensor:
+        """Returns one tensor of the vision tower in float32."""
+        assert self.vision is not None
+        if self.mmproj is not None:
+            return read_mmproj(self.mmproj, self.vision.tower, name)
+        return load_tower({name: plan_tower(self._stored, self.vision.tower)[name]}, "float32", "cpu")[name]
+
+    def _dtype(self, dtype: DType | Literal["auto"]) -> DType:
+        return self.config.dtype if dtype == "auto" else dtype
+
+    def gguf_head(self) -> list[GgufSource]:
+        """Locates the head's tensors in the GGUF file."""
+        return [] if self.gguf is None else plan_gguf_head(self.gguf, self.config)
+
+    def stored_head(self) -> dict[str, Source]:
+        """Locates the head's tensors in the directory's safetensors files; for a GGUF file, in its directory."""
+        if self.weights is not None:
+            return head_in_memory(self.weights, self.config)
+        directory = self.path if self.gguf is None else self.path.parent
+        return find_head(directory_checkpoint(directory), self.config)
+
+    def weight_files(self, head: bool) -> tuple[Path, ...]:
+        """Returns the files with weights. head: include those of the draft head."""
+        found = list[Path]()
+        if self.gguf is not None:
+            found.extend(self.gguf.paths)
+        else:
+            for stored in find_tensors(self.path).values():
+                found.extend(part.path for part in (stored, stored.scales) if part)
+        if head and not self.gguf_head():
+            found.extend(part.path for stored in self.stored_head().values() for part in stored.parts)
+        if self.mmproj:
+            found.extend(self.mmproj.paths)
+        return tuple(dict.fromkeys(found))
+
+    def head_kinds(self) -> dict[str, int]:
+        """Returns the bytes of the head by stored type. Raises ModelError as `load_head`."""
+        stored = [(part.stored.type.name, part.stored.nbytes) for part in self.gguf_head()]
+        stored = stored or [(tensor.dtype, tensor.nbytes) for tensor in self.stored_head().values()]
+        sizes = dict[str, int]()
+        for kind, nbytes in stored:
+            sizes[kind] = sizes.get(kind, 0) + nbytes
+        return sizes
+
+    def tokenizer(self) -> TokenizerTexts | None:
+        """Returns the tokenizer of a GGUF file. Raises ModelError if it cannot be used."""
+        if self.gguf is None:
+            return None
+        with _errors_name(self.path):
+            return tokenizer_from_gguf(self.gguf.metadata)
+
+
+def open_model(
+    model: str | Path | None,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: bool = True,
+    mmproj: str | None = None,
+    config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> ModelFiles:
+    """Finds a model (see `resolve`), and reads its config.json and generation_config.json, or its GGUF metadata.
+
+    mmproj: GGUF file of the vision tower. Default: one in the folder of the model.
+    config: replaces config.json: the path of such a file, its content, or a shape.
+    weights: replaces the tensors of the files. Without `model` there are no files at all.
+    Raises ModelError naming the file and key that cannot be used.
+    """
+    tensors = None if weights is None else in_memory(weights)
+    path = IN_MEMORY if tensors and model is None else resolve(model, revision, token, progress)
+    if path.is_file():
+        file: Path | None = path
+    else:
+        file = None if tensors else only_gguf(path)
+    if file is not None:
+        if config is not None or tensors:
+            option = "weights" if tensors else "config"
+            raise ConfigError(f"{option} is for models of safetensors files: {file} is a GGUF file, which contains its "
+                              f"own; leave out {option}", option)
+        return _open_gguf(file, mmproj)
+    if mmproj is not None:
+        raise ModelError(f"{mmproj} cannot be used: {path} is no GGUF file, and would contain its own vision tower")
+    return _open_directory(path, tensors, config)
+
+
+def only_gguf(directory: Path) -> Path | None:
+    """Returns the GGUF file of a directory without other weights; parts of one model count as one file."""
+    if has_weights(directory):
+        return None
+    models = [path for path in sorted(directory.iterdir()) if is_model(path.name) and not path.is_dir()]
+    if len(models) > 1:
+        raise ModelError(f"{directory} has several GGUF files: name one of {', '.join(path.name for path in models)}")
+    return models[0] if models else None
+
+
+def _open_gguf(path: Path, mmproj: str | None) -> ModelFiles:
+    gguf = GgufFile.open(path)
+    config = config_from_gguf(gguf)
+    vision, tower = _gguf_vision(gguf, config, mmproj)
+    return ModelFiles(path, config, generation_from_gguf(gguf, config), gguf, vision, tower)
+
+
+def _gguf_vision(gguf: GgufFile, config: ModelConfig, mmproj: str | None
+                 ) -> tuple[Vision, GgufFile] | tuple[None, None]:
+    """Finds the tower: the given file, tensors inside the text model's file, or a file in its folder."""
+    try:
+        if mmproj:
+            file: GgufFile | None = GgufFile.open(Path(mmproj).expanduser())
+        else:
+            file = bundled_tower(gguf)
+            if file is None and (found := find_mmproj(gguf.paths[0])):
+                file = GgufFile.open(found)
+        return (None, None) if file is None else (vision_from_gguf(file, gguf, config), file)
+    except ModelError as error:
+        if mmproj:
+            raise
+        logger.warning("the vision tower cannot be used, so that pictures are refused: %s", error)
+        return None, None
+
+
+def _open_directory(path: Path, weights: InMemory | None, config: Any) -> ModelFiles:
+    tensors = weights or path
+    if not weights and not has_weights(path):
+        refuse(path)
+    shape, mapping = _read_shape(path, config)
+    if not isinstance(config, ModelConfig) and not shape.tie_word_embeddings and _is_tied(tensors, mapping):
+        shape = replace(shape, tie_word_embeddings=True)
+    generation = path / "generation_config.json"
+    advice = read_json(generation, _MAX_CONFIG) if generation.exists() else {}
+    with _errors_name(generation):
+        defaults = GenerationDefaults.from_hf(advice, shape.eos_token_ids)
+    return ModelFiles(path, shape, defaults, vision=_vision(path, tensors, mapping, shape), weights=weights)
+
+
+def _read_shape(directory: Path, config: Any) -> tuple[ModelConfig, Mapping[str, Any]]:
+    """Returns the shape, and the content of config.json or its replacement."""
+    if not isinstance(config, ModelConfig | Mapping | str | Path | None):
+        raise ConfigError(f"config must be the path of a config.json, its content, or a ModelConfig, not "
+                          f"{show(config)}", "config")
+    own = directory / "config.json"
+    if isinstance(config, Mapping):
+        return ModelConfig.from_hf(config), config
+    if isinstance(config, ModelConfig):
+        return config, read_json(own, _MAX_CONFIG) if own.exists() else {}
+    if config is None and directory == IN_MEMORY:
+        raise ConfigError("weights need a config: give `config`, the path of a config.json, its content, or a "
+                          "ModelConfig", "config")
+    path = own if config is None else Path(config)
+    if config is None and not path.exists():
+        refuse(directory)
+    mapping = read_json(path, _MAX_CONFIG)
+    with _errors_name(path):
+        return ModelConfig.from_hf(mapping), mapping
+
+
+def _is_tied(tensors: Path | InMemory, mapping: Mapping[str, Any]) -> bool:
+    """True for a checkpoint without a head, unless its config says otherwise."""
+    if "tie_word_embeddings" in {**mapping, **mapping.get("text_config", {})}:
+        return False
+    return not any(name.endswith("lm_head.weight") for name in find_tensors(tensors))
+
+
+def _vision(directory: Path, tensors: Path | InMemory, mapping: Mapping[str, Any], config: ModelConfig
+            ) -> Vision | None:
+    """Returns the tower of the config, if its tensors exist."""
+    try:
+        with _errors_name(directory / "config.json"):
+            tower = VisionConfig.from_hf(mapping, config.hidden_size)
+        if tower is None or not plan_tower(tensors, tower):
+            return None
+        images, videos, path = _preprocessors(directory)
+        with _errors_name(path):
+            return Vision(tower, ImageConfig.from_hf(images, videos))
+    except ModelError as error:
+        logger.warning("the vision tower cannot be used, so that pictures are refused: %s", error)
+        return None
+
+
+def _preprocessors(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], Path]:
+    """Reads the configs of images and videos, and returns the path for messages.
+
+    Since version 5 transformers writes one file for both, which overrides the separate ones.
+    """
+    both = _read_optional(directory / "processor_config.json")
+    images = both.get("image_processor", _read_optional(directory / "preprocessor_config.json"))
+    videos = both.get("video_processor", _read_optional(directory / "video_preprocessor_config.json"))
+    if not isinstance(images, Mapping) or not isinstance(videos, Mapping):
+        raise ModelError("processor_config.json: image_processor and video_processor must be objects")
+    return images, videos, directory / ("processor_config.json" if both else "preprocessor_config.json")
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path, _MAX_CONFIG) if path.is_file() else {}
+
+
+@contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Adds the path to ModelErrors about keys."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error

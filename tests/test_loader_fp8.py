@@ -1,0 +1,320 @@
+"""Float8 weights: what is rounded, and how far."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import text_of
+from safetensors.torch import load_file, save_file
+from support import moe_shape, odd_shape, tiny_texts
+
+from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
+from deltic.engine.loading import load
+from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.errors import ConfigError, ModelError
+from deltic.export.program import hf_config
+from deltic.loader import fp8
+from deltic.loader.dummy import random_head, random_weights
+from deltic.loader.fp8 import Float8
+from deltic.loader.gguf.convert import convert
+from deltic.loader.model_files import open_model
+from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
+from deltic.loader.names import EMBEDDING, HEAD
+from deltic.loader.quantize import FP8, quantize_tensors
+from deltic.ops.cuda.quantized_tiles import Tiles, tiles_form
+from deltic.runner.input_batch import build
+
+
+def decoded(raw: torch.Tensor) -> torch.Tensor:
+    blocks = raw.unflatten(1, (-1, fp8.BLOCK_BYTES))
+    scales, codes = blocks[..., :4].contiguous().view(torch.float32), blocks[..., 4:].contiguous()
+    return (codes.view(torch.float8_e4m3fn).float() * scales).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
+    matrix = (torch.randn(24, 512) * torch.logspace(-6, 3, 24)[:, None]).to(dtype)
+    found = decoded(fp8.quantize_fp8("w", matrix))
+    largest = matrix.float().unflatten(1, (-1, 128)).abs().amax(-1, keepdim=True).expand(-1, -1, 128).flatten(1)
+    # four significant bits; below 2^-6 of the format, steps of 2^-9
+    allowed = torch.maximum(matrix.float().abs() / 16, largest / fp8.LARGEST / 2**10) * (1 + 1e-5)
+    assert bool(((found - matrix.float()).abs() <= allowed).all())
+    assert torch.allclose(found.unflatten(1, (-1, 128)).abs().amax(-1), largest[:, ::128], rtol=1e-6)
+
+
+def test_float8_numbers_stay_as_they_are() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)[None].repeat(3, 1)
+    codes[codes & 0x7f == 0x7f] -= 1
+    matrix = codes.view(torch.float8_e4m3fn).float() * torch.tensor([1.0, 2.0**-9, 32.0])[:, None]
+    assert torch.equal(decoded(fp8.quantize_fp8("w", matrix)), matrix)
+
+
+def test_nothing_is_nothing() -> None:
+    assert torch.equal(decoded(fp8.quantize_fp8("w", torch.zeros(2, 256))), torch.zeros(2, 256))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_refused(value: float) -> None:
+    matrix = torch.ones(2, 256)
+    matrix[1, 200] = value
+    with pytest.raises(ModelError, match=r"'model\.w'.*not finite"):
+        fp8.quantize_fp8("model.w", matrix)
+
+
+def shape() -> ModelConfig:
+    """Rows of 256 and of 384 weights: the latter fit no tiles."""
+    return odd_shape(vocab_size=300, hidden_size=256, intermediate_size=384, num_attention_heads=4, head_dim=64,
+                     rope=RopeConfig(1e4, 6, (1, 1, 1)), linear=LinearConfig(2, 4, 10, 64, 4))
+
+
+def test_a_model_in_float8() -> None:
+    """Embedding, head and what decays are made of in 8 bits; of vectors and rows that fit no tiles nothing."""
+    sources = random_weights(shape(), "bfloat16")
+    found = quantize_tensors(iter(sources.items()), FP8, shape(), tiles_form("cpu"))
+    kinds = {name: tensor.type if isinstance(tensor, Tiles) else "plain" for name, tensor in found.items()}
+    for name, tensor in sources.items():
+        plain = tensor.dim() < 2 or tensor.shape[-1] % 256 or name.endswith(".conv1d.weight")
+        precise = name in (EMBEDDING, HEAD) or name.endswith((".in_proj_a.weight", ".in_proj_b.weight"))
+        assert kinds[name] == ("plain" if plain else "Q8_0" if precise else "FP8"), name
+        if isinstance(weight := found[name], Tiles):
+            error = (weight.dequantize() - tensor.float()).norm() / tensor.float().norm()
+            assert error < (0.03 if weight.type == "FP8" else 0.01), name
+    assert {*kinds.values()} == {"plain", "Q8_0", "FP8"}
+
+
+def test_a_cpu_refuses_it() -> None:
+    with pytest.raises(ConfigError, match="quant=fp8 is for NVIDIA GPUs: use q8_0"):
+        EngineConfig(quant="fp8", device="cpu")
+
+
+# Checkpoints
+
+
+SAID = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"]}
+
+
+def in_blocks(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and numbers (float32) of a matrix or a stack of some, as checkpoints have them."""
+    *rest, rows, columns = weight.shape
+    padded = torch.zeros(*rest, -(-rows // 128) * 128, -(-columns // 128) * 128)
+    padded[..., :rows, :columns] = weight.float()
+    blocks = padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
+    scales = (blocks.abs().amax((-3, -1)) / fp8.LARGEST).to(dtype)
+    wide = scales.float().repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :rows, :columns]
+    codes = (weight.float() / wide).clamp(-fp8.LARGEST, fp8.LARGEST).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * wide
+
+
+def mapping(config: ModelConfig) -> dict[str, Any]:
+    """The config.json."""
+    return text_of(config) if config.experts else hf_config(config)
+
+
+def checkpoint(config: ModelConfig, place: Path, scales: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A directory in float8, and the numbers that its tensors stand for."""
+    stored, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in random_weights(config, "bfloat16").items():
+        numbers[name] = tensor.float()
+        if tensor.dim() < 2 or "proj" not in name or name.endswith((".in_proj_a.weight", ".in_proj_b.weight")):
+            stored[name] = tensor
+        else:
+            stored[name], stored[f"{name}_scale_inv"], numbers[name] = in_blocks(tensor, scales)
+    save_file(stored, place / "model.safetensors")
+    (place / "config.json").write_text(json.dumps({**mapping(config), "quantization_config": SAID}))
+    return numbers
+
+
+def mixture() -> ModelConfig:
+    return moe_shape(vocab_size=300, hidden_size=256, num_attention_heads=4, head_dim=64,
+                     rope=RopeConfig(1e4, 6, (1, 1, 1)), linear=LinearConfig(2, 4, 10, 64, 4),
+                     experts=ExpertsConfig(3, 2, 144, 144))
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
+def test_a_checkpoint_in_float8(config: ModelConfig, scales: torch.dtype, tmp_path: Path) -> None:
+    """Its numbers, in any dtype; matrices of 128 times 128 and others."""
+    numbers = checkpoint(config, tmp_path, scales)
+    opened = open_model(tmp_path, progress=False)
+    for dtype in ("float32", "bfloat16"):
+        found = opened.load(dtype, "cpu", None)
+        assert found.keys() == numbers.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, numbers[name].to(tensor.dtype)), name
+
+
+def test_its_numbers_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    checkpoint(shape(), tmp_path)
+    stored, found = load_file(tmp_path / "model.safetensors"), open_model(tmp_path, progress=False).load(
+        "bfloat16", "cpu", None)
+    theirs = Fp8Dequantize(SimpleNamespace(quantization_config=FineGrainedFP8Config()))
+    compared = 0
+    for name, tensor in stored.items():
+        scales = stored.get(f"{name}_scale_inv")
+        if scales is not None and not any(size % 128 for size in tensor.shape):
+            wanted = theirs._dequantize_one(tensor, scales, output_dtype=torch.bfloat16)
+            assert torch.equal(found[name], wanted), name
+            compared += 1
+    assert compared > 8
+
+
+def test_experts_one_by_one(tmp_path: Path) -> None:
+    numbers = checkpoint(mixture(), tmp_path)
+    stored = dict[str, torch.Tensor]()
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        before, experts, after = name.partition(".mlp.experts.")
+        if experts:
+            stored |= {f"{before}{experts}{index}.{after}": one.clone() for index, one in enumerate(tensor)}
+        else:
+            stored[name] = tensor
+    save_file(stored, tmp_path / "model.safetensors")
+    found = open_model(tmp_path, progress=False).load("float32", "cpu", None)
+    assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())
+
+
+def test_large_matrices_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.loader.safetensors._CHUNK", 128 * 256)
+    numbers = checkpoint(shape(), tmp_path)
+    found = open_model(tmp_path, progress=False).load("float32", "cpu", None)
+    assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())
+
+
+def test_it_runs(tmp_path: Path) -> None:
+    """As the same numbers in float32, and quantized once more."""
+    config = shape()
+    for name in ("fp8", "plain"):
+        (tmp_path / name).mkdir()
+    numbers = checkpoint(config, tmp_path / "fp8")
+    save_file(numbers, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(mapping(config)))
+    batch = build(StepPlan((PlannedRow((5, 6, 7), 0, (0,), 0, 1),)), torch.device("cpu"))
+    for quant in ("none", "q8_0"):
+        options = EngineConfig(dtype="float32", memory="16MiB", quant=quant, speculate="off")
+        found, wanted = (load(str(tmp_path / name), options).run(batch).clone() for name in ("fp8", "plain"))
+        assert torch.equal(found, wanted), quant
+
+
+def test_a_draft_head_in_float8(tmp_path: Path) -> None:
+    """Beside a model, and taken out of it, bit for bit."""
+    config = replace(mixture(), num_mtp_layers=1)
+    checkpoint(config, tmp_path)
+    stored, numbers = load_file(tmp_path / "model.safetensors"), dict[str, torch.Tensor]()
+    for name, tensor in random_head(config, "bfloat16").items():
+        numbers[name] = tensor.float()
+        stored[name] = tensor
+        if tensor.dim() > 1 and "proj" in name:
+            stored[name], stored[f"{name}_scale_inv"], numbers[name] = in_blocks(tensor, torch.float32)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "taken").mkdir()
+    extract_head(directory_checkpoint(tmp_path), tmp_path / "taken" / "mtp.safetensors", "here")
+    taken = find_head(directory_checkpoint(tmp_path / "taken"), config)
+    for found in (open_model(tmp_path, progress=False).load_head("float32", "cpu"),
+                  load_stored_head(taken, config, "float32", "cpu")):
+        assert found and found.keys() == numbers.keys()
+        assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
+@pytest.mark.parametrize("type", ["F32", "Q8_0"])
+def test_it_becomes_a_gguf_file(type: str, config: ModelConfig, tmp_path: Path) -> None:
+    numbers, files = checkpoint(config, tmp_path), open_model(tmp_path, progress=False)
+    convert(files, tiny_texts(), "small", tmp_path / "m.gguf", type)
+    found = open_model(tmp_path / "m.gguf", progress=False).load("float32", "cpu", None)
+    assert found.keys() == numbers.keys()
+    for name, tensor in found.items():
+        error = (tensor - numbers[name]).norm() / numbers[name].norm().clamp(min=1e-9)
+        assert error < (1e-5 if type == "F32" else 0.01), name
+
+
+@pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
+def test_what_is_stored_in_float8_stays_so(config: ModelConfig, tmp_path: Path) -> None:
+    """Code by code, if it is asked for; rows that fit no tiles become plain numbers."""
+    numbers = checkpoint(config, tmp_path)
+    tensors = open_model(tmp_path, progress=False).float8_tensors("bfloat16", "cpu", None)
+    for name, weight in quantize_tensors(tensors, FP8, config, tiles_form("cpu")).items():
+        whole = torch.stack([one.dequantize() for one in weight]) if isinstance(weight, tuple) else weight  # type: ignore
+        kind = weight[0] if isinstance(weight, tuple) else weight
+        if isinstance(kind, Tiles) and kind.type == "FP8":
+            found = whole if isinstance(weight, tuple) else kind.dequantize()
+            assert torch.equal(found, numbers[name]), name
+        elif isinstance(kind, torch.Tensor):
+            assert torch.equal(kind, numbers[name].to(kind.dtype)), name
+        else:
+            assert kind.type == "Q8_0"
+
+
+@pytest.mark.parametrize("size", [128, 144])
+def test_gates_and_other_halves_together(size: int, tmp_path: Path) -> None:
+    """Experts in one tensor stay in float8 where no block has rows of both."""
+    config = replace(mixture(), experts=ExpertsConfig(3, 2, size, 144))
+    numbers = checkpoint(config, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for layer in range(config.num_hidden_layers):
+        name, halves = f"model.layers.{layer}.mlp.experts.", ("gate_proj.weight", "up_proj.weight")
+        for half in halves:
+            del stored[f"{name}{half}"], stored[f"{name}{half}_scale_inv"]
+        both = torch.cat([numbers[f"{name}{half}"] for half in halves], 1)
+        codes, scales, together = in_blocks(both, torch.float32)
+        stored[f"{name}gate_up_proj"], stored[f"{name}gate_up_proj_scale_inv"] = codes, scales
+        numbers |= {f"{name}{half}": part for half, part in zip(halves, together.chunk(2, 1), strict=True)}
+    save_file(stored, tmp_path / "model.safetensors")
+    opened = open_model(tmp_path, progress=False)
+    found = opened.load("float32", "cpu", None)
+    assert found.keys() == numbers.keys()
+    assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())
+    kept = dict(opened.float8_tensors("float32", "cpu", None))
+    assert kept.keys() == numbers.keys()
+    for name, weight in kept.items():
+        whole = weight.numbers() if isinstance(weight, Float8) else weight
+        assert torch.equal(whole, numbers[name]), name
+        if "experts.gate" in name:
+            assert isinstance(weight, Float8) == (size == 128)
+
+
+NAME = "model.layers.0.linear_attn.out_proj.weight"
+
+
+@pytest.mark.parametrize("change, match", [
+    ({f"{NAME}_scale_inv": None}, "without scales"),
+    ({f"{NAME}_scale_inv": torch.ones(3, 2)}, r"scales of shape \[3, 2\]"),
+    ({f"{NAME}_scale_inv": torch.ones(2, 2, dtype=torch.int32)}, "dtype I32"),
+    ({f"{NAME}_scale_inv": torch.tensor(1.0)}, r"scales of shape \[\]"),
+    ({"model.norm.weight_scale_inv": torch.ones(2, 2)}, "is unknown"),
+    ({"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn)}, "without scales"),
+    ({"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn), "model.norm.weight_scale_inv": torch.ones(2)},
+     r"scales of shape \[2\]"),
+    ({NAME: torch.zeros(256, 256).to(torch.float8_e5m2)}, "unknown|F8_E5M2"),
+])
+def test_what_is_wrong_with_a_checkpoint_is_said(change: dict[str, torch.Tensor | None], match: str,
+                                                 tmp_path: Path) -> None:
+    checkpoint(shape(), tmp_path)
+    stored = {**load_file(tmp_path / "model.safetensors"), **change}
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=match):
+        open_model(tmp_path, progress=False).load("float32", "cpu", None)
+
+
+@pytest.mark.parametrize("change", [{"quant_method": "gptq"}, {"weight_block_size": [64, 128]}, {"fmt": "e5m2"},
+                                    {"weight_block_size": None}, {"quant_method": None}])
+@pytest.mark.parametrize("inner", [False, True])
+def test_other_quantizations_are_refused_by_name(change: dict[str, Any], inner: bool) -> None:
+    said, own = {"quantization_config": {**SAID, **change}}, hf_config(shape())
+    with pytest.raises(ModelError, match=f"quantization_config: {next(iter(change))}"):
+        ModelConfig.from_hf({**own, "text_config": {**own.get("text_config", own), **said}} if inner
+                            else {**own, **said})
+
+
+def test_experts_that_stay_in_their_files_are_refused(tmp_path: Path) -> None:
+    checkpoint(mixture(), tmp_path)
+    with pytest.raises(ConfigError, match="expert_memory is not possible with experts stored as F8_E4M3"):
+        load(str(tmp_path), EngineConfig(dtype="bfloat16", memory="16MiB", expert_memory="1MiB"))
