@@ -13,7 +13,7 @@ from support import numbers
 from deltic.config import EngineConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.ops.cuda.staging import MAX_NUMBERS, _pieces, on_device
+from deltic.ops.cuda.staging import MAX_NUMBERS, _buffers, on_device
 from deltic.ops.types import PAGE, Layout
 from deltic.runner.cuda_graphs import buckets, draft_buckets
 from deltic.runner.input_batch import (
@@ -298,7 +298,7 @@ def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dty
     assert copied.query() == (host[0].nbytes > 8 * MAX_NUMBERS), "it came in turn"
     for each, other in zip(host, found, strict=True):
         assert other.is_cuda and other.dtype == dtype and torch.equal(each, other.cpu())
-    assert len(_pieces(device)) <= 64
+    assert len(_buffers(device)) <= 64
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")

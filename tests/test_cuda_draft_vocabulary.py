@@ -151,9 +151,9 @@ def test_answers_stay_while_rows_change(runtime: ModelRunner, rows: int, monkeyp
 
     def noted(flight: Any) -> None:
         draft_ahead(flight)
-        if drafter._ahead:
-            then[id(drafter._ahead)] = known_by(vocabulary)
-            kept.append(drafter._ahead)
+        if drafter._pending:
+            then[id(drafter._pending)] = known_by(vocabulary)
+            kept.append(drafter._pending)
 
     def checked(self: PendingDrafts, sequence: Any, count: int) -> tuple[int, ...]:
         found = drafts(self, sequence, count)
