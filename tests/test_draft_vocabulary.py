@@ -211,7 +211,7 @@ def test_a_step_shows_the_head_a_bounded_number_of_tokens() -> None:
         before = len(head.tokens)
         drafter._see(sequences)  # type: ignore[arg-type]
         counts.append(len(head.tokens) - before)
-    assert max(counts) <= proposers._SHOWN + len(sequences) and counts[0] > proposers._SHOWN / 2
+    assert max(counts) <= proposers._MAX_SEEN + len(sequences) and counts[0] > proposers._MAX_SEEN / 2
     assert sorted(head.tokens) == sorted([*range(100_000), *range(5_000), *range(10)])
     sequences[2].tokens.append(7)
     drafter._see(sequences)  # type: ignore[arg-type]
