@@ -1,4 +1,6 @@
-"""Draws docs/speed.svg from bench/results/cpu_peers.jsonl: deltic beside llama.cpp, on the same files in the same run.
+"""Draws docs/speed.svg from bench/results/cpu_peers.jsonl.
+
+The plot compares deltic with llama.cpp on the same files, measured in one run.
 
     python bench/plot.py
 """

@@ -328,8 +328,10 @@ class HybridCache:
         return end
 
     def can_preempt(self, more_tokens: int) -> bool:
-        """True if a preempted sequence's prefix would stay in the tree beside all that run and are preempted, and one
-        more sequence, with `more_tokens` more in all."""
+        """True if the tree could keep the prefix of a preempted sequence.
+
+        Memory must suffice for all running and preempted sequences and one more, with `more_tokens` further tokens.
+        """
         owners = self.accounts.owners
         states = len(owners) + len(self._preempted) + 1
         pages = sum(len(owner.pages) for owner in owners) + sum(state.pages for state in self._preempted)

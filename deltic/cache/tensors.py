@@ -307,8 +307,10 @@ def _shortage_as_memory_error() -> Iterator[None]:
 
 
 def _restore(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int], known: int, slot: int) -> None:
-    """Writes a prefix from a tier to a slot, and to its pages from the token `known` on. On a GPU the copies run beside
-    the steps, which wait for no layer but the next one."""
+    """Writes the state of a tier's prefix to a slot, and its K/V from token `known` on to pages.
+
+    On a GPU the copies overlap with steps. A step waits only for the layer that it computes next.
+    """
     for name, pool in pools.named_slots.items():
         pool[:, slot] = loaded.state[name].to(pool.device, non_blocking=True)
     runs = [_run(pools, tensors, pages, start, max(known, start)) for start, tensors in loaded.runs
@@ -332,7 +334,7 @@ def _restore(pools: CachePools, loaded: LoadedPrefix, pages: Sequence[int], know
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """K/V of consecutive tokens, of which the first `skip` are known already.
+    """K/V of consecutive tokens. The first `skip` tokens are already in the pages.
 
     spans: of the other tokens: index of the first, place in the flat pool, count.
     places: of each of them, if there are many spans.

@@ -54,7 +54,7 @@ class HostStore(TierStore):
 
 
 class DeviceToHostCopy:
-    """Copies tensors from a GPU to the host beside the GPU's other work, to pinned memory as long as there is room."""
+    """Copies tensors from a GPU to the host while the GPU does other work. Uses pinned memory if there is room."""
 
     def __init__(self, pinned: PinnedMemory | None = None) -> None:
         self._pinned = pinned
