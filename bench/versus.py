@@ -4,12 +4,13 @@
     python bench/versus.py --other ../before
 
 Each task runs `--pairs` times in both, by the public calls alone; `ratio` is the other's time over this one's: above 1,
-this checkout is faster.
+this checkout is faster. `--device cuda` compares on a GPU; both sides share the card, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -31,27 +32,48 @@ TASKS: dict[str, dict[str, Any]] = {
     "0.8b eight": {"model": "qwen3.5-0.8b", "prompt": 32, "new": 12, "batch": 8},
     "0.8b prompt": {"model": "qwen3.5-0.8b", "prompt": 512, "new": 1, "batch": 1},
 }
+GPU_TASKS: dict[str, dict[str, Any]] = {
+    f"{model} {label}": {"model": f"qwen3.5-{model}", "device": "cuda", "layers": layers, **work}
+    for model, layers in (("0.8b", None), ("4b", 8), ("9b", 8))
+    for label, work in (("decode, 1 row", {"prompt": 64, "new": 600, "batch": 1}),
+                        ("decode, 256 rows", {"prompt": 16, "new": 100, "batch": 256}),
+                        ("first token, 8k", {"prompt": 8192, "new": 1, "batch": 1}))
+}
+"""Two models of eight layers and 256 rows fit on one card together."""
 
 
 def worker() -> None:
-    """Answer tasks from stdin with seconds."""
-    from deltic import LLM, RandomModel, SamplingParams
+    """Answers tasks from stdin with seconds. Keeps one model at a time."""
+    from deltic import SamplingParams
 
-    models: dict[str | None, Any] = {}
+    held: list[Any] | None = None
+    model: Any = None
     pipe, draw = os.fdopen(os.dup(1), "w"), random.Random(1)
     os.dup2(2, 1)
     for line in sys.stdin:
         task = json.loads(line)
-        name = task["model"]
-        if name not in models:
-            models[name] = LLM(RandomModel(name) if name else None, quant="q8_0" if name else "none",
-                               threads=task["threads"], max_batch=8, max_context=8192, memory="512MiB")
+        wanted = [task.get(name) for name in ("model", "device", "layers", "threads")]
+        if held != wanted:
+            del model
+            gc.collect()
+            held, model = wanted, opened(task)
         prompts = [[draw.randrange(2000) for _ in range(task["prompt"])] for _ in range(task["batch"])]
         sampling = SamplingParams(max_tokens=task["new"], ignore_eos=True, temperature=task.get("temperature", 0),
                                   top_p=task.get("top_p"), seed=1)
         began = time.perf_counter()
-        models[name].generate(prompts, sampling)
+        model.generate(prompts, sampling)
         print(time.perf_counter() - began, file=pipe, flush=True)
+
+
+def opened(task: dict[str, Any]) -> Any:
+    """Returns the model of a task."""
+    from deltic import LLM, RandomModel
+
+    if task.get("device") == "cuda":
+        return LLM(RandomModel(task["model"], layers=task["layers"]), device="cuda", memory="17GiB", max_batch=256,
+                   max_context=9000, speculate="off", prefix_cache=False)
+    return LLM(RandomModel(task["model"]) if task["model"] else None, quant="q8_0" if task["model"] else "none",
+               threads=task["threads"], max_batch=8, max_context=8192, memory="512MiB")
 
 
 class Side:
@@ -74,7 +96,8 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="the other checkout")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--threads", type=int, help="default: what deltic chooses")
-    parser.add_argument("--task", action="append", choices=TASKS)
+    parser.add_argument("--task", action="append", choices=[*TASKS, *GPU_TASKS])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -82,8 +105,9 @@ def main() -> None:
     from common import record
 
     sides = (Side(ROOT), Side(args.other.resolve()))
-    for name in args.task or TASKS:
-        task = {**TASKS[name], "threads": args.threads}
+    tasks = TASKS if args.device == "cpu" else GPU_TASKS
+    for name in args.task or tasks:
+        task = {**tasks[name], "threads": args.threads}
         for side in sides:
             side.seconds(task)
         times: list[tuple[float, float]] = []
@@ -92,7 +116,7 @@ def main() -> None:
             found = {id(side): side.seconds(task) for side in (first, second)}
             times.append((found[id(sides[0])], found[id(sides[1])]))
         ratios = sorted(theirs / own for own, theirs in times)
-        record("versus", {"task": name, **TASKS[name], "threads": args.threads, "pairs": args.pairs, "unit": "s",
+        record("versus", {"task": name, **tasks[name], "threads": args.threads, "pairs": args.pairs, "unit": "s",
                           "median": round(median(own for own, _ in times), 4),
                           "other_median": round(median(theirs for _, theirs in times), 4),
                           "ratio": round(median(ratios), 4),
