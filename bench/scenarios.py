@@ -141,7 +141,8 @@ def _restart(sizes: Sizes, draw: Draw) -> Script:
 
 def _agent(sizes: Sizes, draw: Draw) -> Script:
     """Tool calls after a long prefix. A new user message drops the thinking of earlier steps, so that its prompt
-    differs from theirs after the last user message. A request for a title, with another prefix, arrives beside it."""
+    differs from theirs after the last user message. A title request with another
+    prefix runs at the same time."""
     system, aside = draw(sizes.prompt_tokens), draw(sizes.turn_tokens)
     settled = system
     for start in range(0, sizes.turns, _STEPS):
