@@ -18,9 +18,8 @@ from torch import Tensor
 
 from deltic.cache.handles import CacheSnapshot, SequenceCache
 from deltic.config import ModelConfig
+from deltic.engine.arguments import engine_config
 from deltic.engine.loading import ModelOverrides, RandomModel, load_any
-from deltic.engine.operator_profile import Profile, profiling
-from deltic.engine.options import engine_config
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after, image_spans, next_row
 from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
 from deltic.export.program import kind_of
@@ -29,6 +28,7 @@ from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content
 from deltic.runner.batch_logits import batch_logits
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
+from deltic.runner.operator_profile import Profile, profiling
 
 _FLAT = 1e-6
 _DENSE = torch.strided

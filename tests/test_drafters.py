@@ -44,11 +44,11 @@ from deltic.cache.offload.index import TierIndex
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.memory import share_memory
 from deltic.engine.sequence import Sequence as Running
 from deltic.errors import ConfigError
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS, PAGE, EngineRequest, SamplingParams
+from deltic.runner.memory import share_memory
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.draft_model import DraftModelProposer

@@ -35,6 +35,7 @@ from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.identity import Identity
 from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.open import open_tiers
 from deltic.cache.offload.types import StoredItem
 from deltic.cache.operations import CopySlot, FlushDeltaLog
 from deltic.cache.tensors import delta_log_bytes, page_bytes, slot_bytes
@@ -42,14 +43,13 @@ from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.memory import plan_memory
-from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
 from deltic.export.backend import effective_options
 from deltic.export.program import ProgramInfo
 from deltic.ops import Ops, backends, explain, reference
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import StateView
+from deltic.runner.memory import plan_memory
 from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 

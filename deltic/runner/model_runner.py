@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,11 +18,12 @@ from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.errors import ConfigError
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
-from deltic.ops import Ops
-from deltic.ops.capabilities import Capabilities
+from deltic.ops import Ops, explain, select
+from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import use_torch_threads
 from deltic.ops.types import Batch, CacheViews, Sampled, Sampling
 from deltic.params import Auto, Mtp
@@ -34,6 +35,19 @@ from deltic.runner.model import Model
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 
 log = logging.getLogger("deltic")
+
+
+def select_ops(options: EngineConfig, threads: int) -> Ops:
+    """Returns the ops of one model, with so many threads of their own."""
+    ops = select(options.ops, options.device, options.cpu_level, threads)
+    use_torch_threads(ops, threads)
+    return ops
+
+
+def defers_state_writes(config: ModelConfig, options: EngineConfig, dtype: str) -> bool:
+    """True if decode steps of many rows are to leave state writes in delta logs."""
+    return (options.max_batch > FEW_ROWS and not options.batch_invariant and config.linear is not None
+            and can_defer_state_writes(options.device, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +121,7 @@ class ModelRunner:
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
         self.graphs = (CudaGraphs(lambda batch: self._follow(batch)[0])
-                       if self.options.device.startswith("cuda") and not self.options.debug_layers
+                       if self.options.on_gpu and not self.options.debug_layers
                        # torch's mixture of experts waits for the device
                        and (self.config.experts is None or self.step is not None) else None)
         fast = (
@@ -115,12 +129,24 @@ class ModelRunner:
             and self.step is not None
             and (self.mtp_runner is None or self.mtp_runner.drafts_on_device)
         )
-        if isinstance(self.options.speculation, Auto) and self.options.device != "cpu" and not fast:
+        if isinstance(self.options.speculation, Auto) and self.options.on_gpu and not fast:
             self.mtp_runner = None  # torch would compute it op by op, which is too slow
         verifies = fast and pools.delta_logs is not None and not self.options.batch_invariant
         defers = verifies and self.config.linear is not None
-        self.capabilities = Capabilities(pools.device.type != "cpu", FEW_ROWS if verifies else None,
-                                         FEW_ROWS + 1 if defers else None)
+        self.capabilities = replace(device_capabilities(pools.device), max_verify_rows=FEW_ROWS if verifies else None,
+                                    defer_from=FEW_ROWS + 1 if defers else None)
+
+    def check_kernels(self) -> None:
+        """Raises ConfigError if the options need kernels of deltic that do not serve this model on a GPU."""
+        if not self.options.on_gpu or self.step is not None:
+            return
+        if self.options.batch_invariant:
+            log.warning("batch_invariant: on the GPU torch serves the steps, whose sums may depend on the number of "
+                        "rows")
+        if self.experts:
+            why = explain(self.ops, self.decoder.weights, self.views)["step"]
+            raise ConfigError("expert_memory is not possible: on a GPU only deltic's own kernels know such experts: "
+                              f"{why}", "expert_memory")
 
     @property
     def pools(self) -> CachePools:

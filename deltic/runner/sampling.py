@@ -42,8 +42,12 @@ class AnswerKeys:
         self._sequences: list[Sequence] = []
         self._keys = torch.empty(0, dtype=torch.int64)
 
-    def of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
-        """[R] int64, for `row_keys`."""
+    def write_keys(self, sequences: list[Sequence], done: Tensor, keys: Tensor) -> None:
+        """Writes the keys [R, n] int64 of the draws after rows' first tokens and the following ones. done [R] int64:
+        cursors of the first tokens, on the device."""
+        row_keys(self._of(sequences, keys.device), done, keys)
+
+    def _of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
         if sequences != self._sequences or self._keys.device != device:
             known = array("q", [answer_key(sequence.seed, sequence.choice) for sequence in sequences])
             self._sequences, self._keys = sequences, upload(known, torch.int64, device)
@@ -82,8 +86,8 @@ class SamplingTable:
         adjusts = self._adjusts or any(draw.mask is not None for draw in draws)
         adjust = _adjust(draws, device, vocabulary) if adjusts else None
         if not self._sampling.greedy and begins is not None:
-            answers = self._answers.of(sequences[::len(draws) // len(begins)], device)
-            row_keys(answers, begins, self._keys.numbers.view(len(begins), -1))
+            self._answers.write_keys(sequences[::len(draws) // len(begins)], begins,
+                                     self._keys.numbers.view(len(begins), -1))
         elif not self._sampling.greedy:
             self._keys.begin()[:] = [0 if draw.sequence.sampling.temperature == 0 else
                                      sample_key(draw.sequence.seed, draw.sequence.choice, draw.position)
