@@ -156,7 +156,7 @@ def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, .
         assert found == fresh.draft([(sequence, 4)])
         fresh.forget(sequence)
         drafter._runtime.cache.check()
-    assert all(lease is leases[0] for lease in leases)
+    assert all(cache is leases[0] for cache in leases)
     drafter.forget(sequence)
     assert drafter._runtime.cache.idle
 

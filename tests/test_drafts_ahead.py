@@ -99,8 +99,8 @@ def test_drafts_of_a_step_that_another_one_has_followed_are_gone() -> None:
 
 def share_of(row: PlannedRow, covered: int) -> ScheduledSequence:
     sequence: Any = Running(list(row.tokens), row.done)
-    lease: Any = SimpleNamespace(covered=covered)
-    return ScheduledSequence(sequence, lease, row)
+    cache: Any = SimpleNamespace(covered=covered)
+    return ScheduledSequence(sequence, cache, row)
 
 
 def test_nothing_is_drafted_past_the_granted_pages() -> None:

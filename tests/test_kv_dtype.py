@@ -294,7 +294,7 @@ def test_only_what_these_pools_could_hold_is_let_in() -> None:
 
 def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
     """What was kept with one is not found with another."""
-    options, made = EngineConfig(cache_dir=str(tmp_path)), Identity({"model": "a"})
+    options, made = EngineConfig(device="cpu", cache_dir=str(tmp_path)), Identity({"model": "a"})
     for dtype in (torch.bfloat16, FP8, torch.bfloat16, FP8):
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, dtype)
         assert len(tiers) == 1 and notes is not None

@@ -223,7 +223,7 @@ def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
     """What was kept with one is not found with another."""
     made = Identity({"model": "a"})
     for state in ("float32", "bfloat16", "float32", "bfloat16"):
-        options = EngineConfig(cache_dir=str(tmp_path), state_dtype=state)
+        options = EngineConfig(device="cpu", cache_dir=str(tmp_path), state_dtype=state)
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, BF16)
         assert len(tiers) == 1 and notes is not None
         tiers[0].store.write(StoredItem("state", "0" * 32, "", 0, 1), {"recurrent": torch.ones(1)})

@@ -264,8 +264,8 @@ def test_some_stories_with_a_step_in_flight() -> None:
 def test_some_stories_with_deferred_updates(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Counter[bool]()
 
-    def counted(cache: HybridCache, lease: SequenceCache) -> bool:
-        deferred = defers(cache, lease)
+    def counted(cache: HybridCache, sequence_cache: SequenceCache) -> bool:
+        deferred = defers(cache, sequence_cache)
         found[deferred] += 1
         return deferred
 

@@ -203,7 +203,7 @@ class Engine:
         live = {sequence for group in self._sequences.values() for sequence in group}
         assert len(queued) == len(live) and live.issuperset(queued), "the queues hold other sequences than the engine"
         if not self.scheduler.running and not self.scheduler.waiting:
-            assert self.runtime.cache.idle, "a finished or paused sequence still has a lease"
+            assert self.runtime.cache.idle, "a finished or paused sequence still has a sequence_cache"
 
     def close(self) -> None:
         """Waits until the cache's tiers have everything. The engine must not be used afterwards."""

@@ -183,10 +183,10 @@ def progress(sequences: list[Sequence], prompt: int) -> RequestProgress:
     """How far a request is whose choices these are, those that are not finished; its prompt has so many tokens. Cheap
     and safe in any thread."""
     for first in sequences[:1]:
-        lease = first.cache
-        if lease is None:
+        cache = first.cache
+        if cache is None:
             return RequestProgress("waiting", 0)
-        return RequestProgress("decoding" if first.generated or first.choice else "prefill", min(lease.done, prompt))
+        return RequestProgress("decoding" if first.generated or first.choice else "prefill", min(cache.done, prompt))
     return RequestProgress("finished", prompt)
 
 
