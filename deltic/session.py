@@ -25,9 +25,8 @@ from deltic.errors import ConfigError, DegenerateError, RequestError, forked_fro
 from deltic.export.program import kind_of
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
-from deltic.runner.batch_logits import batch_logits
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import ModelRunner
+from deltic.runner.model_runner import ModelRunner, batch_logits
 from deltic.runner.operator_profile import Profile, profiling
 
 _FLAT = 1e-6

@@ -52,8 +52,7 @@ from deltic.runner.memory import share_memory
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.draft_model import DraftModelProposer
-from deltic.spec_decode.mtp import MtpRunner
-from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.mtp import MtpRunner, Wants
 from deltic.spec_decode.proposers import MtpProposer, NgramProposer, _Ngrams
 
 # The other drafters

@@ -15,7 +15,7 @@ from deltic.ops.mtp import Drafted
 from deltic.ops.noise import answer_key, sample_key
 from deltic.params import SamplingParams
 from deltic.runner.launch import InFlight, ScheduledSequence
-from deltic.spec_decode.pending_drafts import PendingDrafts
+from deltic.spec_decode.mtp import PendingDrafts
 from deltic.spec_decode.proposers import MtpProposer, _has_room
 
 

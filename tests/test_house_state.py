@@ -41,7 +41,7 @@ CACHES = {
     "deltic/ops/cuda/encoder.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
     "deltic/runner/input_batch.py _no_appends": "a constant that is never written to",
-    "deltic/runner/logit_masks.py _table": "a constant that is never written to",
+    "deltic/runner/sampling.py _table": "a constant that is never written to",
     "deltic/runner/sampling.py _greedy": "constants that are never written to",
     "deltic/ops/torch/basic.py frequencies": "a constant that is never written to",
     "deltic/ops/memory.py guard": "torch has one memory of a device for the process",

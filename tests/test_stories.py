@@ -41,7 +41,7 @@ from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, DraftLength, FixedDraftLength
 from deltic.spec_decode.draft_model import DraftModelProposer
-from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.mtp import Wants
 from deltic.spec_decode.proposers import MtpProposer, NgramProposer, Proposer
 
 PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime, "moe": moe_runtime,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.disk import DiskRecords
@@ -18,7 +21,7 @@ from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.errors import ConfigError
+from deltic.errors import ConfigError, RequestError
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
@@ -31,8 +34,54 @@ from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_bucket
 from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS, BucketNumbers, InputBatch, build
-from deltic.runner.model import Model
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
+
+
+class Model(Protocol):
+    """A model with its cache, on any backend.
+
+    name: the name that users know.
+    config: the checkpoint's architecture.
+    options: how it runs, with the limits of a request.
+    generation: defaults for what a request leaves open.
+    memory: how much may run at once.
+    cache: grants the pages and slots of batches, and carries out operations on its pools (`cache.pools`).
+    mtp_runner: the draft head over this cache, if it is used.
+    draft: the draft model, if there is one.
+    encode: computes image embeddings, if the model has a vision tower.
+    experts: the offloaded experts, if there are any.
+    capabilities: what the backend can do.
+    numbers: the memory of buckets' integers that recorded CUDA graphs read.
+    """
+
+    name: str
+    config: ModelConfig
+    options: EngineConfig
+    generation: GenerationDefaults
+    memory: MemoryPlan
+    cache: HybridCache
+    mtp_runner: MtpRunner | None
+    draft: Model | None
+    encode: Encode | None
+    experts: ExpertOffload | None
+    capabilities: Capabilities
+    numbers: BucketNumbers
+
+    @property
+    def device(self) -> torch.device:
+        """The device of batches and logits."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """Runs one step. Returns the logits [L, V] float32 of its `logit_tokens`, valid until the next step. Moves no
+        cursor. With a draft head the batch must ask for the hidden states."""
+
+    def run_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """As `run`; also returns the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks
+        for them."""
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+        """Samples from logits [L, V] float32, which it may change."""
+
 
 log = logging.getLogger("deltic")
 
@@ -282,3 +331,55 @@ class ModelRunner:
                                   float(last.min()), float(last.max()), float(last.mean()))
         self.statistics.append(numbers)
         log.warning("layer %d: %s", layer, numbers)
+
+
+def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: bool, check: Callable[[Tensor], None]
+                 ) -> list[Tensor]:
+    """Returns the float32 logits of each prompt's last token [V], or of all [n, V]. Batches as many prompts as there is
+    room for. check: called with the logits of each row."""
+    cache, parts = model.cache, [list[Tensor]() for _ in prompts]
+    waiting, running = deque(range(len(prompts))), dict[int, SequenceCache]()
+    try:
+        while waiting or running:
+            while waiting and (sequence_cache := _admit(model, prompts[waiting[0]])):
+                running[waiting.popleft()] = sequence_cache
+            if not running:
+                raise RequestError(f"no room for a prompt of {len(prompts[waiting[0]])} tokens: drop snapshots, or "
+                                   "raise memory", "rows")
+            rows = _rows(running, prompts, model.options.token_budget)
+            cache.operations.flush()
+            batch = build(StepPlan(tuple(rows.values())), model.device, all_logits, model.mtp_runner is not None,
+                          verified=model.capabilities.verifies)
+            sizes = [len(row.tokens) if all_logits else 1 for row in rows.values()]
+            for (place, row), logits in zip(rows.items(), model.run(batch).clone().split(sizes), strict=True):
+                check(logits)
+                parts[place].append(logits)
+                cache.commit(running[place], len(row.tokens))
+                if running[place].done == len(prompts[place]):
+                    cache.release(running.pop(place))
+    finally:
+        for sequence_cache in running.values():
+            cache.release(sequence_cache)
+    return [torch.cat(found) if all_logits else found[-1][0] for found in parts]
+
+
+def _admit(model: Model, prompt: Sequence[int]) -> SequenceCache | None:
+    sequence_cache = model.cache.admit()
+    if sequence_cache is None:
+        return None
+    sequence_cache.keys = [*prompt]
+    if model.cache.reserve(sequence_cache, len(prompt)) < len(prompt):
+        model.cache.release(sequence_cache)
+        return None
+    return sequence_cache
+
+
+def _rows(running: dict[int, SequenceCache], prompts: Sequence[Sequence[int]], budget: int) -> dict[int, PlannedRow]:
+    """The rows of the next step; those of single tokens first, by slot."""
+    rows = dict[int, PlannedRow]()
+    for place, sequence_cache in running.items():
+        tokens = tuple(prompts[place][sequence_cache.done:sequence_cache.done + budget])
+        if tokens:
+            rows[place] = PlannedRow(tokens, sequence_cache.done, sequence_cache.pages, sequence_cache.slot, 1)
+            budget -= len(tokens)
+    return dict(sorted(rows.items(), key=lambda item: (len(item[1].tokens) > 1, item[1].slot)))

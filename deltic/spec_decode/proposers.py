@@ -14,10 +14,9 @@ from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.runner.input_batch import InputBatch, build, verifying
 from deltic.runner.launch import InFlight, ScheduledSequence
-from deltic.runner.model import Model
+from deltic.runner.model_runner import Model
 from deltic.runner.sampling import AnswerKeys, SampleRow, SamplingTable, sampling_of
-from deltic.spec_decode.mtp import MtpRunner
-from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
+from deltic.spec_decode.mtp import MtpRunner, PendingDrafts, Wants
 
 
 class Proposer(Protocol):
