@@ -25,7 +25,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.params import EngineRequest
-from deltic.runner.model import Model
+from deltic.runner.model_runner import Model
 
 ANSWER, LONG_SHARE = 16, 0.1
 STALLS = (None, 1000, 500, 250, 100, 50)

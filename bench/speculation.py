@@ -41,7 +41,7 @@ from deltic.runner.launch import InFlight
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.controller import drafter_of
 from deltic.spec_decode.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, Growth
-from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
+from deltic.spec_decode.mtp import PendingDrafts, Wants
 from deltic.spec_decode.proposers import MtpProposer
 
 DEPTH = 3

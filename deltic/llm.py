@@ -37,16 +37,16 @@ from deltic.engine.arguments import (
     check_callback,
     check_options,
     check_tools,
+    engine_config,
 )
 from deltic.engine.engine import Engine
 from deltic.engine.loading import LoadProgress, ModelOverrides, RandomModel, load_any
-from deltic.engine.operator_profile import Profile, profiling
-from deltic.engine.options import engine_config
 from deltic.engine.worker import EventMailbox, Worker
 from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
 from deltic.export.backend import ProgramModel
 from deltic.params import EngineRequest, Event, LogitsProcessor, Prompt, SamplingParams
 from deltic.runner.model_runner import ModelRunner
+from deltic.runner.operator_profile import Profile, profiling
 
 __all__ = ["LLM", "ChatOptions", "ChatOutput", "Choice", "Stream", "TokenCallback"]
 

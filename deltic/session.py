@@ -18,17 +18,16 @@ from torch import Tensor
 
 from deltic.cache.handles import CacheSnapshot, SequenceCache
 from deltic.config import ModelConfig
+from deltic.engine.arguments import engine_config
 from deltic.engine.loading import ModelOverrides, RandomModel, load_any
-from deltic.engine.operator_profile import Profile, profiling
-from deltic.engine.options import engine_config
 from deltic.engine.step_plan import PlannedRow, StepPlan, base_after, image_spans, next_row
 from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
 from deltic.export.program import kind_of
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
-from deltic.runner.batch_logits import batch_logits
 from deltic.runner.input_batch import build
-from deltic.runner.model_runner import ModelRunner
+from deltic.runner.model_runner import ModelRunner, batch_logits
+from deltic.runner.operator_profile import Profile, profiling
 
 _FLAT = 1e-6
 _DENSE = torch.strided
@@ -86,49 +85,31 @@ class Session:
                               "token by token if you step", "batch_invariant")
         self.runtime = load_any(model, chosen, revision, None, True, ModelOverrides(config, weights))
         # each step writes the state to the scratch slot, so that a failed one leaves no trace (L3)
-        lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
-        assert lease is not None and scratch is not None
-        self._cache: SequenceCache = lease
+        cache, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
+        assert cache is not None and scratch is not None
+        self._cache: SequenceCache = cache
         self._scratch: SequenceCache = scratch
         self._verified: PlannedRow | None = None
         # the offset of the next rotary position from the cursor, and those of snapshots by slot
         self._shift, self._shifts = 0, dict[int, int]()
         self._lock, self._process = threading.RLock(), os.getpid()
+        self.config: ModelConfig = self.runtime.config
+        """The model's architecture, as in its files."""
+        self.vocab_size = self.config.vocab_size
+        """The number of token ids, and of logits."""
+        self.max_context = self.runtime.memory.max_context
+        """Upper bound for the tokens in the state."""
+        self.device: torch.device = self.runtime.device
+        """The device of the model and of the logits."""
+        self.has_vision = self.runtime.encode is not None
+        """True if `prefill` takes prompts with images."""
+        self.has_draft_head = self.runtime.mtp_runner is not None
+        """True if the model has a draft head, for `draft`."""
 
     @property
     def position(self) -> int:
         """Tokens in the state."""
         return self._cache.done
-
-    @property
-    def max_context(self) -> int:
-        """Upper bound for the tokens in the state."""
-        return self.runtime.memory.max_context
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of token ids, and of logits."""
-        return self.runtime.config.vocab_size
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's architecture, as in its files."""
-        return self.runtime.config
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model and of the logits."""
-        return self.runtime.device
-
-    @property
-    def has_vision(self) -> bool:
-        """True if `prefill` takes prompts with images."""
-        return self.runtime.encode is not None
-
-    @property
-    def has_draft_head(self) -> bool:
-        """True if the model has a draft head, for `draft`."""
-        return self.runtime.mtp_runner is not None
 
     @_alone
     def prefill(self, tokens: Sequence[int] | Prompt, all_logits: bool = False) -> Tensor:
@@ -143,11 +124,11 @@ class Session:
     @_alone
     def prefill_assembled(self, embeddings: Tensor, positions: Tensor | None = None,
                           all_logits: bool = False) -> Tensor:
-        """Append tokens that have no ids, only embeddings [n, hidden_size]; returns logits as `prefill` does.
+        """Appends embeddings [n, hidden_size] in place of tokens. Returns logits as `prefill` does.
 
-        positions [3, n] integers: their rotary positions by time, height and width, from 0 where the session is; what
-        follows goes on behind the largest. None: one after another. RequestError for anything else, and for numbers
-        that are not finite.
+        positions [3, n] integers: rotary positions by time, height and width, relative to the session's position; later
+        tokens follow the largest. None: consecutive. Raises RequestError for anything else, and for numbers that are
+        not finite.
         """
         rows = self._checked_rows(embeddings)
         count = len(rows)
@@ -161,12 +142,12 @@ class Session:
 
     @_alone
     def step(self, token: int) -> Tensor:
-        """Append one token; returns its float32 logits [V]."""
+        """Appends one token. Returns its float32 logits [V]."""
         return self._feed([token], False)[-1]
 
     @_alone
     def commit(self, tokens: Sequence[int]) -> None:
-        """Append tokens whose logits nobody wants."""
+        """Appends tokens without returning logits."""
         self._feed(tokens, False)
 
     @overload
@@ -178,23 +159,23 @@ class Session:
     @_alone
     @torch.inference_mode()
     def draft(self, token: int, count: int, logits: bool = False) -> list[int] | tuple[list[int], Tensor]:
-        """What the model's draft head thinks most likely to follow the next token, `count` (1 to 12) ids; the session
-        stays where it is.
+        """Returns the `count` (1 to 12) tokens that the draft head expects after `token`. The session does not change.
 
-        logits: return also what they were chosen by, float32 [count, V]: row i is of draft i, after the token and the
-        drafts before it. A shortened head (`draft_vocab`) cannot draft all tokens: the others have -inf. RequestError
-        without a head.
+        logits: also return the head's logits, float32 [count, V], one row for each draft. A shortened head
+        (`draft_vocab`) gives -inf to the tokens that it cannot draft. Raises RequestError without a head.
         """
-        token, head, cache, lease = *self._checked([token]), self.runtime.mtp_runner, self.runtime.cache, self._cache
+        token, = self._checked([token])
+        head, cache, sequence_cache = self.runtime.mtp_runner, self.runtime.cache, self._cache
         if head is None:
             raise RequestError("this model has no draft head, or was loaded with speculate='off'", "speculate")
         count = _checked_count(count, 1, MAX_DRAFTS)
-        if cache.reserve(lease, count) < count:
+        if cache.reserve(sequence_cache, count) < count:
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         head.see([token])
         drafts, rows, hidden = [token], list[Tensor](), None
         for depth in range(count):
-            last = PlannedRow((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1, rotary=self._shift)
+            last = PlannedRow((drafts[-1],), self.position + depth, sequence_cache.pages, sequence_cache.slot, 1,
+                              rotary=self._shift)
             hidden, found = head.draft(self._batch(last), hidden)
             rows.append(found)
             drafts.append(int(found.argmax()))
@@ -202,54 +183,53 @@ class Session:
 
     @_alone
     def verify(self, tokens: Sequence[int]) -> Tensor:
-        """The logits [n, V] that each of these tokens would leave, without appending them: see `accept`. At most 13
-        tokens."""
+        """Returns the logits [n, V] after each of these tokens, at most 13, without appending them: see `accept`."""
         tokens, self._verified = self._checked(tokens), None
-        cache, lease = self.runtime.cache, self._cache
+        cache, sequence_cache = self.runtime.cache, self._cache
         if len(tokens) > MAX_DRAFTS + 1:
             raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
                                "tokens")
-        if not cache.states.attach_delta_log(lease):
+        if not cache.states.attach_delta_log(sequence_cache):
             raise RequestError("there is no room for a replay ring: raise memory", "memory")
-        if cache.reserve(lease, len(tokens)) < len(tokens):
+        if cache.reserve(sequence_cache, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         row = PlannedRow(
             tuple(tokens),
-            lease.done,
-            lease.pages,
-            lease.slot,
+            sequence_cache.done,
+            sequence_cache.pages,
+            sequence_cache.slot,
             len(tokens),
-            base=lease.base,
-            delta_log=lease.delta_log or 0,
-            append=lease.delta_log is not None,
+            base=sequence_cache.base,
+            delta_log=sequence_cache.delta_log or 0,
+            append=sequence_cache.delta_log is not None,
             drafts=len(tokens) - 1,
             rotary=self._shift,
         )
         if not row.append:
             row = replace(row, target=self._scratch.slot)
         logits = self.runtime.run(self._batch(row)).clone()
-        cache.commit(lease, 0, base_after(row))  # the step may have brought the state in the slot forward
+        cache.commit(sequence_cache, 0, base_after(row))  # the step may have brought the state in the slot forward
         _check_health(logits)
         self._verified = row
         return logits
 
     @_alone
     def accept(self, count: int) -> None:
-        """Append the first `count` tokens of the last `verify`, at once after it; 0 forgets them all."""
+        """Appends the first `count` tokens of the `verify` call right before; 0: none."""
         row, self._verified = self._verified, None
         if row is None:
             raise RequestError("there is nothing to accept: call verify right before", "count")
         count = _checked_count(count, 0, len(row.tokens))
-        cache, lease = self.runtime.cache, self._cache
-        lease.keys += row.tokens[:count]
-        cache.commit(lease, count, base_after(row))
+        cache, sequence_cache = self.runtime.cache, self._cache
+        sequence_cache.keys += row.tokens[:count]
+        cache.commit(sequence_cache, count, base_after(row))
         if self.runtime.mtp_runner and count:
-            self.runtime.mtp_runner.settle(lease.slot, count - 1)
+            self.runtime.mtp_runner.settle(sequence_cache.slot, count - 1)
             self.runtime.mtp_runner.see(row.tokens[:count])
 
     @_alone
     def snapshot(self) -> CacheSnapshot:
-        """Keep the present position; RequestError when no more can be kept."""
+        """Keeps the current position. Raises RequestError if there is no room."""
         kept = self.runtime.cache.snapshot(self._cache)
         if kept is None:
             raise RequestError("no room for another snapshot: drop one, or raise max_batch or memory")
@@ -318,14 +298,14 @@ class Session:
     def recurrent_states(self) -> dict[int, Tensor]:
         """Returns copies of the recurrent layers' states at the current position by layer index, float32 [value heads,
         key dim, value dim]; zeros at the start."""
-        runtime, lease = self._layered(), self._cache
-        if lease.unflushed:
+        runtime, sequence_cache = self._layered(), self._cache
+        if sequence_cache.unflushed:
             self._verified = None
-            runtime.cache.states.flush(lease)
+            runtime.cache.states.flush(sequence_cache)
         runtime.cache.operations.flush()
         runtime.pools.wait()
-        states = runtime.pools.recurrent[:, lease.slot].float() if lease.done else torch.zeros_like(
-            runtime.pools.recurrent[:, lease.slot], dtype=torch.float32)
+        states = runtime.pools.recurrent[:, sequence_cache.slot].float() if sequence_cache.done else torch.zeros_like(
+            runtime.pools.recurrent[:, sequence_cache.slot], dtype=torch.float32)
         linear = self.config.linear
         if runtime.pools.tiled and linear is not None:  # the order of heads in GGUF files
             states = states.unflatten(1, (-1, linear.num_key_heads)).transpose(1, 2).flatten(1, 2)
@@ -356,13 +336,13 @@ class Session:
         tokens, self._verified = self._checked(given.ids if isinstance(given, Prompt) else given), None
         if prompt and prompt.pictures and rows is None:
             rows = {picture.digest: self._encoded(picture) for picture in prompt.pictures}
-        cache, lease, scratch, start = self.runtime.cache, self._cache, self._scratch, self.position
-        if cache.reserve(lease, len(tokens)) < len(tokens):
+        cache, sequence_cache, scratch, start = self.runtime.cache, self._cache, self._scratch, self.position
+        if cache.reserve(sequence_cache, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        if (len(tokens) > 1 or self.runtime.hooks) and lease.unflushed and self.runtime.capabilities.verifies:
-            cache.states.flush(lease)  # kernels for prompts require that
+        if (len(tokens) > 1 or self.runtime.hooks) and sequence_cache.unflushed and self.runtime.capabilities.verifies:
+            cache.states.flush(sequence_cache)  # kernels for prompts require that
         parts, size = [], self.runtime.options.token_budget
-        row = next_row(lease, (), 1, target=scratch.slot)
+        row = next_row(sequence_cache, (), 1, target=scratch.slot)
         for offset in range(0, len(tokens), size):
             end = min(offset + size, len(tokens))
             row = replace(
@@ -375,11 +355,11 @@ class Session:
             parts.append(self.runtime.run(self._batch(row, all_logits, rows)).clone())
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
-        cache.states.swap(lease, scratch)
-        lease.keys += (prompt and prompt.keys) or tokens
+        cache.states.swap(sequence_cache, scratch)
+        sequence_cache.keys += (prompt and prompt.keys) or tokens
         if self.runtime.mtp_runner:
             self.runtime.mtp_runner.see(tokens)
-        cache.commit(lease, len(tokens))
+        cache.commit(sequence_cache, len(tokens))
         self._shift += prompt.offset if prompt else 0
         return torch.cat(parts) if all_logits else parts[-1]
 

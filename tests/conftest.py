@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from deltic.engine import options
 from deltic.errors import ConfigError
+from deltic.ops import capabilities
 from deltic.ops.cpu import library
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      "`--numprocesses auto` as many processes run as that leaves room for")
 
 
-FOUND_DEVICE = options.found_device
+FIND_DEVICE = capabilities.find_device
 """As it is outside of tests."""
 
 
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DELTIC_TEST_DEVICE"] = config.getoption("--device")
     if config.option.markexpr != "not slow":
         os.environ["DELTIC_TEST_SLOW"] = "1"
-    options.found_device = lambda: "cpu"  # who does not say where runs there, on a machine with a card, too
+    capabilities.find_device = lambda: "cpu"  # who does not say where runs there, on a machine with a card, too
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -162,10 +162,10 @@ class PlainEngine:
 
     def _draft(self, sequence: Sequence) -> None:
         """Some drafts are right, some are not."""
-        lease, count = sequence.cache, min(self.random.randint(0, 3), sequence.limit - len(sequence.tokens) - 1)
+        cache, count = sequence.cache, min(self.random.randint(0, 3), sequence.limit - len(sequence.tokens) - 1)
         sequence.drafts.tokens = ()
-        if lease and count > 0 and self.cache.states.attach_delta_log(lease):
-            count = self.cache.reserve(lease, count + 1) - 1
+        if cache and count > 0 and self.cache.states.attach_delta_log(cache):
+            count = self.cache.reserve(cache, count + 1) - 1
             tokens = list(sequence.tokens)
             for _ in range(count):
                 tokens.append(drawn(tokens, sequence.choice) ^ (self.random.random() < 0.3))
@@ -173,25 +173,25 @@ class PlainEngine:
             self.drafted += len(sequence.drafts.tokens)
 
     def _follow(self, sequence: Sequence, row: PlannedRow, state: State) -> None:
-        lease = sequence.cache
-        assert lease
+        cache = sequence.cache
+        assert cache
         if not row.drafts:
-            self.cache.commit(lease, len(row.tokens))
+            self.cache.commit(cache, len(row.tokens))
             if row.logits:
                 self._draw(sequence, state)
             return
         for index in range(row.drafts + 1):
-            self.cache.commit(lease, 1, base_after(row))
+            self.cache.commit(cache, 1, base_after(row))
             token = self._draw(sequence, state[:row.done + index + 1])
             if sequence not in self.live or index == row.drafts or token != row.draft_tokens[index]:
                 return
 
     def _draw(self, sequence: Sequence, state: State) -> int:
         assert state == tuple(sequence.tokens), "the logits are of other tokens"
-        lease = sequence.cache
-        assert lease
-        if lease.checkpoint_slots:
-            self.cache.commit_checkpoints(lease, "logits" if lease.done in lease.checkpoint_slots else None)
+        cache = sequence.cache
+        assert cache
+        if cache.checkpoint_slots:
+            self.cache.commit_checkpoints(cache, "logits" if cache.done in cache.checkpoint_slots else None)
         if sequence.sampling.n > 1 and not sequence.choice and not sequence.generated:
             self._split(sequence)
         token = drawn(list(state), sequence.choice)

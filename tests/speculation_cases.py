@@ -31,7 +31,7 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.sequence import Sequence as Running
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.model_runner import ModelRunner
-from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.mtp import Wants
 
 PROMPT, ANSWER, SEED = 83, 40, 77
 FORCED = {0: 11, 5: 12, 6: 12, 7: 13, 20: 14, 39: 15}

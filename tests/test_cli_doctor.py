@@ -213,7 +213,7 @@ def test_operations_without_kernels(monkeypatch):
 
 def test_operations_on_a_gpu(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: MISSING)
-    monkeypatch.setattr("deltic.engine.options.found_device", lambda: "cuda")
+    monkeypatch.setattr("deltic.ops.capabilities.find_device", lambda: "cuda")
     finding = look(doctor_checks.check_operations)
     assert finding.state == "ok" and "on the GPU " in finding.fact
     assert "cuda: flush_delta_log sample mtp_step step vision" in finding.fact

@@ -31,7 +31,7 @@ from support import (
 
 from deltic.engine.engine import Engine
 from deltic.params import EngineRequest, SamplingParams
-from deltic.runner.logit_masks import SLOW, LogitMasks, forbids, offsets
+from deltic.runner.sampling import SLOW, LogitMasks, forbids, offsets
 from deltic.spec_decode.draft_length import FixedDraftLength
 
 PROMPT, ANSWER, VOCABULARY = 83, 40, 509

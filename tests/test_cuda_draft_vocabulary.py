@@ -28,7 +28,7 @@ from deltic.params import SamplingParams
 from deltic.runner.input_batch import verifying
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
-from deltic.spec_decode.pending_drafts import PendingDrafts
+from deltic.spec_decode.mtp import PendingDrafts
 from deltic.spec_decode.proposers import MtpProposer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.memory import working_bytes
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError
 from deltic.loader.dummy import random_tensors, random_weights
@@ -40,6 +39,7 @@ from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, ex
 from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_stack
 from deltic.ops.types import Block, MlpWeights, MoeWeights
 from deltic.runner.input_batch import build
+from deltic.runner.memory import working_bytes
 from deltic.runner.model_runner import ModelRunner
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")

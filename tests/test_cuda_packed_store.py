@@ -22,7 +22,6 @@ from test_cuda_tiles import random_blocks
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig
-from deltic.engine import packed_weights
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError, ModelError
@@ -41,6 +40,7 @@ from deltic.ops.types import MlpWeights, MoeWeights
 from deltic.runner.expert_offload import check_experts
 from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
+from deltic.runner.weights import not_packed
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -220,10 +220,10 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for changes in ({"expert_cap": 3}, {"expert_memory": "1GiB", "expert_compute": "card"}):
         asked = options(quant="q4_k", **changes)
-        assert packed_weights.not_packed(asked, SMALL, "bfloat16") is None
+        assert not_packed(asked, SMALL, "bfloat16") is None
         check_experts(None, SMALL, asked, "bfloat16", True)
     host = options(expert_cap=3, expert_compute="host")
-    assert "bfloat16 only; leave out expert_compute" in str(packed_weights.not_packed(host, SMALL, "bfloat16"))
+    assert "bfloat16 only; leave out expert_compute" in str(not_packed(host, SMALL, "bfloat16"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     with pytest.raises(ConfigError, match=r"expert_cap=3 is not possible: it needs a GPU of compute capability 9\.0"):
         check_experts(None, SMALL, options(quant="q4_k", expert_cap=3), "bfloat16", True)

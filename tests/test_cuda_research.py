@@ -19,9 +19,9 @@ import deltic
 from deltic import LLM, RandomModel, SamplingParams, Session
 from deltic.cli.eval import perplexity
 from deltic.config import ExpertsConfig
-from deltic.engine.operator_profile import Profile
 from deltic.errors import RequestError
 from deltic.loader.dummy import random_weights
+from deltic.runner.operator_profile import Profile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 TINY = Path(deltic.__file__).parent / "models" / "tiny"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FOUND_DEVICE
+from conftest import FIND_DEVICE
 
 from deltic import LLM
 from deltic.config import EngineConfig
-from deltic.engine import options
-from deltic.engine.options import settled
+from deltic.engine.arguments import settled
 from deltic.errors import ConfigError
+from deltic.ops import capabilities
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
@@ -21,7 +21,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T4")
-    monkeypatch.setattr(options, "found_device", FOUND_DEVICE)
+    monkeypatch.setattr(capabilities, "find_device", FIND_DEVICE)
 
 
 @pytest.mark.parametrize(("capability", "device", "budget"), [

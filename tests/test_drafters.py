@@ -44,16 +44,15 @@ from deltic.cache.offload.index import TierIndex
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.engine.memory import share_memory
 from deltic.engine.sequence import Sequence as Running
 from deltic.errors import ConfigError
 from deltic.ops.types import Batch
 from deltic.params import MAX_DRAFTS, PAGE, EngineRequest, SamplingParams
+from deltic.runner.memory import share_memory
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.draft_model import DraftModelProposer
-from deltic.spec_decode.mtp import MtpRunner
-from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.mtp import MtpRunner, Wants
 from deltic.spec_decode.proposers import MtpProposer, NgramProposer, _Ngrams
 
 # The other drafters
@@ -156,7 +155,7 @@ def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, .
         assert found == fresh.draft([(sequence, 4)])
         fresh.forget(sequence)
         drafter._runtime.cache.check()
-    assert all(lease is leases[0] for lease in leases)
+    assert all(cache is leases[0] for cache in leases)
     drafter.forget(sequence)
     assert drafter._runtime.cache.idle
 

@@ -15,7 +15,7 @@ from deltic.ops.mtp import Drafted
 from deltic.ops.noise import answer_key, sample_key
 from deltic.params import SamplingParams
 from deltic.runner.launch import InFlight, ScheduledSequence
-from deltic.spec_decode.pending_drafts import PendingDrafts
+from deltic.spec_decode.mtp import PendingDrafts
 from deltic.spec_decode.proposers import MtpProposer, _has_room
 
 
@@ -99,8 +99,8 @@ def test_drafts_of_a_step_that_another_one_has_followed_are_gone() -> None:
 
 def share_of(row: PlannedRow, covered: int) -> ScheduledSequence:
     sequence: Any = Running(list(row.tokens), row.done)
-    lease: Any = SimpleNamespace(covered=covered)
-    return ScheduledSequence(sequence, lease, row)
+    cache: Any = SimpleNamespace(covered=covered)
+    return ScheduledSequence(sequence, cache, row)
 
 
 def test_nothing_is_drafted_past_the_granted_pages() -> None:

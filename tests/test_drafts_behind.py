@@ -34,7 +34,7 @@ from deltic.runner.input_batch import DeviceTokens, InputBatch, build
 from deltic.runner.launch import InFlight, Launcher
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
-from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
+from deltic.spec_decode.mtp import PendingDrafts, Wants
 
 
 @pytest.fixture(autouse=True)

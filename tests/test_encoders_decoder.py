@@ -24,8 +24,8 @@ from deltic.cli import main
 from deltic.config import EngineConfig, Limits, ModelConfig
 from deltic.embeddings.decoder import _AFTER, _BEFORE, _INSTRUCTION
 from deltic.embeddings.open import is_encoder
-from deltic.engine.memory import plan_memory
 from deltic.errors import ConfigError, ModelError, RequestError
+from deltic.runner.memory import plan_memory
 from deltic.server.app import create_encoder_app
 from deltic.server.embeddings import EmbeddingService
 

@@ -15,9 +15,9 @@ from support import odd_shape
 
 import deltic
 from deltic import RandomModel, Session
-from deltic.engine import loading
 from deltic.errors import ConfigError
 from deltic.ops.cpu import missing
+from deltic.runner import weights
 
 pytestmark = pytest.mark.skipif("step" in missing(), reason="needs the compiled kernels")
 TINY = Path(deltic.__file__).parent / "models" / "tiny"
@@ -45,9 +45,9 @@ def start(model: Path | RandomModel, folder: Path, **options: Any) -> tuple[torc
         made.append(True)
         return kept(*arguments)
 
-    kept, given = loading.quantize_tensors, {"quant": "q8_0", "threads": 1, "memory": "16MiB", **options}
+    kept, given = weights.quantize_tensors, {"quant": "q8_0", "threads": 1, "memory": "16MiB", **options}
     # a file that was changed in the last two seconds might change again without a trace
-    with patch.object(loading, "quantize_tensors", quantize), patch(
+    with patch.object(weights, "quantize_tensors", quantize), patch(
             "deltic.cache.offload.identity.FileMark.settled", True):
         session = Session(model if isinstance(model, RandomModel) else str(model), aot_dir=str(folder), **given)
     return session.prefill([1, 2, 3, 4, 5]).clone(), bool(made)

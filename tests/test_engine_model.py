@@ -21,7 +21,7 @@ from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import PAGE
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import BucketNumbers
-from deltic.runner.model import Model
+from deltic.runner.model_runner import Model
 from deltic.spec_decode.mtp import MtpRunner
 from deltic.spec_decode.proposers import NgramProposer
 

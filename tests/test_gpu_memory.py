@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deltic.config import EngineConfig, ModelConfig
-from deltic.engine.memory import card_share, plan_memory, working_bytes
 from deltic.errors import ConfigError
+from deltic.runner.memory import card_share, plan_memory, working_bytes
 
 GIB = 1 << 30
 

@@ -39,7 +39,7 @@ ALLOWED = {
     "engine": {"export", "runner", "spec_decode", *_STEP},
     "session": {"cache", "engine", "export", "ops", "runner", *_BASE},
     "llm": {"chat", "engine", "export", "runner", *_BASE},
-    "embeddings": {"chat", "engine", "export", "loader", "ops", "runner", *_BASE},
+    "embeddings": {"chat", "engine", "export", "loader", "ops", "runner", "threads", *_BASE},
     "server": {"chat", "embeddings", "engine", "llm", "threads", "vision", *_BASE},
     "llm_plugin": set(), "lm_eval_plugin": {"chat", "llm", "params"},
     "cli": {"chat", "embeddings", "engine", "export", "llm", "runner", "server", "spec_decode", *_STEP},
@@ -121,7 +121,7 @@ def test_no_module_imports_itself_through_others() -> None:
 @pytest.mark.parametrize("names", [
     "params", "errors", "config", "engine/scheduler", "engine/policy",
     *(f"cache/{name}" for name in ("block_accounts", "block_pool", "handles", "manager", "memory_plan", "offload/tiers",
-                                   "operations", "radix_tree", "state_slots")),
+                                   "operations", "radix_tree")),
 ])
 def test_policy_knows_no_torch(names: str) -> None:
     """Pure rooms can be tested by brute force, and a command line built without torch."""

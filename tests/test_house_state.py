@@ -41,7 +41,7 @@ CACHES = {
     "deltic/ops/cuda/encoder.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
     "deltic/runner/input_batch.py _no_appends": "a constant that is never written to",
-    "deltic/runner/logit_masks.py _table": "a constant that is never written to",
+    "deltic/runner/sampling.py _table": "a constant that is never written to",
     "deltic/runner/sampling.py _greedy": "constants that are never written to",
     "deltic/ops/torch/basic.py frequencies": "a constant that is never written to",
     "deltic/ops/memory.py guard": "torch has one memory of a device for the process",
@@ -67,7 +67,7 @@ MADE = {
 SETTINGS = {
     "deltic/export/executorch/export.py simplefilter": "until the export is over, which takes a process of its own",
     "deltic/cli/doctor_checks.py simplefilter": "until the check is over, in a process of its own",
-    "deltic/engine/memory.py mallopt": "where freed memory goes: no results depend on it",
+    "deltic/runner/memory.py mallopt": "where freed memory goes: no results depend on it",
     "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step or batch sets its model's",
     "deltic/server/connections.py setrlimit": "a server is a process of its own",
     "deltic/server/run.py setswitchinterval": "a server is a process of its own, and takes it back",

@@ -26,14 +26,13 @@ from deltic.cache.offload.disk import DiskStore, encode
 from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.identity import Identity
 from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.open import open_tiers
 from deltic.cache.offload.types import StoredItem
 from deltic.cache.operations import CopyPage
 from deltic.cache.tensors import page_bytes, slot_bytes
 from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
-from deltic.engine.memory import plan_memory
-from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
 from deltic.ops import Ops, backends, reference
 from deltic.ops.cuda.driver import FOLDER
@@ -41,6 +40,7 @@ from deltic.ops.kv import FP8, is_finite, rounded, store, take
 from deltic.ops.torch.attention import _attend
 from deltic.ops.types import KvView
 from deltic.params import PAGE
+from deltic.runner.memory import plan_memory
 from deltic.runner.model_runner import ModelRunner
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -294,7 +294,7 @@ def test_only_what_these_pools_could_hold_is_let_in() -> None:
 
 def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
     """What was kept with one is not found with another."""
-    options, made = EngineConfig(cache_dir=str(tmp_path)), Identity({"model": "a"})
+    options, made = EngineConfig(device="cpu", cache_dir=str(tmp_path)), Identity({"model": "a"})
     for dtype in (torch.bfloat16, FP8, torch.bfloat16, FP8):
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, dtype)
         assert len(tiers) == 1 and notes is not None

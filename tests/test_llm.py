@@ -23,7 +23,7 @@ from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError
 from deltic.llm import Stream
 from deltic.spec_decode.draft_length import FixedDraftLength
-from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.mtp import Wants
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 

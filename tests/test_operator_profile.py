@@ -17,13 +17,13 @@ from test_cuda_source import MODELS, packed_mixture, packed_shapes, shapes_of
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.cli import main
-from deltic.engine import operator_profile
-from deltic.engine.operator_profile import Profile, _Account, account_kernels, profiling
 from deltic.errors import RequestError
 from deltic.ops.cuda import mtp
 from deltic.ops.cuda import prefill as prompts
 from deltic.ops.cuda.marks import NAMES, mark_of, operator_of
 from deltic.ops.cuda.sample import source
+from deltic.runner import operator_profile
+from deltic.runner.operator_profile import Profile, _Account, account_kernels, profiling
 from deltic.spec_decode.draft_length import FixedDraftLength
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

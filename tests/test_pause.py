@@ -147,9 +147,9 @@ def test_l3_a_paused_prompt_with_nan_leaves_nothing(kind: str) -> None:
     engine = Engine(runtime)
     engine.add(replace(greedy(PROMPT, 5), stable_prefixes=(10,)))
     engine.step()
-    lease = engine.scheduler.running[0].cache
-    assert lease is not None
-    runtime.pools.keys[-1, lease.pages[0], 3] = float(kind)
+    cache = engine.scheduler.running[0].cache
+    assert cache is not None
+    runtime.pools.keys[-1, cache.pages[0], 3] = float(kind)
     engine.pause("a")
     assert len(tree_of(engine)) == 0 and engine.runtime.cache.slots.free == engine.runtime.cache.slots.size
     engine.resume("a")

@@ -22,8 +22,7 @@ from deltic.engine.sequence import Sequence
 from deltic.ops import backends
 from deltic.ops.types import Adjust, Sampling
 from deltic.params import EngineRequest, SamplingParams
-from deltic.runner.penalties import Penalties
-from deltic.runner.sampling import SampleRow, sampling_of
+from deltic.runner.sampling import Penalties, SampleRow, sampling_of
 
 CPU = torch.device("cpu")
 OPS = backends()

@@ -84,13 +84,13 @@ def fresh_reading(
 ) -> torch.Tensor:
     """The logits [n, V] after each token of prompt and answer, read one by one where nobody was before."""
     ids, rotary = with_rotary(prompt, answer)
-    lease = runtime.cache.admit(ids)
-    assert lease is not None and runtime.cache.reserve(lease, len(ids)) == len(ids)
+    admitted = runtime.cache.admit(ids)
+    assert admitted is not None and runtime.cache.reserve(admitted, len(ids)) == len(ids)
     logits = []
     for place, (token, positions) in enumerate(zip(ids, rotary, strict=True)):
-        row = PlannedRow((token,), place, lease.pages, lease.slot, 1, rotary=positions)  # type: ignore[arg-type]
+        row = PlannedRow((token,), place, admitted.pages, admitted.slot, 1, rotary=positions)  # type: ignore[arg-type]
         logits.append(runtime.run(build(StepPlan((row,)), runtime.device, hidden=hidden))[0].clone())
-        runtime.cache.commit(lease, 1)
+        runtime.cache.commit(admitted, 1)
     return torch.stack(logits)
 
 
@@ -101,15 +101,16 @@ def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice
     runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["reference"]))
     rows = [fresh_reading(runtime, prompt)[-1]]
     tokens = [drawn(rows[-1], PARAMS[params], choice, len(prompt))]
-    lease, = runtime.cache.accounts.sequences.values()
-    assert runtime.cache.reserve(lease, COUNT) == COUNT
+    admitted, = runtime.cache.accounts.sequences.values()
+    assert runtime.cache.reserve(admitted, COUNT) == COUNT
     while len(tokens) < COUNT:
-        lease.keys.append(tokens[-1])
+        admitted.keys.append(tokens[-1])
         row = PlannedRow(
-            (tokens[-1],), lease.done, lease.pages, lease.slot, 1, rotary=((lease.done + prompt.offset,),) * 3
+            (tokens[-1],), admitted.done, admitted.pages, admitted.slot, 1,
+            rotary=((admitted.done + prompt.offset,),) * 3
         )
         rows.append(runtime.run(build(StepPlan((row,)), runtime.device))[0].clone())
-        runtime.cache.commit(lease, 1)
+        runtime.cache.commit(admitted, 1)
         tokens.append(drawn(rows[-1], PARAMS[params], choice, len(prompt) + len(tokens)))
     return Reference(prompt.ids, tuple(tokens), torch.stack(rows))
 
@@ -242,17 +243,17 @@ def test_a_draft_head_follows_the_positions() -> None:
         plain = runtime_of(headed())
         assert plain.mtp_runner and sequence.cache
         fresh_reading(plain, PROMPT, sequence.tokens[len(PROMPT):sequence.done], hidden=True)
-        lease, = plain.cache.accounts.sequences.values()
+        admitted, = plain.cache.accounts.sequences.values()
         runtime.mtp_runner.catch_up()
         plain.mtp_runner.catch_up()
         for found, wanted in zip(runtime.pools.page_tensors, plain.pools.page_tensors, strict=True):
             torch.testing.assert_close(found[-1, sequence.cache.pages].flatten(0, 1)[:sequence.done],
-                                       wanted[-1, lease.pages].flatten(0, 1)[:sequence.done], rtol=0, atol=1e-4)
+                                       wanted[-1, admitted.pages].flatten(0, 1)[:sequence.done], rtol=0, atol=1e-4)
         drafts, hidden, tokens = engine.speculator.drafter.draft([(sequence, 3)])[0], None, sequence.tokens[-1:]
         for depth in range(3):
             place = ((sequence.done + depth + PROMPT.offset,),) * 3
-            row = PlannedRow((tokens[-1],), sequence.done + depth, lease.pages, lease.slot, 1, rotary=place)
-            plain.cache.reserve(lease, depth + 1)
+            row = PlannedRow((tokens[-1],), sequence.done + depth, admitted.pages, admitted.slot, 1, rotary=place)
+            plain.cache.reserve(admitted, depth + 1)
             hidden, logits = plain.mtp_runner.draft(build(StepPlan((row,)), plain.device), hidden)
             tokens.append(int(logits.argmax()))
         assert drafts == tokens[1:]

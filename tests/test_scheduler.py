@@ -178,9 +178,9 @@ class Checked(Engine):
         cache = self.runtime.cache
         cache.check()
         for row, sequence in zip(plan.rows, sequences, strict=True):
-            lease = sequence.cache
-            assert lease is not None and row.slot == lease.slot and row.done == lease.done
-            assert row.tokens and row.pages is lease.pages
+            sequence_cache = sequence.cache
+            assert sequence_cache is not None and row.slot == sequence_cache.slot and row.done == sequence_cache.done
+            assert row.tokens and row.pages is sequence_cache.pages
             assert row.done + len(row.tokens) <= len(row.pages) * PAGE, "more tokens than granted pages"
             assert row.tokens == tuple(sequence.tokens[row.done:row.done + len(row.tokens)])
             assert row.logits == (row.done + len(row.tokens) == len(sequence.tokens))

@@ -360,15 +360,15 @@ def test_l6_the_comparison_notices(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS["alternating"], 3), FixedDraftLength(3))
     cache, commit = small.cache, small.cache.commit
 
-    def broken(lease: Any, tokens: Any, base: int | None = None) -> None:
-        commit(lease, tokens, base)
-        if base is not None and bug == "lost token" and lease.unflushed > 1:
-            lease.unflushed -= 1
-        if base is not None and bug == "leaked draft" and lease.done % 5 == 0:
+    def broken(cache: Any, tokens: Any, base: int | None = None) -> None:
+        commit(cache, tokens, base)
+        if base is not None and bug == "lost token" and cache.unflushed > 1:
+            cache.unflushed -= 1
+        if base is not None and bug == "leaked draft" and cache.done % 5 == 0:
             pools = cache.pools
             assert pools.delta_logs is not None
-            pools.delta_logs[2][:, :, (lease.done - 1) % 16] *= 1.5
-        if base is not None and bug == "stale ring" and lease.done % 3 == 0:
+            pools.delta_logs[2][:, :, (cache.done - 1) % 16] *= 1.5
+        if base is not None and bug == "stale ring" and cache.done % 3 == 0:
             assert cache.pools.delta_logs is not None
             cache.pools.delta_logs[1].copy_(cache.pools.delta_logs[1].roll(1, 2))
 

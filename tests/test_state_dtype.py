@@ -35,6 +35,7 @@ from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.host import HostStore
 from deltic.cache.offload.identity import Identity
 from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.open import open_tiers
 from deltic.cache.offload.types import StoredItem
 from deltic.cache.operations import CopySlot, FlushDeltaLog
 from deltic.cache.tensors import delta_log_bytes, page_bytes, slot_bytes
@@ -42,14 +43,13 @@ from deltic.cli import main
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.memory import plan_memory
-from deltic.engine.offload_tiers import open_tiers
 from deltic.errors import ConfigError
 from deltic.export.backend import effective_options
 from deltic.export.program import ProgramInfo
 from deltic.ops import Ops, backends, explain, reference
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.types import StateView
+from deltic.runner.memory import plan_memory
 from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 
@@ -223,7 +223,7 @@ def test_another_dtype_is_another_directory(tmp_path: Path) -> None:
     """What was kept with one is not found with another."""
     made = Identity({"model": "a"})
     for state in ("float32", "bfloat16", "float32", "bfloat16"):
-        options = EngineConfig(cache_dir=str(tmp_path), state_dtype=state)
+        options = EngineConfig(device="cpu", cache_dir=str(tmp_path), state_dtype=state)
         tiers, notes = open_tiers("a", options, odd_runtime().ops, made, BF16)
         assert len(tiers) == 1 and notes is not None
         tiers[0].store.write(StoredItem("state", "0" * 32, "", 0, 1), {"recurrent": torch.ones(1)})

@@ -41,7 +41,7 @@ from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
 from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, DraftLength, FixedDraftLength
 from deltic.spec_decode.draft_model import DraftModelProposer
-from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.mtp import Wants
 from deltic.spec_decode.proposers import MtpProposer, NgramProposer, Proposer
 
 PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime, "moe": moe_runtime,
@@ -264,8 +264,8 @@ def test_some_stories_with_a_step_in_flight() -> None:
 def test_some_stories_with_deferred_updates(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Counter[bool]()
 
-    def counted(cache: HybridCache, lease: SequenceCache) -> bool:
-        deferred = defers(cache, lease)
+    def counted(cache: HybridCache, sequence_cache: SequenceCache) -> bool:
+        deferred = defers(cache, sequence_cache)
         found[deferred] += 1
         return deferred
 

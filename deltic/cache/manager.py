@@ -31,12 +31,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deltic.cache.block_accounts import BlockAccounts
+from deltic.cache.block_accounts import BlockAccounts, StateSlots
 from deltic.cache.handles import CacheSnapshot, PreemptedState, SequenceCache
 from deltic.cache.offload.tiers import LoadRequest, StoreRequest
 from deltic.cache.operations import CopySlot, OperationQueue, Pools, RestoreItem, StoreItem
 from deltic.cache.radix_tree import Checkpoint, PrefixMatch
-from deltic.cache.state_slots import StateSlots
 from deltic.params import PAGE, RING
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.cache.offload.item_validator import PoolItemValidator
 from deltic.cache.offload.tiers import StoreRequest
-from deltic.cache.offload.types import LoadedPrefix, PrefixSource, Tensors
+from deltic.cache.offload.types import LoadedPrefix, PoolItemValidator, PrefixSource, Tensors
 from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, Operation, PoolSizes, RestoreItem, StoreItem
 from deltic.config import ModelConfig
 from deltic.ops import Ops
-from deltic.ops.cuda.staging import on_device
+from deltic.ops.capabilities import on_device
 from deltic.ops.kv import as_bytes, is_finite, take
 from deltic.ops.memory import is_shortage, memory_for, reserve
 from deltic.ops.types import PAGE, RING, DeltaLogView, KvView, StateView
@@ -257,7 +256,7 @@ class CachePools:
     def _copy(self, by: Callable[[tuple[Tensor, ...], Tensor, Tensor], None], tensors: tuple[Tensor, ...], source: int,
               target: int) -> None:
         tensors = tuple(map(as_bytes, tensors))
-        if self.device.type == "cpu":
+        if not self.keys.is_cuda:
             return by(tensors, torch.tensor([source]), torch.tensor([target]))
         for tensor in tensors:  # an index tensor would have to be copied to the device first
             tensor[:, target].copy_(tensor[:, source])
@@ -424,4 +423,4 @@ def _places(pools: CachePools, pages: Sequence[int], start: int, end: int) -> Te
     """Returns the place of each token from `start` to `end` in the flat pool."""
     positions = torch.arange(start, end)
     places = torch.frombuffer(array("q", pages), dtype=torch.int64)[positions // PAGE] * PAGE + positions % PAGE
-    return on_device(places, pools.device) if pools.keys.is_cuda else places.to(pools.device)
+    return on_device(places, pools.device)

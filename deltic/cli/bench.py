@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from deltic.config import ModelConfig
     from deltic.engine.engine import Engine
-    from deltic.engine.operator_profile import Profile
     from deltic.llm import LLM
     from deltic.runner.model_runner import ModelRunner
+    from deltic.runner.operator_profile import Profile
 
 _MEASURES = {"prefill_tokens_per_second": "prompt tokens over the time until every sequence has its first token",
              "decode_tokens_per_second": "tokens per second while all sequences decode, summed over the batch",
@@ -102,7 +102,7 @@ def _run_scenario(args: argparse.Namespace) -> int:
 
 
 def _profile(engine: Engine, case: Case, seed: int) -> Profile:
-    from deltic.engine.operator_profile import profiling
+    from deltic.runner.operator_profile import profiling
 
     with profiling(engine.runtime) as profile:
         trial(engine, case, seed)
@@ -297,8 +297,8 @@ def _read_speed(runtime: ModelRunner) -> float:
     """Bytes a second, on as many threads as the model has."""
     import torch
 
-    from deltic.engine.memory import free_memory
     from deltic.ops.cpu import use_torch_threads
+    from deltic.runner.memory import free_memory
 
     use_torch_threads(runtime.decoder.ops, runtime.threads)
     size = min(_READ_BYTES[runtime.device.type], free_memory(runtime.options.device) // 4)

@@ -158,11 +158,10 @@ def check_kernels(args: argparse.Namespace) -> Finding:
 
 def check_operations(args: argparse.Namespace) -> Finding:
     """Lists the backend of each operation on the default device."""
-    from deltic.engine import options
-    from deltic.ops import explain, select
+    from deltic.ops import capabilities, explain, select
     from deltic.ops.cpu import library
 
-    device = options.found_device()
+    device = capabilities.find_device()
     names: dict[str, list[str]] = {}
     for name, backend in explain(select((), device)).items():
         names.setdefault(backend, []).append(name)

@@ -72,7 +72,7 @@ def _model_facts(args: argparse.Namespace) -> Facts:
 
 def _preset_facts(args: argparse.Namespace) -> Facts:
     """Facts of a preset, without making its weights."""
-    from deltic.engine.options import settled
+    from deltic.engine.arguments import settled
     from deltic.ops import select
 
     engine, config = settled(EngineConfig(**options.engine_options(args))), ModelConfig.preset(args.random, args.layers)
@@ -184,7 +184,7 @@ def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, PoolOp
     """Plans the cache beside the weights; None if they leave no room."""
     import torch
 
-    from deltic.engine.memory import plan_memory
+    from deltic.runner.memory import plan_memory
 
     dtype = _dtype(config, engine)
     room = max(available_memory() - weight_bytes(config, dtype), 0)

@@ -54,7 +54,7 @@ def check_source(args: argparse.Namespace) -> None:
 
 def _check_memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Raises UsageError if random weights do not fit into the available memory."""
-    from deltic.engine.options import settled
+    from deltic.engine.arguments import settled
 
     engine = settled(EngineConfig(**options))
     free = available_memory()

@@ -284,7 +284,7 @@ def _loads_on_demand(args: argparse.Namespace) -> bool:
 
 def _model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> ModelSet:
     """The models that the arguments name, not loaded yet. prepare: called with each loaded model."""
-    from deltic.engine.options import settled
+    from deltic.engine.arguments import settled
     from deltic.loader.hub import resolve
     from deltic.loader.model_files import only_gguf
     from deltic.server.generation import short_name
@@ -315,7 +315,7 @@ def _model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> Mode
 
 
 def _models_memory(args: argparse.Namespace, config: EngineConfig) -> int:
-    from deltic.engine.memory import card_share, free_memory
+    from deltic.runner.memory import card_share, free_memory
 
     if isinstance(args.models_memory, int):
         return args.models_memory

@@ -16,7 +16,8 @@ from deltic.errors import ConfigError, show
 from deltic.params import MAX_DRAFTS, Auto, Draft, Mtp, Ngram, Speculation
 
 AUTO: Final = "auto"
-"""Device to be detected (`engine.options.settled`). Until then token_budget and rules about devices are open."""
+"""Device to be detected (`engine.arguments.settled`). Until then token_budget and rules about devices are open."""
+_ON_GPU: Final = {AUTO: None, "cpu": False, "cuda": True}
 CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _CPU_BUDGET: Final = 512
 _OFFLOAD_BUDGET: Final = 768
@@ -178,7 +179,7 @@ class EngineConfig:
     def _default_token_budget(self) -> int:
         if self.batch_invariant:
             return _INVARIANT_BUDGET
-        if self.device != "cpu":
+        if self.on_gpu is not False:
             return _GPU_BUDGET
         return _OFFLOAD_BUDGET if self.offloads_experts else _CPU_BUDGET
 
@@ -247,7 +248,7 @@ class EngineConfig:
             raise ConfigError(f"ops names {', '.join(twice)} twice; give one backend", "ops")
 
     def _device_rules(self) -> Rules:
-        cpu = self.device == "cpu"
+        cpu = self.on_gpu is False
         share = self.gpu_memory_utilization is not None
         yield (self.kv_dtype == "fp8" and cpu, "kv_dtype",
                "kv_dtype=fp8 is for NVIDIA GPUs: leave it out, or give device cuda")
@@ -278,7 +279,7 @@ class EngineConfig:
                "cache_disk_gb limits the size of `cache_dir`: give that, or leave it out")
 
     def _expert_rules(self) -> Rules:
-        offloads, cpu = self.offloads_experts, self.device == "cpu"
+        offloads, cpu = self.offloads_experts, self.on_gpu is False
         for name in ("expert_predict", "expert_profile", "expert_refresh"):
             yield (self._is_set(name) and not offloads, name,
                    f"{name} needs offloaded experts: give `expert_memory`, or leave it out")
@@ -287,7 +288,7 @@ class EngineConfig:
         yield (self.expert_compute != "auto" and (cpu or not offloads), "expert_compute",
                f"expert_compute={self.expert_compute} needs experts offloaded from a GPU: leave it out, or give "
                "`device='cuda'` and `expert_memory`")
-        yield (self.expert_predict and self.device.startswith("cuda"), "expert_predict",
+        yield (self.expert_predict and bool(self.on_gpu), "expert_predict",
                f"expert_predict is for device cpu, not {self.device}; leave it out")
         yield (offloads and self.quant != "none" and cpu, "quant",
                f"quant={self.quant} is not possible with expert_memory, which reads experts from the model's files as "
@@ -301,12 +302,17 @@ class EngineConfig:
                "one step: leave one of them out")
         yield (self.mmproj is not None, "mmproj",
                "mmproj is not possible with batch_invariant, which reads no pictures: leave one of them out")
-        yield (self.offloads_experts and self.device.startswith("cuda") and self.expert_compute != "card",
+        yield (self.offloads_experts and bool(self.on_gpu) and self.expert_compute != "card",
                "expert_compute",
                "batch_invariant with offloaded experts needs expert_compute=card: the host's cores round differently")
 
     def _is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != option_defaults()[name])
+
+    @property
+    def on_gpu(self) -> bool | None:
+        """True if the device is a GPU; None: it is still to be detected."""
+        return _ON_GPU.get(str(self.device).partition(":")[0])
 
     @property
     def memory_bytes(self) -> int | None:

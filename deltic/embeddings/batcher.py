@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from deltic.embeddings.types import Item, Output, TextModel, Vectors
-from deltic.engine.compute_thread import ComputeThread
 from deltic.engine.policy import to_give_up
 from deltic.errors import BusyError, DelticError, RequestError, UnavailableError, forked_from
+from deltic.threads import ComputeThread
 
 log = logging.getLogger("deltic")
 

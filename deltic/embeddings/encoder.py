@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from deltic.embeddings.batcher import Batcher, EncodeJob
 from deltic.embeddings.open import Task, open_texts
 from deltic.embeddings.types import Item, Output, Vectors
-from deltic.engine.arguments import as_texts, check_callback, check_flag
-from deltic.engine.options import engine_config
+from deltic.engine.arguments import as_texts, check_callback, check_flag, engine_config
 from deltic.errors import ConfigError, GenerationError, RequestError, show, valid_text
 from deltic.loader.safetensors import Progress
 

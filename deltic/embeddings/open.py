@@ -15,7 +15,7 @@ from deltic.embeddings.directory import StoredEncoder, read_directory
 from deltic.embeddings.gguf import gives_vectors, is_bert, read_gguf
 from deltic.embeddings.tokenize import EncoderTokenizer
 from deltic.embeddings.types import Item, TextModel
-from deltic.engine.options import settled
+from deltic.engine.arguments import settled
 from deltic.errors import ConfigError, ModelError, RequestError, show
 from deltic.loader.files import read_json
 from deltic.loader.gguf.file import GgufFile

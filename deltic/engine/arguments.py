@@ -1,15 +1,33 @@
-"""What callers from Python may give by mistake: each is told which argument it is, and what to write instead."""
+"""Checks the arguments of calls from Python. An error names the argument and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from operator import index
 from typing import Any
 
+from deltic.config import AUTO, EngineConfig
 from deltic.errors import ConfigError, RequestError, show, valid_text
+from deltic.ops import capabilities
 from deltic.params import LogitsProcessor, Prompt, SamplingParams
 
 _BYTES = (bytes, bytearray, memoryview)
+
+
+def engine_config(options: Mapping[str, Any], others: Sequence[str] = ()) -> EngineConfig:
+    """Returns the EngineConfig of keyword options. ConfigError names an unknown option and the known ones. others:
+    further options of the caller."""
+    known = [f.name for f in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; there are {', '.join([*others, *known])}", name)
+    return EngineConfig(**options)
+
+
+def settled(options: EngineConfig) -> EngineConfig:
+    """Returns the options with a definite device. ConfigError names an option that does not suit it."""
+    return replace(options, device=capabilities.find_device()) if options.device == AUTO else options
 
 
 def as_messages(messages: Any, least: int = 1) -> Sequence[Mapping[str, Any]]:

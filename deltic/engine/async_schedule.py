@@ -15,9 +15,9 @@ from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, PlannedRow, StepPlan, base_after, next_row
 from deltic.params import RING, common_length
 from deltic.runner.launch import InFlight, ScheduledSequence
-from deltic.runner.penalties import changes_logits
+from deltic.runner.sampling import changes_logits
 from deltic.spec_decode.controller import SpeculationController
-from deltic.spec_decode.pending_drafts import PendingDrafts
+from deltic.spec_decode.mtp import PendingDrafts
 
 _LONG = 4
 """A step is long if it processes more prompt tokens than this fraction of the token budget."""

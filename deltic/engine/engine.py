@@ -8,28 +8,27 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from torch import Tensor
 
 from deltic.cache.memory_plan import grid_spacing
-from deltic.engine.admission import keys_of, new_sequence, salted
 from deltic.engine.async_schedule import schedule_async
-from deltic.engine.failures import Failures
 from deltic.engine.policy import StepTimes
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.sequence import ForkPoint, Sequence
-from deltic.engine.stats import RequestProgress, TokenMeter, progress
-from deltic.engine.step_plan import base_after
+from deltic.engine.sequence import ForkPoint, Sequence, keys_of, new_sequence, salted
+from deltic.engine.stats import EngineStats, RequestProgress, TokenMeter, progress
+from deltic.engine.step_plan import StepPlan, base_after
 from deltic.errors import RequestError
+from deltic.ops.memory import is_shortage
 from deltic.params import Embed, EngineRequest, Event, Finish, SamplingParams, TokenEvent, TokenLogprobs, VectorEvent
 from deltic.runner.image_embeds import ImageEmbeds
 from deltic.runner.known_logits import KnownLogits
 from deltic.runner.launch import InFlight, Launcher, SampledTokens, ScheduledSequence
-from deltic.runner.model import Model
+from deltic.runner.model_runner import Model
 from deltic.spec_decode.controller import SpeculationController
 from deltic.spec_decode.draft_length import DraftLength
 from deltic.spec_decode.proposers import Proposer
@@ -43,28 +42,6 @@ _ALL_FORBIDDEN = ("no token is left to choose from: logit_bias forbids every one
 
 _MAX_EMBEDS_BYTES = 256 << 20
 """Bytes of image embeddings that are kept for prompts that wait, or that show the same image."""
-_NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=0, max_repeat=0)
-"""How the tokens of a request for a vector are sampled: there are none."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start.
-
-    async_steps: steps that were launched before the host had the tokens of the step before.
-    prompt_tokens: processed prompt tokens; those of a preempted request count again.
-    reused_tokens: prompt tokens of finished requests that the cache knew.
-    last_overhead: seconds of the last step outside of the model's forward pass.
-    """
-
-    steps: int = 0
-    async_steps: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    finished: int = 0
-    failed: int = 0
-    last_overhead: float = 0.0
 
 
 class Engine:
@@ -182,7 +159,7 @@ class Engine:
         return events
 
     def _finish(self, flight: InFlight) -> None:
-        """Commits and collects a step. The next one is launched in the next call of `step`."""
+        """Commits and collects a step. The next call of `step` launches the next one."""
         self._commit(flight)
         self._collect(flight)
 
@@ -203,7 +180,7 @@ class Engine:
         live = {sequence for group in self._sequences.values() for sequence in group}
         assert len(queued) == len(live) and live.issuperset(queued), "the queues hold other sequences than the engine"
         if not self.scheduler.running and not self.scheduler.waiting:
-            assert self.runtime.cache.idle, "a finished or paused sequence still has a lease"
+            assert self.runtime.cache.idle, "a finished or paused sequence still has a cache"
 
     def close(self) -> None:
         """Waits until the cache's tiers have everything. The engine must not be used afterwards."""
@@ -220,7 +197,9 @@ class Engine:
         drafting = self.speculator.draft()
         self._failures.recover()
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
-            self._fail_for_image(*failed)
+            sequence, error = failed
+            log.error("a picture could not be encoded; its request ends with an error", exc_info=error)
+            self._fail(sequence, f"internal error: {error}")
         plan, sequences = self.scheduler.schedule()
         if self._failures.gives_up(plan):
             self._failures.recover()
@@ -409,11 +388,6 @@ class Engine:
         log.exception("a request's own matcher, guide or constraint failed; the request ends with an error")
         self._fail(sequence, f"internal error: {error}")
 
-    def _fail_for_image(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence with an image that cannot be encoded."""
-        log.error("a picture could not be encoded; its request ends with an error", exc_info=error)
-        self._fail(sequence, f"internal error: {error}")
-
     def _fail_request(self, request: str, message: str) -> None:
         for sequence in self._sequences.get(request, ())[:]:
             self._fail(sequence, message)
@@ -459,3 +433,68 @@ class Engine:
 
     def _defaults(self) -> Mapping[str, Any]:
         return {**self.runtime.generation.sampling(), "max_repeat": self.runtime.options.max_repeat}
+
+
+Fail = Callable[[str, str], None]
+"""Ends a request, by its id, with an error of this text."""
+
+class Failures:
+    """Ends the requests of failed steps and keeps the others running."""
+
+    def __init__(self, runtime: Model, scheduler: Scheduler, speculator: SpeculationController) -> None:
+        self._runtime, self._scheduler, self._speculator = runtime, scheduler, speculator
+
+    def lose(self, flight: InFlight, error: Exception, fail: Fail) -> None:
+        """Ends the requests of a step that has raised this error. If memory ran out, ends only the largest one; the
+        others process their tokens again, because it is not known what the step has done for them."""
+        live = [each for each in flight.scheduled if each.live]
+        if is_shortage(error) and live:
+            log.error("a step of %d tokens ran out of memory; its largest request ends with an error",
+                      sum(each.tokens for each in live), exc_info=error)
+            largest = max(live, key=lambda each: each.tokens)
+            lost, message = {largest.sequence.request.id}, (
+                f"there is no memory for a step with {largest.tokens} tokens of this request: let the server have a "
+                "smaller `token_budget`, `memory` or `gpu_memory_utilization`")
+        else:
+            log.error("a step failed; its requests end with an error", exc_info=error)
+            lost, message = {each.sequence.request.id for each in live}, f"internal error: {error}"
+        for request in lost:
+            fail(request, message)
+        for each in live:
+            if each.live:
+                self._speculator.forget(each.sequence)
+                self._scheduler.start_over(each.sequence)
+        self.recover()
+
+    def end_refused(self, fail: Fail) -> None:
+        """Ends the requests that could not be admitted."""
+        while self._scheduler.failed:
+            sequence, error = self._scheduler.failed.pop()
+            log.error("a request could not be admitted and ends with an error", exc_info=error)
+            fail(sequence.request.id, f"internal error: {error}")
+
+    def flush(self) -> None:
+        """Carries out all queued operations on the pools now."""
+        try:
+            self._runtime.cache.operations.flush()
+        except Exception:
+            log.exception("an operation on the cache failed")
+        self.recover()
+
+    def gives_up(self, plan: StepPlan) -> bool:
+        """True if the plan is useless because the cache was poisoned while it was made."""
+        if self._runtime.cache.operations.poisoned:
+            self._runtime.cache.pools.forget(plan.operations)
+        return self._runtime.cache.operations.poisoned
+
+    def recover(self) -> None:
+        """Empties a poisoned cache. All running sequences process their tokens again."""
+        if not self._runtime.cache.operations.poisoned:
+            return
+        log.error("the cache is emptied because an operation on it failed; running requests process their prompts "
+                  "again")
+        for sequence in self._scheduler.running:
+            self._speculator.forget(sequence)
+        self._scheduler.start_all_over()
+        self._speculator.pending = None
+        self._runtime.cache.reset()

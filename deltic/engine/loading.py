@@ -1,11 +1,11 @@
-"""From a model's files, or from a shape alone, to a `ModelRunner`."""
+"""Loads a model: from its files, or a shape with random weights, to a `ModelRunner`."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,49 +14,25 @@ import torch
 from torch import Tensor
 
 from deltic.cache.manager import HybridCache
-from deltic.cache.offload.identity import FileMark, Identity, machine_facts
+from deltic.cache.offload.open import open_tiers
 from deltic.cache.tensors import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
-from deltic.engine.aot import PackedFile
-from deltic.engine.memory import keep_freed_memory, plan_memory, share_memory
-from deltic.engine.offload_tiers import open_tiers
-from deltic.engine.options import settled
-from deltic.engine.packed_weights import check_packed, dequantized_in_steps, keeps_packed, not_packed, packed_form
+from deltic.engine.arguments import settled
 from deltic.errors import ConfigError, ModelError, show
 from deltic.export.backend import ProgramModel, load_program
 from deltic.export.program import kind_of
-from deltic.loader.dummy import random_head, random_tensors
-from deltic.loader.fp8 import Float8
-from deltic.loader.gguf.tokenizer import TokenizerTexts
-from deltic.loader.model_files import ModelFiles, open_model
-from deltic.loader.quantize import FP8, quantize_tensors, quantize_tower
-from deltic.model.decoder import Decoder, build
-from deltic.model.draft_vocabulary import Tokens, draftable
-from deltic.model.mtp_head import MtpHead as MtpHead
+from deltic.loader.dummy import random_tensors
+from deltic.loader.model_files import open_model
+from deltic.model.decoder import build
 from deltic.model.mtp_head import build_head
-from deltic.model.vision_tower import build_tower
-from deltic.ops import Ops, explain, select
-from deltic.ops.cpu import missing, use_torch_threads
-from deltic.ops.cuda import quantized_tiles, serves_delta_logs
-from deltic.ops.cuda.expert_cache import GpuExpertCache
-from deltic.ops.cuda.expert_stores import TileStore
+from deltic.ops import select
+from deltic.ops.capabilities import check_device
 from deltic.ops.memory import memory_for
-from deltic.ops.quantized import host_form
-from deltic.ops.types import MoeWeights, Weight
-from deltic.params import Auto, Draft, Mtp, Ngram
-from deltic.runner.expert_offload import (
-    ExpertOffload,
-    beside_card,
-    check_experts,
-    fill_card,
-    open_experts,
-    plain_store,
-    tile_store,
-)
-from deltic.runner.image_embeds import Encode
-from deltic.runner.input_batch import FEW_ROWS
-from deltic.runner.model_runner import ModelRunner
-from deltic.vision.preprocess import Pixels, patches_of
+from deltic.params import Draft, Ngram
+from deltic.runner.expert_offload import place_experts, unpacks_experts
+from deltic.runner.memory import keep_freed_memory, plan_memory, share_memory
+from deltic.runner.model_runner import ModelRunner, defers_state_writes, select_ops
+from deltic.runner.weights import OpenedModel, WeightReader
 
 log = logging.getLogger("deltic")
 
@@ -66,12 +42,13 @@ LoadProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """A model of a known shape with random weights: true speed, no sense. For benchmarks and tests.
+    """A model of a known shape with random weights: real speed, meaningless answers. For benchmarks and tests.
 
     preset: a name of `config.PRESETS`.
     layers: keep only the first so many.
     shape: use this instead of a preset.
-    ModelError for what cannot be such a model.
+    head: with a draft head.
+    Raises ModelError for impossible values.
     """
 
     preset: str = "qwen3.5-0.8b"
@@ -93,21 +70,31 @@ class RandomModel:
         if not isinstance(self.initializer_range, int | float | None):
             raise ModelError(f"initializer_range must be a number or None, not {show(self.initializer_range)}")
 
+    @property
+    def config(self) -> ModelConfig:
+        return self.shape or ModelConfig.preset(self.preset, self.layers)
+
+    def tensors(self, config: ModelConfig, dtype: DType, device: str, head: bool = False
+                ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights, or those of the draft head."""
+        spread = None if head else self.initializer_range
+        return random_tensors(config, dtype, self.seed, device=device, initializer_range=spread, head=head)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOverrides:
-    """What a caller hands over instead of what the model's files have: see `open_model`."""
+    """Replaces parts of the model's files, as in `open_model`."""
 
     config: ModelConfig | Mapping[str, Any] | str | Path | None = None
     weights: Mapping[str, Tensor] | None = None
 
     @property
     def name(self) -> str | None:
-        """The first of them that there is."""
+        """The argument that is given."""
         return "weights" if self.weights is not None else None if self.config is None else "config"
 
     def check(self, model: str | RandomModel | None, options: EngineConfig) -> None:
-        """ConfigError if they do not go with these."""
+        """Raises ConfigError if they do not fit the model and the options."""
         if isinstance(model, RandomModel) and self.name:
             raise ConfigError(f"{self.name} is not for random weights: write RandomModel(shape=ModelConfig(...))",
                               self.name)
@@ -115,37 +102,6 @@ class ModelOverrides:
         if self.weights is not None and kept:
             raise ConfigError(f"{kept} is for weights that lie in files, by which they are known again: leave it out, "
                               "or write the weights to a file", kept)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A model that has its weights, but no cache yet.
-
-    files: None for random weights.
-    threads: those that compute for it.
-    tiled: as in `GdnSpec`.
-    made: what the weights were made of.
-    drafts: it drafts for another model.
-    experts: those that are not all in memory.
-    tokenizer: its texts, where they are no files of the directory.
-    times: where the time went until now.
-    """
-
-    name: str
-    files: ModelFiles | None
-    config: ModelConfig
-    options: EngineConfig
-    generation: GenerationDefaults
-    decoder: Decoder
-    head: MtpHead | None
-    encode: Encode | None
-    threads: int
-    tiled: bool
-    made: Identity
-    drafts: bool
-    experts: ExpertOffload | None
-    tokenizer: TokenizerTexts | None
-    times: StartTimes
 
 
 def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revision: str | None = None,
@@ -168,257 +124,103 @@ def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revi
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None, rings: bool = False, vectors: bool = False,
          given: ModelOverrides = ModelOverrides()) -> ModelRunner:
-    """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
-    its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
-    rings even if nobody drafts. vectors: as of `plan_memory`."""
+    """Loads a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights), and the
+    model that drafts for it if the options name one. rings: sequences get delta logs even if nothing is drafted.
+    vectors: as in `plan_memory`."""
     options = settled(options)
     if options.params is not None:
         raise ConfigError("params is for a program (.pte) of ExecuTorch's own exporter: leave it out", "params")
     if vectors and options.batch_invariant:
         raise ConfigError("batch_invariant is for answers: leave it out with a model of vectors", "batch_invariant")
-    speculation, draft = options.speculation, None
+    speculation, use = options.speculation, _Use(rings=rings, vectors=vectors)
     if isinstance(speculation, Draft):
         options, drafting = share_memory(options)
         try:
-            with _memory_for_weights(speculation.model, options.device):
-                draft = _with_cache(_load(speculation.model, drafting, None, progress, drafts=True), True)
+            draft = _load(speculation.model, drafting, None, progress, ModelOverrides(), _Use(drafts=True, rings=True))
         except (ModelError, ConfigError) as error:
             raise ConfigError(f"the draft model {speculation.model}: {error}", "speculate") from error
-    with _memory_for_weights(model, options.device):
-        loaded = _load(model, options, revision, progress, given=given)
-        rings = rings or draft is not None or loaded.head is not None or isinstance(speculation, Ngram)
-        return _with_cache(loaded, rings, draft, vectors)
+        use = _Use(draft=draft, rings=True, vectors=vectors)
+    return _load(model, options, revision, progress, given, use)
 
 
-def _with_cache(loaded: _Loaded, rings: bool, draft: ModelRunner | None = None, vectors: bool = False) -> ModelRunner:
-    config, options, ops, dtype = loaded.config, loaded.options, loaded.decoder.ops, loaded.decoder.dtype
-    memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings, vectors, _defers(loaded),
-                                 _unpacks(loaded))
-    for warning in memory.warnings:
-        log.warning("%s%s", f"the draft model {loaded.name}: " if loaded.drafts else "", warning)
-    extras = replace(extras, tiled=loaded.tiled)
-    pools = allocate(config, memory.pages, memory.slots, dtype, ops, options.device, extras)
-    tiers, notes = ([], None) if loaded.drafts else open_tiers(loaded.name, options, ops, loaded.made, pools.keys.dtype)
-    cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
-    files = loaded.files
-    runtime = ModelRunner(loaded.name, files.place if files else None, config, options, loaded.generation, memory,
-                   loaded.decoder, cache, loaded.threads, loaded.tokenizer, notes, loaded.head,
-                   loaded.encode, files.vision if files and loaded.encode else None, draft, loaded.experts)
-    if options.batch_invariant and options.device != "cpu" and runtime.step is None:
-        log.warning("batch_invariant: on the GPU torch serves the steps, whose sums may depend on the number of rows")
-    if loaded.experts and options.device != "cpu" and runtime.step is None:
-        why = explain(ops, loaded.decoder.weights, runtime.views)["step"]
-        raise ConfigError(f"expert_memory is not possible: on a GPU only deltic's own kernels know such experts: {why}",
-                          "expert_memory")
-    loaded.times.done("cache")
-    log.info("%s%s: loaded in %s", "the draft model " if loaded.drafts else "", loaded.name, loaded.times)
-    return runtime
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """drafts: the model drafts for another one. draft: the model that drafts for it. rings, vectors: as in `load`."""
+
+    drafts: bool = False
+    draft: ModelRunner | None = None
+    rings: bool = False
+    vectors: bool = False
 
 
-def _defers(loaded: _Loaded) -> bool:
-    """Whether updates of states are to be deferred: on a card, where there may be many rows."""
-    options, dtype = loaded.options, str(loaded.decoder.dtype).removeprefix("torch.")
-    return (options.device != "cpu" and options.max_batch > FEW_ROWS and not options.batch_invariant
-            and loaded.config.linear is not None
-            and serves_delta_logs(torch.device(options.device), dtype) and not loaded.drafts)
+def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None, progress: LoadProgress | None,
+          given: ModelOverrides, use: _Use) -> ModelRunner:
+    """A loaded model, in the order in which it comes to be."""
+    with _memory_for_weights(model, options.on_gpu):
+        times = StartTimes()
+        # device: options that it cannot serve are refused before anything is read
+        check_device(options.device)
+        select(options.ops, options.device, options.cpu_level)
+        given.check(model, options)
+        # files and config
+        source = _open(model, options, revision, progress is not None, given, use)
+        files, config = source.files, source.config
+        times.done("files")
+        # backend and weights
+        threads = options.threads_for(config.parameter_count)
+        ops = select_ops(options, threads)
+        dtype = config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
+        reader = WeightReader(source, options, ops, dtype, use.drafts, progress)
+        weights, store = reader.read()
+        head_weights = reader.read_head()
+        times.done("weights")
+        # layers
+        experts = place_experts(store, weights, files, config, options, ops, dtype)
+        decoder = build(config, weights, ops, getattr(torch, dtype), reader.tiled,
+                        experts.store.pools() if experts else ())
+        texts = files.tokenizer() if files else None
+        head = build_head(config, head_weights, decoder, reader.draft_vocabulary(texts)) if head_weights else None
+        keep_freed_memory()
+        times.done("layers")
+        encode = reader.read_tower()
+        times.done("vision tower")
+        # memory plan, cache and tiers
+        rings = use.rings or head is not None or isinstance(options.speculation, Ngram)
+        memory, pool_options = plan_memory(
+            config, options, decoder.dtype, head is not None, rings, use.vectors,
+            not use.drafts and defers_state_writes(config, options, dtype), unpacks_experts(experts, decoder.weights))
+        for warning in memory.warnings:
+            log.warning("%s%s", f"the draft model {source.name}: " if use.drafts else "", warning)
+        pools = allocate(config, memory.pages, memory.slots, decoder.dtype, ops, options.device,
+                         replace(pool_options, tiled=reader.tiled))
+        tiers, records = ([], None) if use.drafts else open_tiers(
+            source.name, options, ops, reader.identity(head is not None), pools.keys.dtype)
+        cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
+        # runner
+        runtime = ModelRunner(source.name, files.place if files else None, config, options, source.generation, memory,
+                              decoder, cache, threads, texts, records, head, encode,
+                              files.vision if files and encode else None, use.draft, experts)
+        runtime.check_kernels()
+        times.done("cache")
+        log.info("%s%s: loaded in %s", "the draft model " if use.drafts else "", source.name, times)
+        return runtime
 
 
-def _unpacks(loaded: _Loaded) -> bool:
-    """Whether experts that stay quantized become plain numbers on a card, for steps of many tokens."""
-    if loaded.experts:
-        return isinstance(loaded.experts.store, TileStore)
-    layers = loaded.decoder.weights.layers
-    return any(isinstance(block, quantized_tiles.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
-               for part in layer.mlp.parts[:1] for block in (part.down,))
+def _open(model: str | RandomModel | None, options: EngineConfig, revision: str | None, shows_progress: bool,
+          given: ModelOverrides, use: _Use) -> OpenedModel:
+    if isinstance(model, RandomModel):
+        return OpenedModel(f"random-{model.preset}", model.config, GenerationDefaults(), random=model)
+    files = open_model(model, revision, progress=shows_progress, mmproj=None if use.drafts else options.mmproj,
+                       config=given.config, weights=given.weights)
+    name = str(model or ("tiny" if files.place else "weights"))
+    return OpenedModel(name, files.config, files.generation, files)
 
 
-def _memory_for_weights(model: str | RandomModel | None, device: str) -> AbstractContextManager[None]:
+def _memory_for_weights(model: str | RandomModel | None, on_gpu: bool | None) -> AbstractContextManager[None]:
     name = f"random-{model.preset}" if isinstance(model, RandomModel) else model or "tiny"
-    elsewhere = "" if device == "cpu" else ", run it on the CPU (`device='cpu'`)"
+    elsewhere = ", run it on the CPU (`device='cpu'`)" if on_gpu else ""
     return memory_for(f"the weights of {name}", "take a smaller model or one with fewer bits a weight (a quantized "
                                                 f"GGUF file with `packed_weights='on'`, or `quant='q4_k'`){elsewhere}")
-
-
-def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
-          progress: LoadProgress | None, drafts: bool = False, given: ModelOverrides = ModelOverrides()) -> _Loaded:
-    """drafts: it drafts for another model, and if it is quantized stays so."""
-    times = StartTimes()
-    _check_device(options.device)
-    select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
-    files, tiled, marks = None, False, list[FileMark]()
-    quantizes, here = options.quant != "none", beside_card(options) or not options.offloads_experts
-    given.check(model, options)
-    if isinstance(model, RandomModel):
-        name, generation = f"random-{model.preset}", GenerationDefaults()
-        config = model.shape or ModelConfig.preset(model.preset, model.layers)
-        ops, dtype, threads = _prepare(config, options)
-        check_packed(None, options, drafts)
-        check_experts(None, config, options, dtype, quantizes)
-        tensors = random_tensors(config, dtype, model.seed, device=options.device,
-                                 initializer_range=model.initializer_range)
-    else:
-        files = open_model(model, revision, progress=progress is not None, mmproj=None if drafts else options.mmproj,
-                           config=given.config, weights=given.weights)
-        config, generation = files.config, files.generation
-        name = str(model or ("tiny" if files.place else "weights"))
-        times.done("files")
-        ops, dtype, threads = _prepare(config, options)
-        check_packed(files, options, drafts)
-        tiled = keeps_packed(files, options, dtype)
-        marks = _marks(files, options)
-        check_experts(None if files.weights else files, config, options, dtype, tiled or quantizes)
-        tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, here)
-    card: GpuExpertCache | None = None
-    if beside_card(options) and not tiled and not quantizes:
-        card = plain = plain_store(config, options)
-        tensors = ((name, tensor) for name, tensor in tensors if not plain.take(name, tensor))
-    weights: dict[str, Weight]
-    if quantizes and not (drafts and tiled):
-        kept = _packed_file(model, config, dtype, marks, options, ops)
-        stored = (files.float8_tensors(dtype, options.device, progress, here) if files and options.quant == FP8
-                  else tensors)
-        weights = _quantize(stored, options, config, dtype, tiled, kept)
-    else:
-        weights = (files.load_packed(progress, packed_form(options), here) if files and tiled
-                   else {**dict(tensors)})
-    head = _head_weights(model, files, config, dtype, tiled, options)
-    times.done("weights")
-    made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
-                     "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
-    experts = _experts(card, weights, files, config, options, ops, dtype)
-    decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())
-    texts = files.tokenizer() if files else None
-    mtp = build_head(config, head, decoder, _draftable(files, texts, config, options)) if head else None
-    keep_freed_memory()
-    times.done("layers")
-    encode = _tower(files, ops, dtype, options) if files and not drafts else None
-    times.done("vision tower")
-    return _Loaded(name, files, config, options, generation, decoder, mtp, encode, threads, tiled, made, drafts,
-                   experts, texts, times)
-
-
-def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> Encode | None:
-    """What makes rows of pictures, if the model sees and shall."""
-    packs = options.device == "cpu" and not missing()  # a GPU's torch ops want plain numbers
-    form = host_form() if packs and options.packed_weights != "off" else None
-    weights = files.load_tower(dtype, options.device, form) if options.vision else None
-    if weights is None or files.vision is None:
-        return None
-    vision = files.vision
-    if packs and options.quant != "none":
-        weights = quantize_tower(weights)
-    tower = build_tower(vision.tower, weights, ops, getattr(torch, dtype))
-
-    def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
-        patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.device)
-        return tower.encode(patches, [pixels.grid])
-
-    return encode
-
-
-def _marks(files: ModelFiles, options: EngineConfig) -> list[FileMark]:
-    """The model's files as they are now, if a tier or what is kept for the next start will have to know them: those of
-    the weights and, for the sake of notes beside the tier, of the tokenizer."""
-    if not (options.cache_dir or options.aot_dir):
-        return []
-    try:
-        found = files.weight_files(isinstance(options.speculation, Auto | Mtp))
-    except ModelError:  # the head's, of which `_head_weights` will tell
-        found = files.weight_files(False)
-    tokenizer = files.path / "tokenizer.json"
-    return [FileMark.of(path) for path in (*found, *([tokenizer] if tokenizer.is_file() else []))]
-
-
-def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, config: ModelConfig, dtype: DType,
-                  tiled: bool, options: EngineConfig) -> dict[str, Weight] | None:
-    """The draft head's weights, if the options want it and the model has one."""
-    speculation = options.speculation
-    if not isinstance(speculation, Auto | Mtp):
-        return None
-    if isinstance(speculation, Auto) and options.device != "cpu" and not serves_delta_logs(
-            torch.device(options.device), dtype):
-        return None  # there torch would verify them, one op at a time
-    found: dict[str, Weight] | None
-    if isinstance(model, RandomModel):
-        found = {**random_head(config, dtype, model.seed, device=options.device)} if model.head else None
-    else:
-        assert files is not None
-        try:
-            found = files.load_head(dtype, options.device, tiled and options.device == "cpu")
-        except ModelError as error:
-            if isinstance(speculation, Mtp):
-                raise
-            log.warning("the draft head cannot be used, so that nothing is drafted: %s", error)
-            return None
-    if found is None and isinstance(speculation, Mtp):
-        remedy = "use" if isinstance(model, RandomModel) else "put one beside it (deltic mtp extract), or use"
-        raise ConfigError(f"speculate={options.speculate}: this model has no draft head (tensors `mtp.*`): {remedy} "
-                          "speculate=ngram, draft:MODEL or off", "speculate")
-    return found
-
-
-def _experts(card: GpuExpertCache | None, weights: dict[str, Weight], files: ModelFiles | None, config: ModelConfig,
-             options: EngineConfig, ops: Ops, dtype: DType) -> ExpertOffload | None:
-    """Those that are not all in memory. card: on a GPU, where they are plain."""
-    if beside_card(options):
-        assert config.experts
-        return fill_card(card or tile_store(weights, config, options), options, config.experts)
-    return open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
-
-
-def _draftable(files: ModelFiles | None, texts: TokenizerTexts | None, config: ModelConfig, options: EngineConfig
-               ) -> list[int] | None:
-    """The tokens that the draft head can draft; None: all. texts: the tokenizer, where it is no file."""
-    if files is None or not 0 < options.draft_vocab < config.vocab_size:
-        return draftable(options.draft_vocab, config.vocab_size)
-    text = texts.tokenizer if texts else ""
-    with suppress(OSError, UnicodeDecodeError):
-        text = text or (files.path / "tokenizer.json").read_text(encoding="utf-8")
-    return draftable(options.draft_vocab, config.vocab_size, Tokens.of(text), files.generation.eos_token_ids)
-
-
-def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType, int]:
-    """The ops that serve this model and no other; the dtype of its weights and activations; how many threads compute
-    for it."""
-    threads = options.threads_for(config.parameter_count)
-    ops = select(options.ops, options.device, options.cpu_level, threads)
-    use_torch_threads(ops, threads)
-    return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype), threads
-
-
-def _packed_file(model: str | RandomModel | None, config: ModelConfig, dtype: DType, marks: list[FileMark],
-                 options: EngineConfig, ops: Ops) -> PackedFile | None:
-    """Where packed weights are kept for the next start, if they shall be. On a GPU they are made on the device."""
-    if options.aot_dir is None or options.device != "cpu":
-        return None
-    facts = {"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
-             "quant": options.quant}
-    return PackedFile(options.aot_dir, machine_facts(options, ops), Identity(facts, marks))
-
-
-def _quantize(tensors: Iterator[tuple[str, Tensor | Float8]], options: EngineConfig, config: ModelConfig, dtype: DType,
-              tiled: bool, kept: PackedFile | None) -> dict[str, Weight]:
-    """The weights in the quantized form that `options.quant` asks for. They come one after another, so that memory
-    stays near what they take then; or from where the last start has kept them."""
-    reason = not_packed(options, config, dtype)
-    if tiled:
-        reason = "the weights are quantized already; leave it out, or load the unquantized model"
-    if reason:
-        raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
-    if slow := dequantized_in_steps(options, config):
-        log.warning("quant=%s: %s", options.quant, slow)
-    found = kept.read() if kept else None
-    if found is None:
-        found = quantize_tensors(tensors, options.quant, config, packed_form(options))
-        if kept:
-            kept.write(found)
-    return found
-
-
-def _check_device(device: str) -> None:
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device}: torch finds no CUDA device here; use `device='cpu'`, or install a CUDA "
-                          "build of torch", "device")
 
 
 class StartTimes:

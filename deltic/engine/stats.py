@@ -183,10 +183,10 @@ def progress(sequences: list[Sequence], prompt: int) -> RequestProgress:
     """How far a request is whose choices these are, those that are not finished; its prompt has so many tokens. Cheap
     and safe in any thread."""
     for first in sequences[:1]:
-        lease = first.cache
-        if lease is None:
+        cache = first.cache
+        if cache is None:
             return RequestProgress("waiting", 0)
-        return RequestProgress("decoding" if first.generated or first.choice else "prefill", min(lease.done, prompt))
+        return RequestProgress("decoding" if first.generated or first.choice else "prefill", min(cache.done, prompt))
     return RequestProgress("finished", prompt)
 
 
@@ -222,3 +222,23 @@ def _device(cache: HybridCache) -> TierUsage:
 
 def _tier(tier: TierIndex) -> TierUsage:
     return TierUsage(tier.name, tier.bytes, tier.budget, tier.prefixes, tier.evictions, tier.hits, tier.hit_tokens)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start.
+
+    async_steps: steps that were launched before the host had the tokens of the step before.
+    prompt_tokens: processed prompt tokens; those of a preempted request count again.
+    reused_tokens: prompt tokens of finished requests that the cache knew.
+    last_overhead: seconds of the last step outside of the model's forward pass.
+    """
+
+    steps: int = 0
+    async_steps: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    last_overhead: float = 0.0

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from deltic.engine.compute_thread import EXIT_SECONDS, ComputeThread
 from deltic.engine.engine import Engine
 from deltic.errors import UnavailableError, forked_from
 from deltic.params import EngineRequest, Event, TokenEvent
+from deltic.threads import EXIT_SECONDS, ComputeThread
 
 log = logging.getLogger("deltic")
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda.staging import on_device
+from deltic.ops.capabilities import on_device
 from deltic.ops.quantized import PANEL, QTensor
 from deltic.ops.types import Block
 
@@ -143,7 +143,7 @@ class DraftVocabulary:
         """tokens: the new token of each row."""
         assert self._whole is not None
         host = torch.tensor([*tokens, *tokens.values()])
-        rows, ids = (host if self.ids.device.type == "cpu" else on_device(host, self.ids.device)).chunk(2)
+        rows, ids = on_device(host, self.ids.device).chunk(2)
         _put(self.head, rows, self._whole, ids)
         self.ids.index_copy_(0, rows, ids)
         self.copied += len(tokens)

@@ -1,8 +1,23 @@
-"""What the backend of a loaded model can do."""
+"""Devices, and what their backends can do."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from deltic.errors import ConfigError
+
+log = logging.getLogger("deltic")
+
+_MIN_COMPUTE_CAPABILITY: Final = (8, 0)
+"""Older GPUs lack bfloat16 arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,12 +25,14 @@ class Capabilities:
     """Declared by a model's backend. The engine goes by these and never by the name of a device.
 
     overlaps: the device computes while the host schedules the next step.
+    own_memory: the device has memory of its own, for which the host's is a lower tier.
     max_verify_rows: steps with drafts have buckets of up to so many rows, in which prompts have no place; None: steps
         of any shape may have drafts.
     defer_from: the number of rows from which on decode steps leave state writes in delta logs; None: they never do.
     """
 
     overlaps: bool = False
+    own_memory: bool = False
     max_verify_rows: int | None = None
     defer_from: int | None = None
 
@@ -27,3 +44,77 @@ class Capabilities:
     @property
     def defers_state_writes(self) -> bool:
         return self.defer_from is not None
+
+
+_DEVICES: Final = {"cpu": Capabilities(), "cuda": Capabilities(overlaps=True, own_memory=True)}
+
+
+def device_capabilities(device: str | torch.device) -> Capabilities:
+    """Returns what every model on this device can do. A loaded model may add to it."""
+    return _DEVICES[torch.device(device).type]
+
+
+def find_device() -> str:
+    """Returns `cuda` if torch finds a GPU that is new enough, else `cpu`."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    capability = torch.cuda.get_device_capability()
+    if capability >= _MIN_COMPUTE_CAPABILITY:
+        return "cuda"
+    log.warning("%s has compute capability %d.%d, less than %d.%d: the model runs on the CPU (`device='cuda'` tries "
+                "the GPU all the same)", torch.cuda.get_device_name(), *capability, *_MIN_COMPUTE_CAPABILITY)
+    return "cpu"
+
+
+def check_device(device: str) -> None:
+    """Raises ConfigError if this machine does not have the device."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: torch finds no CUDA device here; use `device='cpu'`, or install a CUDA "
+                          "build of torch", "device")
+
+
+def verifies_drafts(device: str, dtype: str) -> bool:
+    """True if the backend verifies a row's drafts in one pass, without running torch op by op."""
+    if torch.device(device).type == "cpu":
+        return True
+    from deltic.ops.cuda import serves_delta_logs
+
+    return serves_delta_logs(torch.device(device), dtype)
+
+
+def can_defer_state_writes(device: str, dtype: str) -> bool:
+    """True if the backend can leave the state writes of decode steps in delta logs."""
+    return device_capabilities(device).overlaps and verifies_drafts(device, dtype)
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copies a host tensor to the device, in stream order, without waiting. On a CPU returns the tensor itself."""
+    if device.type == "cpu":
+        return host
+    from deltic.ops.cuda import staging
+
+    return staging.on_device(host, device)
+
+
+def numeric_facts(device: str, cpu_level: str) -> dict[str, object]:
+    """Returns what the bits of results depend on besides the ops: the library of CPU kernels and its instruction set,
+    and the GPU with its version of CUDA."""
+    from deltic.ops.cpu.library import LEVELS, load
+
+    library = load()
+    cpu: dict[str, object] = {"library": library}
+    if not isinstance(library, str):
+        best = LEVELS[library.deltic_best_level()]
+        cpu = {"library": blake2b(Path(library._name).read_bytes(), digest_size=16).hexdigest(), "best": best,
+               "level": best if cpu_level == "auto" else cpu_level}
+    if torch.device(device).type == "cpu":
+        return {"cpu": cpu}
+    return {"cpu": cpu, "cuda": [torch.version.cuda, torch.cuda.get_device_name(torch.device(device))]}
+
+
+def backend_summary(facts: Mapping[str, Any]) -> str:
+    """Names a backend in a few words. facts: `numeric_facts`, and as `ops` the result of `explain`."""
+    if "cuda" in facts:
+        return f"torch on {facts['cuda'][1]}"
+    ops = facts["ops"]
+    return f"cpu kernels ({facts['cpu']['level']})" if ops["step"] == "cpu" else f"{ops['mlp'].partition(' ')[0]} ops"

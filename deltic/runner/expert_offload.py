@@ -22,12 +22,12 @@ from deltic.ops.cpu import missing, pool_of
 from deltic.ops.cpu.experts import ExpertStore, OffloadedExperts, expert_bytes
 from deltic.ops.cpu.library import ThreadPool
 from deltic.ops.cuda.expert_cache import GpuExpertCache, HostExperts
-from deltic.ops.cuda.expert_stores import PinnedExpertStore as PlainStore
-from deltic.ops.cuda.expert_stores import TileStore, take_stacks
+from deltic.ops.cuda.expert_stores import PinnedExpertStore, TileStore, take_stacks
 from deltic.ops.cuda.moe import ExpertsShape
 from deltic.ops.cuda.quantized_moe import scratch_bytes
+from deltic.ops.cuda.quantized_tiles import Tiles
 from deltic.ops.stored import ExpertStatistics
-from deltic.ops.types import Weight
+from deltic.ops.types import DecoderWeights, MoeWeights, Weight
 
 log = logging.getLogger("deltic")
 
@@ -87,7 +87,7 @@ def check_experts(files: ModelFiles | None, config: ModelConfig, options: Engine
         reason = "this is a dense model, without experts; leave it out"
     elif options.expert_compute == "host" and missing():
         asked, reason = "expert_compute", next(iter(missing().values()))
-    elif options.device != "cpu":
+    elif options.on_gpu:
         reason = _not_beside_the_card(config, config.experts, options, dtype, packed)
     elif files is None:
         reason = "these weights lie in no file; leave it out, or write them to one"
@@ -114,15 +114,32 @@ def _not_beside_the_card(config: ModelConfig, experts: ExpertsConfig, options: E
     return None
 
 
+def place_experts(plain: PinnedExpertStore | None, weights: dict[str, Weight], files: ModelFiles | None,
+                  config: ModelConfig, options: EngineConfig, ops: Ops, dtype: DType) -> ExpertOffload | None:
+    """Places experts that are not all in the device's memory. plain: those beside a GPU, unless they are quantized."""
+    if beside_card(options):
+        assert config.experts
+        return fill_card(plain or tile_store(weights, config, options), options, config.experts)
+    return open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
+
+
+def unpacks_experts(experts: ExpertOffload | None, weights: DecoderWeights) -> bool:
+    """True if a GPU dequantizes a layer's experts for steps of many tokens."""
+    if experts:
+        return isinstance(experts.store, TileStore)
+    return any(isinstance(layer.mlp.parts[0].down, Tiles) for layer in weights.layers
+               if isinstance(layer.mlp, MoeWeights) and layer.mlp.parts)
+
+
 def beside_card(options: EngineConfig) -> bool:
     """Whether experts shall lie beside a GPU."""
-    return options.offloads_experts and options.device != "cpu"
+    return options.offloads_experts and bool(options.on_gpu)
 
 
-def plain_store(config: ModelConfig, options: EngineConfig) -> PlainStore:
+def plain_store(config: ModelConfig, options: EngineConfig) -> PinnedExpertStore:
     """What is to take a model's experts of bfloat16 while it is loaded."""
     assert config.experts
-    return PlainStore(len(config.layer_types), config.experts.count, config.experts.size, config.hidden_size,
+    return PinnedExpertStore(len(config.layer_types), config.experts.count, config.experts.size, config.hidden_size,
                       torch.device(options.device), options.expert_refresh)
 
 
@@ -144,12 +161,13 @@ def fill_card(store: GpuExpertCache, options: EngineConfig, experts: ExpertsConf
                if profile and profile.exists() else None)
     log.info("%d of %d experts of each layer are on the GPU (%.1f MiB)", slots, store.count, store.nbytes / (1 << 20))
     rates = None
-    if isinstance(store, PlainStore) and slots < store.count and options.expert_compute != "card" and not missing():
+    some = slots < store.count and options.expert_compute != "card"
+    if isinstance(store, PinnedExpertStore) and some and not missing():
         rates = _share_with_host(store, options, experts.per_token)
     return ExpertOffload(store, profile, rates)
 
 
-def _share_with_host(store: PlainStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
+def _share_with_host(store: PinnedExpertStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
     """Let cores of the host compute as many of the experts that are not on the card as the options say, or as they were
     measured to compute in the time in which the card reads the others. The rates, as of `ExpertOffload`."""
     threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))

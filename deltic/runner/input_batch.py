@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.ops.capabilities import on_device
 from deltic.ops.cuda.staging import mover
 from deltic.ops.input_columns import DECODE, RAGGED, VERIFY, Extents
 from deltic.ops.types import PAGE, RING, Batch, InputEmbeds, Layout, Padded
-from deltic.runner.upload import HostToDeviceBuffer, on_device, upload
+from deltic.runner.upload import HostToDeviceBuffer, upload
 
 ImageRows = Callable[[str], Tensor]
 """Returns the embeddings [tokens, H] float32 of an image on the device, by its digest."""

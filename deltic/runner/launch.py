@@ -19,10 +19,9 @@ from deltic.ops.types import Batch, Sampled, Sampling
 from deltic.params import TokenLogprobs
 from deltic.runner.image_embeds import ImageEmbeds
 from deltic.runner.input_batch import FEW_ROWS, DeviceTokens, InputBatch, build
-from deltic.runner.logit_masks import Asked, LogitMasks
-from deltic.runner.model import Model
-from deltic.runner.sampling import SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
-from deltic.spec_decode.pending_drafts import PendingDrafts
+from deltic.runner.model_runner import Model
+from deltic.runner.sampling import Asked, LogitMasks, SampleRow, SamplingTable, TokenRanks, logprobs_of, scores_of
+from deltic.spec_decode.mtp import PendingDrafts
 
 
 @dataclass(slots=True, eq=False)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.disk import DiskRecords
@@ -18,11 +21,12 @@ from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
 from deltic.engine.step_plan import PlannedRow, StepPlan
+from deltic.errors import ConfigError, RequestError
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp_head import MtpHead as MtpHead
-from deltic.ops import Ops
-from deltic.ops.capabilities import Capabilities
+from deltic.ops import Ops, explain, select
+from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import use_torch_threads
 from deltic.ops.types import Batch, CacheViews, Sampled, Sampling
 from deltic.params import Auto, Mtp
@@ -30,10 +34,69 @@ from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_bucket
 from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS, BucketNumbers, InputBatch, build
-from deltic.runner.model import Model
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 
+
+class Model(Protocol):
+    """A model with its cache, on any backend.
+
+    name: the name that users know.
+    config: the checkpoint's architecture.
+    options: how it runs, with the limits of a request.
+    generation: defaults for what a request leaves open.
+    memory: how much may run at once.
+    cache: grants the pages and slots of batches, and carries out operations on its pools (`cache.pools`).
+    mtp_runner: the draft head over this cache, if it is used.
+    draft: the draft model, if there is one.
+    encode: computes image embeddings, if the model has a vision tower.
+    experts: the offloaded experts, if there are any.
+    capabilities: what the backend can do.
+    numbers: the memory of buckets' integers that recorded CUDA graphs read.
+    """
+
+    name: str
+    config: ModelConfig
+    options: EngineConfig
+    generation: GenerationDefaults
+    memory: MemoryPlan
+    cache: HybridCache
+    mtp_runner: MtpRunner | None
+    draft: Model | None
+    encode: Encode | None
+    experts: ExpertOffload | None
+    capabilities: Capabilities
+    numbers: BucketNumbers
+
+    @property
+    def device(self) -> torch.device:
+        """The device of batches and logits."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """Runs one step. Returns the logits [L, V] float32 of its `logit_tokens`, valid until the next step. Moves no
+        cursor. With a draft head the batch must ask for the hidden states."""
+
+    def run_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """As `run`; also returns the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks
+        for them."""
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+        """Samples from logits [L, V] float32, which it may change."""
+
+
 log = logging.getLogger("deltic")
+
+
+def select_ops(options: EngineConfig, threads: int) -> Ops:
+    """Returns the ops of one model, with so many threads of their own."""
+    ops = select(options.ops, options.device, options.cpu_level, threads)
+    use_torch_threads(ops, threads)
+    return ops
+
+
+def defers_state_writes(config: ModelConfig, options: EngineConfig, dtype: str) -> bool:
+    """True if decode steps of many rows are to leave state writes in delta logs."""
+    return (options.max_batch > FEW_ROWS and not options.batch_invariant and config.linear is not None
+            and can_defer_state_writes(options.device, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +170,7 @@ class ModelRunner:
         if self.mtp_runner:
             pools.backlogs[:] = [self.mtp_runner.catch_up]
         self.graphs = (CudaGraphs(lambda batch: self._follow(batch)[0])
-                       if self.options.device.startswith("cuda") and not self.options.debug_layers
+                       if self.options.on_gpu and not self.options.debug_layers
                        # torch's mixture of experts waits for the device
                        and (self.config.experts is None or self.step is not None) else None)
         fast = (
@@ -115,12 +178,24 @@ class ModelRunner:
             and self.step is not None
             and (self.mtp_runner is None or self.mtp_runner.drafts_on_device)
         )
-        if isinstance(self.options.speculation, Auto) and self.options.device != "cpu" and not fast:
+        if isinstance(self.options.speculation, Auto) and self.options.on_gpu and not fast:
             self.mtp_runner = None  # torch would compute it op by op, which is too slow
         verifies = fast and pools.delta_logs is not None and not self.options.batch_invariant
         defers = verifies and self.config.linear is not None
-        self.capabilities = Capabilities(pools.device.type != "cpu", FEW_ROWS if verifies else None,
-                                         FEW_ROWS + 1 if defers else None)
+        self.capabilities = replace(device_capabilities(pools.device), max_verify_rows=FEW_ROWS if verifies else None,
+                                    defer_from=FEW_ROWS + 1 if defers else None)
+
+    def check_kernels(self) -> None:
+        """Raises ConfigError if the options need kernels of deltic that do not serve this model on a GPU."""
+        if not self.options.on_gpu or self.step is not None:
+            return
+        if self.options.batch_invariant:
+            log.warning("batch_invariant: on the GPU torch serves the steps, whose sums may depend on the number of "
+                        "rows")
+        if self.experts:
+            why = explain(self.ops, self.decoder.weights, self.views)["step"]
+            raise ConfigError("expert_memory is not possible: on a GPU only deltic's own kernels know such experts: "
+                              f"{why}", "expert_memory")
 
     @property
     def pools(self) -> CachePools:
@@ -256,3 +331,55 @@ class ModelRunner:
                                   float(last.min()), float(last.max()), float(last.mean()))
         self.statistics.append(numbers)
         log.warning("layer %d: %s", layer, numbers)
+
+
+def batch_logits(model: Model, prompts: Sequence[Sequence[int]], all_logits: bool, check: Callable[[Tensor], None]
+                 ) -> list[Tensor]:
+    """Returns the float32 logits of each prompt's last token [V], or of all [n, V]. Batches as many prompts as there is
+    room for. check: called with the logits of each row."""
+    cache, parts = model.cache, [list[Tensor]() for _ in prompts]
+    waiting, running = deque(range(len(prompts))), dict[int, SequenceCache]()
+    try:
+        while waiting or running:
+            while waiting and (sequence_cache := _admit(model, prompts[waiting[0]])):
+                running[waiting.popleft()] = sequence_cache
+            if not running:
+                raise RequestError(f"no room for a prompt of {len(prompts[waiting[0]])} tokens: drop snapshots, or "
+                                   "raise memory", "rows")
+            rows = _rows(running, prompts, model.options.token_budget)
+            cache.operations.flush()
+            batch = build(StepPlan(tuple(rows.values())), model.device, all_logits, model.mtp_runner is not None,
+                          verified=model.capabilities.verifies)
+            sizes = [len(row.tokens) if all_logits else 1 for row in rows.values()]
+            for (place, row), logits in zip(rows.items(), model.run(batch).clone().split(sizes), strict=True):
+                check(logits)
+                parts[place].append(logits)
+                cache.commit(running[place], len(row.tokens))
+                if running[place].done == len(prompts[place]):
+                    cache.release(running.pop(place))
+    finally:
+        for sequence_cache in running.values():
+            cache.release(sequence_cache)
+    return [torch.cat(found) if all_logits else found[-1][0] for found in parts]
+
+
+def _admit(model: Model, prompt: Sequence[int]) -> SequenceCache | None:
+    sequence_cache = model.cache.admit()
+    if sequence_cache is None:
+        return None
+    sequence_cache.keys = [*prompt]
+    if model.cache.reserve(sequence_cache, len(prompt)) < len(prompt):
+        model.cache.release(sequence_cache)
+        return None
+    return sequence_cache
+
+
+def _rows(running: dict[int, SequenceCache], prompts: Sequence[Sequence[int]], budget: int) -> dict[int, PlannedRow]:
+    """The rows of the next step; those of single tokens first, by slot."""
+    rows = dict[int, PlannedRow]()
+    for place, sequence_cache in running.items():
+        tokens = tuple(prompts[place][sequence_cache.done:sequence_cache.done + budget])
+        if tokens:
+            rows[place] = PlannedRow(tokens, sequence_cache.done, sequence_cache.pages, sequence_cache.slot, 1)
+            budget -= len(tokens)
+    return dict(sorted(rows.items(), key=lambda item: (len(item[1].tokens) > 1, item[1].slot)))

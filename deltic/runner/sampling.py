@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from deltic.engine.fair_executor import FairExecutor
 from deltic.engine.sequence import Sequence
 from deltic.ops.cuda.staging import row_keys
 from deltic.ops.noise import answer_key, sample_key
 from deltic.ops.types import Adjust, LogitTable, Sampled, Sampling
-from deltic.params import SamplingParams, TokenLogprobs
-from deltic.runner.logit_masks import forbids, offsets
-from deltic.runner.penalties import Penalties, changes_logits, penalizes
+from deltic.params import MAX_LOGIT_BIAS, SamplingParams, TokenLogprobs
 from deltic.runner.upload import HostToDeviceBuffer, upload
 
 
@@ -42,8 +45,12 @@ class AnswerKeys:
         self._sequences: list[Sequence] = []
         self._keys = torch.empty(0, dtype=torch.int64)
 
-    def of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
-        """[R] int64, for `row_keys`."""
+    def write_keys(self, sequences: list[Sequence], done: Tensor, keys: Tensor) -> None:
+        """Writes the keys [R, n] int64 of the draws after rows' first tokens and the following ones. done [R] int64:
+        cursors of the first tokens, on the device."""
+        row_keys(self._of(sequences, keys.device), done, keys)
+
+    def _of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
         if sequences != self._sequences or self._keys.device != device:
             known = array("q", [answer_key(sequence.seed, sequence.choice) for sequence in sequences])
             self._sequences, self._keys = sequences, upload(known, torch.int64, device)
@@ -82,8 +89,8 @@ class SamplingTable:
         adjusts = self._adjusts or any(draw.mask is not None for draw in draws)
         adjust = _adjust(draws, device, vocabulary) if adjusts else None
         if not self._sampling.greedy and begins is not None:
-            answers = self._answers.of(sequences[::len(draws) // len(begins)], device)
-            row_keys(answers, begins, self._keys.numbers.view(len(begins), -1))
+            self._answers.write_keys(sequences[::len(draws) // len(begins)], begins,
+                                     self._keys.numbers.view(len(begins), -1))
         elif not self._sampling.greedy:
             self._keys.begin()[:] = [0 if draw.sequence.sampling.temperature == 0 else
                                      sample_key(draw.sequence.seed, draw.sequence.choice, draw.position)
@@ -212,3 +219,220 @@ def scores_of(logits: Tensor, tokens: List[int], top: int) -> TokenRanks:
     ranks = (chances > known).sum(1) + 1
     values, names = (torch.stack(column) for column in zip(*(row.topk(top) for row in chances), strict=True))
     return TokenRanks(known[:, 0].float(), ranks, values.float(), names)
+
+
+_FORBIDDEN = float("-inf")
+
+
+def penalizes(params: SamplingParams) -> bool:
+    """True if logits change throughout the answer."""
+    return bool(params.repetition_penalty not in (None, 1.0) or params.presence_penalty or params.frequency_penalty
+                or params.logit_bias)
+
+
+def changes_logits(sequence: Sequence) -> bool:
+    """True if a logit of this sequence's next tokens may change."""
+    params = sequence.sampling
+    return penalizes(params) or _is_short(sequence)
+
+
+def _is_short(sequence: Sequence, drafts: int = 0) -> bool:
+    """True if the answer may not end after so many drafts. Sequences with a constraint: see `logit_masks`."""
+    return bool(sequence.eos and sequence.constraint is None
+                and sequence.generated + drafts < sequence.sampling.min_tokens)
+
+
+class Penalties:
+    """The changes of one sequence's next logits, over the whole vocabulary.
+
+    New tokens are entered at the next call, so that a step costs as much as its new tokens. Choices of one request
+    share the tensors until they differ.
+    """
+
+    __slots__ = ("_offset", "_penalizes", "_read", "_repetition", "_shared", "_short", "factor")
+
+    def __init__(self, sequence: Sequence, vocabulary: int, device: torch.device) -> None:
+        params = sequence.sampling
+        self._shared = False
+        self.factor = 1.0 if params.repetition_penalty is None else params.repetition_penalty
+        self._penalizes = bool(params.presence_penalty or params.frequency_penalty)
+        self._read = len(sequence.tokens)
+        self._short = _is_short(sequence)
+        self._repetition: Tensor | None = None
+        self._offset: Tensor | None = None
+        if self.factor != 1.0:
+            self._repetition = torch.ones(vocabulary, device=device)
+            self._repetition[torch.frombuffer(array("q", sequence.tokens), dtype=torch.int64).to(device)] = self.factor
+        if self._penalizes or params.logit_bias or self._short:
+            self._offset = torch.zeros(vocabulary, device=device)
+            changed = {*params.logit_bias, *(sequence.sampler.counts if self._penalizes else ()),
+                       *(sequence.eos if self._short else ())}
+            self._write(sequence, self._offset, changed)
+
+    def fork(self) -> Penalties:
+        """Returns a copy for another choice of the request, which shares the tensors."""
+        other = object.__new__(Penalties)
+        self._shared = True
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def table(self, sequence: Sequence, row: int, vocabulary: int) -> LogitTable | None:
+        """The changes of the logits of a row for the sequence's next token; None: none."""
+        self._follow(sequence)
+        if self._repetition is None and self._offset is None:
+            return None
+        return LogitTable(row, *(None if tensor is None else tensor[:vocabulary]
+                            for tensor in (self._repetition, self._offset)))
+
+    def after_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> Iterator[tuple[int, float, float]]:
+        """Yields the differences from `table` after these drafts: tokens, their repetition factors and offsets. Must be
+        called after `table`."""
+        counts = Counter(drafts if self._repetition is not None or self._penalizes else ())
+        short = _is_short(sequence, len(drafts))
+        for token in {*counts, *(sequence.eos if self._short and not short else ())}:
+            met = token in counts or (self._repetition is not None and float(self._repetition[token]) != 1.0)
+            yield (token, self.factor if met else 1.0,
+                   _offset(sequence.sampling, token, sequence.sampler.counts[token] + counts[token],
+                           short and token in sequence.eos))
+
+    def _follow(self, sequence: Sequence) -> None:
+        """Enters the new tokens."""
+        params, new = sequence.sampling, {*sequence.tokens[self._read:]}
+        self._read = len(sequence.tokens)
+        if self._repetition is not None and new:
+            self._own()
+            for token in new:
+                self._repetition[token] = self.factor
+        changed = new if self._penalizes else set[int]()
+        if self._short and sequence.generated >= params.min_tokens:
+            self._short, changed = False, {*changed, *sequence.eos}
+        if self._offset is None or not changed:
+            return
+        if not self._penalizes and not params.logit_bias:
+            self._offset = None  # only the minimum length had changed logits
+            return
+        self._own()
+        self._write(sequence, self._offset, changed)
+
+    def _own(self) -> None:
+        """Copies the tensors if other choices share them."""
+        if self._shared:
+            self._repetition, self._offset = (None if tensor is None else tensor.clone()
+                                              for tensor in (self._repetition, self._offset))
+            self._shared = False
+
+    def _write(self, sequence: Sequence, offset: Tensor, tokens: set[int]) -> None:
+        places = array("q", tokens)
+        if not places:
+            return
+        values = array("f", [_offset(sequence.sampling, token, sequence.sampler.counts[token] if self._penalizes else 0,
+                                     self._short and token in sequence.eos) for token in places])
+        offset[torch.frombuffer(places, dtype=torch.int64).to(offset.device)] = torch.frombuffer(
+            values, dtype=torch.float32).to(offset.device)
+
+
+def _offset(params: SamplingParams, token: int, count: int, banned: bool) -> float:
+    """The offset of the logit of a token that the answer has `count` times."""
+    if banned:
+        return _FORBIDDEN
+    bias = params.logit_bias.get(token)
+    if bias is not None and bias <= -MAX_LOGIT_BIAS:
+        return _FORBIDDEN
+    penalty = params.presence_penalty + params.frequency_penalty * count if count else 0.0
+    return (0.0 if bias is None else bias) - penalty
+
+
+_THREADS = 2
+"""Masks are computed without the interpreter's lock, usually in a fraction of a millisecond."""
+SLOW = 0.002
+"""Processor seconds per mask from which on a sequence's masks are slow: its next one is computed before it may run
+again, so that the others do not wait for it."""
+
+Asked = Mapping[Sequence, "Future[list[bytes | None]]"]
+"""By sequence: the masks of the next token and of the token after each draft; None: all are allowed."""
+
+
+class LogitMasks:
+    """Computes masks in threads."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+        self._slow_threads: FairExecutor | None = None
+
+    def begin(self, running: List[Sequence]) -> None:
+        """Starts the next mask of each sequence with slow masks, in a thread that clients share by processor time. Such
+        sequences have no drafts."""
+        for sequence in running:
+            if slow(sequence) and sequence.sampler.mask is None and sequence.answering:
+                self._slow_threads = self._slow_threads or FairExecutor(1, "deltic-slow-masks")
+                sequence.sampler.mask = self._slow_threads.submit(sequence.client, partial(_masks, sequence, ()))
+
+    def ask(self, sequences: List[tuple[Sequence, tuple[int, ...]]]) -> Asked:
+        """Starts the masks of the sequences with constraints, for their next tokens and drafts."""
+        wanted = [(sequence, drafts) for sequence, drafts in sequences if sequence.constraint]
+        if wanted and self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, "deltic-masks")
+        return {sequence: self._asked(self._threads, sequence, drafts) for sequence, drafts in wanted if self._threads}
+
+    @staticmethod
+    def _asked(threads: ThreadPoolExecutor, sequence: Sequence, drafts: tuple[int, ...]) -> Future[list[bytes | None]]:
+        """Uses a mask that was started before the step, if the sequence has no drafts."""
+        begun, sequence.sampler.mask = sequence.sampler.mask, None
+        if begun is None:
+            return threads.submit(_masks, sequence, drafts)
+        return threads.submit(_masks_after, begun, sequence, drafts) if drafts else begun
+
+
+def slow(sequence: Sequence) -> bool:
+    """True if the last masks of a sequence were slow."""
+    return sequence.sampler.mask_seconds >= SLOW
+
+
+def offsets(mask: bytes, vocabulary: int, device: torch.device) -> Tensor:
+    """Offsets [vocabulary] float32 of logits: 0 where the mask's bit is set, -inf elsewhere."""
+    size = -(-vocabulary // 8)
+    whole = torch.frombuffer(bytearray(mask[:size].ljust(size, b"\0")), dtype=torch.uint8)
+    return _table(device)[whole.to(device).int()].view(-1)[:vocabulary]
+
+
+def forbids(mask: bytes, token: int) -> bool:
+    return token >= 8 * len(mask) or not mask[token >> 3] >> (token & 7) & 1
+
+
+def _masks(sequence: Sequence, drafts: tuple[int, ...]) -> list[bytes | None]:
+    assert sequence.constraint
+    began = time.thread_time()
+    masks = sequence.constraint.allowed(drafts)
+    sequence.sampler.mask_seconds = (time.thread_time() - began) / len(masks)
+    return [mask and _without_ends(sequence, mask, sequence.generated + place) for place, mask in enumerate(masks)]
+
+
+def _masks_after(begun: Future[list[bytes | None]], sequence: Sequence, drafts: tuple[int, ...]
+                 ) -> list[bytes | None]:
+    """The masks, after the one that was started: a constraint serves one thread at a time."""
+    begun.exception()
+    return _masks(sequence, drafts)
+
+
+def _without_ends(sequence: Sequence, mask: bytes, generated: int) -> bytes:
+    """The mask without the end tokens that are not allowed yet, unless nothing else is allowed."""
+    params = sequence.sampling
+    if generated < params.min_tokens:
+        ends = sequence.eos
+    elif params.ignore_eos:
+        ends = sequence.eos.difference(params.stop_token_ids)
+    else:
+        return mask
+    rest = bytearray(mask)
+    for end in ends:
+        if end < 8 * len(rest):
+            rest[end >> 3] &= ~(1 << (end & 7))
+    return bytes(rest) if rest.count(0) < len(rest) else mask
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    """The offsets [256, 8] of each byte of a mask."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.where(bits == 1, 0.0, -torch.inf).to(device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda import staging
+from deltic.ops.capabilities import on_device
 from deltic.ops.cuda.staging import sender
 from deltic.ops.input_columns import IDS_OFFSET
 
@@ -59,11 +59,6 @@ def _wait(buffers: List[tuple[Tensor, Any, torch.cuda.Event, Any]]) -> None:
     """Waits until the device has read the buffers; then their memory may be used again."""
     for _, _, copied, _ in buffers:
         copied.synchronize()
-
-
-def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, without waiting."""
-    return host if device.type == "cpu" else staging.on_device(host, device)
 
 
 def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch.device) -> Tensor:

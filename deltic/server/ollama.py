@@ -348,7 +348,7 @@ def _listed(name: str, created: int, served: ServedModel | None) -> Json:
 
 def _running(entry: ModelEntry, served: ServedModel) -> Json:
     """Returns a model as /api/ps lists it."""
-    on_gpu = served.llm.runtime.device.type != "cpu"
+    on_gpu = served.llm.runtime.capabilities.own_memory
     return _listed(entry.name, entry.created, served) | {
         "expires_at": _NEVER, "size_vram": _size(served.llm) if on_gpu else 0, "context_length": entry.context}
 

@@ -15,12 +15,11 @@ from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, StepPlan
 from deltic.params import MAX_DRAFTS, Draft, Mtp, Ngram
 from deltic.runner.launch import InFlight
-from deltic.runner.logit_masks import slow
-from deltic.runner.model import Model
-from deltic.runner.penalties import changes_logits
+from deltic.runner.model_runner import Model
+from deltic.runner.sampling import changes_logits, slow
 from deltic.spec_decode.draft_length import Acceptance, AdaptiveDraftLength, DraftLength, Growth
 from deltic.spec_decode.draft_model import DraftModelProposer
-from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
+from deltic.spec_decode.mtp import PendingDrafts, Wants
 from deltic.spec_decode.proposers import AsyncProposer, MtpProposer, NgramProposer, Proposer
 
 log = logging.getLogger("deltic")

@@ -15,9 +15,9 @@ from deltic.engine.step_plan import PlannedRow, StepPlan, base_after, next_row
 from deltic.errors import ConfigError
 from deltic.params import RING, common_length
 from deltic.runner.input_batch import build
-from deltic.runner.model import Model
+from deltic.runner.model_runner import Model
 from deltic.runner.sampling import SampleRow, sampling_of
-from deltic.spec_decode.pending_drafts import Wants
+from deltic.spec_decode.mtp import Wants
 
 
 class DraftModelProposer:

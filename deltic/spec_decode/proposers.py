@@ -12,13 +12,11 @@ from torch import Tensor
 
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.ops.cuda.staging import row_keys
 from deltic.runner.input_batch import InputBatch, build, verifying
 from deltic.runner.launch import InFlight, ScheduledSequence
-from deltic.runner.model import Model
+from deltic.runner.model_runner import Model
 from deltic.runner.sampling import AnswerKeys, SampleRow, SamplingTable, sampling_of
-from deltic.spec_decode.mtp import MtpRunner
-from deltic.spec_decode.pending_drafts import PendingDrafts, Wants
+from deltic.spec_decode.mtp import MtpRunner, PendingDrafts, Wants
 
 
 class Proposer(Protocol):
@@ -162,7 +160,7 @@ class MtpProposer:
         if keys.shape != (len(rows), 2 * most + 1):
             keys = self._keys = torch.zeros(len(rows), 2 * most + 1, dtype=torch.int64, device=device)
         if not sampling.greedy:
-            row_keys(self._answers.of([each.sequence for each in flight.scheduled], device), batch.done, keys)
+            self._answers.write_keys([each.sequence for each in flight.scheduled], batch.done, keys)
         stream = torch.cuda.current_stream(device)
         if self._aside is None:
             self._aside = _Aside(torch.cuda.Stream(device), torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)])

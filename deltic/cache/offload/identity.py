@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,8 +28,7 @@ from deltic.cache.tensors import STATE_LAYOUT
 from deltic.config import EngineConfig
 from deltic.errors import ModelError
 from deltic.ops import Ops, explain
-from deltic.ops.cpu.library import LEVELS
-from deltic.ops.cpu.library import load as load_library
+from deltic.ops.capabilities import numeric_facts
 from deltic.threads import lower_priority
 
 _START_DELAY = 0.3
@@ -46,28 +44,11 @@ _SETTLED = 2_000_000_000
 
 def machine_facts(options: EngineConfig, ops: Ops) -> dict[str, object]:
     """Returns versions, kernels and the instructions they use. The number of threads changes no bit."""
-    library = load_library()
-    cpu: dict[str, object] = {"library": library}
-    if not isinstance(library, str):
-        best = LEVELS[library.deltic_best_level()]
-        cpu = {"library": blake2b(Path(library._name).read_bytes(), digest_size=16).hexdigest(), "best": best,
-               "level": best if options.cpu_level == "auto" else options.cpu_level}
-    facts: dict[str, object] = {
-        "deltic": __version__, "layout": STATE_LAYOUT, "ops": explain(ops), "cpu": cpu,
-        "stepwise": options.debug_layers, "machine": platform.machine(), "libc": platform.libc_ver(),
-        "torch": [torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_float32_matmul_precision()]}
-    if options.device.startswith("cuda"):
-        device = torch.device(options.device)
-        facts["cuda"] = [torch.version.cuda, torch.cuda.get_device_name(device)]
-    return facts
-
-
-def backend_summary(facts: Mapping[str, Any]) -> str:
-    """Names the backend in a few words, for people."""
-    if "cuda" in facts:
-        return f"torch on {facts['cuda'][1]}"
-    ops = facts["ops"]
-    return f"cpu kernels ({facts['cpu']['level']})" if ops["step"] == "cpu" else f"{ops['mlp'].partition(' ')[0]} ops"
+    return {
+        "deltic": __version__, "layout": STATE_LAYOUT, "ops": explain(ops), "stepwise": options.debug_layers,
+        "machine": platform.machine(), "libc": platform.libc_ver(),
+        "torch": [torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_float32_matmul_precision()],
+        **numeric_facts(options.device, options.cpu_level)}
 
 
 @dataclass(frozen=True, slots=True)

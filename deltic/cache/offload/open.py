@@ -1,4 +1,4 @@
-"""The tiers of a model's cache: host memory, and a directory with the notes beside it."""
+"""Opens the tiers of a model's cache: host memory and disk."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import torch
 from deltic.cache.offload.directory import CacheDirectory
 from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.host import DeviceToHostCopy, HostStore, PinnedMemory
-from deltic.cache.offload.identity import FileDigests, Identity, backend_summary, machine_facts
+from deltic.cache.offload.identity import FileDigests, Identity, machine_facts
 from deltic.cache.offload.index import TierIndex
 from deltic.config import EngineConfig, available_memory
 from deltic.errors import DelticError
 from deltic.ops import Ops
+from deltic.ops.capabilities import backend_summary, device_capabilities
 
 log = logging.getLogger("deltic")
 
 _SPARE = 8
-"""Of the tier's bytes this part more are pinned: what is given up leaves room in pieces."""
+"""One part in so many of the tier's size is pinned in addition, because evictions fragment the memory."""
 
 
 def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
                dtype: torch.dtype) -> tuple[list[TierIndex], DiskRecords | None]:
     """Opens the tiers that the options ask for, fastest first, and the answer records on disk.
 
-    name: the model's, for people. made: what its weights were made of. dtype: of its K/V.
+    name: the model's, for messages. made: identity of the weights. dtype: of the K/V.
     """
     tiers = list[TierIndex]()
-    on_gpu = options.device.startswith("cuda")
+    own_memory = device_capabilities(options.device).own_memory
     host = options.host_memory_bytes
-    if host is None and on_gpu:
+    if host is None and own_memory:
         host = available_memory() // 4
     if host:
-        pinned = PinnedMemory(host + host // _SPARE) if on_gpu else None
-        tiers.append(TierIndex(HostStore(host), threads=on_gpu, copier=DeviceToHostCopy(pinned)))
+        pinned = PinnedMemory(host + host // _SPARE) if own_memory else None
+        tiers.append(TierIndex(HostStore(host), threads=own_memory, copier=DeviceToHostCopy(pinned)))
     if not options.cache_dir:
         return tiers, None
     try:

@@ -13,6 +13,7 @@ from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.config.engine import option_defaults
 from deltic.errors import ConfigError
+from deltic.ops.capabilities import device_capabilities
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8
 
@@ -37,7 +38,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     state: torch.dtype = getattr(torch, options.state_dtype)
     needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
-                        ahead=options.device != "cpu")
+                        ahead=device_capabilities(options.device).overlaps)
     budget, ring = options.memory_bytes, delta_log_bytes(config, dtype)
     if budget is None:
         assert options.token_budget
@@ -63,7 +64,7 @@ def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
 
 def _chosen(config: ModelConfig, options: EngineConfig, unpacks: bool) -> int:
     """The default size of the cache in bytes, once the weights are loaded."""
-    if options.device == "cpu":
+    if not options.on_gpu:
         return free_memory(options.device) // 2
     work = working_bytes(config, options.token_budget, unpacks)
     if options.gpu_memory_utilization is not None:

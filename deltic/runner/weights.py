@@ -1,0 +1,297 @@
+"""Reads a model's weights in the form that the kernels of a device use: plain, packed as in a GGUF file, or quantized
+at load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deltic.cache.offload.identity import FileMark, Identity, machine_facts
+from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
+from deltic.errors import ConfigError, ModelError
+from deltic.loader.gguf.load import is_quantized, unserved_experts, wants_packing
+from deltic.loader.gguf.tokenizer import TokenizerTexts
+from deltic.loader.model_files import ModelFiles
+from deltic.loader.quantize import FP8, quantize_tensors, quantize_tower
+from deltic.loader.safetensors import Progress
+from deltic.model.draft_vocabulary import Tokens, draftable
+from deltic.model.vision_tower import build_tower
+from deltic.ops import Ops
+from deltic.ops.capabilities import verifies_drafts
+from deltic.ops.cpu import missing
+from deltic.ops.cuda import quantized_tiles
+from deltic.ops.cuda.expert_stores import PinnedExpertStore, pinned_form
+from deltic.ops.cuda.kernel_config import knows_sizes
+from deltic.ops.cuda.quantized_moe import knows_packed
+from deltic.ops.quantized import PackedForm, host_form
+from deltic.ops.types import Weight
+from deltic.params import Auto, Draft, Mtp
+from deltic.runner.expert_offload import beside_card, check_experts, plain_store
+from deltic.runner.image_embeds import Encode
+from deltic.runner.packed_file import PackedFile
+from deltic.vision.preprocess import Pixels, patches_of
+
+log = logging.getLogger("deltic")
+_FREE_SHARE = 0.85
+"""The share of a GPU's free memory that weights may fill, so that the cache and a step find room beside them."""
+
+
+class RandomWeights(Protocol):
+    """Makes random tensors. head: there is a draft head, too."""
+
+    @property
+    def head(self) -> bool: ...
+
+    def tensors(self, config: ModelConfig, dtype: DType, device: str, head: bool = False
+                ) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """What is known of a model before its weights are read. Either `files` or `random` has the weights."""
+
+    name: str
+    config: ModelConfig
+    generation: GenerationDefaults
+    files: ModelFiles | None = None
+    random: RandomWeights | None = None
+
+
+class WeightReader:
+    """Reads the weights of one model for one device.
+
+    dtype: of plain weights and activations.
+    tiled: the matrices stay as they are in a GGUF file.
+    drafts: the model drafts for another one.
+    """
+
+    def __init__(self, source: OpenedModel, options: EngineConfig, ops: Ops, dtype: DType, drafts: bool = False,
+                 progress: Progress | None = None) -> None:
+        """Raises ConfigError for options that do not suit the weights. Reads none."""
+        self.source, self.options, self.ops, self.dtype, self.drafts = source, options, ops, dtype, drafts
+        self._progress = progress
+        files, quantizes = source.files, options.quant != "none"
+        check_packed(files, options, drafts)
+        self.tiled = files is not None and keeps_packed(files, options, dtype)
+        self._quantizes = quantizes and not (drafts and self.tiled)
+        self._marks = self._mark_files() if files and (options.cache_dir or options.aot_dir) else []
+        in_files = files if files and not files.weights else None
+        check_experts(in_files, source.config, options, dtype, self.tiled or quantizes)
+        self._here = beside_card(options) or not options.offloads_experts
+
+    def identity(self, head: bool) -> Identity:
+        """Returns what the weights are made of. head: with a draft head."""
+        facts = {"random": self.source.random, "config": self.source.config, "dtype": self.dtype,
+                 "packed": self.tiled, "quant": self.options.quant, "head": head}
+        return Identity(facts, self._marks)
+
+    def read(self) -> tuple[dict[str, Weight], PinnedExpertStore | None]:
+        """Returns the weights, except plain experts beside a GPU, which are in the store."""
+        files, config, options = self.source.files, self.source.config, self.options
+        if self._quantizes:
+            return self._quantize(), None
+        if files and self.tiled:
+            return files.load_packed(self._progress, packed_form(options), self._here), None
+        store = plain_store(config, options) if beside_card(options) and options.quant == "none" else None
+        return {name: tensor for name, tensor in self._plain() if not (store and store.take(name, tensor))}, store
+
+    def read_head(self) -> dict[str, Weight] | None:
+        """Returns the draft head's weights if the options want it and the model has one."""
+        files, random, speculation = self.source.files, self.source.random, self.options.speculation
+        if not isinstance(speculation, Auto | Mtp):
+            return None
+        if isinstance(speculation, Auto) and not verifies_drafts(self.options.device, self.dtype):
+            return None
+        found: dict[str, Weight] | None = None
+        if random and random.head:
+            found = {**dict(random.tensors(self.source.config, self.dtype, self.options.device, head=True))}
+        elif files:
+            try:
+                found = files.load_head(self.dtype, self.options.device, self.tiled and not self.options.on_gpu)
+            except ModelError as error:
+                if isinstance(speculation, Mtp):
+                    raise
+                log.warning("the draft head cannot be used, so that nothing is drafted: %s", error)
+                return None
+        if found is None and isinstance(speculation, Mtp):
+            remedy = "use" if random else "put one beside it (deltic mtp extract), or use"
+            raise ConfigError(f"speculate={self.options.speculate}: this model has no draft head (tensors `mtp.*`): "
+                              f"{remedy} speculate=ngram, draft:MODEL or off", "speculate")
+        return found
+
+    def draft_vocabulary(self, texts: TokenizerTexts | None) -> list[int] | None:
+        """Returns the tokens that the draft head can draft; None: all. texts: the tokenizer, if it is no file."""
+        files, count, size = self.source.files, self.options.draft_vocab, self.source.config.vocab_size
+        if files is None or not 0 < count < size:
+            return draftable(count, size)
+        text = texts.tokenizer if texts else ""
+        with suppress(OSError, UnicodeDecodeError):
+            text = text or (files.path / "tokenizer.json").read_text(encoding="utf-8")
+        return draftable(count, size, Tokens.of(text), files.generation.eos_token_ids)
+
+    def read_tower(self) -> Encode | None:
+        """Returns the function that computes image embeddings, if there is a vision tower and it is wanted."""
+        files, options = self.source.files, self.options
+        if files is None or self.drafts or not options.vision:
+            return None
+        packs = not options.on_gpu and not missing()  # torch, which serves towers on a GPU, needs plain numbers
+        form = host_form() if packs and options.packed_weights != "off" else None
+        weights, vision = files.load_tower(self.dtype, options.device, form), files.vision
+        if weights is None or vision is None:
+            return None
+        if packs and options.quant != "none":
+            weights = quantize_tower(weights)
+        tower = build_tower(vision.tower, weights, self.ops, getattr(torch, self.dtype))
+
+        def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
+            patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.device)
+            return tower.encode(patches, [pixels.grid])
+
+        return encode
+
+    def _plain(self) -> Iterator[tuple[str, Tensor]]:
+        source, device = self.source, self.options.device
+        if source.random:
+            return source.random.tensors(source.config, self.dtype, device)
+        assert source.files
+        return source.files.tensors(self.dtype, device, self._progress, self._here)
+
+    def _quantize(self) -> dict[str, Weight]:
+        """Quantizes the weights as `options.quant` says, one by one, so that memory stays near the result's size; or
+        reads what an earlier start has stored."""
+        files, config, options, dtype = self.source.files, self.source.config, self.options, self.dtype
+        reason = not_packed(options, config, dtype)
+        if self.tiled:
+            reason = "the weights are quantized already; leave it out, or load the unquantized model"
+        if reason:
+            raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
+        if slow := dequantized_in_steps(options, config):
+            log.warning("quant=%s: %s", options.quant, slow)
+        stored = self._packed_file()
+        found = stored.read() if stored else None
+        if found is None:
+            tensors = (files.float8_tensors(dtype, options.device, self._progress, self._here)
+                       if files and options.quant == FP8 else self._plain())
+            found = quantize_tensors(tensors, options.quant, config, packed_form(options))
+            if stored:
+                stored.write(found)
+        return found
+
+    def _packed_file(self) -> PackedFile | None:
+        """The file of packed weights for the next start. A GPU packs them on the device, which takes no time."""
+        options = self.options
+        if options.aot_dir is None or options.on_gpu:
+            return None
+        facts = {"random": self.source.random, "config": self.source.config, "dtype": self.dtype,
+                 "quant": options.quant}
+        return PackedFile(options.aot_dir, machine_facts(options, self.ops), Identity(facts, self._marks))
+
+    def _mark_files(self) -> list[FileMark]:
+        """Marks the files of the weights and, for the answer records beside a tier, of the tokenizer."""
+        files = self.source.files
+        assert files
+        try:
+            found = files.weight_files(isinstance(self.options.speculation, Auto | Mtp))
+        except ModelError:  # `read_head` reports it
+            found = files.weight_files(False)
+        tokenizer = files.path / "tokenizer.json"
+        return [FileMark.of(path) for path in (*found, *([tokenizer] if tokenizer.is_file() else []))]
+
+
+def packed_form(options: EngineConfig) -> PackedForm:
+    """The form of quantized matrices that the device's kernels read."""
+    if not options.on_gpu:
+        return host_form()
+    if options.offloads_experts:
+        return pinned_form(torch.device(options.device))
+    return quantized_tiles.tiles_form(options.device)
+
+
+def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
+    """Why matrices cannot stay quantized; None: they can."""
+    if not options.on_gpu:
+        return missing().get("step")
+    if dtype != "bfloat16":
+        return f"on a GPU only with dtype bfloat16, not {dtype}"
+    return _experts_not_packed(options, config) if config.experts else None
+
+
+def dequantized_in_steps(options: EngineConfig, config: ModelConfig) -> str | None:
+    """Why torch would dequantize each matrix in every step on a GPU; None: the kernels read quantized ones."""
+    if not options.on_gpu or config.experts:
+        return None
+    if why := _kernels_missing(options, config):
+        return f"{why}: torch dequantizes each matrix in every step"
+    if not knows_sizes(config.hidden_size, config.intermediate_size):
+        return ("the GPU kernels know no quantized matrices as wide as this model's: torch dequantizes each matrix in "
+                "every step")
+    return None
+
+
+def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool:
+    """Whether the weights stay in the form of a GGUF file. Where only torch could compute with them on a GPU, they
+    become plain numbers at load if these fit its memory."""
+    if files.gguf is None or options.packed_weights == "off":
+        return False
+    config, on = files.config, options.packed_weights == "on"
+    reason = not_packed(options, config, dtype)
+    if reason is None and options.on_gpu and (types := unserved_experts(files.gguf, packed_form(options))):
+        reason = f"on a GPU the kernels know no experts of type {', '.join(types)}"
+    if reason and on:
+        raise ConfigError(f"packed_weights=on is not possible: {reason}", "packed_weights")
+    # only what is quantized already cannot be quantized
+    wanted = is_quantized(files.gguf) if options.quant != "none" else wants_packing(files.gguf)
+    if reason or not (on or wanted):
+        return False
+    slow = dequantized_in_steps(options, config)
+    if slow and not on and _plain_weights_fit(options, config):
+        log.info("the weights become %s when they are loaded, as %s", dtype, slow)
+        return False
+    if slow:
+        log.warning("%s; the CPU (device=cpu) may be faster", slow)
+    return True
+
+
+def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:
+    """ConfigError if weights shall stay quantized that are not. Of two models, one of which drafts for the other, the
+    option may be meant for either."""
+    shared = drafts or isinstance(options.speculation, Draft)
+    if options.packed_weights == "on" and not shared and (files is None or files.gguf is None):
+        raise ConfigError("packed_weights=on is for GGUF files, whose weights may be quantized: leave it out, or "
+                          "quantize the model while it is loaded (`quant='q8_0'`)", "packed_weights")
+
+
+def _plain_weights_fit(options: EngineConfig, config: ModelConfig) -> bool:
+    """Whether the GPU has room for the weights in bfloat16."""
+    free, _ = torch.cuda.mem_get_info(options.device)
+    return 2 * config.parameter_count <= _FREE_SHARE * free
+
+
+def _kernels_missing(options: EngineConfig, config: ModelConfig) -> str | None:
+    """Why deltic's kernels do not serve a model on this GPU, whatever its sizes."""
+    if options.ops:
+        return "with `ops` torch serves the model on a GPU"
+    if config.architecture not in ("qwen3_5", "qwen3_5_moe"):
+        return "the GPU kernels serve Qwen3.5 only"
+    if torch.cuda.get_device_capability(options.device) < (9, 0):
+        return "the GPU kernels need compute capability 9.0 or later"
+    return None
+
+
+def _experts_not_packed(options: EngineConfig, config: ModelConfig) -> str | None:
+    """Why the experts of a mixture cannot stay quantized on a GPU."""
+    experts = config.experts
+    assert experts
+    if why := _kernels_missing(options, config):
+        return f"only the kernels compute with quantized experts, and {why}"
+    if options.expert_compute == "host":
+        return "the host computes experts of bfloat16 only; leave out expert_compute"
+    if not knows_packed(config.hidden_size, experts.size, experts.count, experts.per_token, experts.shared_size):
+        return "on a GPU the kernels do not know quantized experts of these sizes"
+    return None
