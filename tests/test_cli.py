@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from deltic.cli import COMMANDS, command_parser, docs, main, run
-from deltic.cli.log import logging_to_stderr
+from deltic.cli.output import logging_to_stderr
 from deltic.cli.parser import as_typed, text
 from deltic.config import EngineConfig, Limits
 from deltic.errors import ConfigError

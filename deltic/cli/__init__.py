@@ -138,7 +138,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         from deltic.cli.config_file import options_of
 
         args = parser.parse_mixed([*options_of(parser, args.config, args.model is not None), *top.arguments])
-    from deltic.cli.log import logging_to_stderr
+    from deltic.cli.output import logging_to_stderr
 
     with logging_to_stderr(args.verbose):
         try:

@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from deltic import __version__
 from deltic.cli import options
-from deltic.cli.machine import commit, machine_facts, peak_memory_mib
 from deltic.cli.models import open_llm
-from deltic.cli.output import table
+from deltic.cli.output import commit, machine_facts, peak_memory_mib, table
 from deltic.cli.parser import UsageError, whole
 from deltic.errors import DelticError
 from deltic.params import EngineRequest, Event, SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-
     from deltic.config import ModelConfig
     from deltic.engine.engine import Engine
     from deltic.engine.operator_profile import Profile
@@ -240,8 +237,8 @@ def _as_table(result: dict[str, Any]) -> str:
 # Bounds of the machine
 
 
-_READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
-"""More than caches hold, and enough to make the launch negligible."""
+_READ_BYTES, _READ_GPU_BYTES = 256 << 20, 4 << 30
+"""More than caches hold, and on a GPU enough to make the launch negligible."""
 _MATRIX_SIZE, _TRIES = 8192, 16
 
 
@@ -251,8 +248,8 @@ def bounds_of(runtime: ModelRunner, case: Case) -> dict[str, Any]:
     step = step_bytes(runtime, case.batch, case.prompt_tokens + case.new_tokens // 2)
     bounds = {"memory_gb_per_second": round(speed / 1e9, 2), "step_mib": round(step / (1 << 20), 1),
               "allowed_decode_tokens_per_second": round(case.batch * speed / step, 4)}
-    if runtime.device.type == "cuda":
-        rate = _multiply_speed(runtime.device)
+    if runtime.capabilities.overlaps:
+        rate = _multiply_speed(runtime)
         operations = prompt_operations(runtime.config, case.prompt_tokens)
         bounds |= {"multiply_tflops": round(rate / 1e12, 1),
                    "allowed_prefill_tokens_per_second": round(case.prompt_tokens * rate / operations, 4)}
@@ -298,28 +295,28 @@ def _read_speed(runtime: ModelRunner) -> float:
     import torch
 
     from deltic.engine.memory import free_memory
-    from deltic.ops.cpu import use_torch_threads
 
-    use_torch_threads(runtime.decoder.ops, runtime.threads)
-    size = min(_READ_BYTES[runtime.device.type], free_memory(runtime.options.device) // 4)
+    torch.set_num_threads(runtime.threads)
+    wanted = _READ_GPU_BYTES if runtime.capabilities.overlaps else _READ_BYTES
+    size = min(wanted, free_memory(runtime.options.device) // 4)
     numbers = torch.ones(max(size // 4, 1), device=runtime.device)
-    return numbers.nbytes / _best_seconds(numbers.sum, runtime.device)
+    return numbers.nbytes / _best_seconds(numbers.sum, runtime)
 
 
-def _multiply_speed(device: torch.device) -> float:
+def _multiply_speed(runtime: ModelRunner) -> float:
     """Operations a second, of bfloat16."""
     import torch
 
-    left, right = (torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, device=device).bfloat16() for _ in range(2))
-    return 2 * _MATRIX_SIZE**3 / _best_seconds(lambda: left @ right, device)
+    left, right = (torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, device=runtime.device).bfloat16() for _ in range(2))
+    return 2 * _MATRIX_SIZE**3 / _best_seconds(lambda: left @ right, runtime)
 
 
-def _best_seconds(work: Callable[[], Any], device: torch.device) -> float:
+def _best_seconds(work: Callable[[], Any], runtime: ModelRunner) -> float:
     import torch
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if runtime.capabilities.overlaps:
+            torch.cuda.synchronize(runtime.device)
         return time.perf_counter()
 
     times = []

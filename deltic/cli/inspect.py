@@ -76,7 +76,7 @@ def _preset_facts(args: argparse.Namespace) -> Facts:
     from deltic.ops import select
 
     engine, config = settled(EngineConfig(**options.engine_options(args))), ModelConfig.preset(args.random, args.layers)
-    facts = _facts(config, engine, select(engine.ops), _plan(config, engine))
+    facts = _facts(config, engine, select(engine.ops), plan_cache(config, engine))
     return {"model": f"random-{args.random}", **facts, "tokenizer": None}
 
 
@@ -180,7 +180,7 @@ def _token_bytes(config: ModelConfig, dtype: DType) -> int:
 # Memory
 
 
-def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, PoolOptions] | None:
+def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, PoolOptions] | None:
     """Plans the cache beside the weights; None if they leave no room."""
     import torch
 
