@@ -137,14 +137,21 @@ def bound_below(node: ast.AST) -> frozenset[str]:
     return frozenset[str]().union(*map(bound, ast.iter_child_nodes(node)))
 
 
+_NOT_ENTERED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Name, ast.Constant, ast.expr_context)
+
+
 def inner(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes below but those of functions inside."""
     waiting = [node]
     while waiting:
         for child in ast.iter_child_nodes(waiting.pop()):
             yield child
-            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            if not isinstance(child, _NOT_ENTERED):
                 waiting.append(child)
+
+
+_WRITES = (ast.Assign, ast.Delete, ast.AugAssign, ast.AnnAssign, ast.Call, ast.Global)
+"""Nodes that can change an object."""
 
 
 def targets(node: ast.AST) -> list[ast.expr]:
@@ -166,7 +173,7 @@ def changes(tree: ast.Module) -> Iterator[tuple[int, str]]:
         for node in inner(body):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 yield from within(node, own, True)
-            elif function:
+            elif function and isinstance(node, _WRITES):
                 if isinstance(node, ast.Global):
                     yield node.lineno, "global"
                 written = [(root_of(target), 0) for target in targets(node)]
