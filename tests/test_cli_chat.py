@@ -219,9 +219,9 @@ def test_other_files_are_neither_loaded_nor_overwritten(text, monkeypatch, promp
         assert "not a conversation: choose another name" in capsys.readouterr().err and path.read_text() == text
 
 
-@pytest.fixture(params=[["chat"], ["run", "tiny"]], ids=["chat", "run"])
+@pytest.fixture(params=[["run", "tiny"], pytest.param(["chat"], marks=pytest.mark.slow)], ids=["run", "chat"])
 def terminal(request):
-    """A chat in a terminal, which a model without a prompt begins too: its process and our end of the line."""
+    """A chat in a terminal, which `run MODEL` without a prompt begins, too: the process and our end of the line."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-m", "deltic", *request.param, *SHORT], cwd=ROOT, stdin=theirs,
                                stdout=theirs, stderr=theirs, start_new_session=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,10 +26,10 @@ def shown(capsys, *argv):
 # Help
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_two_screens(command, capsys, monkeypatch):
+def test_help_fits_two_screens(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert 5 < len(shown(capsys, command, "--help").splitlines()) <= 100
+    for command in COMMANDS:
+        assert 5 < len(shown(capsys, command, "--help").splitlines()) <= 100, command
 
 
 def test_options_hidden_from_the_short_help_are_in_the_others(capsys):
@@ -45,16 +43,15 @@ def test_options_hidden_from_the_short_help_are_in_the_others(capsys):
     assert "--help-limits" in short and "--help-all" in short and "--port" in short
 
 
-@pytest.mark.parametrize(("command", "usage"), [("serve", "[MODEL]"), ("run", "[MODEL] [PROMPT]"),
-                                                ("eval", "MODEL FILE")])
-def test_usage_shows_which_arguments_are_required(command, usage, capsys):
-    assert shown(capsys, command, "--help").startswith(f"usage: deltic {command} [OPTION ...] {usage}\n")
+def test_usage_shows_which_arguments_are_required(capsys):
+    for command, usage in (("serve", "[MODEL]"), ("run", "[MODEL] [PROMPT]"), ("eval", "MODEL FILE")):
+        assert shown(capsys, command, "--help").startswith(f"usage: deltic {command} [OPTION ...] {usage}\n")
 
 
 # Hints
 
 
-@pytest.mark.parametrize(("argv", "hint"), [
+HINTS = [
     (["srve"], "did you mean serve?"), (["start"], "did you mean serve?"), (["quantize"], "did you mean convert?"),
     (["stop"], "a server ends with Ctrl-C"), (["serve", "--prot", "1"], "did you mean --port"),
     (["serve", "--enable-mtp"], "--enable-mtp of vllm-mlx is --speculate here"),
@@ -66,9 +63,12 @@ def test_usage_shows_which_arguments_are_required(command, usage, capsys):
     (["serve", "--tensor-parallel-size", "2"], "no option: a model runs on one device"),
     (["serve", "--max-model-len", "1"], "--max-model-len of vLLM is --max-context here"),
     (["serve", "--context-length", "1"], "--context-length of SGLang is --max-context here"),
-    (["run", "hi", "--max_new_tokens", "3"], "--max_new_tokens of ExecuTorch is --max-tokens here")])
-def test_names_of_other_engines_get_a_hint(argv, hint, capsys):
-    assert hint in fails(argv, capsys)
+    (["run", "hi", "--max_new_tokens", "3"], "--max_new_tokens of ExecuTorch is --max-tokens here")]
+
+
+def test_names_of_other_engines_get_a_hint(capsys):
+    for argv, hint in HINTS:
+        assert hint in fails(argv, capsys), argv
 
 
 def test_every_hint_names_an_option_that_there_is():
@@ -113,11 +113,11 @@ def test_ps_lists_the_models_of_a_server(capsys):
     assert "no server answers at" in fails(["ps", "--url", served.url], capsys)
 
 
-def test_a_shell_completes_commands_and_options():
+def test_a_shell_completes_commands_and_options(capsys):
     for shell in ("bash", "zsh"):
-        done = subprocess.run([sys.executable, "-m", "deltic", "completion", shell], capture_output=True, text=True,
-                              cwd=ROOT)
-        assert done.returncode == 0 and "serve" in done.stdout and "--max-context" in done.stdout
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert "serve" in script and "--max-context" in script
 
 
 # Options in a file
@@ -161,17 +161,20 @@ def test_a_file_has_the_options_of_the_command_line(suffix, tmp_path, monkeypatc
     assert (second.model, second.port, second.engine_prefix_cache) == ("tiny", 1, True)
 
 
-@pytest.mark.parametrize(("text", "message"), [
+WRONG_FILES = [
     ("ctx-size: 1", "there is no option 'ctx-size' .--ctx-size of llama.cpp is --max-context here"),
     ("prot: 1", "there is no option 'prot' .did you mean --port"), ("port: x", "--port: must be an integer"),
     ("port: true", "port must have a value, not true"), ("lenient: 3", "lenient must be true or false"),
     ("port: {a: 1}", "port must be text, a number or a list"), ("- a", "must hold options by their names"),
     ("a: [", "cannot be read as YAML"), ("model: 3", "model must be the name of a model"), ("help: true", "no option"),
-    ("models: x", "models must hold"), ("config: x", "no option 'config'")])
-def test_a_file_that_cannot_be_used(text, message, tmp_path, capsys):
+    ("models: x", "models must hold"), ("config: x", "no option 'config'")]
+
+
+def test_wrong_files_of_options_are_explained(tmp_path, capsys):
     path = tmp_path / "serve.yml"
-    path.write_text(text)
-    assert re.search(message, fails(["serve", "--config", str(path)], capsys))
+    for text, message in WRONG_FILES:
+        path.write_text(text)
+        assert re.search(message, fails(["serve", "--config", str(path)], capsys)), text
 
 
 def test_an_empty_file_has_no_options(tmp_path):
