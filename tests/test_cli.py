@@ -280,7 +280,8 @@ def test_keywords_in_messages_become_options(capsys):
         assert as_typed(keyword) == option
     for argv, message in (
             (["--max-context", "0"], "--max-context must be from 1"), (["--aot-dir", ""], "--aot-dir is empty"),
-            (["--quant", "fp8"], "--quant fp8 is for NVIDIA GPUs"), (["--speculate", "foo"], "--speculate must be auto")):
+            (["--quant", "fp8"], "--quant fp8 is for NVIDIA GPUs"),
+            (["--speculate", "foo"], "--speculate must be auto")):
         assert f"error: {message}" in fails(["run", "hi", *argv], capsys)
 
 
@@ -378,7 +379,8 @@ def test_a_traceback_is_logged_only_with_verbose(capsys):
 
 def test_bench(capsys, monkeypatch):
     monkeypatch.setattr("deltic.cli.bench._READ_BYTES", 1 << 20)
-    argv = ["bench", "--prompt-tokens", "24", "--new-tokens", "4", "--batch", "2", "--threads", "1", "--memory", "16MiB"]
+    argv = ["bench", "--prompt-tokens", "24", "--new-tokens", "4", "--batch", "2", "--threads", "1", "--memory",
+            "16MiB"]
     assert main([*argv, "--repeat", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {"prefill_tokens_per_second", "decode_tokens_per_second", "time_to_first_token_ms", "peak_memory_mib",
