@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from deltic.cli.bench import Case, check_room, model_facts, origin_facts, trial
-from deltic.cli.models import open_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import Bar, grid, peak_memory_mib, table
 from deltic.cli.parser import UsageError
 from deltic.config import EngineConfig

@@ -18,9 +18,8 @@ from test_server_harness import serving, tiny
 
 from deltic import LLM
 from deltic.cli import main
-from deltic.cli.clients import CLIENTS
-from deltic.cli.files import replace_file
-from deltic.cli.parser import UsageError
+from deltic.cli.connect import CLIENTS
+from deltic.cli.parser import UsageError, replace_file
 from deltic.server.models import ModelSet, ModelSource
 
 CONTEXT = 2048

@@ -229,11 +229,11 @@ def test_escapes_go_where_they_are_understood(terminal, variables, colors, escap
 
 
 def test_random_weights_that_do_not_fit_are_not_made(monkeypatch, capsys):
-    monkeypatch.setattr("deltic.cli.models.available_memory", lambda: 20 << 30)
+    monkeypatch.setattr("deltic.cli.options.available_memory", lambda: 20 << 30)
     monkeypatch.setattr("deltic.engine.loading.random_tensors", lambda *args, **options: pytest.fail("made"))
     assert main(["bench", "--random", "qwen3.5-27b"]) == 2
     message = capsys.readouterr().err
     assert "take 50.1 GiB, and 20.0 GiB of memory is available" in message and "--layers 18)" in message
-    monkeypatch.setattr("deltic.cli.models.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("deltic.cli.options.available_memory", lambda: 1 << 20)
     assert main(["bench", "--random", "0.8b", "--scenario", "edit"]) == 2
     assert "take a smaller preset" in capsys.readouterr().err

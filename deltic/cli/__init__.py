@@ -13,8 +13,16 @@ from contextlib import suppress
 from importlib import import_module
 
 from deltic import __version__
-from deltic.cli.foreign import ALIASES, command_hint
-from deltic.cli.parser import Parser, ShowHelp, UsageError, as_typed, clipped, is_advanced
+from deltic.cli.parser import (
+    ALIASES,
+    Parser,
+    ShowHelp,
+    UsageError,
+    as_typed,
+    clipped,
+    command_hint,
+    is_advanced,
+)
 from deltic.cli.process import Terminated, discard_stdout, open_closed_streams, signals_raise
 from deltic.errors import ConfigError, DelticError
 
@@ -135,7 +143,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser = command_parser(name)
     args = parser.parse_mixed(top.arguments)
     if getattr(args, "config", None):
-        from deltic.cli.config_file import options_of
+        from deltic.cli.options import options_of
 
         args = parser.parse_mixed([*options_of(parser, args.config, args.model is not None), *top.arguments])
     from deltic.cli.output import logging_to_stderr

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltic import __version__
 from deltic.cli import options
-from deltic.cli.models import open_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import commit, machine_facts, peak_memory_mib, table
 from deltic.cli.parser import UsageError, whole
 from deltic.errors import DelticError

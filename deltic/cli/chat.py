@@ -16,10 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.files import decoded, numbered_lines, replace_file
-from deltic.cli.models import open_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import Screen, note, read_answer, statistics_line
-from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, plain_file, read_bytes, read_text
+from deltic.cli.parser import (
+    MAX_BYTES,
+    UsageError,
+    as_typed,
+    decoded,
+    numbered_lines,
+    plain_file,
+    read_bytes,
+    read_text,
+    replace_file,
+)
 from deltic.cli.process import Interruption
 from deltic.errors import RequestError, show
 

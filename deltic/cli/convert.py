@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.files import check_absent, check_target
 from deltic.cli.output import Bar, bytes_bar, print_facts
-from deltic.cli.parser import UsageError, path_name, text
+from deltic.cli.parser import UsageError, check_absent, check_target, path_name, text
 
 if TYPE_CHECKING:
     from deltic.embeddings.directory import StoredEncoder

@@ -15,9 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from deltic.cli import options
-from deltic.cli.files import decoded, lock, numbered_lines, open_lines
 from deltic.cli.output import Bar, bytes_bar, note
-from deltic.cli.parser import UsageError, existing_file, path_name, text, whole
+from deltic.cli.parser import (
+    UsageError,
+    decoded,
+    existing_file,
+    lock,
+    numbered_lines,
+    open_lines,
+    path_name,
+    text,
+    whole,
+)
 from deltic.errors import show
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from deltic.cli import options
-from deltic.cli.files import decoded, open_lines
-from deltic.cli.models import open_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import print_facts, tokens_bar
-from deltic.cli.parser import MAX_BYTES, UsageError, text, whole
+from deltic.cli.parser import MAX_BYTES, UsageError, decoded, open_lines, text, whole
 from deltic.errors import show
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.files import check_absent, check_target
 from deltic.cli.output import note, print_facts
-from deltic.cli.parser import UsageError, path_name, text, whole
+from deltic.cli.parser import UsageError, check_absent, check_target, path_name, text, whole
 from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
 from deltic.errors import ModelError
 from deltic.export.program import LIBRARIES, OBJECTS, require_extra

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from deltic.cli import options
-from deltic.cli.models import check_source, open_llm
+from deltic.cli.options import check_source, open_llm
 from deltic.cli.output import print_facts
 from deltic.cli.parser import as_typed, existing_file
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, available_memory

@@ -1,4 +1,4 @@
-"""An argument parser that raises errors instead of exiting, and argument types.
+"""An argument parser that raises errors instead of exiting, hints for wrong names, argument types, and files.
 
 argparse takes 15 ms to import, click 38 ms and typer 228 ms, which every command would pay; and neither reads -5+3= as
 a prompt.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import json
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
-from deltic.cli.foreign import option_hint
 from deltic.errors import DelticError, show
 
 
@@ -94,17 +95,6 @@ class Parser(argparse.ArgumentParser):
                 words.append(str(action.metavar) if action.required else f"[{action.metavar}]")
         return " ".join(words)
 
-    def format_group(self, title: str) -> str:
-        """The help of one group of options."""
-        formatter = self._get_formatter()
-        for group in self._action_groups:
-            if group.title == title:
-                formatter.start_section(group.title)
-                formatter.add_text(group.description)
-                formatter.add_arguments(group._group_actions)
-                formatter.end_section()
-        return formatter.format_help()
-
     def _print_message(self, message: str, file: Any = None) -> None:
         """Raises where argparse ignores that nothing can be written."""
         (file or sys.stderr).write(message)
@@ -170,6 +160,48 @@ def clipped(message: str) -> str:
     if len(message) > _MAX_MESSAGE:
         message = f"{message[:_MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 2:]}"
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in message)
+
+
+# Hints
+
+
+ALIASES: Final = {"list": "ls", "show": "inspect"}
+"""Commands of Ollama that work here under the same name."""
+_NEED_RANDOM: Final = ("--random", "--random-seed", "--layers")
+
+
+def foreign_names() -> dict[str, dict[str, str]]:
+    """Engine -> its name for an option -> the option here, or a sentence; and `Commands` in the same form."""
+    import tomllib
+
+    return tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
+
+
+def option_hint(given: str, known: Iterable[str]) -> str | None:
+    """A hint for an unknown option: its name here, or similar names."""
+    name = given.partition("=")[0]
+    if name in _NEED_RANDOM:
+        return f"{name} is for deltic bench and inspect: random weights have no tokenizer, so they cannot talk"
+    for engine, table in foreign_names().items():
+        ours = table.get(name) or table.get(name.replace("_", "-"))
+        if ours:
+            return f"{name}: {ours}" if " " in ours else f"{name} of {engine} is {ours} here"
+    return _did_you_mean(name, [option for option in known if len(option) > 2])
+
+
+def command_hint(given: str, known: Iterable[str]) -> str | None:
+    """A hint for an unknown command."""
+    ours = foreign_names()["Commands"].get(given)
+    if ours is None:
+        return _did_you_mean(given, known)
+    return ours if " " in ours else f"did you mean {ours}?"
+
+
+def _did_you_mean(given: str, known: Iterable[str]) -> str | None:
+    import difflib
+
+    close = difflib.get_close_matches(given, list(known), n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else None
 
 
 # Argument types
@@ -260,3 +292,82 @@ def read_bytes(path: Path) -> bytes:
 def read_text(path: Path) -> str:
     """Returns the UTF-8 text of a file or pipe. Raises OSError or ValueError."""
     return read_bytes(path).decode("utf-8-sig")
+
+
+def open_lines(name: str) -> BinaryIO:
+    """Opens a file, or standard input for `-`."""
+    if name == "-":
+        return sys.stdin.buffer
+    try:
+        return Path(name).open("rb")
+    except OSError as error:
+        raise UsageError(f"{show(name)} cannot be read: {error.strerror}") from error
+
+
+def numbered_lines(file: BinaryIO, source: str = "") -> Iterator[tuple[int, bytes]]:
+    """Yields each line and its number, from 1. source: such as ` on stdin`, for errors."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            line = file.readline(MAX_BYTES + 1)
+        except OSError as error:
+            raise UsageError(f"line {number}{source} cannot be read: {error.strerror}") from error
+        if len(line) > MAX_BYTES:
+            raise UsageError(f"line {number}{source} has more than {MAX_BYTES >> 20} MiB")
+        if not line:
+            return
+        yield number, line
+
+
+def decoded(content: bytes, name: str, *, first: bool = True) -> str:
+    """Decodes UTF-8. Raises UsageError with the name of the content. first: it may begin with a byte order mark."""
+    try:
+        return content.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not valid UTF-8 (byte {error.start}): convert it first, for example with "
+                         "iconv") from error
+
+
+def lock(file: int, path: Path, output: Path) -> None:
+    """Locks the open file of a path. Raises UsageError with the output if another process has locked or replaced it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        is_mine = False
+    if not is_mine:
+        raise UsageError(f"{output} is being written by another process: wait for it, or name another file")
+
+
+def check_target(given: str, suffix: str, kind: str) -> Path:
+    """Returns the path of a file to write. Raises UsageError without the suffix or the directory."""
+    path = Path(given)
+    if path.suffix.lower() != suffix:
+        raise UsageError(f"{given} must end in {suffix}, the suffix of {kind}")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no directory {str(path.parent)!r}")
+    if path.is_dir():
+        raise UsageError(f"{given} is a directory; name a file")
+    return path
+
+
+def check_absent(paths: Iterable[Path], force: bool) -> None:
+    for path in paths:
+        if path.exists() and not force:
+            raise UsageError(f"{path} exists; give --force to replace it, or another name")
+
+
+def replace_file(path: Path, content: str, mode: int) -> None:
+    """Replaces a file as a whole, or leaves it as it is. Raises UsageError with the path."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(content)
+        part.chmod(mode)
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
 from deltic.cli.chat import naming_files, run_chat
-from deltic.cli.files import decoded
-from deltic.cli.models import timed_llm
+from deltic.cli.options import timed_llm
 from deltic.cli.output import AnswerTiming, Screen, call_json, note, read_answer, statistics_line
-from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, json_file, plain_file, text
+from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, decoded, json_file, plain_file, text
 from deltic.cli.process import Terminated
 from deltic.errors import show
 from deltic.export.program import kind_of

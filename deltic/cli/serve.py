@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.models import open_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import bytes_bar, note
 from deltic.cli.parser import (
     UsageError,
