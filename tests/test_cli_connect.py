@@ -202,8 +202,9 @@ def test_keys(home, capsys, monkeypatch):
 
 def test_answers_of_other_servers(home, capsys, monkeypatch):
     for answer, hint in (
-            ('{"data": [{"id": "x"}]}', "does not say how much context x has"), ('{"data": []}', "lists no models"),
-            ("<html>", "lists no models"), ("[1]", "lists no models"), ('{"data": [7]}', "lists no models")):
+            ('{"data": [{"id": "x"}]}', "to /tokenize cannot be read (KeyError)"),
+            ('{"data": []}', "to /v1/models cannot be read (ValueError)"), ("<html>", "(JSONDecodeError)"),
+            ("[1]", "(TypeError)"), ('{"data": [7]}', "(TypeError)")):
         opener = SimpleNamespace(open=lambda request, timeout, content=answer: io.BytesIO(content.encode()))
         monkeypatch.setattr("deltic.cli.connect.build_opener", lambda proxies, opener=opener: opener)
         assert main(["connect", "opencode", "--write"]) == 2
@@ -211,9 +212,9 @@ def test_answers_of_other_servers(home, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("answer", "hint"), [
-    (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak HTTP as it should (BadStatusLine)"),
-    (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nff\r\n{", "should (IncompleteRead)"),
-    (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "lists no models")])
+    (b"SSH-2.0-OpenSSH_9.6\r\n", "cannot be read (BadStatusLine)"),
+    (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nff\r\n{", "cannot be read (IncompleteRead)"),
+    (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "cannot be read (RecursionError)")])
 def test_servers_that_do_not_speak_http(answer, hint, home, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         def reply():
