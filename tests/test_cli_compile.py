@@ -32,7 +32,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
             raise errors[0]
         return compiler.Compiled(1, 2)
 
-    monkeypatch.setattr("deltic.cli.export.require_extra", lambda extra: None)
+    monkeypatch.setattr("deltic.cli.convert.require_extra", lambda extra: None)
     monkeypatch.setattr(compiler, "compile_model", compile_model)
     monkeypatch.setattr(targets, "parse_target", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
     return errors

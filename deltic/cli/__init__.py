@@ -51,8 +51,8 @@ COMMANDS = {
     "doctor": "check the installation and suggest fixes",
     "completion": "print a script that completes commands in a shell",
 }
-_MODULES = {"rerank": "embed", "compile": "export", "mtp": "convert", "ps": "connect", "pull": "cache", "ls": "cache",
-            "rm": "cache", "completion": "docs"}
+_MODULES = {"rerank": "embed", "export": "convert", "compile": "convert", "mtp": "convert", "ps": "connect",
+            "pull": "cache", "ls": "cache", "rm": "cache", "completion": "docs"}
 """The module of each command that does not have one of its own name."""
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
