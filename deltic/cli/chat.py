@@ -26,7 +26,7 @@ from deltic.cli.parser import (
     numbered_lines,
     plain_file,
     read_bytes,
-    read_text,
+    read_json,
     replace_file,
 )
 from deltic.cli.process import Interruption
@@ -191,10 +191,7 @@ class ChatState:
     def _add_picture(self, path: Path) -> str:
         """Keeps a picture for the next message, if the model can see it."""
         kind = mimetypes.guess_type(path.name)[0] or "image/png"
-        try:
-            content = read_bytes(plain_file(str(path)))
-        except (argparse.ArgumentTypeError, ValueError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
+        content = read_bytes(plain_file(str(path)))
         url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
         part = {"type": "image_url", "image_url": {"url": url}}
         with naming_files([path]):
@@ -276,10 +273,7 @@ def _as_message(deltas: list[Delta]) -> Message:
 
 def _read_messages(path: Path) -> list[Message]:
     """Returns the messages in a file: the body of a request, or a list. Raises UsageError for anything else."""
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
+    found = read_json(path)
     messages = found.get("messages") if isinstance(found, dict) else found
     if not isinstance(messages, list) or not all(isinstance(one, dict) and "role" in one for one in messages):
         raise UsageError(f'{path} must be of the form {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
@@ -350,7 +344,7 @@ def _piped_lines() -> Callable[[bool], str]:
 
     def read(within_quotes: bool) -> str:
         for number, line in lines:
-            return decoded(line, f"line {number} on stdin", first=number == 1).rstrip("\r\n")
+            return decoded(line, f"line {number} on stdin").rstrip("\r\n")
         raise EOFError
 
     return read

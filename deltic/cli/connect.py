@@ -120,7 +120,7 @@ def _url(given: str) -> str:
     except ValueError:
         is_valid = False
     if not is_valid:
-        raise argparse.ArgumentTypeError(f"must be like {_URL}, not {given[:80]!r}")
+        raise UsageError(f"must be like {_URL}, not {given[:80]!r}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 

@@ -1,4 +1,4 @@
-"""Models in other forms: `deltic convert` (GGUF), `mtp` (the draft head alone), `export` (ExecuTorch), `compile` (TVM)."""
+"""Models in other forms: `deltic convert` (GGUF), `mtp` (draft head), `export` (ExecuTorch), `compile` (TVM)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _mmproj(path: Path) -> Path:
 
 
 def _target(args: argparse.Namespace) -> Path:
-    path = check_target(args.target, ".gguf", "a model")
+    path = check_target(args.target, ".gguf")
     check_absent([path] if args.mmproj == "NONE" else [path, _mmproj(path)], args.force)
     return path
 
@@ -168,7 +168,7 @@ def add_mtp(parser: argparse.ArgumentParser) -> None:
 
 def run_mtp(args: argparse.Namespace) -> int:
     target = Path(args.target)
-    path = check_target(str(target / _HEAD_FILE if target.is_dir() else target), ".safetensors", "a draft head")
+    path = check_target(str(target / _HEAD_FILE if target.is_dir() else target), ".safetensors")
     check_absent([path], args.force)
     from deltic.loader.hub import open_checkpoint
     from deltic.loader.mtp_head import extract_head
@@ -234,7 +234,7 @@ def _program(args: argparse.Namespace) -> Path:
     from deltic.export.executorch.runtime import sidecar_of
     from deltic.export.program import sidecar_files
 
-    path = check_target(args.output, ".pte", "a program")
+    path = check_target(args.output, ".pte")
     directory = sidecar_of(path)
     if directory.is_file():
         raise UsageError(f"{directory} is a file, and the config and tokenizer go to a directory of that name; give "
@@ -365,7 +365,7 @@ def _compiled(folder: Path) -> list[Path]:
 def _format(given: str) -> str:
     found = find(FORMATS, given)
     if found not in ("float32", "float16"):
-        raise argparse.ArgumentTypeError(f"must be float32 or float16, not {given[:40]!r}")
+        raise UsageError(f"must be float32 or float16, not {given[:40]!r}")
     return found
 
 
@@ -373,4 +373,4 @@ def _generation(given: str) -> str:
     try:
         return canonical(GENERATIONS, given, "generation")
     except ModelError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise UsageError(str(error)) from error

@@ -18,12 +18,12 @@ from deltic.cli import options
 from deltic.cli.output import Bar, bytes_bar, note
 from deltic.cli.parser import (
     UsageError,
+    check_target,
     decoded,
     existing_file,
     lock,
     numbered_lines,
     open_lines,
-    path_name,
     text,
     whole,
 )
@@ -38,13 +38,12 @@ if TYPE_CHECKING:
 
 _WINDOW = 1024
 _NO_ROOM = "make room, and run the same command again to continue"
-_SUFFIXES = (".npy", ".npz")
 
 
 def add_embed(parser: argparse.ArgumentParser) -> None:
     parser.description = "Vectors of the texts in a file. The same command continues an interrupted one."
     _add_source(parser)
-    parser.add_argument("-o", "--output", type=_output, metavar="FILE",
+    parser.add_argument("-o", "--output", type=lambda given: check_target(given, ".npy", ".npz"), metavar="FILE",
                         help="a .npy or .npz file for the vectors, float32 [texts, numbers] (in .npz: `vectors`); "
                              "without it, they are printed as a line of JSON for each text")
     kind = parser.add_mutually_exclusive_group()
@@ -117,7 +116,7 @@ def _open_encoder(args: argparse.Namespace, task: Task, **more: Any) -> Encoder:
 def read_texts(file: BinaryIO, jsonl: bool) -> Iterator[str]:
     """Yields the text of each line. Raises UsageError with the number of a wrong line."""
     for number, line in numbered_lines(file):
-        content = decoded(line, f"line {number}", first=number == 1).rstrip("\r\n")
+        content = decoded(line, f"line {number}").rstrip("\r\n")
         yield _json_text(content, number) if jsonl else content
 
 
@@ -145,18 +144,6 @@ def _is_seekable(file: BinaryIO) -> bool:
 
 
 # Vectors in a file
-
-
-def _output(given: str) -> Path:
-    path = Path(path_name(given))
-    if path.suffix not in _SUFFIXES:
-        raise argparse.ArgumentTypeError(f"must end in {' or '.join(_SUFFIXES)}, not {given[:80]!r}")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"the directory {str(path.parent)!r} does not exist")
-    if path.exists() and not path.is_file():
-        kind = "directory" if path.is_dir() else "pipe or device"
-        raise argparse.ArgumentTypeError(f"{show(given)} is a {kind}; name a file")
-    return path
 
 
 def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:

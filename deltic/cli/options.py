@@ -216,10 +216,10 @@ def _read_options(path: Path) -> dict[Any, Any]:
     import yaml
 
     is_toml = path.suffix.lower() == ".toml"
+    text = read_text(path)
     try:
-        text = read_text(path)
         content = tomllib.loads(text) if is_toml else yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read as {'TOML' if is_toml else 'YAML'}: {error}") from error
     if not isinstance(content, dict | None):
         raise UsageError(f"{path} must hold options by their names, such as port: 8000")

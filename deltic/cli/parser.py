@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, Final, NoReturn
 from deltic.errors import DelticError, show
 
 
-class UsageError(DelticError):
-    """The command line is wrong."""
+class UsageError(DelticError, argparse.ArgumentTypeError):
+    """The command line is wrong. From an argument type, the parser adds the name of the argument."""
 
 
 MAX_BYTES = 64 << 20
@@ -212,7 +212,7 @@ def whole(low: int, high: int = 1 << 31) -> Callable[[str], int]:
     def parse(given: str) -> int:
         value = int(given) if re.fullmatch(r"-?\d{1,19}", given, re.ASCII) else None
         if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, not {given[:40]!r}")
+            raise UsageError(f"must be an integer from {low} to {high}, not {given[:40]!r}")
         return value
     return parse
 
@@ -225,8 +225,7 @@ def seconds(low: float = 0.0, high: float = 1e6) -> Callable[[str], float]:
         except ValueError:
             value = -1.0
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a number of seconds from {low:g} to {high:,.0f}, not "
-                                             f"{given[:40]!r}")
+            raise UsageError(f"must be a number of seconds from {low:g} to {high:,.0f}, not {given[:40]!r}")
         return value
     return parse
 
@@ -236,11 +235,11 @@ def existing_file(given: str) -> Path:
     try:
         mode = os.stat(given).st_mode
     except (OSError, ValueError):
-        raise argparse.ArgumentTypeError(f"there is no file {show(given)}") from None
+        raise UsageError(f"there is no file {show(given)}") from None
     if stat.S_ISDIR(mode):
-        raise argparse.ArgumentTypeError(f"{show(given)} is a directory; name a file")
+        raise UsageError(f"{show(given)} is a directory; name a file")
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
-        raise argparse.ArgumentTypeError(f"{show(given)} is neither a file nor a pipe")
+        raise UsageError(f"{show(given)} is neither a file nor a pipe")
     return Path(given)
 
 
@@ -248,16 +247,13 @@ def plain_file(given: str) -> Path:
     """An existing file that can be read more than once."""
     path = existing_file(given)
     if not path.is_file():
-        raise argparse.ArgumentTypeError(f"{show(given)} is a pipe; name a file")
+        raise UsageError(f"{show(given)} is a pipe; name a file")
     return path
 
 
 def json_file(given: str) -> Any:
     """The value in a JSON file."""
-    try:
-        return json.loads(read_text(existing_file(given)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{given} cannot be read as JSON: {error}") from error
+    return read_json(existing_file(given))
 
 
 def text(given: str) -> str:
@@ -267,13 +263,13 @@ def text(given: str) -> str:
     try:
         return os.fsencode(given).decode()
     except (UnicodeDecodeError, UnicodeEncodeError):
-        raise argparse.ArgumentTypeError("is not valid UTF-8") from None
+        raise UsageError("is not valid UTF-8") from None
 
 
 def path_name(given: str) -> str:
     """The name of a file or directory, which need not exist."""
     if not given:
-        raise argparse.ArgumentTypeError("is empty: name a file or directory")
+        raise UsageError("is empty: name a file or directory")
     return text(given)
 
 
@@ -281,17 +277,27 @@ def path_name(given: str) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Returns the content of a file or pipe. Raises OSError or ValueError."""
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
+    """Returns the content of a file or pipe."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     if len(content) > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
+        raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB")
     return content
 
 
 def read_text(path: Path) -> str:
-    """Returns the UTF-8 text of a file or pipe. Raises OSError or ValueError."""
-    return read_bytes(path).decode("utf-8-sig")
+    return decoded(read_bytes(path), str(path))
+
+
+def read_json(path: Path) -> Any:
+    content = read_text(path)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def open_lines(name: str) -> BinaryIO:
@@ -320,10 +326,10 @@ def numbered_lines(file: BinaryIO, source: str = "") -> Iterator[tuple[int, byte
         yield number, line
 
 
-def decoded(content: bytes, name: str, *, first: bool = True) -> str:
-    """Decodes UTF-8. Raises UsageError with the name of the content. first: it may begin with a byte order mark."""
+def decoded(content: bytes, name: str) -> str:
+    """Decodes UTF-8. Raises UsageError with the name of the content."""
     try:
-        return content.decode("utf-8-sig" if first else "utf-8")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not valid UTF-8 (byte {error.start}): convert it first, for example with "
                          "iconv") from error
@@ -340,15 +346,15 @@ def lock(file: int, path: Path, output: Path) -> None:
         raise UsageError(f"{output} is being written by another process: wait for it, or name another file")
 
 
-def check_target(given: str, suffix: str, kind: str) -> Path:
-    """Returns the path of a file to write. Raises UsageError without the suffix or the directory."""
-    path = Path(given)
-    if path.suffix.lower() != suffix:
-        raise UsageError(f"{given} must end in {suffix}, the suffix of {kind}")
-    if not path.parent.is_dir():
+def check_target(given: str, *suffixes: str) -> Path:
+    """Returns the path of a file to write. Raises UsageError without a suffix or the directory."""
+    path = Path(path_name(given))
+    if path.suffix.lower() not in suffixes:
+        raise UsageError(f"{given} must end in {' or '.join(suffixes)}")
+    if not path.absolute().parent.is_dir():
         raise UsageError(f"there is no directory {str(path.parent)!r}")
-    if path.is_dir():
-        raise UsageError(f"{given} is a directory; name a file")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{show(given)} is a {'directory' if path.is_dir() else 'pipe or device'}; name a file")
     return path
 
 
