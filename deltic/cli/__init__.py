@@ -13,16 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from deltic import __version__
-from deltic.cli.parser import (
-    ALIASES,
-    Parser,
-    ShowHelp,
-    UsageError,
-    as_typed,
-    clipped,
-    command_hint,
-    is_advanced,
-)
+from deltic.cli.parser import ALIASES, HelpAll, Parser, UsageError, as_typed, clipped, command_hint, is_advanced
 from deltic.cli.process import Terminated, discard_stdout, open_closed_streams, signals_raise
 from deltic.errors import ConfigError, DelticError
 
@@ -118,11 +109,12 @@ def top_parser() -> Parser:
 def command_parser(name: str) -> Parser:
     """The parser of one command's arguments."""
     parser = Parser(f"deltic {name}", add_help=False)
-    parser.add_argument("-h", "--help", action=ShowHelp, show=Parser.format_short_help, help="show this help and exit")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("-v", "--verbose", action="store_true", help="log details to stderr")
     _function(f"add_{name}", name)(parser)
     if any(map(is_advanced, parser._actions)):
-        parser.add_argument("--help-all", action=ShowHelp, show=Parser.format_help, help="show all options and exit")
+        parser.add_argument("--help-all", action=HelpAll, nargs=0, dest=argparse.SUPPRESS, default=argparse.SUPPRESS,
+                            help="show all options and exit")
     return parser
 
 

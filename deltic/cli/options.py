@@ -6,11 +6,10 @@ Engine options and limits are generated from EngineConfig and Limits.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from deltic.cli.output import bytes_bar, gib
 from deltic.cli.parser import UsageError, existing_file, flag, option_hint, read_text, text, whole
@@ -18,7 +17,6 @@ from deltic.config import PRESETS, EngineConfig, Limits, ModelConfig, available_
 from deltic.params import SamplingParams
 
 if TYPE_CHECKING:
-    from deltic.config import DType
     from deltic.llm import LLM
 
 COMMON = ("device", "dtype", "threads", "memory", "gpu_memory_utilization", "kv_dtype", "max_context", "max_batch",
@@ -268,13 +266,6 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
         return LLM(source, revision=args.revision, progress=bar.update, **processor, **given)
 
 
-def timed_llm(args: argparse.Namespace) -> tuple[LLM, float]:
-    """Loads a model; returns it and the milliseconds that loading took."""
-    started = time.perf_counter()
-    llm = open_llm(args)
-    return llm, round((time.perf_counter() - started) * 1e3, 3)
-
-
 def check_source(args: argparse.Namespace) -> None:
     """Raises UsageError if a model and random weights are both asked for."""
     if args.random and args.model:
@@ -287,23 +278,12 @@ def check_source(args: argparse.Namespace) -> None:
 
 def _check_memory(args: argparse.Namespace, given: dict[str, Any]) -> None:
     """Raises UsageError if random weights do not fit into the available memory."""
+    from deltic.cli.inspect import activation_dtype, weight_bytes
     from deltic.engine.options import settled
 
-    engine = settled(EngineConfig(**given))
-    free = available_memory()
-    room = free * _MEMORY_SHARE
-    needed = _random_bytes(args.random, args.layers, engine)
-    if engine.device != "cpu" or needed <= room:
-        return
-    layers = range(ModelConfig.preset(args.random, args.layers).num_hidden_layers - 1, 0, -1)
-    fitting = next((count for count in layers if _random_bytes(args.random, count, engine) <= room), None)
-    remedy = f"keep fewer layers (--layers {fitting})" if fitting else "take a smaller preset"
-    raise UsageError(f"the weights of --random {args.random} take {gib(needed)}, and {gib(free)} of memory is "
-                     f"available: {remedy}. --quant does not help: random weights are quantized after all were made")
-
-
-def _random_bytes(preset: str, layers: int | None, engine: EngineConfig) -> int:
-    from deltic.cli.inspect import weight_bytes
-
-    config = ModelConfig.preset(preset, layers)
-    return weight_bytes(config, config.dtype if engine.dtype == "auto" else cast("DType", engine.dtype))
+    engine, config = settled(EngineConfig(**given)), ModelConfig.preset(args.random, args.layers)
+    needed, free = weight_bytes(config, activation_dtype(config, engine)), available_memory()
+    if engine.device == "cpu" and needed > free * _MEMORY_SHARE:
+        raise UsageError(f"the weights of --random {args.random} take {gib(needed)}, and {gib(free)} of memory is "
+                         "available: keep fewer layers (--layers), or take a smaller preset. --quant does not help: "
+                         "random weights are quantized after all were made")

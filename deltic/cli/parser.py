@@ -84,8 +84,7 @@ class Parser(argparse.ArgumentParser):
             if all(action.help == argparse.SUPPRESS for action in group._group_actions):
                 group.description = None
         brief.usage = self.short_usage()
-        others = [f"{self.prog} {name}" for name in self._option_string_actions if name.startswith("--help-")]
-        brief.epilog = f"{len(hidden)} more options: {', '.join(others)}"
+        brief.epilog = f"{len(hidden)} more options: {self.prog} --help-all"
         return brief.format_help()
 
     def short_usage(self) -> str:
@@ -94,6 +93,9 @@ class Parser(argparse.ArgumentParser):
             if not action.option_strings:
                 words.append(str(action.metavar) if action.required else f"[{action.metavar}]")
         return " ".join(words)
+
+    def print_help(self, file: Any = None) -> None:
+        self._print_message(self.format_short_help(), file or sys.stdout)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Raises where argparse ignores that nothing can be written."""
@@ -106,16 +108,11 @@ class Parser(argparse.ArgumentParser):
         return message
 
 
-class ShowHelp(argparse.Action):
-    """Prints the part of the help that `show` returns, and exits."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, show: Callable[[Parser], str], help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-        self.show = show
+class HelpAll(argparse.Action):
+    """Prints the help with all options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, Parser)
-        parser._print_message(self.show(parser), sys.stdout)
+        parser._print_message(parser.format_help(), sys.stdout)
         parser.exit()
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
 from deltic.cli.chat import naming_files, run_chat
-from deltic.cli.options import timed_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import AnswerTiming, Screen, call_json, note, read_answer, statistics_line
 from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, decoded, json_file, plain_file, text
 from deltic.cli.process import Terminated
@@ -60,8 +61,9 @@ def run_run(args: argparse.Namespace) -> int:
     sampling, prompt = options.sampling(args), args.prompt
     if prompt is not None:
         prompt = _read_prompt(prompt)
-    llm, load_ms = timed_llm(args)
-    with llm:
+    started = time.perf_counter()
+    with open_llm(args) as llm:
+        load_ms = round((time.perf_counter() - started) * 1e3, 3)
         if prompt is None:
             prompt = _read_prompt("-")  # after loading, so that a wrong model is reported first
         return _answer(llm, args, lambda: _ask(llm, args, prompt, sampling), load_ms)

@@ -342,9 +342,6 @@ def stored_bytes(path: Path) -> int:
     return max(sum(file.stat().st_size for file in folder.glob(pattern)) for pattern in patterns)
 
 
-# Argument types
-
-
 def _mode(given: str) -> int:
     """The mode of a file, as chmod takes it."""
     if not re.fullmatch("0?[0-7]{3}", given):
