@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 import warnings
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from deltic import __version__
-from deltic.cli.output import cpu_name, gib, memory_mib, read_answer, read_system
+from deltic.cli.output import cpu_name, gib, memory_mib, read_answer
 from deltic.cli.parser import UsageError, as_typed, text
 from deltic.config import EngineConfig, ModelConfig, available_cores, available_memory
 from deltic.errors import ModelError
@@ -131,7 +130,7 @@ _LITTLE_DISK = 5 << 30
 
 def check_python(args: argparse.Namespace) -> Finding:
     return Finding.of("python", f"Python {platform.python_version()}, deltic {__version__}, {sys.platform} on "
-                                f"{platform.machine()}")
+                                f"{platform.machine()}, {cpu_name()}")
 
 
 def check_torch(args: argparse.Namespace) -> Finding:
@@ -219,19 +218,10 @@ def check_hub(args: argparse.Namespace) -> Finding:
 # Machine
 
 
-_FEATURES = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 VNNI": "avx512_vnni", "AVX-512 BF16": "avx512_bf16",
-             "AMX BF16": "amx_bf16"}
 _LITTLE_MEMORY, _NO_MEMORY = 2 << 30, 1 << 29
 _THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 _THREAD_PINS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY")
 """Environment variables that slow the threads down unless they are off."""
-
-
-def check_processor(args: argparse.Namespace) -> Finding:
-    found = re.search(r"^(?:flags|Features)\s*:(.+)$", read_system("/proc/cpuinfo"), re.MULTILINE)
-    flags = found[1].split() if found else []
-    known = [name for name, flag in _FEATURES.items() if flag in flags]
-    return Finding.of("processor", f"{cpu_name()} ({', '.join(known) or 'no vector extensions that deltic knows'})")
 
 
 def check_threads(args: argparse.Namespace) -> Finding:
@@ -400,5 +390,5 @@ def check_answer(args: argparse.Namespace) -> Finding:
                                 f"{timing.end - timing.started:.2f} s; {drafts})", *faults)
 
 
-CHECKS: tuple[Check, ...] = (check_python, check_torch, check_processor, check_kernels, check_operations, check_threads,
-                             check_load, check_memory, check_hub, check_model, check_answer)
+CHECKS: tuple[Check, ...] = (check_python, check_torch, check_kernels, check_operations, check_threads, check_load,
+                             check_memory, check_hub, check_model, check_answer)

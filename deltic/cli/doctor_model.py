@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TURNS: Final = (("What is the capital of France?", "Paris"), ("And of Italy?", "Rome"), ("And of Spain?", "Madrid"))
 """Questions of one conversation, and a word of each answer. Later questions refer to the first."""
 _SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=256)
-_REPORTED = ("python", "torch", "processor", "kernels", "operations", "threads", "memory")
+_REPORTED = ("python", "torch", "kernels", "operations", "threads", "memory")
 _PATH = re.compile(r"(?<!\S)[~/][^\s,;]*")
 _FLOAT32_SHARE = 1.5
 """Memory for a comparison in float32, in bytes for each byte of the weights."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -136,13 +134,6 @@ def _source(given: str) -> str:
     return given if given == "-" else str(existing_file(text(given)))
 
 
-def _is_seekable(file: BinaryIO) -> bool:
-    try:
-        return file is not sys.stdin.buffer and file.seekable()
-    except (OSError, io.UnsupportedOperation):
-        return False
-
-
 # Vectors in a file
 
 
@@ -155,7 +146,7 @@ def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -
     part, job = output.with_name(output.name + ".part"), output.with_name(output.name + ".part.json")
     check_dimensions(args.dimensions, encoder.dimension)
     width = args.dimensions or encoder.dimension
-    description, total = _describe(encoder, args, file, width) if _is_seekable(file) else ("", 0)
+    description, total = _describe(encoder, args, file, width) if os.path.isfile(args.file) else ("", 0)
     with explained(output), _locked(part, job, output) as target:
         done = count = _resume(target, job, description, 4 * width)
         check_room(output, 4 * width * (2 * total - done), _NO_ROOM)  # part and output exist together at the end

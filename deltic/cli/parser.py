@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn, TypeVar
 
 from deltic.errors import DelticError, show
 
@@ -26,6 +26,7 @@ class UsageError(DelticError, argparse.ArgumentTypeError):
     """The command line is wrong. From an argument type, the parser adds the name of the argument."""
 
 
+Number = TypeVar("Number", int, float)
 MAX_BYTES = 64 << 20
 """Upper bound for what is read from a file or a pipe."""
 _LITERAL = "\0"
@@ -206,24 +207,20 @@ def _did_you_mean(given: str, known: Iterable[str]) -> str | None:
 
 def whole(low: int, high: int = 1 << 31) -> Callable[[str], int]:
     """An integer from `low` to `high`."""
-    def parse(given: str) -> int:
-        value = int(given) if re.fullmatch(r"-?\d{1,19}", given, re.ASCII) else None
-        if value is None or not low <= value <= high:
-            raise UsageError(f"must be an integer from {low} to {high}, not {given[:40]!r}")
-        return value
-    return parse
+    return _number(int, low, high, "an integer")
 
 
-def seconds(low: float = 0.0, high: float = 1e6) -> Callable[[str], float]:
+def seconds(low: float = 0, high: float = 10**6) -> Callable[[str], float]:
     """A number of seconds from `low` to `high`."""
-    def parse(given: str) -> float:
-        try:
-            value = float(given)
-        except ValueError:
-            value = -1.0
-        if not low <= value <= high:
-            raise UsageError(f"must be a number of seconds from {low:g} to {high:,.0f}, not {given[:40]!r}")
-        return value
+    return _number(float, low, high, "a number of seconds")
+
+
+def _number(kind: Callable[[str], Number], low: Number, high: Number, noun: str) -> Callable[[str], Number]:
+    def parse(given: str) -> Number:
+        with suppress(ValueError):
+            if low <= (value := kind(given)) <= high:
+                return value
+        raise UsageError(f"must be {noun} from {low} to {high}, not {given[:40]!r}")
     return parse
 
 

@@ -266,7 +266,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", action="append", dest="models", type=_named_model, default=[], metavar="NAME=MODEL",
                        help="one more model, and its name for clients; may be repeated. Requests without a name get "
                             "the first model, which is MODEL if it is given")
-    group.add_argument("--idle-unload", type=seconds(1e-3, 1e9), metavar="SECONDS",
+    group.add_argument("--idle-unload", type=seconds(1e-3, 10**9), metavar="SECONDS",
                        help="unload a model that was not used for so long; the next request loads it again")
     group.add_argument("--models-memory", type=_size, metavar="X",
                        help="memory of all loaded models, such as 16GiB; auto: nearly all that is free (default). "
