@@ -64,7 +64,7 @@ def test_stdin_is_not_read_without_end(capsys, monkeypatch):
     raw = Endless()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(raw)))
     _, err = run(capsys, "-", *SHORT, code=2)
-    assert "the prompt on stdin is longer than" in err and raw.taken < 100 << 20
+    assert "the prompt on stdin has more than" in err and raw.taken < 100 << 20
 
 
 def test_a_seed_repeats_an_answer(capsys):

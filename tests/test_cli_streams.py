@@ -175,7 +175,7 @@ def test_a_file_may_be_a_pipe(tmp_path, capsys):
 
 def test_endless_input_ends():
     done = echo("run", "-", shell="</dev/zero")
-    assert done.returncode == 2 and "the prompt on stdin is longer than 64 MiB" in done.stderr
+    assert done.returncode == 2 and "the prompt on stdin has more than 64 MiB" in done.stderr
 
 
 def test_devices_and_directories_are_not_read(capsys):

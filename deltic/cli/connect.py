@@ -55,7 +55,8 @@ def run_connect(args: argparse.Namespace) -> int:
     else:
         raise UsageError(f"{args.client} has no file of settings: leave out --write, and set the variables that are "
                          "shown")
-    for name, value in client.environment(target).items():
+    key = {client.key: target.key} if client.key and target.key else {}
+    for name, value in {**key, **client.environment(target)}.items():
         print(f"export {name}={shlex.quote(value)}")
     note(f"then run: {client.start}")
     return 0
@@ -305,11 +306,16 @@ def _replace_with_backup(path: Path, content: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A program that uses servers. start: how to run it. environment: variables that it needs besides the files."""
+    """A program that uses servers.
+
+    start: how to run it. key: the variable that it reads the server's key from. environment: other variables that it
+    needs besides the files.
+    """
 
     about: str
     start: str
     files: Callable[[Target], list[Settings]] = lambda _: []
+    key: str = ""
     environment: Callable[[Target], dict[str, str]] = lambda _: {}
 
 
@@ -376,14 +382,12 @@ def _llm(target: Target) -> list[Settings]:
 
 CLIENTS: Mapping[str, Client] = {
     "opencode": Client("the coding agent opencode", "opencode", _opencode),
-    "codex": Client("OpenAI's coding agent", "codex", _codex,
-                    lambda target: {KEY_VARIABLE: target.key} if target.key else {}),
+    "codex": Client("OpenAI's coding agent", "codex", _codex, KEY_VARIABLE),
     "claude-code": Client("Anthropic's coding agent", "claude", _claude_code),
     "aider": Client("pair programming in a terminal", "aider", _aider),
     "continue": Client("extension of editors", "choose the model deltic in the editor's panel", _continue),
     "crush": Client("Charm's coding agent", "crush", _crush),
-    "llm": Client("Simon Willison's command line", "llm -m deltic 'Hello'", _llm,
-                  lambda target: {"OPENAI_API_KEY": target.key} if target.key else {}),
+    "llm": Client("Simon Willison's command line", "llm -m deltic 'Hello'", _llm, "OPENAI_API_KEY"),
     "openai": Client("programs that use the openai package", "your program", environment=lambda target: {
         "OPENAI_BASE_URL": target.base, "OPENAI_API_KEY": target.some_key}),
     "anthropic": Client("programs that use the anthropic package", "your program", environment=lambda target: {

@@ -55,33 +55,28 @@ def page() -> str:
     top.formatter_class = lambda *, prog: argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH)
     parsers = [command_parser(name) for name in COMMANDS]
     counts = Counter(text for parser in parsers for _, text in _options(parser))
-    shared = {text for text, count in counts.items() if count > 1}
-    universal = {text for text, count in counts.items() if count == len(parsers)}
-    parts = [_HEAD, f"\n## deltic\n\n```\n{top.format_help()}```\n"]
-    parts += [_command(parser, shared, universal) for parser in parsers]
-    sections: dict[str, dict[str, None]] = {}
+    parts = [_HEAD, f"\n## deltic\n\n```\n{top.format_help()}```\n", *(_command(parser, counts) for parser in parsers)]
+    shared: dict[str, dict[str, None]] = {}
     for parser in parsers:
         for title, text in _options(parser):
-            if text in shared and title != _POSITIONAL:
-                sections.setdefault(title, {})[text] = None
+            if counts[text] > 1 and title != _POSITIONAL:
+                shared.setdefault(title, {})[text] = None
     parts.append("\n## Shared options\n")
-    parts += [f"\n### {title}\n\n```\n{''.join(texts)}```\n" for title, texts in sections.items()]
+    parts += [f"\n### {title}\n\n```\n{''.join(texts)}```\n" for title, texts in shared.items()]
     return "".join(parts)
 
 
-def _command(parser: Parser, shared: set[str], universal: set[str]) -> str:
+def _command(parser: Parser, counts: Counter[str]) -> str:
+    """The section of a command. counts: how many commands have the option of a help text."""
     formatter = _formatter(parser)
     formatter.add_text(parser.description)
-    lines = [formatter.format_help()]
+    lines, references = [formatter.format_help()], dict[str, list[str]]()
     own: dict[str, list[str]] = {}
-    references: dict[str, list[str]] = {}
     for title, text in _options(parser):
-        if text in universal:
-            continue
-        if text in shared and title != _POSITIONAL:
-            references.setdefault(title, []).append(text.split()[0].rstrip(","))
-        else:
+        if counts[text] == 1 or title == _POSITIONAL:
             own.setdefault(title, []).append(text)
+        elif counts[text] < len(COMMANDS):
+            references.setdefault(title, []).append(text.split()[0].rstrip(","))
     for title, texts in own.items():
         lines.append(f"\n{'options' if title == _COMMON else title}:\n{''.join(texts)}")
     if parser.epilog:

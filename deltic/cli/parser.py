@@ -274,11 +274,15 @@ def read_bytes(path: Path) -> bytes:
     """Returns the content of a file or pipe."""
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            return read_all(file, str(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_all(file: BinaryIO, name: str) -> bytes:
+    content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB")
+        raise UsageError(f"{name} has more than {MAX_BYTES >> 20} MiB, which no context holds")
     return content
 
 
