@@ -392,7 +392,7 @@ def run(args: argparse.Namespace) -> str:
     longest = Case(max(group.longest for group in groups), sizes.new_tokens, sizes.batch)
     with _opened(args, groups, longest) as model:
         check_room(model.llm, longest, "the longest prompt and --new-tokens")
-        runs = _run_all(model, scenario, sizes, range(args.seed, args.seed + (args.repeat or 1)))
+        runs = _run_all(model, scenario, sizes, range(args.repeat or 1))
         found = medians(runs)
         result = {**model_facts(model.llm), "scenario": name, **asdict(sizes), "repeat": len(runs), **asdict(found),
                   "note": _NOTE, "peak_memory_mib": round(peak_memory_mib(), 1), "runs": [asdict(run) for run in runs],

@@ -135,7 +135,7 @@ class Keys:
 
 def test_ctrl_c_at_the_prompt_hints_first_and_ends_then(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", Keys(KeyboardInterrupt, "Hi", KeyboardInterrupt, KeyboardInterrupt))
-    lines = chat._messages(chat._TerminalLines())
+    lines = chat._messages(chat._terminal_lines())
     assert next(lines) == ("Hi", False)
     with pytest.raises(KeyboardInterrupt):
         next(lines)
@@ -144,12 +144,12 @@ def test_ctrl_c_at_the_prompt_hints_first_and_ends_then(monkeypatch, capsys):
 
 def test_ctrl_d_ends(monkeypatch):
     monkeypatch.setattr("builtins.input", Keys("Hi", EOFError))
-    assert list(chat._messages(chat._TerminalLines())) == [("Hi", False)]
+    assert list(chat._messages(chat._terminal_lines())) == [("Hi", False)]
 
 
 def test_ctrl_c_drops_what_was_begun(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", Keys('"""one', KeyboardInterrupt, "Hi", '"""two', '  three"""  ', EOFError))
-    assert list(chat._messages(chat._TerminalLines())) == [("Hi", False), ("two\n  three", True)]
+    assert list(chat._messages(chat._terminal_lines())) == [("Hi", False), ("two\n  three", True)]
 
 
 def test_messages_of_several_lines(monkeypatch, prompts):

@@ -164,7 +164,6 @@ def test_wrong_options_are_named(capsys: Any) -> None:
             (["--turn-tokens", "3"], "--turn-tokens needs --scenario"),
             (["--scenario", "edit", "--turns", "0"], "--turns: must be an integer from 1"),
             (["--scenario", "edit", "--turn-tokens", "none"], "--turn-tokens"),
-            (["--scenario", "edit", "--seed", "-1"], "--seed"),
             (["--scenario", "edit", "--batch", "2"], "the requests of edit come one after the other"),
             (["--scenario", "multi-turn", "--max-context", "100"], "the longest prompt and --new-tokens are"),
             (["--scenario", "shared-system", "--batch", "4", "--max-batch", "2"], "--batch 4"),

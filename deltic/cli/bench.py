@@ -46,8 +46,6 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
                         help="sequences that run at the same time (default: 1)")
     parser.add_argument("--repeat", type=whole(1, 1000), metavar="N",
                         help=f"measured runs, after one to warm up (default: {_REPEAT}; of a scenario 1)")
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
-                        help="seed of the prompts' token ids (default: 0)")
     parser.add_argument("--profile", action="store_true",
                         help="add a run that shows the share of each operator in prefill and decode")
     options.add_json(parser)
@@ -70,9 +68,9 @@ def run_bench(args: argparse.Namespace) -> int:
     repeat = args.repeat or _REPEAT
     with llm.worker.hold() as engine:
         warm_up = Case(min(case.prompt_tokens, _WARM_UP_TOKENS), min(case.new_tokens, 2), case.batch)
-        trial(engine, warm_up, args.seed)
-        runs = [trial(engine, case, args.seed + number) for number in range(1, repeat + 1)]
-        profile = _profile(engine, case, args.seed + repeat + 1) if args.profile else None
+        trial(engine, warm_up)
+        runs = [trial(engine, case, seed) for seed in range(1, repeat + 1)]
+        profile = _profile(engine, case, repeat + 1) if args.profile else None
     result = _report(llm, case, runs)
     if args.json:
         print(json.dumps(result | ({"profile": profile.as_dict()} if profile else {})))

@@ -71,7 +71,7 @@ def run_chat(args: argparse.Namespace) -> int:
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() uses it)
             note(_HINT)
-        for text, quoted in _messages(_TerminalLines() if interactive else _piped_lines()):
+        for text, quoted in _messages(_terminal_lines() if interactive else _piped_lines()):
             if quoted:
                 chat.send(text)
             elif text == "/exit":
@@ -315,13 +315,12 @@ def _messages(read: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
         yield "\n".join(begun).strip("\n"), True
 
 
-class _TerminalLines:
+def _terminal_lines() -> Callable[[bool], str | None]:
     """Reads lines from a terminal. The first Ctrl-C gives a hint, a second one in a row ends the program."""
+    warned = False
 
-    def __init__(self) -> None:
-        self._warned = False
-
-    def __call__(self, within_quotes: bool) -> str | None:
+    def read(within_quotes: bool) -> str | None:
+        nonlocal warned
         try:
             line = input(". " if within_quotes else "> ")
         except EOFError:
@@ -329,13 +328,15 @@ class _TerminalLines:
             raise
         except KeyboardInterrupt:
             print()
-            if self._warned:
+            if warned:
                 raise
-            self._warned = True
+            warned = True
             note("Ctrl-C again, /exit or Ctrl-D end the program")
             return None
-        self._warned = False
+        warned = False
         return line
+
+    return read
 
 
 def _piped_lines() -> Callable[[bool], str]:

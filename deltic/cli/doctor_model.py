@@ -28,6 +28,8 @@ TURNS: Final = (("What is the capital of France?", "Paris"), ("And of Italy?", "
 _SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=256)
 _REPORTED = ("python", "torch", "kernels", "operations", "threads", "memory")
 _PATH = re.compile(r"(?<!\S)[~/][^\s,;]*")
+_SHAPE = ("architecture", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
+"""Fields of a config by which the model with a published answer is recognized."""
 _FLOAT32_SHARE = 1.5
 """Memory for a comparison in float32, in bytes for each byte of the weights."""
 
@@ -99,7 +101,8 @@ def _run(found: ModelFiles, facts: dict[str, Any]) -> Iterator[str]:
     """Adds the answers of a model to the facts, and yields what is wrong with them."""
     from deltic.llm import LLM
 
-    published = _is_published(found)
+    preset = PRESETS[published_answer()["preset"]]
+    published = all(getattr(found.config, name) == getattr(preset, name) for name in _SHAPE)
     exact = published and found.gguf is None and (
         weight_bytes(found.config, "float32") * _FLOAT32_SHARE < available_memory())
     started = time.perf_counter()
@@ -150,13 +153,6 @@ def _compared(llm: LLM, facts: dict[str, Any], exact: bool) -> Iterator[str]:
     if exact and not complete:
         yield (f"token {equal} of the published answer differs ({golden['source']}): {choice.text[:120]!r}; please "
                "send the report")
-
-
-def _is_published(found: ModelFiles) -> bool:
-    """True if the model has the shape of the one with a published answer."""
-    shape, config = PRESETS[published_answer()["preset"]], found.config
-    names = ("architecture", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
-    return all(getattr(config, name) == getattr(shape, name) for name in names)
 
 
 def published_answer() -> Mapping[str, Any]:

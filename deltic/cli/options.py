@@ -43,7 +43,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool = False) -> None:
     else:
         parser.add_argument("model", nargs="?", metavar="MODEL", type=text, help=f"{MODEL} (default)")
     add_revision(parser)
-    parser.set_defaults(random=None, layers=None, random_seed=0)
+    parser.set_defaults(random=None, layers=None)
 
 
 def add_revision(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,6 @@ def add_random(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--random", metavar="PRESET",
                        help=f"a public shape, filled with random weights: {', '.join(PRESETS)}")
     group.add_argument("--layers", type=whole(1), metavar="N", help="keep only the first N layers")
-    group.add_argument("--random-seed", type=whole(0), metavar="N", help="seed of the weights (default: 0)")
 
 
 def add_template(parser: argparse.ArgumentParser, think: str = "thinking") -> None:
@@ -260,7 +259,7 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
     from deltic.engine.loading import RandomModel
     from deltic.llm import LLM
 
-    source = RandomModel(args.random, args.layers, args.random_seed or 0) if args.random else args.model
+    source = RandomModel(args.random, args.layers) if args.random else args.model
     processor = {name: getattr(args, name) for name in _CHAT_OPTIONS if hasattr(args, name)}
     with bytes_bar("loading") as bar:
         return LLM(source, revision=args.revision, progress=bar.update, **processor, **given)

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -274,19 +273,17 @@ class _PlainLines(logging.Formatter):
     """Formats a record as `deltic: warning: MESSAGE`. Tracebacks are shown only with --verbose."""
 
     def __init__(self, verbose: bool) -> None:
-        super().__init__("deltic: %(lowered)s: %(message)s")
+        super().__init__()
         self._verbose = verbose
 
     def format(self, record: logging.LogRecord) -> str:
-        record = copy(record)
-        record.lowered = record.levelname.lower()
-        record.msg, record.args = as_typed(record.getMessage()), None
-        if self._verbose or not record.exc_info:
-            return super().format(record)
+        line = f"deltic: {record.levelname.lower()}: {as_typed(record.getMessage())}"
+        if not record.exc_info:
+            return line
+        if self._verbose:
+            return f"{line}\n{self.formatException(record.exc_info)}"
         kind, error, _ = record.exc_info
-        record.exc_info = record.exc_text = None
-        name = kind.__name__ if kind else "unknown"
-        return f"{super().format(record)} ({name}: {as_typed(str(error))}; -v shows where)"
+        return f"{line} ({kind.__name__ if kind else 'unknown'}: {as_typed(str(error))}; -v shows where)"
 
 
 @contextmanager

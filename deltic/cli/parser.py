@@ -165,7 +165,7 @@ def clipped(message: str) -> str:
 
 ALIASES: Final = {"list": "ls", "show": "inspect"}
 """Commands of Ollama that work here under the same name."""
-_NEED_RANDOM: Final = ("--random", "--random-seed", "--layers")
+_NEED_RANDOM: Final = ("--random", "--layers")
 
 
 def foreign_names() -> dict[str, dict[str, str]]:
