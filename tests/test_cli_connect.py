@@ -18,7 +18,7 @@ from test_server_harness import serving, tiny
 
 from deltic import LLM
 from deltic.cli import main
-from deltic.cli.connect import CLIENTS
+from deltic.cli.connect import known_clients
 from deltic.cli.parser import UsageError, replace_file
 from deltic.server.models import ModelSet, ModelSource
 
@@ -93,7 +93,7 @@ def test_a_model_is_loaded_to_get_its_context(home, capsys):
 
 
 def test_every_client_is_shown_without_writing(connect, home, served):
-    for client in CLIENTS:
+    for client in known_clients():
         shown = connect(client)
         assert served.url in shown.out and "then run: " in shown.err
         for name in FILES.get(client, ()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -34,8 +35,9 @@ Answer = TypeVar("Answer")
 
 def add_connect(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show or write the settings with which a coding agent or other client uses a running server."
-    known = "; ".join(f"{name}: {client.about}" for name, client in CLIENTS.items())
-    parser.add_argument("client", metavar="CLIENT", choices=tuple(CLIENTS), type=text, help=known)
+    clients = known_clients()
+    known = "; ".join(f"{name}: {client['about']}" for name, client in clients.items())
+    parser.add_argument("client", metavar="CLIENT", choices=tuple(clients), type=text, help=known)
     _add_server(parser)
     parser.add_argument("--model", type=text, metavar="NAME",
                         help="one of several models of the server (default: its first)")
@@ -44,9 +46,9 @@ def add_connect(parser: argparse.ArgumentParser) -> None:
 
 
 def run_connect(args: argparse.Namespace) -> int:
-    client = CLIENTS[args.client]
+    client = known_clients()[args.client]
     target = _target(args.url, args.model, _key(args))
-    files = client.files(target)
+    files = [Settings(**_filled(file, target)) for file in client.get("files", ())]
     if not args.write:
         for file in files:
             print(f"# {file.path}\n{_dump(file.path, file.all).rstrip()}\n")
@@ -55,11 +57,35 @@ def run_connect(args: argparse.Namespace) -> int:
     else:
         raise UsageError(f"{args.client} has no file of settings: leave out --write, and set the variables that are "
                          "shown")
-    key = {client.key: target.key} if client.key and target.key else {}
-    for name, value in {**key, **client.environment(target)}.items():
+    key = {client["key"]: target.key} if "key" in client and target.key else {}
+    for name, value in {**key, **_filled(client.get("environment", {}), target)}.items():
         print(f"export {name}={shlex.quote(value)}")
-    note(f"then run: {client.start}")
+    note(f"then run: {client['start']}")
     return 0
+
+
+def known_clients() -> dict[str, Any]:
+    """Programs that use servers, by name: `about`, `start`, `files`, `key` (the variable that it reads the server's key
+    from) and `environment` (other variables)."""
+    import yaml
+
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def _filled(value: Any, target: Target) -> Any:
+    """Replaces {model} and the like by the attributes of the target. Settings that are then empty are left out."""
+    if isinstance(value, Mapping):
+        filled = {_filled(name, target): _filled(part, target) for name, part in value.items()}
+        return {name: part for name, part in filled.items() if part != ""}
+    if isinstance(value, list):
+        return [_filled(part, target) for part in value]
+    if not isinstance(value, str):
+        return value
+    only = re.fullmatch(r"\{(\w+)\}", value)
+    if only:  # keeps its type
+        return getattr(target, only[1])
+    return re.sub(r"\{(\w+)(:d)?\}", lambda found: str(getattr(target, found[1])), value)
 
 
 def add_ps(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +117,10 @@ class Target:
     def base(self) -> str:
         """The base URL for clients of OpenAI's API."""
         return f"{self.url}/v1"
+
+    @property
+    def key_variable(self) -> str:
+        return KEY_VARIABLE if self.key else ""
 
     @property
     def some_key(self) -> str:
@@ -184,15 +214,15 @@ class Settings:
     folder: below the home directory; `variable` replaces it. missing: values to add where the file has none.
     """
 
-    folder: str
     name: str
     values: Mapping[str, Any] | list[Any]
-    variable: str | None = None
+    folder: str = ""
+    variable: str = ""
     missing: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
-        given = os.environ.get(self.variable) if self.variable else None
+        given = os.environ.get(self.variable)
         return (Path(given) if given else Path.home() / self.folder) / self.name
 
     @property
@@ -299,97 +329,3 @@ def _replace_with_backup(path: Path, content: str) -> Path | None:
     shutil.copy2(path, backup)
     replace_file(path, content, stat.S_IMODE(path.stat().st_mode))
     return backup
-
-
-# The clients
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """A program that uses servers.
-
-    start: how to run it. key: the variable that it reads the server's key from. environment: other variables that it
-    needs besides the files.
-    """
-
-    about: str
-    start: str
-    files: Callable[[Target], list[Settings]] = lambda _: []
-    key: str = ""
-    environment: Callable[[Target], dict[str, str]] = lambda _: {}
-
-
-def _opencode(target: Target) -> list[Settings]:
-    model = {"name": target.model, "limit": {"context": target.context, "output": target.answer}}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "deltic",
-                "options": {"baseURL": target.base, "apiKey": target.some_key}, "models": {target.model: model}}
-    return [Settings(".config", "opencode/opencode.json",
-                     {"provider": {"deltic": provider}, "model": f"deltic/{target.model}"}, "XDG_CONFIG_HOME",
-                     {"$schema": "https://opencode.ai/config.json"})]
-
-
-def _codex(target: Target) -> list[Settings]:
-    provider = {"name": "deltic", "base_url": target.base, "wire_api": "responses"}
-    return [Settings(".codex", "config.toml", {
-        "model": target.model, "model_provider": "deltic", "model_context_window": target.context,
-        "model_providers": {"deltic": provider | ({"env_key": KEY_VARIABLE} if target.key else {})}}, "CODEX_HOME")]
-
-
-def _claude_code(target: Target) -> list[Settings]:
-    """The attribution header would change the beginning of every prompt."""
-    kinds = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
-    return [Settings(".claude", "settings.json", {"env": {
-        "ANTHROPIC_BASE_URL": target.url, "ANTHROPIC_AUTH_TOKEN": target.some_key,
-        **{f"ANTHROPIC_{kind}": target.model for kind in kinds},
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context), "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.answer),
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}},
-        "CLAUDE_CONFIG_DIR")]
-
-
-def _aider(target: Target) -> list[Settings]:
-    name = f"openai/{target.model}"
-    limits = {"max_tokens": target.answer, "max_input_tokens": target.context, "max_output_tokens": target.answer,
-              "input_cost_per_token": 0, "output_cost_per_token": 0, "litellm_provider": "openai", "mode": "chat"}
-    return [Settings("", ".aider.conf.yml", {"model": name, "openai-api-base": target.base,
-                                             "openai-api-key": target.some_key}),
-            Settings("", ".aider.model.metadata.json", {name: limits})]
-
-
-def _continue(target: Target) -> list[Settings]:
-    model = {"name": "deltic", "provider": "openai", "model": target.model, "apiBase": target.base,
-             "apiKey": target.some_key, "roles": ["chat", "edit", "apply"], "capabilities": ["tool_use"],
-             "defaultCompletionOptions": {"contextLength": target.context, "maxTokens": target.answer}}
-    return [Settings(".continue", "config.yaml", {"models": [model]}, "CONTINUE_GLOBAL_DIR",
-                     {"name": "Local", "version": "1.0.0", "schema": "v1"})]
-
-
-def _crush(target: Target) -> list[Settings]:
-    model = {"id": target.model, "name": target.model, "context_window": target.context,
-             "default_max_tokens": target.answer}
-    chosen = {"provider": "deltic", "model": target.model}
-    provider = {"name": "deltic", "type": "openai-compat", "base_url": target.base, "api_key": target.some_key,
-                "models": [model]}
-    return [Settings(".config", "crush/crush.json", {
-        "providers": {"deltic": provider}, "models": {"large": chosen, "small": chosen}}, "XDG_CONFIG_HOME",
-        {"$schema": "https://charm.land/crush.json"})]
-
-
-def _llm(target: Target) -> list[Settings]:
-    return [Settings(".config/io.datasette.llm", "extra-openai-models.yaml", [
-        {"model_id": "deltic", "model_name": target.model, "api_base": target.base, "supports_tools": True,
-         "supports_schema": True}], "LLM_USER_PATH")]
-
-
-CLIENTS: Mapping[str, Client] = {
-    "opencode": Client("the coding agent opencode", "opencode", _opencode),
-    "codex": Client("OpenAI's coding agent", "codex", _codex, KEY_VARIABLE),
-    "claude-code": Client("Anthropic's coding agent", "claude", _claude_code),
-    "aider": Client("pair programming in a terminal", "aider", _aider),
-    "continue": Client("extension of editors", "choose the model deltic in the editor's panel", _continue),
-    "crush": Client("Charm's coding agent", "crush", _crush),
-    "llm": Client("Simon Willison's command line", "llm -m deltic 'Hello'", _llm, "OPENAI_API_KEY"),
-    "openai": Client("programs that use the openai package", "your program", environment=lambda target: {
-        "OPENAI_BASE_URL": target.base, "OPENAI_API_KEY": target.some_key}),
-    "anthropic": Client("programs that use the anthropic package", "your program", environment=lambda target: {
-        "ANTHROPIC_BASE_URL": target.url, "ANTHROPIC_AUTH_TOKEN": target.some_key}),
-}
