@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from deltic import __version__
-from deltic.cli.machine import commit, machine_facts
+from deltic.cli.output import commit, machine_facts
 
 ROOT = Path(__file__).resolve().parents[1]
 Answer = Callable[[dict[str, Any]], dict[str, Any]]

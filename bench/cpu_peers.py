@@ -206,7 +206,7 @@ def _shares(model: Model, task: Task, values: Mapping[str, list[float]], memory:
 
 
 def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    from deltic.cli.machine import peak_memory_mib
+    from deltic.cli.output import peak_memory_mib
 
     facts, measure = {"deltic": _deltic, MEMORY: _memory}[settings["program"]](settings)
     return facts, lambda task: {"value": measure(Task(**task)), "peak_mib": peak_memory_mib()}

@@ -140,7 +140,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from deltic import LLM, RandomModel
     from deltic.cli.bench import Case, trial
     from deltic.cli.inspect import weight_bytes
-    from deltic.cli.machine import peak_memory_mib
+    from deltic.cli.output import peak_memory_mib
 
     imported, seeds = peak_memory_mib(), count()
     model = RandomModel(settings["model"], settings["layers"]) if settings["model"] else None

@@ -122,7 +122,7 @@ def difference(threads: int, models: list[Model], found: list[Figures]) -> None:
 
 
 def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    from deltic.cli.machine import peak_memory_mib
+    from deltic.cli.output import peak_memory_mib
 
     facts, measure = {"deltic": _deltic, "llama.cpp": _llama, MEMORY: _memory}[settings["program"]](settings)
     return facts, lambda task: {"value": measure(Task(**task)), "peak_mib": peak_memory_mib()}

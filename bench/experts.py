@@ -280,7 +280,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 def _deltic(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from deltic import Session
-    from deltic.cli.machine import peak_memory_mib
+    from deltic.cli.output import peak_memory_mib
     from deltic.runner.model_runner import ModelRunner
 
     session = Session(settings["model"], threads=settings["threads"], memory="256MiB", max_context=8192,
@@ -321,7 +321,7 @@ def _shares(scores: list[list[float]]) -> dict[str, float]:
 
 
 def _llama(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    from deltic.cli.machine import peak_memory_mib
+    from deltic.cli.output import peak_memory_mib
 
     model = Llama(settings["model"], settings["threads"], 1, 4096, PIECE, mapped=True)
     words = text(1)

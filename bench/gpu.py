@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from bounds import prompt_operations, step_bytes
 from common import record
 from speculation import DEPTH, Forced, plain_runtime, serve
 
-from deltic.cli.bench import prompt_operations, step_bytes
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load

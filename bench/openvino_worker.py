@@ -17,7 +17,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     import openvino
     import openvino_genai
 
-    from deltic.cli.machine import peak_memory_mib
+    from deltic.cli.output import peak_memory_mib
 
     pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", INFERENCE_NUM_THREADS=settings["threads"])
     draw = np.random.default_rng(0)

@@ -75,7 +75,7 @@ def _compare(rates: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    from deltic.cli.machine import peak_memory_mib
+    from deltic.cli.output import peak_memory_mib
 
     version, measure = {"deltic": _deltic, "transformers": _transformers}[settings["program"]](settings)
 

@@ -21,9 +21,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from deltic.cli.bench import Case, check_room, model_facts, origin_facts, trial
-from deltic.cli.machine import peak_memory_mib
-from deltic.cli.models import open_llm
-from deltic.cli.output import Bar, grid, table
+from deltic.cli.options import open_llm
+from deltic.cli.output import Bar, grid, peak_memory_mib, table
 from deltic.cli.parser import UsageError
 from deltic.config import EngineConfig
 from deltic.errors import DelticError
@@ -394,7 +393,7 @@ def run(args: argparse.Namespace) -> str:
     longest = Case(max(group.longest for group in groups), sizes.new_tokens, sizes.batch)
     with _opened(args, groups, longest) as model:
         check_room(model.llm, longest, "the longest prompt and --new-tokens")
-        runs = _run_all(model, scenario, sizes, range(args.seed, args.seed + (args.repeat or 1)))
+        runs = _run_all(model, scenario, sizes, range(args.repeat or 1))
         found = medians(runs)
         result = {**model_facts(model.llm), "scenario": name, **asdict(sizes), "repeat": len(runs), **asdict(found),
                   "note": _NOTE, "peak_memory_mib": round(peak_memory_mib(), 1), "runs": [asdict(run) for run in runs],

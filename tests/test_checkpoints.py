@@ -15,7 +15,7 @@ from deltic.cli import doctor_model, main
 from deltic.config import PRESETS
 from deltic.loader.hub import resolve
 
-QUIET = ["--no-run", "--json"]
+QUIET = ["--json"]
 
 
 @pytest.fixture

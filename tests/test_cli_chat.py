@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ SHORT = ["--max-tokens", "4", "--threads", "1"]
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """The messages of every answer that was asked for."""
+    """The messages of every request for an answer."""
     asked, stream = [], LLM.stream
 
     def spy(self, messages, *args, **options):
@@ -120,7 +121,7 @@ def test_a_line_that_is_not_utf8(monkeypatch, capsys):
 
 
 class Keys:
-    """What a person does at the prompt."""
+    """Inputs and interruptions at the prompt."""
 
     def __init__(self, *events):
         self.events = iter(events)
@@ -134,7 +135,7 @@ class Keys:
 
 def test_ctrl_c_at_the_prompt_hints_first_and_ends_then(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", Keys(KeyboardInterrupt, "Hi", KeyboardInterrupt, KeyboardInterrupt))
-    lines = chat._messages(chat._TerminalLines())
+    lines = chat._messages(chat._terminal_lines())
     assert next(lines) == ("Hi", False)
     with pytest.raises(KeyboardInterrupt):
         next(lines)
@@ -143,12 +144,12 @@ def test_ctrl_c_at_the_prompt_hints_first_and_ends_then(monkeypatch, capsys):
 
 def test_ctrl_d_ends(monkeypatch):
     monkeypatch.setattr("builtins.input", Keys("Hi", EOFError))
-    assert list(chat._messages(chat._TerminalLines())) == [("Hi", False)]
+    assert list(chat._messages(chat._terminal_lines())) == [("Hi", False)]
 
 
 def test_ctrl_c_drops_what_was_begun(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", Keys('"""one', KeyboardInterrupt, "Hi", '"""two', '  three"""  ', EOFError))
-    assert list(chat._messages(chat._TerminalLines())) == [("Hi", False), ("two\n  three", True)]
+    assert list(chat._messages(chat._terminal_lines())) == [("Hi", False), ("two\n  three", True)]
 
 
 def test_messages_of_several_lines(monkeypatch, prompts):
@@ -179,7 +180,7 @@ def test_all_settings_are_shown(monkeypatch, capsys):
     assert "seed 7\n" in shown and "top_k (default)\n" in shown and "think default\n" in shown
 
 
-@pytest.mark.parametrize(("line", "words"), [
+WRONG = [
     ("/set flavour sweet", "there is no setting 'flavour'; the settings are system, think, temperature"),
     ("/set temperature warm", "temperature must be a number, not 'warm'"), ("/set top_k 1.5", "must be an integer"),
     ("/set temperature -1", "temperature must be between"), ("/set think maybe", "think is one of on, off, default"),
@@ -187,10 +188,15 @@ def test_all_settings_are_shown(monkeypatch, capsys):
     ("/save /nowhere/x", "/nowhere/x cannot be written: No such file"),
     ("/save ~nouser/x", "~nouser/x cannot be written: No such file"), ("/load ~nouser/x", "cannot be read"),
     ("/save a\0b", "'a\\x00b' is not the name of a file"), ("/image a\0b", "is not the name of a file"),
-])
-def test_wrong_commands_are_explained(line, words, monkeypatch, capsys, prompts):
-    talk(monkeypatch, line + "\nHi\n", code=1)
-    assert words in capsys.readouterr().err and prompts == [[("user", "Hi")]]
+]
+
+
+def test_wrong_commands_are_explained(monkeypatch, capsys, prompts):
+    talk(monkeypatch, "\n".join(line for line, _ in WRONG) + "\nHi\n", code=1)
+    errors = capsys.readouterr().err.split("deltic: error: ")[1:]
+    for (line, words), error in zip(WRONG, errors, strict=True):
+        assert words in error, line
+    assert prompts == [[("user", "Hi")]]
 
 
 def test_a_conversation_is_saved_and_loaded(monkeypatch, prompts, capsys, tmp_path, served):
@@ -207,39 +213,55 @@ def test_a_conversation_is_saved_and_loaded(monkeypatch, prompts, capsys, tmp_pa
     assert "loaded 5 messages" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "{", "7", '{"messages": 3}', '["hi"]', '[{"role": "bird", "content": "hi"}]',
-                                  '[{"content": "hi"}]', '[{"role": "user", "content": 7}]', "[" * 99999])
-def test_other_files_are_neither_loaded_nor_overwritten(text, monkeypatch, prompts, capsys, tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text(text)
-    talk(monkeypatch, f"/load {path}\nHi\n", code=1)
-    assert prompts == [[("user", "Hi")]]
-    if '"role"' not in text:
-        talk(monkeypatch, f"/save {path}\n", code=1)
-        assert "not a conversation: choose another name" in capsys.readouterr().err and path.read_text() == text
+def test_other_files_are_neither_loaded_nor_overwritten(monkeypatch, prompts, capsys, tmp_path):
+    texts = ["", "{", "7", '{"messages": 3}', '["hi"]', '[{"content": "hi"}]', "[" * 99999,
+             '[{"role": "bird", "content": "hi"}]', '[{"role": "user", "content": 7}]']
+    paths = [tmp_path / f"{number}.txt" for number in range(len(texts))]
+    for path, text in zip(paths, texts):
+        path.write_text(text)
+    talk(monkeypatch, "".join(f"/load {path}\n" for path in paths) + "Hi\n", code=1)
+    assert prompts == [[("user", "Hi")]] and capsys.readouterr().err.count("deltic: error: ") == len(texts)
+    talk(monkeypatch, "".join(f"/save {path}\n" for path in paths[:7]), code=1)
+    assert capsys.readouterr().err.count("not a conversation: choose another name") == 7
+    assert [path.read_text() for path in paths] == texts
 
 
-@pytest.fixture(params=[["chat"], ["run", "tiny"]], ids=["chat", "run"])
-def terminal(request):
-    """A chat in a terminal, which a model without a prompt begins too: its process and our end of the line."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-m", "deltic", *request.param, *SHORT], cwd=ROOT, stdin=theirs,
-                               stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    yield process, ours
-    process.kill()
-    process.wait()
-    os.close(ours)
-
-
-def test_in_a_terminal(terminal):
-    process, line = terminal
+def talk_at(line):
+    """Says one thing at a terminal and leaves; returns the screen."""
     read_until(line, b"> ")
     os.write(line, b"Hi\n")
     seen = read_until(line, b"peak memory")
     os.write(line, b"/exit\n")
-    assert process.wait(timeout=30) == 0
-    assert b"Traceback" not in seen
+    return seen
+
+
+def test_a_model_without_a_prompt_begins_a_chat_in_a_terminal(monkeypatch):
+    ours, theirs = pty.openpty()
+    with open(theirs, encoding="utf-8") as keys, open(os.dup(theirs), "w", encoding="utf-8") as screen:
+        monkeypatch.setattr(sys, "stdin", keys)
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "stderr", screen)
+        with ThreadPoolExecutor(1) as pool:
+            user = pool.submit(talk_at, ours)
+            assert main(["run", "tiny", *SHORT]) == 0
+            user.result()
+    os.close(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["chat"], ["run", "tiny"]], ids=["chat", "run"])
+def test_a_process_in_a_terminal(command):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "deltic", *command, *SHORT], cwd=ROOT, stdin=theirs,
+                               stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        assert b"Traceback" not in talk_at(ours)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def read_until(terminal, mark):

@@ -1,4 +1,4 @@
-"""`deltic compile` and `deltic convert` refuse at once what cannot be, and leave nothing half done."""
+"""`deltic compile` and `deltic convert` check their arguments before the work, and leave no incomplete files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deltic.loader.model_files import ModelFiles
 
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """A compiler that writes its files, but raises what is in the list."""
+    """A compiler that writes its files, and raises the error in the list if there is one."""
     errors: list[BaseException] = []
 
     def compile_model(files: ModelFiles, folder: Path, **options: Any) -> compiler.Compiled:
@@ -32,7 +32,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
             raise errors[0]
         return compiler.Compiled(1, 2)
 
-    monkeypatch.setattr("deltic.cli.export.require_extra", lambda extra: None)
+    monkeypatch.setattr("deltic.cli.convert.require_extra", lambda extra: None)
     monkeypatch.setattr(compiler, "compile_model", compile_model)
     monkeypatch.setattr(targets, "parse_target", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
     return errors
@@ -106,18 +106,18 @@ def test_missing_disk_space_is_reported_before_the_work(compiling: list[BaseExce
     assert "out cannot be written: it needs 18" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("target", "said"), [
-    ("foo", "target 'foo' is not supported"), ("", "only llvm"), ("llvm foo", "'foo' must be of the form -mcpu=NAME"),
-    ("llvm -mcpu=foo", "LLVM knows no processor 'foo'"), ("llvm -foo=1", "is not one that TVM knows")])
-def test_a_target_is_checked_before_the_model(target: str, said: str, tmp_path: Path,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_is_checked_before_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tvm", reason="the extra deltic[tvm] is not installed")
-    assert main(["compile", "no/such/model", "--target", target, "-o", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+    for target, message in (
+            ("foo", "target 'foo' is not supported"), ("", "only llvm"),
+            ("llvm foo", "'foo' must be of the form -mcpu=NAME"), ("llvm -foo=1", "is not one that TVM knows"),
+            ("llvm -mcpu=foo", "LLVM knows no processor 'foo'")):
+        assert main(["compile", "no/such/model", "--target", target, "-o", str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err and not list(tmp_path.iterdir()), target
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_no_model_without_its_tower_and_no_tower_alone(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_a_model_and_its_vision_tower_are_written_together(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     def full(path: Path, *rest: Any) -> int:
         raise DelticError(f"{path} cannot be written: its disk is full")

@@ -1,4 +1,4 @@
-"""`deltic connect` writes what clients need, into files that have more in them."""
+"""`deltic connect` merges the settings of clients into their own files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from test_server_harness import serving, tiny
 
 from deltic import LLM
 from deltic.cli import main
-from deltic.cli.clients import CLIENTS
-from deltic.cli.files import replace_file
-from deltic.cli.parser import UsageError
+from deltic.cli.connect import known_clients
+from deltic.cli.parser import UsageError, replace_file
 from deltic.server.models import ModelSet, ModelSource
 
 CONTEXT = 2048
@@ -61,23 +60,25 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("client", FILES)
-def test_settings_name_server_model_and_context(client, connect, home, served):
-    connect(client, "--write")
-    assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == set(FILES[client])
-    for name, keys in FILES[client].items():
-        value = read(home / name)
-        assert (home / name).stat().st_mode & 0o777 == 0o600
-        for key in keys or ():
-            value = value[key]
-        assert not keys or int(value) == CONTEXT
-    texts = "".join((home / name).read_text() for name in FILES[client])
-    assert served.url in texts and "tiny" in texts
-    assert f"{served.url}/v1" in texts or client == "claude-code"
+def test_settings_name_server_model_and_context(connect, home, served):
+    written = set()
+    for client, files in FILES.items():
+        connect(client, "--write")
+        written |= set(files)
+        assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == written
+        for name, keys in files.items():
+            value = read(home / name)
+            assert (home / name).stat().st_mode & 0o777 == 0o600
+            for key in keys or ():
+                value = value[key]
+            assert not keys or int(value) == CONTEXT, name
+        texts = "".join((home / name).read_text() for name in files)
+        assert served.url in texts and "tiny" in texts, client
+        assert f"{served.url}/v1" in texts or client == "claude-code"
 
 
 def test_a_model_is_loaded_to_get_its_context(home, capsys):
-    """A server of several models loads them when they are asked for."""
+    """A server of several models loads them on demand."""
     def load() -> LLM:
         return LLM(threads=1, memory="16MiB", max_context=CONTEXT)
 
@@ -92,7 +93,7 @@ def test_a_model_is_loaded_to_get_its_context(home, capsys):
 
 
 def test_every_client_is_shown_without_writing(connect, home, served):
-    for client in CLIENTS:
+    for client in known_clients():
         shown = connect(client)
         assert served.url in shown.out and "then run: " in shown.err
         for name in FILES.get(client, ()):
@@ -148,7 +149,7 @@ def test_lists_of_models_are_merged_by_name(connect, home):
     assert [(model["name"], model["model"]) for model in after["models"]] == [("other", "x"), ("deltic", "tiny")]
 
 
-@pytest.mark.parametrize(("client", "name", "text"), [
+UNREADABLE = [
     ("opencode", ".config/opencode/opencode.json", '{\n// mine\n"a": 1}'),
     ("opencode", ".config/opencode/opencode.json", "[]"),
     ("opencode", ".config/opencode/opencode.json", "[" * 100_000),
@@ -158,15 +159,19 @@ def test_lists_of_models_are_merged_by_name(connect, home):
     ("aider", ".aider.model.metadata.json", "{"),
     ("continue", ".continue/config.yaml", "just words"),
     ("llm", ".config/io.datasette.llm/extra-openai-models.yaml", "a: 1\n"),
-])
-def test_an_unreadable_file_is_left_alone(client, name, text, connect, home):
-    path = home / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = text if isinstance(text, bytes) else text.encode()
-    path.write_bytes(content)
-    said = connect(client, "--write", code=2).err
-    assert str(path) in said and "without --write" in said.replace("\n", " ")
-    assert [other for other in home.rglob("*") if other.is_file()] == [path] and path.read_bytes() == content
+]
+
+
+def test_an_unreadable_file_is_left_alone(connect, home):
+    for client, name, text in UNREADABLE:
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = text if isinstance(text, bytes) else text.encode()
+        path.write_bytes(content)
+        said = connect(client, "--write", code=2).err
+        assert str(path) in said and "without --write" in said.replace("\n", " ")
+        assert [other for other in home.rglob("*") if other.is_file()] == [path] and path.read_bytes() == content
+        path.unlink()
 
 
 def test_links_stay_links(connect, home):
@@ -195,20 +200,21 @@ def test_keys(home, capsys, monkeypatch):
     assert 'env_key = "DELTIC_API_KEY"' in out and "export DELTIC_API_KEY='it'\"'\"'s'" in out
 
 
-@pytest.mark.parametrize(("answer", "hint"), [
-    ('{"data": [{"id": "x"}]}', "does not say how much context x has"), ('{"data": []}', "lists no models"),
-    ("<html>", "lists no models"), ("[1]", "lists no models"), ('{"data": [7]}', "lists no models")])
-def test_answers_of_other_servers(answer, hint, home, capsys, monkeypatch):
-    opener = SimpleNamespace(open=lambda request, timeout: io.BytesIO(answer.encode()))
-    monkeypatch.setattr("deltic.cli.connect.build_opener", lambda proxies: opener)
-    assert main(["connect", "opencode", "--write"]) == 2
-    assert hint in capsys.readouterr().err and not list(home.iterdir())
+def test_answers_of_other_servers(home, capsys, monkeypatch):
+    for answer, hint in (
+            ('{"data": [{"id": "x"}]}', "to /tokenize cannot be read (KeyError)"),
+            ('{"data": []}', "to /v1/models cannot be read (ValueError)"), ("<html>", "(JSONDecodeError)"),
+            ("[1]", "(TypeError)"), ('{"data": [7]}', "(TypeError)")):
+        opener = SimpleNamespace(open=lambda request, timeout, content=answer: io.BytesIO(content.encode()))
+        monkeypatch.setattr("deltic.cli.connect.build_opener", lambda proxies, opener=opener: opener)
+        assert main(["connect", "opencode", "--write"]) == 2
+        assert hint in capsys.readouterr().err and not list(home.iterdir())
 
 
 @pytest.mark.parametrize(("answer", "hint"), [
-    (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak HTTP as it should (BadStatusLine)"),
-    (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nff\r\n{", "should (IncompleteRead)"),
-    (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "lists no models")])
+    (b"SSH-2.0-OpenSSH_9.6\r\n", "cannot be read (BadStatusLine)"),
+    (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nff\r\n{", "cannot be read (IncompleteRead)"),
+    (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "cannot be read (RecursionError)")])
 def test_servers_that_do_not_speak_http(answer, hint, home, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         def reply():

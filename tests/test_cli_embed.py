@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
+import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,37 +164,42 @@ WRONG = {
     "scores": (["judge", "texts.txt"], "task=embed"), "place": (["nowhere", "texts.txt"], "there is no directory")}
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_are_explained(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-                             case: str) -> None:
-    argv, message = WRONG[case]
+def test_wrong_arguments_are_explained(place: Path, capsys: pytest.CaptureFixture[str],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    assert main(["embed", f"./{argv[0]}", *argv[1:]]) == 2
-    assert message in capsys.readouterr().err
+    for case, (argv, message) in WRONG.items():
+        assert main(["embed", f"./{argv[0]}", *argv[1:]]) == 2
+        assert message in capsys.readouterr().err, case
     assert not list(place.glob("*.part*"))
 
 
-@contextmanager
-def served(*argv: str) -> Iterator[tuple[str, str]]:
-    """URL and first line of a server in a process of its own."""
-    with subprocess.Popen([sys.executable, "-m", "deltic", "serve", *argv, "--port", "0"], stdout=subprocess.PIPE,
-                          text=True) as process:
-        watch = threading.Timer(60, process.kill)
-        watch.start()
+def serve(monkeypatch: pytest.MonkeyPatch, client: Callable[[str, str], None], *argv: str) -> None:
+    """Runs a server, calls the client with its URL and first line, and ends the server with SIGTERM."""
+    lines = Queue[str]()
+
+    class Lines(io.StringIO):
+        def write(self, text: str) -> int:
+            lines.put(text)
+            return len(text)
+
+    def talk() -> None:
         try:
-            assert process.stdout
-            line = process.stdout.readline()
+            line = lines.get(timeout=60)
             found = re.search(r"http://[\d.:]+", line)
             assert found, line
-            yield found[0], line
+            client(found[0], line)
         finally:
-            process.terminate()
-            assert process.wait(20) == 0
-            watch.cancel()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sys, "stdout", Lines())
+    with ThreadPoolExecutor(1) as pool:
+        talking = pool.submit(talk)
+        assert main(["serve", *argv, "--port", "0"]) == 0
+        talking.result()
 
 
-def test_serve_an_encoder_and_another_beside_it(place: Path, wanted: Any) -> None:
-    with served(str(place / "bert"), "--embedding-model", str(place / "judge")) as (url, line):
+def test_serve_an_encoder_and_another_beside_it(place: Path, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(url: str, line: str) -> None:
         assert "bert gives vectors of 40 numbers" in line and "judge scores documents" in line
         found = httpx.post(f"{url}/v1/embeddings", json={"input": LINES[:2]}).json()["data"]
         np.testing.assert_array_equal(np.float32([each["embedding"] for each in found]), wanted[None][:2])
@@ -202,20 +208,35 @@ def test_serve_an_encoder_and_another_beside_it(place: Path, wanted: Any) -> Non
         assert httpx.post(f"{url}/v1/chat/completions", json={}).status_code == 404
         assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
 
+    serve(monkeypatch, client, str(place / "bert"), "--embedding-model", str(place / "judge"))
+
+
+def test_serve_several_chat_models_and_an_encoder_beside_them(place: Path, wanted: Any,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(url: str, line: str) -> None:
+        assert "one, two: the server is ready" in line
+        found = httpx.post(f"{url}/v1/embeddings", json={"input": LINES[:2]}).json()["data"]
+        np.testing.assert_array_equal(np.float32([each["embedding"] for each in found]), wanted[None][:2])
+        asked = {"model": "two", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+        assert answer.status_code == 200 and answer.json()["model"] == "two"
+
+    serve(monkeypatch, client, "--model", "one=tiny", "--model", "two=tiny", "--memory", "32MiB", "--embedding-model",
+          str(place / "bert"))
+
 
 def test_two_models_of_one_name_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["serve", str(place / "bert"), "--embedding-model", str(place / "bert"), "--port", "0"]
     assert main(argv) == 2 and "two models have one name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [
-    ["--pin-prompt", "config.json"], ["--request-log", "log", "--log-text"], ["--history", "template"],
-    ["--thinking-budget", "0"], ["--strip-billing-header"]])
 def test_options_of_chat_are_refused_for_an_encoder(place: Path, capsys: pytest.CaptureFixture[str],
-                                                    monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place / "bert")
-    assert main(["serve", str(place / "bert"), *given, "--port", "0"]) == 2
-    assert f"{next(word for word in reversed(given) if word.startswith('--'))} is for chat" in capsys.readouterr().err
+    for option, *given in (["--pin-prompt", "config.json"], ["--log-text", "--request-log", "log"],
+                           ["--history", "template"], ["--thinking-budget", "0"], ["--strip-billing-header"]):
+        assert main(["serve", str(place / "bert"), option, *given, "--port", "0"]) == 2
+        assert f"{option} is for chat" in capsys.readouterr().err
 
 
 MIXED = {
@@ -224,20 +245,9 @@ MIXED = {
     "none": (["--task", "rerank"], "--task rerank serves one MODEL")}
 
 
-@pytest.mark.parametrize("case", MIXED)
 def test_a_task_and_several_chat_models_do_not_mix(place: Path, capsys: pytest.CaptureFixture[str],
-                                                   monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    argv, message = MIXED[case]
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    assert main(["serve", *(f"./{each}" if each == "bert" else each for each in argv), "--port", "0"]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_serve_several_chat_models_and_an_encoder_beside_them(place: Path, wanted: Any) -> None:
-    with served("--model", "one=tiny", "--model", "two=tiny", "--embedding-model", str(place / "bert")) as (url, line):
-        assert "one, two: the server is ready" in line
-        found = httpx.post(f"{url}/v1/embeddings", json={"input": LINES[:2]}).json()["data"]
-        np.testing.assert_array_equal(np.float32([each["embedding"] for each in found]), wanted[None][:2])
-        asked = {"model": "two", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
-        assert answer.status_code == 200 and answer.json()["model"] == "two"
+    for case, (argv, message) in MIXED.items():
+        assert main(["serve", *(f"./{each}" if each == "bert" else each for each in argv), "--port", "0"]) == 2
+        assert message in capsys.readouterr().err, case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from deltic.cli import doctor, main
+from deltic.cli.output import Screen
 
 ROOT = Path(__file__).parents[1]
 # A repetition penalty far below 1 repeats the prompt's words for ever.
 ENDLESS = ["run", "--raw", "hello hello hello", "--repetition-penalty", "0.01", "--max-tokens", "30000",
-           "--threads", "1"]
+           "--threads", "1", "--memory", "64MiB"]
 
 
 def start(*argv):
@@ -23,8 +25,33 @@ def start(*argv):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.fixture
+def after_three(monkeypatch):
+    """Calls a function after the third delta of an answer."""
+    def call(action):
+        shown, show = [], Screen.show
+
+        def show_and_call(self, delta):
+            show(self, delta)
+            shown.append(delta)
+            if len(shown) == 3:
+                action()
+
+        monkeypatch.setattr(Screen, "show", show_and_call)
+    return call
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_generation(number, code):
+def test_a_signal_ends_a_generation(number, code, after_three, capsys):
+    after_three(lambda: os.kill(os.getpid(), number))
+    assert main(ENDLESS) == code
+    out, err = capsys.readouterr()
+    assert out.strip() and out.endswith("\n") and err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_process(number, code):
     with start(*ENDLESS) as process:
         begun = process.stdout.read(5)
         process.send_signal(number)
@@ -46,7 +73,7 @@ except BaseException:
 @pytest.mark.parametrize("swallows", [True, False])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_waits_for_an_import(name, code, swallows, tmp_path, monkeypatch, capsys):
-    """Stopped on the way it would pass for broken, or nobody would hear of the signal."""
+    """Otherwise the library would be reported as broken, or would swallow the signal."""
     def check_fragile(args):
         import fragile  # noqa: F401
         ends.append(time.monotonic() + 5)
@@ -60,7 +87,7 @@ def test_a_signal_waits_for_an_import(name, code, swallows, tmp_path, monkeypatc
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     try:
         assert main(["doctor"]) == code
-        assert time.monotonic() < ends[0], "the signal was not heard of"
+        assert time.monotonic() < ends[0], "the signal was lost"
     finally:
         sys.modules.pop("fragile", None)
     assert capsys.readouterr() == ("", "")
@@ -93,7 +120,17 @@ def test_a_background_job_ignores_ctrl_c(monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_closed_pipe_ends_quietly():
+def test_a_closed_pipe_ends_a_generation_quietly(after_three, monkeypatch, capsys):
+    reading, writing = os.pipe()
+    with open(writing, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        after_three(lambda: os.close(reading))
+        assert main(ENDLESS) == 141
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_ends_a_process_quietly():
     with start(*ENDLESS) as process:
         assert process.stdout.read(5)
         process.stdout.close()

@@ -21,7 +21,7 @@ from support import drain, greedy, numbers, same_logits, stepwise_logits
 
 from deltic import LLM, SamplingParams, Session
 from deltic.cli import main
-from deltic.cli.export import cache_folder
+from deltic.cli.convert import cache_folder
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load_any

@@ -13,8 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from deltic import __version__
-from deltic.cli.foreign import ALIASES, command_hint
-from deltic.cli.parser import Parser, ShowHelp, UsageError, as_typed, clipped, is_advanced
+from deltic.cli.parser import ALIASES, HelpAll, Parser, UsageError, as_typed, clipped, command_hint, is_advanced
 from deltic.cli.process import Terminated, discard_stdout, open_closed_streams, signals_raise
 from deltic.errors import ConfigError, DelticError
 
@@ -43,8 +42,8 @@ COMMANDS = {
     "doctor": "check the installation and suggest fixes",
     "completion": "print a script that completes commands in a shell",
 }
-_MODULES = {"rerank": "embed", "compile": "export", "mtp": "convert", "ps": "connect", "pull": "cache", "ls": "cache",
-            "rm": "cache", "completion": "docs"}
+_MODULES = {"rerank": "embed", "export": "convert", "compile": "convert", "mtp": "convert", "ps": "connect",
+            "pull": "cache", "ls": "cache", "rm": "cache", "completion": "docs"}
 """The module of each command that does not have one of its own name."""
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -110,11 +109,12 @@ def top_parser() -> Parser:
 def command_parser(name: str) -> Parser:
     """The parser of one command's arguments."""
     parser = Parser(f"deltic {name}", add_help=False)
-    parser.add_argument("-h", "--help", action=ShowHelp, show=Parser.format_short_help, help="show this help and exit")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument("-v", "--verbose", action="store_true", help="log details to stderr")
     _function(f"add_{name}", name)(parser)
     if any(map(is_advanced, parser._actions)):
-        parser.add_argument("--help-all", action=ShowHelp, show=Parser.format_help, help="show all options and exit")
+        parser.add_argument("--help-all", action=HelpAll, nargs=0, dest=argparse.SUPPRESS, default=argparse.SUPPRESS,
+                            help="show all options and exit")
     return parser
 
 
@@ -135,10 +135,10 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser = command_parser(name)
     args = parser.parse_mixed(top.arguments)
     if getattr(args, "config", None):
-        from deltic.cli.config_file import options_of
+        from deltic.cli.options import options_of
 
         args = parser.parse_mixed([*options_of(parser, args.config, args.model is not None), *top.arguments])
-    from deltic.cli.log import logging_to_stderr
+    from deltic.cli.output import logging_to_stderr
 
     with logging_to_stderr(args.verbose):
         try:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from deltic.cli import options
-from deltic.cli.files import lock, numbered_lines
-from deltic.cli.models import check_source, open_llm
+from deltic.cli.options import check_source, open_llm
 from deltic.cli.output import Bar, note
-from deltic.cli.parser import UsageError, existing_file, path_name, text
+from deltic.cli.parser import UsageError, existing_file, lock, numbered_lines, path_name, text
 from deltic.cli.process import Terminated
 from deltic.errors import show
 

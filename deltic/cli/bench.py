@@ -7,7 +7,7 @@ import json
 import random
 import runpy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -15,31 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from deltic import __version__
 from deltic.cli import options
-from deltic.cli.machine import commit, machine_facts, peak_memory_mib
-from deltic.cli.models import open_llm
-from deltic.cli.output import table
+from deltic.cli.options import open_llm
+from deltic.cli.output import commit, machine_facts, peak_memory_mib, table
 from deltic.cli.parser import UsageError, whole
 from deltic.errors import DelticError
 from deltic.params import EngineRequest, Event, SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-
-    from deltic.config import ModelConfig
     from deltic.engine.engine import Engine
     from deltic.llm import LLM
-    from deltic.runner.model_runner import ModelRunner
     from deltic.runner.operator_profile import Profile
 
 _MEASURES = {"prefill_tokens_per_second": "prompt tokens over the time until every sequence has its first token",
              "decode_tokens_per_second": "tokens per second while all sequences decode, summed over the batch",
              "time_to_first_token_ms": "median over the batch",
              "overhead_ms": "a decode step without the model's forward pass"}
-_BOUNDS = {"memory_gb_per_second": "speed of a sum that reads memory, just now; kernels may be a little faster",
-           "step_mib": "what a decode step reads and writes: weights, states, keys and values",
-           "allowed_decode_tokens_per_second": "if decode did nothing else, and caches held nothing of it",
-           "multiply_tflops": "speed of products of large matrices on the GPU, just now",
-           "allowed_prefill_tokens_per_second": "if prefill were products and attention alone, at that speed"}
 _PROMPT, _NEW, _REPEAT = 512, 64, 3
 _WARM_UP_TOKENS = 16
 SCENARIOS = ("multi-turn", "agent", "edit", "restart", "shared-system")
@@ -47,8 +37,7 @@ _SCENARIO_SCRIPT = Path(__file__).parents[2] / "bench" / "scenarios.py"
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.description = ("Measure the speed of prefill and decode, and the bounds that this machine sets. Prompts are "
-                          "random token ids.")
+    parser.description = "Measure the speed of prefill and decode. Prompts are random token ids."
     options.add_model(parser)
     parser.add_argument("--prompt-tokens", type=whole(1), metavar="N",
                         help=f"tokens of each prompt (default: {_PROMPT}); in a scenario, of the system message")
@@ -57,8 +46,6 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
                         help="sequences that run at the same time (default: 1)")
     parser.add_argument("--repeat", type=whole(1, 1000), metavar="N",
                         help=f"measured runs, after one to warm up (default: {_REPEAT}; of a scenario 1)")
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
-                        help="seed of the prompts' token ids (default: 0)")
     parser.add_argument("--profile", action="store_true",
                         help="add a run that shows the share of each operator in prefill and decode")
     options.add_json(parser)
@@ -81,9 +68,9 @@ def run_bench(args: argparse.Namespace) -> int:
     repeat = args.repeat or _REPEAT
     with llm.worker.hold() as engine:
         warm_up = Case(min(case.prompt_tokens, _WARM_UP_TOKENS), min(case.new_tokens, 2), case.batch)
-        trial(engine, warm_up, args.seed)
-        runs = [trial(engine, case, args.seed + number) for number in range(1, repeat + 1)]
-        profile = _profile(engine, case, args.seed + repeat + 1) if args.profile else None
+        trial(engine, warm_up)
+        runs = [trial(engine, case, seed) for seed in range(1, repeat + 1)]
+        profile = _profile(engine, case, repeat + 1) if args.profile else None
     result = _report(llm, case, runs)
     if args.json:
         print(json.dumps(result | ({"profile": profile.as_dict()} if profile else {})))
@@ -200,12 +187,9 @@ def check_room(llm: LLM, case: Case, asked: str = "--prompt-tokens and --new-tok
 
 def _report(llm: LLM, case: Case, runs: Sequence[Measurement]) -> dict[str, Any]:
     """Medians and runs, with the facts that explain them."""
-    from deltic.runner.model_runner import ModelRunner
-
-    bounds = bounds_of(llm.runtime, case) if isinstance(llm.runtime, ModelRunner) else {}
     return {**model_facts(llm), **asdict(case), "repeat": len(runs),
             **{name: _median([getattr(run, name) for run in runs]) for name in _MEASURES},
-            "peak_memory_mib": round(peak_memory_mib(), 1), **bounds, "runs": [asdict(run) for run in runs],
+            "peak_memory_mib": round(peak_memory_mib(), 1), "runs": [asdict(run) for run in runs],
             **origin_facts(llm)}
 
 
@@ -231,100 +215,6 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _as_table(result: dict[str, Any]) -> str:
-    explained = _MEASURES | _BOUNDS
-    rows = {name: f"{value}  ({explained[name]})" if name in explained else value
+    rows = {name: f"{value}  ({_MEASURES[name]})" if name in _MEASURES else value
             for name, value in result.items() if name not in ("runs", "ops", "machine")}
     return table({**rows, "machine": result["machine"], "ops": result["ops"]})
-
-
-# Bounds of the machine
-
-
-_READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
-"""More than caches hold, and enough to make the launch negligible."""
-_MATRIX_SIZE, _TRIES = 8192, 16
-
-
-def bounds_of(runtime: ModelRunner, case: Case) -> dict[str, Any]:
-    """Measures how fast memory is read and, on a GPU, matrices are multiplied, and the tokens a second that allows."""
-    speed = _read_speed(runtime)
-    step = step_bytes(runtime, case.batch, case.prompt_tokens + case.new_tokens // 2)
-    bounds = {"memory_gb_per_second": round(speed / 1e9, 2), "step_mib": round(step / (1 << 20), 1),
-              "allowed_decode_tokens_per_second": round(case.batch * speed / step, 4)}
-    if runtime.device.type == "cuda":
-        rate = _multiply_speed(runtime.device)
-        operations = prompt_operations(runtime.config, case.prompt_tokens)
-        bounds |= {"multiply_tflops": round(rate / 1e12, 1),
-                   "allowed_prefill_tokens_per_second": round(case.prompt_tokens * rate / operations, 4)}
-    return bounds
-
-
-def step_bytes(runtime: ModelRunner, batch: int, context: int) -> int:
-    """Bytes that a decode step reads and writes: weights once, states, keys and values.
-
-    Of a mixture it counts the experts that some token selects, if all are equally likely.
-    """
-    from deltic.engine.scheduler import DEFERRED
-    from deltic.runner.input_batch import FEW_ROWS
-
-    decoder, pools, experts = runtime.decoder, runtime.pools, runtime.config.experts
-    weights = decoder.token_bytes()
-    if experts and batch > 1 and experts.per_token < experts.count:
-        selected = experts.per_token / experts.count
-        tied = decoder.weights.embedding is decoder.weights.head
-        whole = decoder.weight_bytes() - (0 if tied else decoder.weights.embedding.nbytes)
-        weights += int((whole - weights) * (1 - (1 - selected) ** batch - selected) / (1 - selected))
-    writes = 1 / DEFERRED if runtime.capabilities.defers_state_writes and batch > FEW_ROWS else 1
-    state = int((1 + writes) * batch * pools.recurrent[:, 0].nbytes) if len(pools.recurrent) else 0
-    return weights + state + 2 * batch * context * pools.keys[:, 0, 0].nbytes
-
-
-def prompt_operations(config: ModelConfig, tokens: int) -> int:
-    """Operations of products and attention in prefill. The delta rule and the head's single row are negligible."""
-    from deltic.loader.names import expected_tensors
-
-    weights = 0
-    for name, shape in expected_tensors(config).items():
-        if ".experts." in name and config.experts:
-            weights += config.experts.per_token * shape[1] * shape[2]
-        elif ".layers." in name and len(shape) == 2 and ".conv1d." not in name:
-            weights += shape[0] * shape[1]
-    attention = config.layer_types.count("full_attention") * config.num_attention_heads * config.head_dim
-    return 2 * weights * tokens + 2 * attention * tokens**2
-
-
-def _read_speed(runtime: ModelRunner) -> float:
-    """Bytes a second, on as many threads as the model has."""
-    import torch
-
-    from deltic.ops.cpu import use_torch_threads
-    from deltic.runner.memory import free_memory
-
-    use_torch_threads(runtime.decoder.ops, runtime.threads)
-    size = min(_READ_BYTES[runtime.device.type], free_memory(runtime.options.device) // 4)
-    numbers = torch.ones(max(size // 4, 1), device=runtime.device)
-    return numbers.nbytes / _best_seconds(numbers.sum, runtime.device)
-
-
-def _multiply_speed(device: torch.device) -> float:
-    """Operations a second, of bfloat16."""
-    import torch
-
-    left, right = (torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, device=device).bfloat16() for _ in range(2))
-    return 2 * _MATRIX_SIZE**3 / _best_seconds(lambda: left @ right, device)
-
-
-def _best_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    import torch
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    times = []
-    for _ in range(_TRIES):
-        began = now()
-        work()
-        times.append(now() - began)
-    return min(times)

@@ -7,8 +7,9 @@ import json
 import shutil
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ def run_cache(args: argparse.Namespace) -> int:
     if args.action == "clear":
         return _clear(directory, rows, args)
     labels = directory.models() if directory else []
-    models = [_Model(label, [row for row in rows if row.model == label.model]) for label in labels]
+    models = [(label, [row for row in rows if row.model == label.model]) for label in labels]
     listing = args.action == "ls"
     facts = {"directory": str(root.parent), **(_listing(models) if listing else _stats(models, root.parent))}
     if args.json:
@@ -138,64 +139,45 @@ def run_cache(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model and its rows of the index."""
+def _facts(label: ModelLabel) -> dict[str, Any]:
+    from deltic.cache.offload.directory import VERSION
 
-    label: ModelLabel
-    rows: list[StoredRow]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        from deltic.cache.offload.directory import VERSION
-
-        return {"model": self.label.label or None, "about": self.label.about or None, "fingerprint": self.label.model,
-                "version": VERSION}
-
-    @property
-    def items(self) -> list[StoredRow]:
-        return [row for row in self.rows if row.kind != "record"]
-
-    @property
-    def bytes(self) -> int:
-        return sum(row.size for row in self.rows)
+    return {"model": label.label or None, "about": label.about or None, "fingerprint": label.model, "version": VERSION}
 
 
-def _listing(models: Sequence[_Model]) -> dict[str, Any]:
+def _listing(models: Sequence[tuple[ModelLabel, list[StoredRow]]]) -> dict[str, Any]:
     prefixes = list[dict[str, Any]]()
-    for model in models:
-        by_key: dict[str, list[StoredRow]] = {}
-        for row in model.items:
-            by_key.setdefault(row.key, []).append(row)
-        for key, rows in by_key.items():
-            prefixes.append({"key": key, "tokens": max(row.done for row in rows),
-                             "kinds": sorted({row.kind for row in rows}), "bytes": sum(row.size for row in rows),
-                             "used": max(row.used for row in rows), **model.facts})
+    for label, rows in models:
+        by_key: dict[str, list[StoredRow]] = defaultdict(list)
+        for row in rows:
+            if row.kind != "record":
+                by_key[row.key].append(row)
+        for key, items in by_key.items():
+            prefixes.append({"key": key, "tokens": max(row.done for row in items),
+                             "kinds": sorted({row.kind for row in items}), "bytes": sum(row.size for row in items),
+                             "used": max(row.used for row in items), **_facts(label)})
     return {"prefixes": sorted(prefixes, key=lambda prefix: -prefix["used"])}
 
 
 def _listing_text(facts: dict[str, Any]) -> str:
-    rows = []
-    for prefix in facts["prefixes"]:
-        rows.append({"key": prefix["key"][:_SHORT], "tokens": prefix["tokens"], "kind": "+".join(prefix["kinds"]),
-                     "mib": round(prefix["bytes"] / (1 << 20), 1), "last_used": date(prefix["used"]),
-                     "model": f"{prefix['model'] or '?'} ({prefix['fingerprint'][:_SHORT]})"})
-    return grid(rows)
+    return grid([{"key": prefix["key"][:_SHORT], "tokens": prefix["tokens"], "kind": "+".join(prefix["kinds"]),
+                  "mib": round(prefix["bytes"] / (1 << 20), 1), "last_used": date(prefix["used"]),
+                  "model": f"{prefix['model'] or '?'} ({prefix['fingerprint'][:_SHORT]})"}
+                 for prefix in facts["prefixes"]])
 
 
-def _stats(models: Sequence[_Model], directory: Path) -> dict[str, Any]:
-    return {"bytes": sum(model.bytes for model in models), "disk_free": shutil.disk_usage(directory).free,
-            "models": [_totals(model) for model in models]}
-
-
-def _totals(model: _Model) -> dict[str, Any]:
+def _stats(models: Sequence[tuple[ModelLabel, list[StoredRow]]], directory: Path) -> dict[str, Any]:
     """prefixes: how many can be resumed. tokens: how many have K/V, each counted once. notes: records of answers."""
-    items = model.items
-    used = [row.used for row in model.rows]
-    return {**model.facts, "items": len(items), "prefixes": len({item.key for item in items if item.kind != "kv"}),
-            "tokens": sum(item.done - item.start for item in items if item.kind == "kv"),
-            "notes": len(model.rows) - len(items), "bytes": model.bytes,
-            "oldest": min(used, default=None), "newest": max(used, default=None)}
+    found = []
+    for label, rows in models:
+        items, used = [row for row in rows if row.kind != "record"], [row.used for row in rows]
+        found.append({**_facts(label), "items": len(items),
+                      "prefixes": len({item.key for item in items if item.kind != "kv"}),
+                      "tokens": sum(item.done - item.start for item in items if item.kind == "kv"),
+                      "notes": len(rows) - len(items), "bytes": sum(row.size for row in rows),
+                      "oldest": min(used, default=None), "newest": max(used, default=None)})
+    return {"bytes": sum(model["bytes"] for model in found), "disk_free": shutil.disk_usage(directory).free,
+            "models": found}
 
 
 def _stats_text(facts: dict[str, Any]) -> str:

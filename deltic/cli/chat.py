@@ -16,10 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.files import decoded, numbered_lines, replace_file
-from deltic.cli.models import open_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import Screen, note, read_answer, statistics_line
-from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, plain_file, read_bytes, read_text
+from deltic.cli.parser import (
+    MAX_BYTES,
+    UsageError,
+    as_typed,
+    decoded,
+    numbered_lines,
+    plain_file,
+    read_bytes,
+    read_json,
+    replace_file,
+)
 from deltic.cli.process import Interruption
 from deltic.errors import RequestError, show
 
@@ -62,7 +71,7 @@ def run_chat(args: argparse.Namespace) -> int:
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() uses it)
             note(_HINT)
-        for text, quoted in _messages(_TerminalLines() if interactive else _piped_lines()):
+        for text, quoted in _messages(_terminal_lines() if interactive else _piped_lines()):
             if quoted:
                 chat.send(text)
             elif text == "/exit":
@@ -77,9 +86,10 @@ class ChatState:
 
     def __init__(self, llm: LLM, args: argparse.Namespace, sampling: SamplingParams) -> None:
         self.failed = False
-        self._llm = llm
-        self._defaults = sampling, args.think, args.system
-        self._sampling, self._thinking, self._system = self._defaults
+        self._llm, self._sampling = llm, sampling
+        self._defaults = {"system": args.system, "think": args.think,
+                          **{name: getattr(sampling, name) for name in options.SAMPLING}}
+        self._settings = dict(self._defaults)
         self._thinking_output = args.thinking_output
         self._messages: list[Message] = []
         self._pictures: list[Message] = []
@@ -87,8 +97,8 @@ class ChatState:
     @property
     def messages(self) -> list[Message]:
         """The messages, with the system message."""
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return [*system, *self._messages]
+        system = self._settings["system"]
+        return self._messages if system is None else [{"role": "system", "content": system}, *self._messages]
 
     def take(self, line: str) -> None:
         """Executes a command, or sends a message."""
@@ -126,35 +136,19 @@ class ChatState:
         else:
             note("\n".join(f"{command:<6} {about}" for command, about in _COMMANDS.items()) + f"\n{_HINT}")
 
-    # Settings
-
     def _set(self, name: str = "", value: str | None = None) -> None:
         """Changes a setting, resets it if there is no value, and shows it; without a name shows all."""
         name = name.replace("-", "_")
-        sampling, thinking, system = self._defaults
-        if name == "system":
-            self._system = system if value is None else value
-        elif name == "think":
-            if value is not None and value not in _THINK:
-                raise UsageError(f"think is one of {', '.join(_THINK)}, not {show(value)}")
-            self._thinking = thinking if value is None else _THINK[value]
-        elif name in options.SAMPLING:
-            changed = getattr(sampling, name) if value is None else _number(name, value)
-            self._sampling = replace(self._sampling, **{name: changed})
-        elif name:
+        if name and name not in self._settings:
             raise UsageError(f"there is no setting {show(name)}; the settings are {', '.join(self._settings)}")
-        for known, shown in self._settings.items():
+        if name:
+            changed = self._defaults[name] if value is None else _parsed(name, value)
+            if name in options.SAMPLING:
+                self._sampling = replace(self._sampling, **{name: changed})
+            self._settings[name] = changed
+        for known, current in self._settings.items():
             if name in ("", known):
-                note(f"{known} {shown}")
-
-    @property
-    def _settings(self) -> dict[str, str]:
-        think = next(word for word, value in _THINK.items() if value is self._thinking)
-        settings = {"system": self._system or "(none)", "think": think}
-        for name in options.SAMPLING:
-            value = getattr(self._sampling, name)
-            settings[name] = "(default)" if value is None else str(value)
-        return settings
+                note(f"{known} {_shown(known, current)}")
 
     # Files
 
@@ -173,19 +167,16 @@ class ChatState:
         """Replaces the messages by those of a file, if the model's template accepts them."""
         messages = _read_messages(path)
         self._llm.chat_processor.chat([*messages, {"role": "user", "content": "?"}])
-        count, self._system = len(messages), None
+        count, self._settings["system"] = len(messages), None
         if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
-            self._system, messages = messages[0]["content"], messages[1:]
+            self._settings["system"], messages = messages[0]["content"], messages[1:]
         self._messages = messages
         return f"loaded {count} messages from {path}"
 
     def _add_picture(self, path: Path) -> str:
         """Keeps a picture for the next message, if the model can see it."""
         kind = mimetypes.guess_type(path.name)[0] or "image/png"
-        try:
-            content = read_bytes(plain_file(str(path)))
-        except (argparse.ArgumentTypeError, ValueError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
+        content = read_bytes(plain_file(str(path)))
         url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
         part = {"type": "image_url", "image_url": {"url": url}}
         with naming_files([path]):
@@ -218,7 +209,7 @@ class ChatState:
 
         with Interruption() as interruption:
             stream, timing = read_answer(
-                self._llm, lambda: self._llm.stream(messages, self._sampling, thinking=self._thinking),
+                self._llm, lambda: self._llm.stream(messages, self._sampling, thinking=self._settings["think"]),
                 show, lambda: interruption.requested)
             screen.close()
         choice = stream.output.choices[0] if stream.output else None
@@ -246,13 +237,28 @@ def naming_files(files: Sequence[Path]) -> Iterator[None]:
         raise RequestError(message, error.field) from error
 
 
-def _number(name: str, value: str) -> Any:
-    kind: type = options.SAMPLING[name][0]
+def _parsed(name: str, value: str) -> Any:
+    """The value of a setting."""
+    if name == "system":
+        return value
+    if name == "think":
+        if value not in _THINK:
+            raise UsageError(f"think is one of {', '.join(_THINK)}, not {show(value)}")
+        return _THINK[value]
+    kind = options.SAMPLING[name][0]
     try:
-        return float(value) if kind is float else int(value)
+        return kind(value)
     except ValueError:
         expected = "an integer" if kind is int else "a number"
         raise UsageError(f"{name} must be {expected}, not {show(value)}") from None
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "think":
+        return next(word for word, known in _THINK.items() if known is value)
+    if name == "system":
+        return value or "(none)"
+    return "(default)" if value is None else str(value)
 
 
 def _as_message(deltas: list[Delta]) -> Message:
@@ -267,10 +273,7 @@ def _as_message(deltas: list[Delta]) -> Message:
 
 def _read_messages(path: Path) -> list[Message]:
     """Returns the messages in a file: the body of a request, or a list. Raises UsageError for anything else."""
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
+    found = read_json(path)
     messages = found.get("messages") if isinstance(found, dict) else found
     if not isinstance(messages, list) or not all(isinstance(one, dict) and "role" in one for one in messages):
         raise UsageError(f'{path} must be of the form {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
@@ -312,13 +315,12 @@ def _messages(read: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
         yield "\n".join(begun).strip("\n"), True
 
 
-class _TerminalLines:
+def _terminal_lines() -> Callable[[bool], str | None]:
     """Reads lines from a terminal. The first Ctrl-C gives a hint, a second one in a row ends the program."""
+    warned = False
 
-    def __init__(self) -> None:
-        self._warned = False
-
-    def __call__(self, within_quotes: bool) -> str | None:
+    def read(within_quotes: bool) -> str | None:
+        nonlocal warned
         try:
             line = input(". " if within_quotes else "> ")
         except EOFError:
@@ -326,13 +328,15 @@ class _TerminalLines:
             raise
         except KeyboardInterrupt:
             print()
-            if self._warned:
+            if warned:
                 raise
-            self._warned = True
+            warned = True
             note("Ctrl-C again, /exit or Ctrl-D end the program")
             return None
-        self._warned = False
+        warned = False
         return line
+
+    return read
 
 
 def _piped_lines() -> Callable[[bool], str]:
@@ -341,7 +345,7 @@ def _piped_lines() -> Callable[[bool], str]:
 
     def read(within_quotes: bool) -> str:
         for number, line in lines:
-            return decoded(line, f"line {number} on stdin", first=number == 1).rstrip("\r\n")
+            return decoded(line, f"line {number} on stdin").rstrip("\r\n")
         raise EOFError
 
     return read

@@ -5,37 +5,39 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from deltic.cli import options
-from deltic.cli.clients import CLIENTS, KEY_VARIABLE, Client, Target
-from deltic.cli.files import replace_file
 from deltic.cli.output import grid, note
-from deltic.cli.parser import UsageError, read_text, text
+from deltic.cli.parser import UsageError, read_text, replace_file, text
 
+KEY_VARIABLE = "DELTIC_API_KEY"
 _URL = "http://127.0.0.1:8000"
-_MAX_ANSWER = 1 << 20
-_TIMEOUT = 10
-_LOADING_TIMEOUT = 1800  # a large model may be loaded
+_MAX_BYTES = 1 << 20  # of a server's answer
+_MAX_ANSWER = 32_000  # tokens that a client reserves for an answer
+_TIMEOUT, _LOADING_TIMEOUT = 10, 1800  # a large model may be loaded
 _RECORD_NAMES = ("name", "id", "model_id")
 Answer = TypeVar("Answer")
 
 
 def add_connect(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show or write the settings with which a coding agent or other client uses a running server."
-    known = "; ".join(f"{name}: {client.about}" for name, client in CLIENTS.items())
-    parser.add_argument("client", metavar="CLIENT", choices=tuple(CLIENTS), type=text, help=known)
+    clients = known_clients()
+    known = "; ".join(f"{name}: {client['about']}" for name, client in clients.items())
+    parser.add_argument("client", metavar="CLIENT", choices=tuple(clients), type=text, help=known)
     _add_server(parser)
     parser.add_argument("--model", type=text, metavar="NAME",
                         help="one of several models of the server (default: its first)")
@@ -44,18 +46,46 @@ def add_connect(parser: argparse.ArgumentParser) -> None:
 
 
 def run_connect(args: argparse.Namespace) -> int:
-    client = CLIENTS[args.client]
+    client = known_clients()[args.client]
     target = _target(args.url, args.model, _key(args))
-    if args.write:
-        _write(args.client, client, target)
+    files = [Settings(**_filled(file, target)) for file in client.get("files", ())]
+    if not args.write:
+        for file in files:
+            print(f"# {file.path}\n{_dump(file.path, file.all).rstrip()}\n")
+    elif files:
+        _write(files)
     else:
-        for file in client.files(target):
-            values = {**file.missing, **file.values} if isinstance(file.values, Mapping) else file.values
-            print(f"# {file.path}\n{_dump(file.path, values).rstrip()}\n")
-    for name, value in client.environment(target).items():
+        raise UsageError(f"{args.client} has no file of settings: leave out --write, and set the variables that are "
+                         "shown")
+    key = {client["key"]: target.key} if "key" in client and target.key else {}
+    for name, value in {**key, **_filled(client.get("environment", {}), target)}.items():
         print(f"export {name}={shlex.quote(value)}")
-    note(f"then run: {client.start}")
+    note(f"then run: {client['start']}")
     return 0
+
+
+def known_clients() -> dict[str, Any]:
+    """Programs that use servers, by name: `about`, `start`, `files`, `key` (the variable that it reads the server's key
+    from) and `environment` (other variables)."""
+    import yaml
+
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def _filled(value: Any, target: Target) -> Any:
+    """Replaces {model} and the like by the attributes of the target. Settings that are then empty are left out."""
+    if isinstance(value, Mapping):
+        filled = {_filled(name, target): _filled(part, target) for name, part in value.items()}
+        return {name: part for name, part in filled.items() if part != ""}
+    if isinstance(value, list):
+        return [_filled(part, target) for part in value]
+    if not isinstance(value, str):
+        return value
+    only = re.fullmatch(r"\{(\w+)\}", value)
+    if only:  # keeps its type
+        return getattr(target, only[1])
+    return re.sub(r"\{(\w+)(:d)?\}", lambda found: str(getattr(target, found[1])), value)
 
 
 def add_ps(parser: argparse.ArgumentParser) -> None:
@@ -67,17 +97,40 @@ def add_ps(parser: argparse.ArgumentParser) -> None:
 def run_ps(args: argparse.Namespace) -> int:
     rows = [{"model": entry["id"], "loaded": entry.get("loaded", True), "context": entry.get("max_model_len")}
             for entry in _models(args.url, _key(args))]
-    if args.json:
-        print(json.dumps({"url": args.url, "models": rows}))
-        return 0
-    for row in rows:
-        row["loaded"] = "yes" if row["loaded"] else "no"
-        row["context"] = f"{row['context']:,}" if row["context"] else "-"
-    print(grid(rows))
+    print(json.dumps({"url": args.url, "models": rows}) if args.json else grid(rows))
     return 0
 
 
 # The server
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model of a server. url: without /v1. context: tokens of prompt and answer. key: "" if there is none."""
+
+    url: str
+    model: str
+    context: int
+    key: str
+
+    @property
+    def base(self) -> str:
+        """The base URL for clients of OpenAI's API."""
+        return f"{self.url}/v1"
+
+    @property
+    def key_variable(self) -> str:
+        return KEY_VARIABLE if self.key else ""
+
+    @property
+    def some_key(self) -> str:
+        """A key for clients that require one."""
+        return self.key or "none"
+
+    @property
+    def answer(self) -> int:
+        """Tokens that a client should reserve for the answer."""
+        return max(1, min(self.context // 4, _MAX_ANSWER))
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +140,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _key(args: argparse.Namespace) -> str:
-    return args.api_key or os.environ.get(KEY_VARIABLE) or ""
+    return args.api_key or os.environ.get("DELTIC_API_KEY") or ""
 
 
 def _url(given: str) -> str:
@@ -98,7 +151,7 @@ def _url(given: str) -> str:
     except ValueError:
         is_valid = False
     if not is_valid:
-        raise argparse.ArgumentTypeError(f"must be like {_URL}, not {given[:80]!r}")
+        raise UsageError(f"must be like {_URL}, not {given[:80]!r}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
@@ -108,38 +161,37 @@ def _target(url: str, model: str | None, key: str) -> Target:
     if chosen not in served:
         raise UsageError(f"the server at {url} has no model {chosen!r}: --model is one of {', '.join(served)}")
     context = served[chosen].get("max_model_len")
-    if context is None and served[chosen].get("loaded") is False:
+    if context is None:
         note(f"loading {chosen}, which shows the size of its context ...")
         body = json.dumps({"model": chosen, "prompt": "?"}).encode()
-        context = _request(url, "/tokenize", key, lambda answer: answer["max_model_len"], body)
-    if not isinstance(context, int) or context < 1:
-        raise UsageError(f"the server at {url} does not say how much context {chosen} has (max_model_len): it is not "
-                         "a deltic server")
+        context = _request(url, "/tokenize", key, lambda answer: int(answer["max_model_len"]), body)
     return Target(url, chosen, context, key)
 
 
 def _models(url: str, key: str) -> list[dict[str, Any]]:
-    return _request(url, "/v1/models", key, _model_list)
+    def listed(answer: Any) -> list[dict[str, Any]]:
+        found = list(answer["data"])
+        if not found or not all(isinstance(entry["id"], str) for entry in found):
+            raise ValueError("no models")
+        return found
 
-
-def _model_list(answer: Any) -> list[dict[str, Any]]:
-    found = list(answer["data"])
-    if not found or not all(isinstance(entry["id"], str) for entry in found):
-        raise ValueError("no models")
-    return found
+    return _request(url, "/v1/models", key, listed)
 
 
 def _request(url: str, path: str, key: str, read: Callable[[Any], Answer], body: bytes | None = None) -> Answer:
     """Returns what `read` takes from the JSON answer. Raises UsageError with a hint if there is none."""
-    is_local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    if any(char < " " or char == "\x7f" for char in key):
+        raise UsageError("the API key has a control character, such as the end of a line, which no header can carry: "
+                         f"see --api-key and {KEY_VARIABLE}")
     headers = {"content-type": "application/json"}
-    if key:
-        headers["authorization"] = f"Bearer {_header_value(key)}"
-    request = Request(f"{url}{path}", body, headers)
+    if key:  # in UTF-8, as http.client sends characters of latin-1
+        headers["authorization"] = f"Bearer {key.encode('utf-8', 'surrogateescape').decode('latin-1')}"
+    is_local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
     opener = build_opener(ProxyHandler({}) if is_local else ProxyHandler())
     try:
-        with opener.open(request, timeout=_TIMEOUT if body is None else _LOADING_TIMEOUT) as response:
-            return read(json.loads(response.read(_MAX_ANSWER)))
+        with opener.open(Request(f"{url}{path}", body, headers),
+                         timeout=_TIMEOUT if body is None else _LOADING_TIMEOUT) as response:
+            return read(json.loads(response.read(_MAX_BYTES)))
     except HTTPError as error:
         if error.code == 401:
             raise UsageError(f"the server at {url} wants a key: give --api-key, or set {KEY_VARIABLE}") from error
@@ -147,31 +199,41 @@ def _request(url: str, path: str, key: str, read: Callable[[Any], Answer], body:
     except OSError as error:
         raise UsageError(f"no server answers at {url} ({getattr(error, 'reason', error)}): start one with deltic "
                          "serve, or give its --url") from error
-    except HTTPException as error:
-        raise UsageError(f"the server at {url} does not speak HTTP as it should ({type(error).__name__}): --url has "
-                         "to be that of a deltic server") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        missing = "lists no models" if body is None else "does not say how much context the model has"
-        raise UsageError(f"the server at {url} is not a deltic server: its {path} {missing}") from None
-
-
-def _header_value(key: str) -> str:
-    """The key in UTF-8, as http.client sends characters of latin-1."""
-    if any(char < " " or char == "\x7f" for char in key):
-        raise UsageError("the API key has a control character, such as the end of a line, which no header can carry: "
-                         f"see --api-key and {KEY_VARIABLE}")
-    return key.encode("utf-8", "surrogateescape").decode("latin-1")
+    except (HTTPException, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(f"the answer of {url} to {path} cannot be read ({type(error).__name__}): --url has to be that "
+                         "of a deltic server") from error
 
 
 # Files of settings
 
 
-def _write(name: str, client: Client, target: Target) -> None:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings in a file, whose suffix is its format.
+
+    folder: below the home directory; `variable` replaces it. missing: values to add where the file has none.
+    """
+
+    name: str
+    values: Mapping[str, Any] | list[Any]
+    folder: str = ""
+    variable: str = ""
+    missing: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        given = os.environ.get(self.variable)
+        return (Path(given) if given else Path.home() / self.folder) / self.name
+
+    @property
+    def all(self) -> Mapping[str, Any] | list[Any]:
+        """The content of a new file."""
+        return {**self.missing, **self.values} if isinstance(self.values, Mapping) else self.values
+
+
+def _write(files: list[Settings]) -> None:
     """Reads all files before it writes the first, so that a file that cannot be read leaves none half done."""
-    files = client.files(target)
-    if not files:
-        raise UsageError(f"{name} has no file of settings: leave out --write, and set the variables that are shown")
-    merged = [(file.path, _merged(file.path, file.values, file.missing)) for file in files]
+    merged = [(file.path, _merged(file)) for file in files]
     for path, content in merged:
         if content is None:
             note(f"{path} has these settings already")
@@ -179,6 +241,31 @@ def _write(name: str, client: Client, target: Target) -> None:
         backup = _replace_with_backup(path, content)
         lost = " (its comments are only there)" if backup and path.suffix in (".yml", ".yaml") else ""
         note(f"wrote {path}" + (f"; the old content is in {backup}{lost}" if backup else ""))
+
+
+def _merged(file: Settings) -> str | None:
+    """Returns the content of a file with the settings, or None if it has them. Raises UsageError if it cannot be read
+    in its format."""
+    path = file.path
+    try:
+        content = read_text(path) if path.exists() else ""
+        found = _load(path, content) if content.strip() else None
+        if found is None:
+            return _dump(path, file.all)
+        if isinstance(found, Mapping) != isinstance(file.values, Mapping) or not isinstance(found, Mapping | list):
+            raise TypeError(f"it holds a {type(found).__name__} where the client expects a "
+                            f"{type(file.values).__name__}")
+    except Exception as error:  # each format has its own errors
+        kind = path.suffix.lstrip(".").upper().replace("YML", "YAML")
+        comments = "; JSON with comments is not read" if path.suffix == ".json" else ""
+        raise UsageError(f"{path} cannot be read as {kind} ({error}){comments}. Nothing was changed: run the command "
+                         "without --write, and add what it shows by hand") from error
+    before = deepcopy(found)
+    after = _merge(found, file.values)
+    if isinstance(after, Mapping):
+        for key in file.missing.keys() - after.keys():
+            after[key] = file.missing[key]  # type: ignore[index]
+    return _dump(path, after) if before != after else None
 
 
 def _load(path: Path, content: str) -> Any:
@@ -207,65 +294,26 @@ def _dump(path: Path, value: Any) -> str:
     return written
 
 
-def _merged(path: Path, values: Any, missing: Mapping[str, Any]) -> str | None:
-    """Returns the file's content with the values, or None if it has them. missing: added unless the file has its keys.
-
-    Raises UsageError if the file cannot be read in its format.
-    """
-    if not path.exists():
-        return _dump(path, {**missing, **values} if isinstance(values, Mapping) else values)
-    found = _read(path)
-    if found is None:
-        found = type(values)()
-    if isinstance(found, Mapping) != isinstance(values, Mapping) or not isinstance(found, Mapping | list):
-        _raise_unreadable(path, f"it holds a {type(found).__name__} where the client expects a "
-                                f"{type(values).__name__}")
-    before = deepcopy(found)
-    after = _merge(found, values)
-    if isinstance(after, Mapping):
-        for key in missing.keys() - after.keys():
-            after[key] = missing[key]  # type: ignore[index]
-    return _dump(path, after) if before != after else None
-
-
-def _read(path: Path) -> Any:
-    try:
-        content = read_text(path)
-        return _load(path, content) if content.strip() else None
-    except RecursionError:
-        _raise_unreadable(path, "it is nested too deeply")
-    except Exception as error:  # each format has its own errors
-        _raise_unreadable(path, str(error), error)
-
-
-def _raise_unreadable(path: Path, reason: str, cause: Exception | None = None) -> NoReturn:
-    name = path.suffix.lstrip(".").upper().replace("YML", "YAML")
-    comments = "; JSON with comments is not read" if path.suffix == ".json" else ""
-    raise UsageError(f"{path} cannot be read as {name} ({reason}){comments}. Nothing was changed: run the command "
-                     "without --write, and add what it shows by hand") from cause
-
-
 def _merge(old: Any, new: Any) -> Any:
     """Merges mappings key by key and lists of records by name into `old`; else returns `new`."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key, value in new.items():
             old[key] = _merge(old[key], value) if key in old else value  # type: ignore[index]
         return old
-    if isinstance(old, list) and isinstance(new, list) and all(isinstance(item, Mapping) for item in new):
-        for item in new:
-            place = next((at for at, other in enumerate(old) if _record_name(other) == _record_name(item)), None)
-            if place is None:
-                old.append(item)
-            else:
-                old[place] = _merge(old[place], item)
-        return old
-    return new
+    if not (isinstance(old, list) and isinstance(new, list) and all(isinstance(item, Mapping) for item in new)):
+        return new
+    for item in new:
+        place = next((at for at, other in enumerate(old) if _record_name(other) == _record_name(item)), None)
+        if place is None:
+            old.append(item)
+        else:
+            old[place] = _merge(old[place], item)
+    return old
 
 
 def _record_name(record: Any) -> Any:
-    if not isinstance(record, Mapping):
-        return None
-    return next((record[name] for name in _RECORD_NAMES if name in record), None)
+    names = _RECORD_NAMES if isinstance(record, Mapping) else ()
+    return next((record[name] for name in names if name in record), None)
 
 
 def _replace_with_backup(path: Path, content: str) -> Path | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -15,9 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from deltic.cli import options
-from deltic.cli.files import decoded, lock, numbered_lines, open_lines
 from deltic.cli.output import Bar, bytes_bar, note
-from deltic.cli.parser import UsageError, existing_file, path_name, text, whole
+from deltic.cli.parser import (
+    UsageError,
+    check_target,
+    decoded,
+    existing_file,
+    lock,
+    numbered_lines,
+    open_lines,
+    text,
+    whole,
+)
 from deltic.errors import show
 
 if TYPE_CHECKING:
@@ -29,13 +36,12 @@ if TYPE_CHECKING:
 
 _WINDOW = 1024
 _NO_ROOM = "make room, and run the same command again to continue"
-_SUFFIXES = (".npy", ".npz")
 
 
 def add_embed(parser: argparse.ArgumentParser) -> None:
     parser.description = "Vectors of the texts in a file. The same command continues an interrupted one."
     _add_source(parser)
-    parser.add_argument("-o", "--output", type=_output, metavar="FILE",
+    parser.add_argument("-o", "--output", type=lambda given: check_target(given, ".npy", ".npz"), metavar="FILE",
                         help="a .npy or .npz file for the vectors, float32 [texts, numbers] (in .npz: `vectors`); "
                              "without it, they are printed as a line of JSON for each text")
     kind = parser.add_mutually_exclusive_group()
@@ -108,7 +114,7 @@ def _open_encoder(args: argparse.Namespace, task: Task, **more: Any) -> Encoder:
 def read_texts(file: BinaryIO, jsonl: bool) -> Iterator[str]:
     """Yields the text of each line. Raises UsageError with the number of a wrong line."""
     for number, line in numbered_lines(file):
-        content = decoded(line, f"line {number}", first=number == 1).rstrip("\r\n")
+        content = decoded(line, f"line {number}").rstrip("\r\n")
         yield _json_text(content, number) if jsonl else content
 
 
@@ -128,26 +134,7 @@ def _source(given: str) -> str:
     return given if given == "-" else str(existing_file(text(given)))
 
 
-def _is_seekable(file: BinaryIO) -> bool:
-    try:
-        return file is not sys.stdin.buffer and file.seekable()
-    except (OSError, io.UnsupportedOperation):
-        return False
-
-
 # Vectors in a file
-
-
-def _output(given: str) -> Path:
-    path = Path(path_name(given))
-    if path.suffix not in _SUFFIXES:
-        raise argparse.ArgumentTypeError(f"must end in {' or '.join(_SUFFIXES)}, not {given[:80]!r}")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"the directory {str(path.parent)!r} does not exist")
-    if path.exists() and not path.is_file():
-        kind = "directory" if path.is_dir() else "pipe or device"
-        raise argparse.ArgumentTypeError(f"{show(given)} is a {kind}; name a file")
-    return path
 
 
 def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:
@@ -159,7 +146,7 @@ def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -
     part, job = output.with_name(output.name + ".part"), output.with_name(output.name + ".part.json")
     check_dimensions(args.dimensions, encoder.dimension)
     width = args.dimensions or encoder.dimension
-    description, total = _describe(encoder, args, file, width) if _is_seekable(file) else ("", 0)
+    description, total = _describe(encoder, args, file, width) if os.path.isfile(args.file) else ("", 0)
     with explained(output), _locked(part, job, output) as target:
         done = count = _resume(target, job, description, 4 * width)
         check_room(output, 4 * width * (2 * total - done), _NO_ROOM)  # part and output exist together at the end

@@ -11,10 +11,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from deltic.cli import options
-from deltic.cli.files import decoded, open_lines
-from deltic.cli.models import open_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import print_facts, tokens_bar
-from deltic.cli.parser import MAX_BYTES, UsageError, text, whole
+from deltic.cli.parser import UsageError, decoded, open_lines, read_all, text, whole
 from deltic.errors import show
 
 if TYPE_CHECKING:
@@ -39,7 +38,8 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    content = _read(args.file)
+    with open_lines(args.file) as file:
+        content = decoded(read_all(file, show(args.file)), show(args.file))
     with open_llm(args) as llm, tokens_bar("reading") as bar:
         started = time.perf_counter()
         found = perplexity(llm, content, args.window, args.stride, bar.update)
@@ -131,11 +131,3 @@ def _windows(count: int, first: int, size: int, stride: int) -> Iterator[tuple[i
     while fresh < count:
         yield max(0, end - size), fresh, end
         fresh, end = end, min(end + stride, count)
-
-
-def _read(name: str) -> str:
-    with open_lines(name) as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise UsageError(f"{show(name)} has more than {MAX_BYTES >> 20} MiB: give a part of it")
-    return decoded(content, show(name))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from deltic.cli import options
-from deltic.cli.models import check_source, open_llm
+from deltic.cli.options import check_source, open_llm
 from deltic.cli.output import print_facts
 from deltic.cli.parser import as_typed, existing_file
 from deltic.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, available_memory
@@ -76,18 +76,15 @@ def _preset_facts(args: argparse.Namespace) -> Facts:
     from deltic.ops import select
 
     engine, config = settled(EngineConfig(**options.engine_options(args))), ModelConfig.preset(args.random, args.layers)
-    facts = _facts(config, engine, select(engine.ops), _plan(config, engine))
+    facts = _facts(config, engine, select(engine.ops), plan_cache(config, engine))
     return {"model": f"random-{args.random}", **facts, "tokenizer": None}
 
 
 def _facts(config: ModelConfig, engine: EngineConfig, ops: Ops, plan: tuple[MemoryPlan, PoolOptions] | None) -> Facts:
     from deltic.ops import explain
 
-    return {"config": _config_facts(config), "weights": _weight_facts(config, _dtype(config, engine)),
+    return {"config": _config_facts(config), "weights": _weight_facts(config, activation_dtype(config, engine)),
             "memory": _memory_facts(config, engine, *plan) if plan else None, "ops": explain(ops)}
-
-
-# Speculation
 
 
 def _speculation(llm: LLM) -> str | None:
@@ -111,9 +108,6 @@ def _mtp_head(path: Path) -> str | None:
         return _by_size(open_model(path).head_kinds()) or None
     except ModelError as error:
         return as_typed(f"unusable: {error}")
-
-
-# Shape
 
 
 def layer_pattern(config: ModelConfig) -> str:
@@ -141,9 +135,6 @@ def _config_facts(config: ModelConfig) -> Facts:
                   "linear_head_dims": f"{linear.key_head_dim} key, {linear.value_head_dim} value",
                   "conv_kernel": linear.conv_kernel}
     return facts
-
-
-# Weights
 
 
 def weight_bytes(config: ModelConfig, dtype: DType) -> int:
@@ -177,16 +168,13 @@ def _token_bytes(config: ModelConfig, dtype: DType) -> int:
     return total - sizes[EMBEDDING] * unread_rows // config.vocab_size
 
 
-# Memory
-
-
-def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, PoolOptions] | None:
+def plan_cache(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, PoolOptions] | None:
     """Plans the cache beside the weights; None if they leave no room."""
     import torch
 
     from deltic.runner.memory import plan_memory
 
-    dtype = _dtype(config, engine)
+    dtype = activation_dtype(config, engine)
     room = max(available_memory() - weight_bytes(config, dtype), 0)
     has_drafts = isinstance(engine.speculation, Ngram | Draft)
     try:
@@ -203,7 +191,7 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, p
 
     from deltic.cache.tensors import delta_log_bytes, page_bytes, slot_bytes
 
-    dtype: torch.dtype = getattr(torch, _dtype(config, engine))
+    dtype: torch.dtype = getattr(torch, activation_dtype(config, engine))
     kv = pools.kv or dtype
     facts: Facts = {"kv_dtype": str(kv).removeprefix("torch."), "state_dtype": str(pools.state).removeprefix("torch.")}
     units = {"page": (plan.pages, page_bytes(config, kv, pools.head)),
@@ -213,9 +201,6 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, p
         facts |= {f"{unit}s": count, f"{unit}_bytes": size, f"{unit}s_mib": _mib(count * size)}
     return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context,
             "warnings": list(map(as_typed, plan.warnings))}
-
-
-# Text
 
 
 def _tokenizer_facts(processor: ChatProcessor, eos: tuple[int, ...]) -> Facts:
@@ -228,7 +213,7 @@ def _tokenizer_facts(processor: ChatProcessor, eos: tuple[int, ...]) -> Facts:
             "templates": list(tokenizer.chat_templates)}
 
 
-def _dtype(config: ModelConfig, engine: EngineConfig) -> DType:
+def activation_dtype(config: ModelConfig, engine: EngineConfig) -> DType:
     return config.dtype if engine.dtype == "auto" else cast("DType", engine.dtype)
 
 

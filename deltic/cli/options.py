@@ -1,20 +1,27 @@
-"""Options that several commands share. Engine options and limits are generated from EngineConfig and Limits."""
+"""Options that several commands share, options in a file, and loading the model that the arguments name.
+
+Engine options and limits are generated from EngineConfig and Limits.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from deltic.cli.parser import ShowHelp, UsageError, existing_file, flag, text, whole
-from deltic.config import PRESETS, EngineConfig, Limits
+from deltic.cli.output import bytes_bar, gib
+from deltic.cli.parser import UsageError, existing_file, flag, option_hint, read_text, text, whole
+from deltic.config import PRESETS, EngineConfig, Limits, ModelConfig, available_memory
 from deltic.params import SamplingParams
+
+if TYPE_CHECKING:
+    from deltic.llm import LLM
 
 COMMON = ("device", "dtype", "threads", "memory", "gpu_memory_utilization", "kv_dtype", "max_context", "max_batch",
           "cache_dir", "mmproj", "quant", "expert_memory", "speculate")
 """Engine options that the short help shows."""
-LIMITS = "limits"
 MODEL = "a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the embedded demo model"
 SAMPLING: dict[str, tuple[type, str, str]] = {
     "temperature": (float, "T", "0 always takes the most probable token"),
@@ -36,7 +43,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool = False) -> None:
     else:
         parser.add_argument("model", nargs="?", metavar="MODEL", type=text, help=f"{MODEL} (default)")
     add_revision(parser)
-    parser.set_defaults(random=None, layers=None, random_seed=0)
+    parser.set_defaults(random=None, layers=None)
 
 
 def add_revision(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +63,6 @@ def add_random(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--random", metavar="PRESET",
                        help=f"a public shape, filled with random weights: {', '.join(PRESETS)}")
     group.add_argument("--layers", type=whole(1), metavar="N", help="keep only the first N layers")
-    group.add_argument("--random-seed", type=whole(0), metavar="N", help="seed of the weights (default: 0)")
 
 
 def add_template(parser: argparse.ArgumentParser, think: str = "thinking") -> None:
@@ -107,10 +113,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """An option for each field of Limits."""
-    group = parser.add_argument_group(LIMITS, "A request beyond a limit is refused with the limit's name.")
+    group = parser.add_argument_group("limits", "A request beyond a limit is refused with the limit's name.")
     _add_fields(group, Limits, ())
-    parser.add_argument("--help-limits", action=ShowHelp, show=lambda parser: parser.format_group(LIMITS),
-                        help="show the limits and exit")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -180,3 +184,105 @@ def _form(kind: Any, field: Field[Any]) -> dict[str, Any]:
         if number in (kind, *get_args(kind)):
             return {"type": number, "metavar": "N"}
     return {"metavar": "X"}
+
+
+# Options in a file
+
+
+_NOT_IN_FILES = ("--help", "--config", "--model")
+
+
+def options_of(parser: argparse.ArgumentParser, path: Path, has_model: bool) -> list[str]:
+    """Returns the options in a YAML or TOML file as words of a command line. has_model: the command line names a MODEL,
+    which overrides the file's. Raises UsageError with the name of a wrong key."""
+    content = _read_options(path)
+    model, models = content.pop("model", None), content.pop("models", {})
+    if not isinstance(model, str | None):
+        raise UsageError(f"{path}: model must be the name of a model")
+    if not isinstance(models, dict):
+        raise UsageError(f"{path}: models must hold the model of each name, such as small: qwen3.5:0.8b")
+    words = [word for key, value in content.items() for word in _words(parser, path, str(key), value)]
+    for name, other in models.items():
+        words += ["--model", f"{name}={other}"]
+    return words if model is None or has_model else [*words, model]
+
+
+def _read_options(path: Path) -> dict[Any, Any]:
+    import tomllib
+
+    import yaml
+
+    is_toml = path.suffix.lower() == ".toml"
+    text = read_text(path)
+    try:
+        content = tomllib.loads(text) if is_toml else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read as {'TOML' if is_toml else 'YAML'}: {error}") from error
+    if not isinstance(content, dict | None):
+        raise UsageError(f"{path} must hold options by their names, such as port: 8000")
+    return content or {}
+
+
+def _words(parser: argparse.ArgumentParser, path: Path, key: str, value: Any) -> list[str]:
+    name, actions = flag(key.removeprefix("--")), parser._option_string_actions
+    action = actions.get(name)
+    if action is None or name in _NOT_IN_FILES:
+        hint = option_hint(name, actions)
+        raise UsageError(f"{path}: there is no option {key!r}{f' ({hint})' if hint else ''}")
+    if value is None:
+        return []
+    if action.nargs == 0:  # an option without a value
+        if not isinstance(value, bool):
+            raise UsageError(f"{path}: {key} must be true or false")
+        word = name if value else f"--no-{name[2:]}"
+        return [word] if word in actions else []
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in values):
+        raise UsageError(f"{path}: {key} must be text, a number or a list of them")
+    return [f"{name}={one}" for one in values]
+
+
+# Loading
+
+
+_MEMORY_SHARE = 0.9  # of the free memory, that random weights may take
+_CHAT_OPTIONS = ("chat_template", "history", "strip_billing_header", "thinking", "thinking_budget",
+                 "tool_call_parser", "parse_special")
+
+
+def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
+    """Loads a model with a progress bar. defaults: engine options, which given ones override."""
+    check_source(args)
+    given = {**defaults, **engine_options(args)}
+    if args.random:
+        _check_memory(args, given)
+    from deltic.engine.loading import RandomModel
+    from deltic.llm import LLM
+
+    source = RandomModel(args.random, args.layers) if args.random else args.model
+    processor = {name: getattr(args, name) for name in _CHAT_OPTIONS if hasattr(args, name)}
+    with bytes_bar("loading") as bar:
+        return LLM(source, revision=args.revision, progress=bar.update, **processor, **given)
+
+
+def check_source(args: argparse.Namespace) -> None:
+    """Raises UsageError if a model and random weights are both asked for."""
+    if args.random and args.model:
+        raise UsageError(f"MODEL ({args.model}) and --random exclude each other")
+    if args.random and args.revision:
+        raise UsageError("--revision is for models of the Hugging Face hub: leave it out with --random")
+    if args.layers and not args.random:
+        raise UsageError("--layers needs --random: a checkpoint keeps its layers")
+
+
+def _check_memory(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Raises UsageError if random weights do not fit into the available memory."""
+    from deltic.cli.inspect import activation_dtype, weight_bytes
+    from deltic.engine.arguments import settled
+
+    engine, config = settled(EngineConfig(**given)), ModelConfig.preset(args.random, args.layers)
+    needed, free = weight_bytes(config, activation_dtype(config, engine)), available_memory()
+    if engine.device == "cpu" and needed > free * _MEMORY_SHARE:
+        raise UsageError(f"the weights of --random {args.random} take {gib(needed)}, and {gib(free)} of memory is "
+                         "available: keep fewer layers (--layers), or take a smaller preset. --quant does not help: "
+                         "random weights are quantized after all were made")

@@ -1,17 +1,23 @@
-"""What commands print: tables, progress bars, and answers while they are generated."""
+"""What commands print: tables, progress bars, answers while they are generated, the log, facts about the machine."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import platform
+import re
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from deltic.cli.machine import peak_memory_mib
-from deltic.cli.parser import UsageError
+from deltic.cli.parser import UsageError, as_typed
+from deltic.config import available_cores
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -258,3 +264,87 @@ def statistics_line(choice: Choice, timing: AnswerTiming) -> str:
     return (f"first token {timings['time_to_first_token_ms']:.0f} ms, {usage.completion_tokens} tokens{speed}, "
             f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
             f"peak memory {peak_memory_mib():,.0f} MiB")
+
+
+# The log
+
+
+class _PlainLines(logging.Formatter):
+    """Formats a record as `deltic: warning: MESSAGE`. Tracebacks are shown only with --verbose."""
+
+    def __init__(self, verbose: bool) -> None:
+        super().__init__()
+        self._verbose = verbose
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"deltic: {record.levelname.lower()}: {as_typed(record.getMessage())}"
+        if not record.exc_info:
+            return line
+        if self._verbose:
+            return f"{line}\n{self.formatException(record.exc_info)}"
+        kind, error, _ = record.exc_info
+        return f"{line} ({kind.__name__ if kind else 'unknown'}: {as_typed(str(error))}; -v shows where)"
+
+
+@contextmanager
+def logging_to_stderr(verbose: bool) -> Iterator[None]:
+    """Shows warnings of the `deltic` loggers, with `verbose` all records."""
+    logger, handler = logging.getLogger("deltic"), logging.StreamHandler()
+    handler.setFormatter(_PlainLines(verbose))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+# The machine and the code
+
+
+def machine_facts() -> dict[str, Any]:
+    import torch
+
+    return {"cpu": cpu_name(), "cores": available_cores(), "memory_mib": memory_mib(),
+            "python": platform.python_version(), "torch": torch.__version__}
+
+
+def cpu_name() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", read_system("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def memory_mib() -> int:
+    return (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
+
+
+def peak_memory_mib() -> float:
+    """The peak memory of this process. getrusage on Linux may return the peak of its parent."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", read_system("/proc/self/status"), re.MULTILINE)
+    if found:
+        return int(found[1]) / 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with `+` if tracked files differ from it; None outside of a checkout."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return None
+
+
+def read_system(path: str) -> str:
+    """A file of the operating system; empty if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,4 +1,4 @@
-"""An argument parser that raises errors instead of exiting, and argument types.
+"""An argument parser that raises errors instead of exiting, hints for wrong names, argument types, and files.
 
 argparse takes 15 ms to import, click 38 ms and typer 228 ms, which every command would pay; and neither reads -5+3= as
 a prompt.
@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import json
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn, TypeVar
 
-from deltic.cli.foreign import option_hint
 from deltic.errors import DelticError, show
 
 
-class UsageError(DelticError):
-    """The command line is wrong."""
+class UsageError(DelticError, argparse.ArgumentTypeError):
+    """The command line is wrong. From an argument type, the parser adds the name of the argument."""
 
 
+Number = TypeVar("Number", int, float)
 MAX_BYTES = 64 << 20
 """Upper bound for what is read from a file or a pipe."""
 _LITERAL = "\0"
@@ -83,8 +85,7 @@ class Parser(argparse.ArgumentParser):
             if all(action.help == argparse.SUPPRESS for action in group._group_actions):
                 group.description = None
         brief.usage = self.short_usage()
-        others = [f"{self.prog} {name}" for name in self._option_string_actions if name.startswith("--help-")]
-        brief.epilog = f"{len(hidden)} more options: {', '.join(others)}"
+        brief.epilog = f"{len(hidden)} more options: {self.prog} --help-all"
         return brief.format_help()
 
     def short_usage(self) -> str:
@@ -94,16 +95,8 @@ class Parser(argparse.ArgumentParser):
                 words.append(str(action.metavar) if action.required else f"[{action.metavar}]")
         return " ".join(words)
 
-    def format_group(self, title: str) -> str:
-        """The help of one group of options."""
-        formatter = self._get_formatter()
-        for group in self._action_groups:
-            if group.title == title:
-                formatter.start_section(group.title)
-                formatter.add_text(group.description)
-                formatter.add_arguments(group._group_actions)
-                formatter.end_section()
-        return formatter.format_help()
+    def print_help(self, file: Any = None) -> None:
+        self._print_message(self.format_short_help(), file or sys.stdout)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Raises where argparse ignores that nothing can be written."""
@@ -116,16 +109,11 @@ class Parser(argparse.ArgumentParser):
         return message
 
 
-class ShowHelp(argparse.Action):
-    """Prints the part of the help that `show` returns, and exits."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, show: Callable[[Parser], str], help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-        self.show = show
+class HelpAll(argparse.Action):
+    """Prints the help with all options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, Parser)
-        parser._print_message(self.show(parser), sys.stdout)
+        parser._print_message(parser.format_help(), sys.stdout)
         parser.exit()
 
 
@@ -172,30 +160,67 @@ def clipped(message: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in message)
 
 
+# Hints
+
+
+ALIASES: Final = {"list": "ls", "show": "inspect"}
+"""Commands of Ollama that work here under the same name."""
+_NEED_RANDOM: Final = ("--random", "--layers")
+
+
+def foreign_names() -> dict[str, dict[str, str]]:
+    """Engine -> its name for an option -> the option here, or a sentence; and `Commands` in the same form."""
+    import tomllib
+
+    return tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
+
+
+def option_hint(given: str, known: Iterable[str]) -> str | None:
+    """A hint for an unknown option: its name here, or similar names."""
+    name = given.partition("=")[0]
+    if name in _NEED_RANDOM:
+        return f"{name} is for deltic bench and inspect: random weights have no tokenizer, so they cannot talk"
+    for engine, table in foreign_names().items():
+        ours = table.get(name) or table.get(name.replace("_", "-"))
+        if ours:
+            return f"{name}: {ours}" if " " in ours else f"{name} of {engine} is {ours} here"
+    return _did_you_mean(name, [option for option in known if len(option) > 2])
+
+
+def command_hint(given: str, known: Iterable[str]) -> str | None:
+    """A hint for an unknown command."""
+    ours = foreign_names()["Commands"].get(given)
+    if ours is None:
+        return _did_you_mean(given, known)
+    return ours if " " in ours else f"did you mean {ours}?"
+
+
+def _did_you_mean(given: str, known: Iterable[str]) -> str | None:
+    import difflib
+
+    close = difflib.get_close_matches(given, list(known), n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else None
+
+
 # Argument types
 
 
 def whole(low: int, high: int = 1 << 31) -> Callable[[str], int]:
     """An integer from `low` to `high`."""
-    def parse(given: str) -> int:
-        value = int(given) if re.fullmatch(r"-?\d{1,19}", given, re.ASCII) else None
-        if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, not {given[:40]!r}")
-        return value
-    return parse
+    return _number(int, low, high, "an integer")
 
 
-def seconds(low: float = 0.0, high: float = 1e6) -> Callable[[str], float]:
+def seconds(low: float = 0, high: float = 10**6) -> Callable[[str], float]:
     """A number of seconds from `low` to `high`."""
-    def parse(given: str) -> float:
-        try:
-            value = float(given)
-        except ValueError:
-            value = -1.0
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a number of seconds from {low:g} to {high:,.0f}, not "
-                                             f"{given[:40]!r}")
-        return value
+    return _number(float, low, high, "a number of seconds")
+
+
+def _number(kind: Callable[[str], Number], low: Number, high: Number, noun: str) -> Callable[[str], Number]:
+    def parse(given: str) -> Number:
+        with suppress(ValueError):
+            if low <= (value := kind(given)) <= high:
+                return value
+        raise UsageError(f"must be {noun} from {low} to {high}, not {given[:40]!r}")
     return parse
 
 
@@ -204,11 +229,11 @@ def existing_file(given: str) -> Path:
     try:
         mode = os.stat(given).st_mode
     except (OSError, ValueError):
-        raise argparse.ArgumentTypeError(f"there is no file {show(given)}") from None
+        raise UsageError(f"there is no file {show(given)}") from None
     if stat.S_ISDIR(mode):
-        raise argparse.ArgumentTypeError(f"{show(given)} is a directory; name a file")
+        raise UsageError(f"{show(given)} is a directory; name a file")
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
-        raise argparse.ArgumentTypeError(f"{show(given)} is neither a file nor a pipe")
+        raise UsageError(f"{show(given)} is neither a file nor a pipe")
     return Path(given)
 
 
@@ -216,16 +241,13 @@ def plain_file(given: str) -> Path:
     """An existing file that can be read more than once."""
     path = existing_file(given)
     if not path.is_file():
-        raise argparse.ArgumentTypeError(f"{show(given)} is a pipe; name a file")
+        raise UsageError(f"{show(given)} is a pipe; name a file")
     return path
 
 
 def json_file(given: str) -> Any:
     """The value in a JSON file."""
-    try:
-        return json.loads(read_text(existing_file(given)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{given} cannot be read as JSON: {error}") from error
+    return read_json(existing_file(given))
 
 
 def text(given: str) -> str:
@@ -235,13 +257,13 @@ def text(given: str) -> str:
     try:
         return os.fsencode(given).decode()
     except (UnicodeDecodeError, UnicodeEncodeError):
-        raise argparse.ArgumentTypeError("is not valid UTF-8") from None
+        raise UsageError("is not valid UTF-8") from None
 
 
 def path_name(given: str) -> str:
     """The name of a file or directory, which need not exist."""
     if not given:
-        raise argparse.ArgumentTypeError("is empty: name a file or directory")
+        raise UsageError("is empty: name a file or directory")
     return text(given)
 
 
@@ -249,14 +271,107 @@ def path_name(given: str) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Returns the content of a file or pipe. Raises OSError or ValueError."""
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
+    """Returns the content of a file or pipe."""
+    try:
+        with path.open("rb") as file:
+            return read_all(file, str(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_all(file: BinaryIO, name: str) -> bytes:
+    content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
+        raise UsageError(f"{name} has more than {MAX_BYTES >> 20} MiB, which no context holds")
     return content
 
 
 def read_text(path: Path) -> str:
-    """Returns the UTF-8 text of a file or pipe. Raises OSError or ValueError."""
-    return read_bytes(path).decode("utf-8-sig")
+    return decoded(read_bytes(path), str(path))
+
+
+def read_json(path: Path) -> Any:
+    content = read_text(path)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def open_lines(name: str) -> BinaryIO:
+    """Opens a file, or standard input for `-`."""
+    if name == "-":
+        return sys.stdin.buffer
+    try:
+        return Path(name).open("rb")
+    except OSError as error:
+        raise UsageError(f"{show(name)} cannot be read: {error.strerror}") from error
+
+
+def numbered_lines(file: BinaryIO, source: str = "") -> Iterator[tuple[int, bytes]]:
+    """Yields each line and its number, from 1. source: such as ` on stdin`, for errors."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            line = file.readline(MAX_BYTES + 1)
+        except OSError as error:
+            raise UsageError(f"line {number}{source} cannot be read: {error.strerror}") from error
+        if len(line) > MAX_BYTES:
+            raise UsageError(f"line {number}{source} has more than {MAX_BYTES >> 20} MiB")
+        if not line:
+            return
+        yield number, line
+
+
+def decoded(content: bytes, name: str) -> str:
+    """Decodes UTF-8. Raises UsageError with the name of the content."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not valid UTF-8 (byte {error.start}): convert it first, for example with "
+                         "iconv") from error
+
+
+def lock(file: int, path: Path, output: Path) -> None:
+    """Locks the open file of a path. Raises UsageError with the output if another process has locked or replaced it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        is_mine = False
+    if not is_mine:
+        raise UsageError(f"{output} is being written by another process: wait for it, or name another file")
+
+
+def check_target(given: str, *suffixes: str) -> Path:
+    """Returns the path of a file to write. Raises UsageError without a suffix or the directory."""
+    path = Path(path_name(given))
+    if path.suffix.lower() not in suffixes:
+        raise UsageError(f"{given} must end in {' or '.join(suffixes)}")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"there is no directory {str(path.parent)!r}")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{show(given)} is a {'directory' if path.is_dir() else 'pipe or device'}; name a file")
+    return path
+
+
+def check_absent(paths: Iterable[Path], force: bool) -> None:
+    for path in paths:
+        if path.exists() and not force:
+            raise UsageError(f"{path} exists; give --force to replace it, or another name")
+
+
+def replace_file(path: Path, content: str, mode: int) -> None:
+    """Replaces a file as a whole, or leaves it as it is. Raises UsageError with the path."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(content)
+        part.chmod(mode)
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

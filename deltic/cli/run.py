@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
 from deltic.cli.chat import naming_files, run_chat
-from deltic.cli.files import decoded
-from deltic.cli.models import timed_llm
-from deltic.cli.output import AnswerTiming, Screen, call_json, note, read_answer, statistics_line
-from deltic.cli.parser import MAX_BYTES, UsageError, as_typed, json_file, plain_file, text
+from deltic.cli.options import open_llm
+from deltic.cli.output import Screen, call_json, note, read_answer, statistics_line
+from deltic.cli.parser import UsageError, as_typed, decoded, json_file, plain_file, read_all, text
 from deltic.cli.process import Terminated
 from deltic.errors import show
 from deltic.export.program import kind_of
@@ -61,8 +61,9 @@ def run_run(args: argparse.Namespace) -> int:
     sampling, prompt = options.sampling(args), args.prompt
     if prompt is not None:
         prompt = _read_prompt(prompt)
-    llm, load_ms = timed_llm(args)
-    with llm:
+    started = time.perf_counter()
+    with open_llm(args) as llm:
+        load_ms = round((time.perf_counter() - started) * 1e3, 3)
         if prompt is None:
             prompt = _read_prompt("-")  # after loading, so that a wrong model is reported first
         return _answer(llm, args, lambda: _ask(llm, args, prompt, sampling), load_ms)
@@ -130,18 +131,15 @@ def _stdin_mode() -> int | None:
 
 
 def _read_prompt(given: str) -> str:
-    prompt = _read_stdin() if given == "-" else given
+    """The prompt; for `-` all of stdin without the newline at its end."""
+    if given != "-":
+        prompt = given
+    else:
+        name = "the prompt on stdin"
+        prompt = decoded(read_all(sys.stdin.buffer, name), name).removesuffix("\n").removesuffix("\r")
     if not prompt:
         raise UsageError("the prompt is empty" + (": nothing came on stdin" if given == "-" else ""))
     return prompt
-
-
-def _read_stdin() -> str:
-    """Returns all of stdin without the newline at its end."""
-    content = sys.stdin.buffer.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise UsageError(f"the prompt on stdin is longer than {MAX_BYTES >> 20} MiB, which no context holds")
-    return decoded(content, "the prompt on stdin").removesuffix("\n").removesuffix("\r")
 
 
 # The answer
@@ -175,17 +173,13 @@ def _answer(llm: LLM, args: argparse.Namespace, ask: Callable[[], Stream], load_
         facts = _as_json(llm.runtime.name, choice, {"load_ms": load_ms, **timing.timings()})
         print(json.dumps(facts, ensure_ascii=False))
     else:
-        _finish_text(screen, choice, timing)
+        screen.close(choice.calls)
+        with suppress(OSError):  # the answer was printed
+            note(statistics_line(choice, timing))
     if choice.finish != "error":
         return 0
     note(f"deltic: error: {as_typed(str(choice.error))}")
     return 1
-
-
-def _finish_text(screen: Screen, choice: Choice, timing: AnswerTiming) -> None:
-    screen.close(choice.calls)
-    with suppress(OSError):  # the answer was printed
-        note(statistics_line(choice, timing))
 
 
 def _as_json(model: str, choice: Choice, timings: dict[str, float | None]) -> dict[str, Any]:

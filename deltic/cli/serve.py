@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.models import open_llm
+from deltic.cli.options import open_llm
 from deltic.cli.output import bytes_bar, note
 from deltic.cli.parser import (
     UsageError,
@@ -168,11 +168,7 @@ def _keys(args: argparse.Namespace) -> dict[str, str | None]:
         return dict.fromkeys(given or ([key] if key else []))
     from deltic.server.middleware import read_keys
 
-    try:
-        content = read_text(args.api_key_file)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{args.api_key_file} cannot be read as UTF-8 text: {error}") from error
-    return {**dict.fromkeys(given), **read_keys(content, args.api_key_file.name)}
+    return {**dict.fromkeys(given), **read_keys(read_text(args.api_key_file), args.api_key_file.name)}
 
 
 def _request_log(args: argparse.Namespace) -> RequestLog | None:
@@ -249,11 +245,10 @@ def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[Embeddin
 
 
 def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:
-    prepare = partial(_prepare, args)
     if _loads_on_demand(args):
-        return _model_set(args, prepare)
+        return _model_set(args)
     llm = open_llm(args)
-    prepare(llm)
+    _prepare(args, llm)
     return llm
 
 
@@ -271,7 +266,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", action="append", dest="models", type=_named_model, default=[], metavar="NAME=MODEL",
                        help="one more model, and its name for clients; may be repeated. Requests without a name get "
                             "the first model, which is MODEL if it is given")
-    group.add_argument("--idle-unload", type=seconds(1e-3, 1e9), metavar="SECONDS",
+    group.add_argument("--idle-unload", type=seconds(1e-3, 10**9), metavar="SECONDS",
                        help="unload a model that was not used for so long; the next request loads it again")
     group.add_argument("--models-memory", type=_size, metavar="X",
                        help="memory of all loaded models, such as 16GiB; auto: nearly all that is free (default). "
@@ -282,8 +277,8 @@ def _loads_on_demand(args: argparse.Namespace) -> bool:
     return bool(args.models) or args.idle_unload is not None or args.models_memory is not None
 
 
-def _model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> ModelSet:
-    """The models that the arguments name, not loaded yet. prepare: called with each loaded model."""
+def _model_set(args: argparse.Namespace) -> ModelSet:
+    """The models that the arguments name, not loaded yet."""
     from deltic.engine.arguments import settled
     from deltic.loader.hub import resolve
     from deltic.loader.model_files import only_gguf
@@ -309,7 +304,7 @@ def _model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> Mode
         own.revision = args.revision if model == args.model else None
         if config.packed_weights == "on" and any(is_gguf) and not gguf:
             own = options.without(own, "packed_weights")  # meant for the GGUF files among the models
-        load = partial(_load, own, cache, prepare)
+        load = partial(_load, own, cache)
         sources.append(ModelSource(name, load, stored_bytes(path) + cache, () if sources else aliases))
     return ModelSet(tuple(sources), config.limits, memory, args.idle_unload)
 
@@ -324,10 +319,10 @@ def _models_memory(args: argparse.Namespace, config: EngineConfig) -> int:
     return int(free_memory(config.device) * _MEMORY_SHARE)
 
 
-def _load(args: argparse.Namespace, cache: int, prepare: Callable[[LLM], None]) -> LLM:
+def _load(args: argparse.Namespace, cache: int) -> LLM:
     llm = open_llm(options.without(args, "gpu_memory_utilization"), memory=str(cache))
     try:
-        prepare(llm)
+        _prepare(args, llm)
         with llm.worker.hold():
             for tier in llm.runtime.cache.tiers:
                 tier.prepare()
@@ -347,13 +342,10 @@ def stored_bytes(path: Path) -> int:
     return max(sum(file.stat().st_size for file in folder.glob(pattern)) for pattern in patterns)
 
 
-# Argument types
-
-
 def _mode(given: str) -> int:
     """The mode of a file, as chmod takes it."""
     if not re.fullmatch("0?[0-7]{3}", given):
-        raise argparse.ArgumentTypeError(f"must be three octal digits such as 660, not {given[:40]!r}")
+        raise UsageError(f"must be three octal digits such as 660, not {given[:40]!r}")
     return int(given, 8)
 
 
@@ -361,7 +353,7 @@ def _named_model(given: str) -> tuple[str, str]:
     """NAME=MODEL."""
     name, equals, model = text(given).partition("=")
     if not (name and equals and model):
-        raise argparse.ArgumentTypeError(f"must be NAME=MODEL, not {given[:80]!r}; the only model of a server is named "
+        raise UsageError(f"must be NAME=MODEL, not {given[:80]!r}; the only model of a server is named "
                                          "without --model")
     return name, model
 
@@ -370,21 +362,17 @@ def _size(given: str) -> int | str:
     try:
         return given if given == "auto" else parse_bytes(given, "models_memory")
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 def _prompt_to_pin(given: str) -> tuple[Path, dict[str, Any]]:
     """A file with a system message, or with the system messages and tools of a request; as arguments of LLM.pin."""
     path = existing_file(given)
     if path.suffix != ".json":
-        try:
-            content = read_text(path)
-        except (OSError, ValueError) as error:
-            raise argparse.ArgumentTypeError(f"{path} cannot be read as UTF-8 text: {error}") from error
-        return path, {"messages": [{"role": "system", "content": content}]}
+        return path, {"messages": [{"role": "system", "content": read_text(path)}]}
     body = json_file(given)
     messages = body.get("messages", []) if isinstance(body, dict) else None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise argparse.ArgumentTypeError(f'{given} must be JSON of the form {{"messages": [...], "tools": [...]}}')
+        raise UsageError(f'{given} must be JSON of the form {{"messages": [...], "tools": [...]}}')
     system = [message for message in messages if message.get("role") in ("system", "developer")]
     return path, {"messages": system, "tools": body.get("tools"), "variables": body.get("chat_template_kwargs")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,3 +141,22 @@ def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews |
             left = left_of(ops, decoder, views)
             served |= {name: who for name, who in left.items() if served[name] == backend}
     return served
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKernels:
+    """The compiled CPU kernels. level: the best instructions of this processor; `error`: why they cannot be used."""
+
+    path: Path
+    level: str = ""
+    error: str = ""
+
+
+def native_kernels() -> NativeKernels:
+    """Describes the compiled CPU kernels. Raises ConfigError if they are of other sources than the package."""
+    from deltic.ops.cpu import library
+
+    path, loaded = Path(library.__file__).parent / "libdeltic.so", library.load()
+    if isinstance(loaded, str):
+        return NativeKernels(path, error=loaded)
+    return NativeKernels(path, library.LEVELS[loaded.deltic_best_level()])
