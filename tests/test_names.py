@@ -16,7 +16,7 @@ from support import odd_shape
 from deltic.cli import command_parser
 from deltic.cli.parser import UsageError
 from deltic.config import ARCHITECTURES, ModelConfig, architecture
-from deltic.config.aliases import FORMATS, GENERATIONS
+from deltic.config.reading import FORMATS, GENERATIONS
 from deltic.errors import ModelError
 from deltic.export.program import hf_config, write_json
 from deltic.export.tvm.artifact import CONFIG, Metadata, read_config, write_config

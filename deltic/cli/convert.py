@@ -80,10 +80,10 @@ def _convert_encoder(args: argparse.Namespace, encoder: StoredEncoder, place: Pa
 def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar: Bar
                    ) -> tuple[Written, dict[str, Any]]:
     """Writes the vision tower first: a model never exists without it, and a tower is removed if the model fails."""
+    from deltic.config.families import FAMILIES
     from deltic.embeddings.convert import vector_keys
     from deltic.loader.gguf.config import model_name
     from deltic.loader.gguf.convert import convert
-    from deltic.loader.gguf.metadata import ARCHITECTURES
 
     _refuse_source(path, files.weight_files(True))
     tokenizer = files.tokenizer() or _read_tokenizer(files.path)
@@ -92,7 +92,7 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
     tower = _write_tower(args, files, name, path)
     try:
         written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp,
-                          vector_keys(files.path, ARCHITECTURES[files.config.architecture]))
+                          vector_keys(files.path, FAMILIES[files.config.architecture].gguf))
     except BaseException:
         if tower and not existed:
             _mmproj(path).unlink(missing_ok=True)

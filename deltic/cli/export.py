@@ -15,7 +15,7 @@ from deltic.cli import options
 from deltic.cli.files import check_absent, check_target
 from deltic.cli.output import note, print_facts
 from deltic.cli.parser import UsageError, path_name, text, whole
-from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
+from deltic.config.reading import FORMATS, GENERATIONS, canonical, find
 from deltic.errors import ModelError
 from deltic.export.program import LIBRARIES, OBJECTS, require_extra
 

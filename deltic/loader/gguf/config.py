@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from deltic.config import GenerationDefaults, ModelConfig
-from deltic.config.families import FAMILIES, Family, architecture
+from deltic.config.families import FAMILIES, MIXTURES, Family, architecture
 from deltic.config.reading import integer, number
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.blocks import fill
@@ -97,7 +97,8 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
     keys = _Keys(metadata, name)
     if family is None or (keys.get("expert_count") and not family.experts):
         raise ModelError(f"general.architecture {name} is a mixture-of-experts model of a kind that is not supported, "
-                         "only qwen35moe and qwen3moe; choose one of these or a dense model")
+                         f"only {' and '.join(FAMILIES[each].gguf for each in MIXTURES)}; choose one of these or a "
+                         "dense model")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError("tensor 'token_embd.weight' is absent or no matrix; is this a complete model?")

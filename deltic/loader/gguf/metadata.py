@@ -10,27 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
-from deltic.config.families import FAMILIES
-from deltic.config.splitters import SPLITTERS
+from deltic.config.families import FAMILIES, SPLITTERS
 from deltic.errors import ModelError
 from deltic.loader.gguf.config import SAMPLING_KEYS
 from deltic.loader.gguf.tokenizer import END_TEXTS, ENDS, VARIABLES, TokenizerTexts
 from deltic.loader.gguf.word_tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
-ARCHITECTURES: Final[Mapping[str, str]] = {
-    "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen2": "qwen2",
-    "llama": "llama"}
-"""Canonical architecture -> GGUF architecture."""
-_PRE_TOKENIZERS: Final[Mapping[str, str]] = {
-    "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35", "qwen3": "qwen2", "qwen3_moe": "qwen2", "qwen2": "qwen2"}
-"""Pre-tokenizer of an architecture, for a pattern without a name."""
 _DEFAULT_TEMPLATE: Final = "default"
 
 
 def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
     """Returns the metadata of a model's shape for `config_from_gguf`. Rotary divisors that differ are a tensor
     (`names.ROPE_FACTORS`)."""
-    architecture = ARCHITECTURES[config.architecture]
+    architecture = FAMILIES[config.architecture].gguf
     heads = config.num_mtp_layers
     keys: dict[str, Any] = {
         "block_count": config.num_hidden_layers + heads, "context_length": config.max_position_embeddings,
@@ -131,7 +123,7 @@ def _pre_tokenizer_name(tokenizer: Mapping[str, Any], config: ModelConfig) -> st
     given = tokenizer.get("pre_tokenizer") or {}
     cuts = _relevant_keys(given.get("pretokenizers", [given]))
     named = next((name for name, splitter in SPLITTERS.items() if _relevant_keys(splitter.cuts) == cuts), None)
-    found = named or _PRE_TOKENIZERS.get(config.architecture)
+    found = named or FAMILIES[config.architecture].splitter
     if found is None:
         raise ModelError("the pre_tokenizer of tokenizer.json has no name in GGUF files "
                          f"({', '.join(SPLITTERS)})")

@@ -1,7 +1,7 @@
 """Converts the tokenizer in GGUF metadata to the files of a model directory.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The metadata contains only the name of the
-pre-tokenizer; patterns and normalizers are in `config.splitters`.
+pre-tokenizer; patterns and normalizers are in `config.families`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from deltic.config.splitters import SPLITTERS, splitter_of
+from deltic.config.families import SPLITTERS, splitter_of
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.word_tokenizers import (
     BYTE,
