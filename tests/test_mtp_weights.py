@@ -24,7 +24,7 @@ from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.convert import FILE_TYPES, convert
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.metadata import config_to_gguf
+from deltic.loader.gguf.write import config_to_gguf
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.names import canonical, canonical_head, expected_head, expected_tensors, is_norm, optional_head
 from deltic.ops.cpu import missing

@@ -21,7 +21,7 @@ from deltic.errors import ModelError
 from deltic.export.program import hf_config, write_json
 from deltic.export.tvm.artifact import CONFIG, Metadata, read_config, write_config
 from deltic.loader.gguf.config import config_from_gguf
-from deltic.loader.gguf.metadata import config_to_gguf
+from deltic.loader.gguf.write import config_to_gguf
 
 HYBRIDS = ("qwen35", "qwen3_5", "qwen3.5", "qwen36", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
            "qwen3_5_text", "qwen3_8")

@@ -102,7 +102,7 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
 
 def _write_tower(args: argparse.Namespace, files: ModelFiles, name: str, path: Path) -> dict[str, Any]:
     """Writes the vision tower, if there is one, and returns facts about it."""
-    from deltic.loader.gguf.mmproj import TYPES, write_mmproj
+    from deltic.loader.vision import TYPES, write_mmproj
 
     kind = args.mmproj or (args.type if args.type in TYPES else "Q8_0")
     if files.vision is None or kind == "NONE":
@@ -164,8 +164,7 @@ def run_mtp(args: argparse.Namespace) -> int:
     target = Path(args.target)
     path = check_target(str(target / _HEAD_FILE if target.is_dir() else target), ".safetensors", "a draft head")
     check_absent([path], args.force)
-    from deltic.loader.hub import open_checkpoint
-    from deltic.loader.mtp_head import extract_head
+    from deltic.loader.mtp_head import extract_head, open_checkpoint
 
     source = Path(args.source).resolve().name if Path(args.source).exists() else args.source
     if args.revision:

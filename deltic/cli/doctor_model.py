@@ -59,8 +59,7 @@ def check_model(args: argparse.Namespace) -> Finding | None:
 
 def _local(name: str) -> str | Path | None:
     """The model on this machine, None if it would have to be downloaded."""
-    from deltic.loader.catalog import REPOSITORY, repository_of
-    from deltic.loader.repository import select
+    from deltic.loader.catalog import REPOSITORY, repository_of, select
 
     found = REPOSITORY.fullmatch(repository_of(name))
     if os.path.exists(os.path.expanduser(name)) or not found:
@@ -167,8 +166,8 @@ def examine_all(place: str, progress: Callable[[str], None]) -> Iterator[Examine
 def models_in(place: str) -> list[str]:
     """The model of this name, or the models in a directory: directories with a config.json, and GGUF files, of split
     ones the first part, without vision towers and importance matrices."""
+    from deltic.loader.catalog import is_model
     from deltic.loader.model_files import only_gguf
-    from deltic.loader.repository import is_model
 
     directory = Path(place).expanduser()
     if not directory.is_dir() or (directory / "config.json").is_file():

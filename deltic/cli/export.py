@@ -137,7 +137,7 @@ def run_compile(args: argparse.Namespace) -> int:
     from deltic.embeddings.compiled import encoder_files
     from deltic.export.program import sidecar_files
     from deltic.export.tvm.targets import parse_target
-    from deltic.loader.writing import check_room, replacing_files
+    from deltic.loader.disk import check_room, replacing_files
 
     goal = parse_target(args.target)  # before anything is downloaded
     started = time.perf_counter()

@@ -26,10 +26,10 @@ from deltic.errors import ConfigError, ModelError, show
 from deltic.export.backend import ProgramModel, load_program
 from deltic.export.program import kind_of
 from deltic.loader.dummy import random_head, random_tensors
-from deltic.loader.fp8 import Float8
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.quantize import FP8, quantize_tensors, quantize_tower
+from deltic.loader.safetensors import Float8
 from deltic.model.decoder import Decoder, build
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.mtp_head import MtpHead as MtpHead
