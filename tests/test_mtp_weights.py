@@ -385,7 +385,8 @@ def types_in(files: ModelFiles) -> set[str]:
             if name.startswith("blk.6.") and len(tensor.shape) == 2}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FILE_TYPES if kind not in ("F32", "F16")])
+@pytest.mark.parametrize("kind", ["BF16", "Q4_K_M", *(
+    pytest.param(kind, marks=pytest.mark.slow) for kind in FILE_TYPES if kind not in ("F32", "F16", "BF16", "Q4_K_M"))])
 def test_the_head_keeps_eight_bits_unless_asked(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     head = random_head(BLOCKY)
     files = converted(tmp_path / "model", BLOCKY, head, kind)
