@@ -23,8 +23,8 @@ def check(figures: soak.Figures, requests: int) -> None:
     assert all(tier["bytes"] <= tier["budget"] and tier["hits"] for tier in figures.tiers.values())
 
 
-def test_soak_of_fifty_requests() -> None:
-    check(soak.soak(50, lives=2), 50)
+def test_soak_of_a_hundred_requests() -> None:
+    check(soak.soak(100, lives=2), 100)
 
 
 @pytest.mark.slow
