@@ -49,9 +49,8 @@ from deltic.config import GenerationDefaults, ModelConfig, available_cores
 from deltic.config.machine import parse_bytes
 from deltic.loader.gguf.blocks import Bytes
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
-from deltic.loader.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
 from deltic.loader.gguf.quantize import quantize
-from deltic.loader.gguf.write import NewTensor, write_gguf
+from deltic.loader.gguf.write import NewTensor, config_to_gguf, generation_to_gguf, tokenizer_to_gguf, write_gguf
 from deltic.loader.names import expected_head, expected_tensors
 
 TOPICS, STAYS, WORDS = 16, 48, 4096

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file
+from support import examples
 
 from deltic.cache.offload import directory as layout
 from deltic.cache.offload.directory import CacheDirectory, ModelLabel
@@ -618,7 +619,7 @@ from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.types import StoredItem
 torch.set_num_threads(1)
 directory, chance = Path(sys.argv[1]), random.Random(5)
-for life in range(40):
+for life in range(int(sys.argv[3])):
     child = os.fork()
     if not child:
         disk, notes = DiskStore(directory, sys.argv[2], 1), DiskRecords(directory, sys.argv[2])
@@ -633,7 +634,7 @@ for life in range(40):
 
 
 def test_killed_while_writing(tmp_path):
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), MODEL], check=True)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), MODEL, str(examples(40))], check=True)
     disk, notes = DiskStore(tmp_path, MODEL, 1), DiskRecords(tmp_path, MODEL)
     items = list(disk.scan())
     assert items
@@ -655,7 +656,7 @@ from deltic.cache.offload.disk import DiskRecords, DiskStore
 from deltic.cache.offload.types import StoredItem, TierStoreError
 torch.set_num_threads(1)
 disk, notes = DiskStore(sys.argv[1], sys.argv[2], 1), DiskRecords(sys.argv[1], sys.argv[2], 1 << 20)
-chance, end, read = random.Random(int(sys.argv[3])), time.monotonic() + 1.5, 0
+chance, end, read = random.Random(int(sys.argv[3])), time.monotonic() + 0.6, 0
 while time.monotonic() < end:
     number = chance.randrange(6)
     item = StoredItem("state", f"{number:032x}", "", 0, number)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis.stateful import initialize, invariant
 from reuse_cases import runtime_of, serve, usage_of
-from support import greedy, numbers, odd_runtime, reference, same_tokens
+from support import examples, greedy, numbers, odd_runtime, reference, same_tokens
 from test_cache_tiers import Delayed, Recording, TierIndexMachine, source_of
 from test_prefix_tree import run_programs
 from torch import Tensor
@@ -183,7 +183,7 @@ class NarrowMachine(TierIndexMachine):
 
 def test_a_tier_over_a_full_store_keeps_its_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "_PAUSE", -1.0)
-    run_programs(NarrowMachine, 60, 40)
+    run_programs(NarrowMachine, examples(60), 40)
 
 
 @pytest.mark.slow

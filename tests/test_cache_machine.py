@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support import examples
 
 from deltic.cache.block_pool import BlockPool
 from deltic.cache.handles import CacheSnapshot, SequenceCache
@@ -315,12 +316,12 @@ def programs(count: int, kind: type[HybridCache | CachePools] = HybridCache, loo
 
 
 def test_cache_equals_a_dictionary_that_copies_everything() -> None:
-    programs(120)
+    programs(examples(120))
 
 
 def test_operations_may_wait_for_each_other() -> None:
     """Units change hands while what is to be done with them still waits: its order keeps it right."""
-    programs(80, looks=9)
+    programs(examples(80), looks=9)
 
 
 @pytest.mark.slow
@@ -396,7 +397,8 @@ class CutsState(HybridCache):
 
 
 @pytest.mark.parametrize("kind", [SharesPartialPages, ForgetsToCopyState, CopiesOneLayer, CommitsTwice, PromisesMore,
-                                  LeaksPages, CutsState, GoesBackwards])
+                                  LeaksPages, GoesBackwards,
+                                  pytest.param(CutsState, marks=pytest.mark.slow)])
 def test_the_machine_notices_a_broken_cache(kind: type[HybridCache | CachePools]) -> None:
     looks = 9 if kind is GoesBackwards else 1
     with pytest.raises((AssertionError, IndexError)):

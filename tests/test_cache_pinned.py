@@ -34,7 +34,7 @@ def numbers(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 def test_tensors_do_not_share_memory_and_give_it_back() -> None:
     """Random sizes that come and go: what one wrote is still there as long as it lives."""
     room, draw, kept, refused = memory(), random.Random(0), list[tuple[int, Tensor]](), 0
-    for turn in range(2000):
+    for turn in range(600):
         if kept and draw.random() < 0.5:
             kept.pop(draw.randrange(len(kept)))
         dtype = draw.choice([torch.bfloat16, torch.float32])
@@ -48,7 +48,7 @@ def test_tensors_do_not_share_memory_and_give_it_back() -> None:
         kept.append((turn % 200, found.fill_(turn % 200)))
         for value, tensor in kept:
             assert bool((tensor == value).all())
-    assert 0 < refused < 1500 and len(room._regions) > 1
+    assert 0 < refused < 450 and len(room._regions) > 1
     kept.clear()
     del found, tensor
     gc.collect()

@@ -23,12 +23,12 @@ def check(figures: soak.Figures, requests: int) -> None:
     assert all(tier["bytes"] <= tier["budget"] and tier["hits"] for tier in figures.tiers.values())
 
 
-def test_some_hundred_requests() -> None:
+def test_soak_of_a_hundred_requests() -> None:
     check(soak.soak(100, lives=2), 100)
 
 
 @pytest.mark.slow
-def test_twenty_thousand_requests() -> None:
+def test_soak_of_twenty_thousand_requests() -> None:
     figures = soak.soak(20_000)
     check(figures, 20_000)
     assert figures.preemptions and all(tier["evictions"] for tier in figures.tiers.values())

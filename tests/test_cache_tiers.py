@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reuse_cases import runtime_of, serve, usage_of
-from support import greedy, numbers, odd_runtime, odd_shape, reference, same_tokens
+from support import examples, greedy, numbers, odd_runtime, odd_shape, reference, same_tokens
 from test_cache_machine import hashes, read_kv, read_state, step, toy_cache
 from test_prefix_tree import PHASES, PROMPTS, Prefix, ReuseMachine, Wanted, run_programs
 from torch import Tensor
@@ -229,7 +229,7 @@ class TierIndexMachine(RuleBasedStateMachine):
 
 def test_a_tier_equals_the_prefixes_that_were_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
-    run_programs(TierIndexMachine, 120, 40)
+    run_programs(TierIndexMachine, examples(120), 40)
 
 
 @pytest.mark.slow
@@ -455,7 +455,7 @@ class TierMachine(ReuseMachine):
 
 @pytest.mark.parametrize("looks", [1, 9])
 def test_l2_a_cache_over_a_tier_equals_the_naive_model(looks: int) -> None:
-    run_programs(type("Machine", (TierMachine,), {"looks": looks}), 80, 40)
+    run_programs(type("Machine", (TierMachine,), {"looks": looks}), examples(80), 40)
 
 
 @pytest.mark.slow
@@ -528,6 +528,7 @@ def test_another_model_uses_nothing_and_harms_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "swap", "empty"])
 @pytest.mark.parametrize("pick", range(4))
+@pytest.mark.covering
 def test_l6_damaged_files_are_read_anew_and_replaced(damage: str, pick: int, tmp_path: Path,
                                                       caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "deltic")

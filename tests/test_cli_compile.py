@@ -15,8 +15,8 @@ import deltic.embeddings.compiled  # noqa: F401  before `parse_target` is replac
 from deltic.cli import main
 from deltic.errors import ConfigError, DelticError
 from deltic.export.tvm import compiler, targets
-from deltic.loader import model_files
-from deltic.loader.gguf import convert, mmproj
+from deltic.loader import model_files, vision
+from deltic.loader.gguf import convert
 from deltic.loader.model_files import ModelFiles
 
 
@@ -128,12 +128,12 @@ def test_a_model_and_its_vision_tower_are_written_together(there: bool, tmp_path
     model, tower = tmp_path / "m.gguf", tmp_path / "mmproj-m.gguf"
     seeing = replace(model_files.open_model("tiny"), vision=SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setattr(model_files, "open_model", lambda source, revision: seeing)
-    monkeypatch.setattr(mmproj, "write_mmproj", full)
+    monkeypatch.setattr(vision, "write_mmproj", full)
     assert main(["convert", "tiny", str(model)]) == 2 and "mmproj-m.gguf cannot" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     if there:
         tower.write_text("old")
-    monkeypatch.setattr(mmproj, "write_mmproj", written)
+    monkeypatch.setattr(vision, "write_mmproj", written)
     monkeypatch.setattr(convert, "convert", lambda files, tokenizer, name, path, *rest: full(path))
     assert main(["convert", "tiny", str(model), "--force"]) == 2 and "/m.gguf cannot" in capsys.readouterr().err
     assert not model.exists() and tower.exists() == there

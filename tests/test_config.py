@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from transformers import Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
@@ -332,7 +333,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=5)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(changes=st.dictionaries(st.sampled_from(sorted({*plain(), "rope_scaling", "text_config", "torch_dtype",
                                                        "architectures", "full_attention_interval"})),
                                json_values, max_size=3))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from deltic.loader import fp8
+from deltic.loader.files import GROUP
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, decode
+from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES
 from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_tiles, serves, tiles_of
 
 TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL", "FP8")
@@ -27,9 +28,9 @@ def random_blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
 def random_float8(rows: int, columns: int, seed: int) -> tuple[np.ndarray, torch.Tensor]:
     """Blocks with all codes that are numbers, uint8 [rows, bytes]; and these numbers, float64."""
     rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (rows, columns // fp8.GROUP, fp8.BLOCK_BYTES), dtype=np.uint8)
+    raw = rng.integers(0, 256, (rows, columns // GROUP, FLOAT8_BLOCK_BYTES), dtype=np.uint8)
     raw[raw & 0x7f == 0x7f] -= 1  # NaN
-    scales = (rng.random((rows, columns // fp8.GROUP, 1)) * 2e-4 + 1e-5).astype(np.float32)
+    scales = (rng.random((rows, columns // GROUP, 1)) * 2e-4 + 1e-5).astype(np.float32)
     raw[..., :4] = scales.view(np.uint8)
     codes = torch.from_numpy(raw[..., 4:].copy()).view(torch.float8_e4m3fn).double()
     return raw.reshape(rows, -1), (codes * torch.from_numpy(scales).double()).flatten(1)

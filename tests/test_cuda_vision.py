@@ -11,7 +11,7 @@ from vision_models import GREEDY, directory, drawing, shows
 
 from deltic import LLM
 from deltic.config.vision import VisionConfig
-from deltic.loader.files import read_json
+from deltic.loader.disk import read_json
 from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import VisionTower, build_tower
 from deltic.ops import select

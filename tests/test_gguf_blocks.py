@@ -38,7 +38,7 @@ def same_bits(left, right):
     return np.array_equal(np.asarray(left).view(np.uint32), np.asarray(right).view(np.uint32))
 
 
-def test_sizes_and_ids_are_ggmls():
+def test_gguf_type_ids_and_sizes():
     known = [type for type in GGMLQuantizationType if not type.name.startswith(("Q8_1", "Q8_K"))]
     assert {type.name for type in known} <= set(BY_NAME)
     for type in known:
@@ -54,13 +54,13 @@ def dequantize(raw, type, shape, dtype):
 
 @pytest.mark.parametrize("name", READABLE)
 @pytest.mark.parametrize("seed", range(3))
-def test_random_blocks_equal_the_oracle(name, seed):
+def test_gguf_type_decodes_random_blocks_as_gguf_py(name, seed):
     raw = random_rows(name, rows=33, blocks=5, seed=seed)
     assert same_bits(decode(raw.reshape(-1), BY_NAME[name]), theirs(name, raw).reshape(-1))
 
 
 @pytest.mark.parametrize("name", READABLE)
-def test_any_bits_are_decoded(name):
+def test_gguf_type_decodes_any_bits(name):
     """Scales that are infinite or NaN give what they give, without a warning."""
     raw = np.random.default_rng(1).integers(0, 256, (512, BY_NAME[name].nbytes), dtype=np.uint8)
     raw[:2] = np.array([[0x00], [0xFF]], dtype=np.uint8)
@@ -69,7 +69,7 @@ def test_any_bits_are_decoded(name):
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantized_values_return_within_their_step(name):
+def test_quantization_error_within_one_step(name):
     values = np.random.default_rng(2).standard_normal((7, 96)).astype(np.float32)
     raw = quants.quantize(values, GGMLQuantizationType[name]).reshape(-1)
     step = np.abs(values).max() * 2 / (2 ** int(name[1]) - 1)
@@ -87,7 +87,7 @@ def test_blocks_by_hand():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", READABLE)
-def test_dequantize_gives_a_tensor(name, dtype):
+def test_gguf_type_fills_a_tensor(name, dtype):
     raw, width = random_rows(name, rows=6, blocks=3), 3 * BY_NAME[name].weights
     if name in ("BF16", "MXFP4"):
         raw[:] = quants.quantize(np.linspace(-9, 9, 6 * width, dtype=np.float32).reshape(6, width),
@@ -98,7 +98,7 @@ def test_dequantize_gives_a_tensor(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "F32"])
-def test_large_tensors_need_little_more_memory_than_themselves(name):
+def test_fill_needs_little_extra_memory(name):
     raw = np.tile(random_rows(name, 1, 1), 3_000_000 // BY_NAME[name].weights).reshape(-1)
     tracemalloc.start()
     try:
@@ -110,7 +110,7 @@ def test_large_tensors_need_little_more_memory_than_themselves(name):
     assert torch.equal(found[-1], found[0])
 
 
-def test_what_cannot_be_dequantized_is_refused():
+def test_unsupported_types_and_overflow_refused():
     with pytest.raises(ModelError, match="IQ2_XXS is not supported"):
         decode(np.zeros(66, np.uint8), BY_NAME["IQ2_XXS"])
     large = np.array([1.0, 65520.0], np.float32).view(np.uint8)

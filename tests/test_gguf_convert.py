@@ -28,11 +28,10 @@ from deltic.loader.gguf.blocks import BY_NAME, decode
 from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.loader.gguf.convert import FILE_TYPES, Written, convert
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.metadata import config_to_gguf, tokenizer_to_gguf
 from deltic.loader.gguf.names import gguf_name
 from deltic.loader.gguf.quantize import _ENCODERS, quantize
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
-from deltic.loader.gguf.write import NewTensor, write_gguf
+from deltic.loader.gguf.write import NewTensor, config_to_gguf, tokenizer_to_gguf, write_gguf
 from deltic.loader.model_files import ModelFiles, open_model
 
 THEIRS = [name for name in _ENCODERS if name not in ("Q4_K", "Q5_K", "Q6_K")]

@@ -21,8 +21,7 @@ from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf, model_name
-from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.reader import GgufTensor
+from deltic.loader.gguf.file import GgufFile, GgufTensor
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
 
 TINY = Path(deltic.__file__).parent / "models" / "tiny"

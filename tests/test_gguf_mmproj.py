@@ -19,10 +19,9 @@ from deltic.cli import main
 from deltic.errors import ConfigError, ModelError, RequestError
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.mmproj import find_mmproj, gguf_names, load_mmproj, write_mmproj
 from deltic.loader.gguf.write import NewTensor, write_gguf
 from deltic.loader.model_files import open_model
-from deltic.loader.vision import expected_tower
+from deltic.loader.vision import expected_tower, find_mmproj, gguf_names, load_mmproj, write_mmproj
 from deltic.ops.quantized import QTensor, host_form
 
 __all__ = ["directory"]

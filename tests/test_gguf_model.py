@@ -80,8 +80,12 @@ def quantized_model(path, config, kind):
     return expected
 
 
-@pytest.mark.parametrize("kind", [name for name in LAYOUTS if name not in ("F32", "F16", "BF16")])
-def test_every_type_is_dequantized(tmp_path, kind):
+QUICK_TYPES = ("Q4_K", "Q8_0", "IQ4_NL")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(name, marks=() if name in QUICK_TYPES else pytest.mark.slow)
+                                  for name in LAYOUTS if name not in ("F32", "F16", "BF16")])
+def test_models_of_every_type_are_dequantized(tmp_path, kind):
     expected = quantized_model(tmp_path / "m.gguf", BLOCKY, kind)
     found = load_gguf(tmp_path / "m.gguf", BLOCKY, "float32")
     assert found.keys() == expected.keys()

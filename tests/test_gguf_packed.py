@@ -432,19 +432,15 @@ warm = load(sys.argv[2], EngineConfig(memory="4MiB", packed_weights="on", thread
 files = open_model(sys.argv[1])
 before = peak()
 weights = files.load_packed(None)
-print(json.dumps([peak() - before, sum(block.nbytes for block in weights.values())]))
+grown = peak() - before
+assert "torch._dynamo" not in sys.modules, "torch's compiler, whose import takes longer than loading"
+print(json.dumps([grown, sum(block.nbytes for block in weights.values())]))
 """
 
 
-def test_loading_imports_no_compiler(written: Written) -> None:
-    """Torch brings one, which takes longer than loading; operations on its meta device are enough to import it."""
-    script = "import sys; from deltic import Session; Session(sys.argv[1]); assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script, str(written("three to a key", "Q4_K_M"))], check=True)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory as Linux counts it")
-@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
-def test_loading_takes_no_more_memory_than_the_result(written: Written, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), "Q4_K"])
+def test_loading_needs_no_more_memory_than_the_result(written: Written, tmp_path: Path, kind: str) -> None:
     """A matrix is larger than the pieces that it is read in."""
     rows, config = {"F32": 20_000, "Q4_K": 150_000}[kind], SHAPES["qwen3"]
     config = replace(config, vocab_size=rows, hidden_size=512, num_attention_heads=8)

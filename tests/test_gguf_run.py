@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from test_gguf_metadata import TINY, tokenizer_metadata
 
 from deltic import LLM, SamplingParams
 from deltic.chat.deltas import AnswerCall
+from deltic.cli import main
 from deltic.errors import ModelError
 from deltic.loader.dummy import random_weights
 from deltic.loader.model_files import open_model
@@ -62,14 +61,14 @@ def test_logits_of_a_float_file_equal_those_of_the_directory(tiny_file: Path) ->
 
 
 @pytest.mark.parametrize("arguments", [["run", "MODEL", QUESTION], ["inspect", "MODEL", "--json"]])
-def test_the_command_line_takes_files(tiny_file: Path, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "deltic", *(str(tiny_file) if word == "MODEL" else word for word in arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+def test_command_line_takes_gguf_files(tiny_file: Path, arguments: list[str],
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tiny_file) if word == "MODEL" else word for word in arguments]) == 0
+    output = capsys.readouterr().out
     if arguments[0] == "run":
-        assert result.stdout.strip() == "The capital of France is Paris."
+        assert output.strip() == "The capital of France is Paris."
     else:
-        assert json.loads(result.stdout)["path"] == str(tiny_file)
+        assert json.loads(output)["path"] == str(tiny_file)
 
 
 def test_a_directory_with_one_file_is_that_file(tiny_file: Path) -> None:

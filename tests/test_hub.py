@@ -15,9 +15,9 @@ from support import load_directory
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from deltic.errors import ModelError
+from deltic.loader.catalog import select
 from deltic.loader.hub import resolve
 from deltic.loader.model_files import open_model
-from deltic.loader.repository import select
 
 TEXT = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2,

@@ -302,7 +302,7 @@ def test_sentencepiece_merges_by_score(seed: int) -> None:
 
 
 def test_a_sentencepiece_tokenizer_is_not_written(tmp_path: Path) -> None:
-    from deltic.loader.gguf.metadata import tokenizer_to_gguf
+    from deltic.loader.gguf.write import tokenizer_to_gguf
 
     texts = tokenizer_from_gguf(sentencepiece_metadata(0))
     with pytest.raises(ModelError, match="no byte-level BPE"):

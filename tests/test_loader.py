@@ -28,8 +28,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from deltic.config import ModelConfig
 from deltic.errors import ModelError
+from deltic.loader.disk import read_json
 from deltic.loader.dummy import random_weights
-from deltic.loader.files import find_tensors, read_header, read_json
+from deltic.loader.files import find_tensors, read_header
 from deltic.loader.names import canonical, expected_tensors, packed_parts, split_packed, tensor_dtype
 from deltic.loader.safetensors import TORCH_DTYPES
 

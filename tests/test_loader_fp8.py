@@ -19,20 +19,19 @@ from deltic.engine.loading import load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.errors import ConfigError, ModelError
 from deltic.export.program import hf_config
-from deltic.loader import fp8
 from deltic.loader.dummy import random_head, random_weights
-from deltic.loader.fp8 import Float8
 from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, quantize_tensors
+from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, FLOAT8_LARGEST, Float8, quantize_fp8
 from deltic.ops.cuda.quantized_tiles import Tiles, tiles_form
 from deltic.runner.input_batch import build
 
 
 def decoded(raw: torch.Tensor) -> torch.Tensor:
-    blocks = raw.unflatten(1, (-1, fp8.BLOCK_BYTES))
+    blocks = raw.unflatten(1, (-1, FLOAT8_BLOCK_BYTES))
     scales, codes = blocks[..., :4].contiguous().view(torch.float32), blocks[..., 4:].contiguous()
     return (codes.view(torch.float8_e4m3fn).float() * scales).flatten(1)
 
@@ -40,10 +39,10 @@ def decoded(raw: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
     matrix = (torch.randn(24, 512) * torch.logspace(-6, 3, 24)[:, None]).to(dtype)
-    found = decoded(fp8.quantize_fp8("w", matrix))
+    found = decoded(quantize_fp8("w", matrix))
     largest = matrix.float().unflatten(1, (-1, 128)).abs().amax(-1, keepdim=True).expand(-1, -1, 128).flatten(1)
     # four significant bits; below 2^-6 of the format, steps of 2^-9
-    allowed = torch.maximum(matrix.float().abs() / 16, largest / fp8.LARGEST / 2**10) * (1 + 1e-5)
+    allowed = torch.maximum(matrix.float().abs() / 16, largest / FLOAT8_LARGEST / 2**10) * (1 + 1e-5)
     assert bool(((found - matrix.float()).abs() <= allowed).all())
     assert torch.allclose(found.unflatten(1, (-1, 128)).abs().amax(-1), largest[:, ::128], rtol=1e-6)
 
@@ -52,11 +51,11 @@ def test_float8_numbers_stay_as_they_are() -> None:
     codes = torch.arange(256, dtype=torch.uint8)[None].repeat(3, 1)
     codes[codes & 0x7f == 0x7f] -= 1
     matrix = codes.view(torch.float8_e4m3fn).float() * torch.tensor([1.0, 2.0**-9, 32.0])[:, None]
-    assert torch.equal(decoded(fp8.quantize_fp8("w", matrix)), matrix)
+    assert torch.equal(decoded(quantize_fp8("w", matrix)), matrix)
 
 
 def test_nothing_is_nothing() -> None:
-    assert torch.equal(decoded(fp8.quantize_fp8("w", torch.zeros(2, 256))), torch.zeros(2, 256))
+    assert torch.equal(decoded(quantize_fp8("w", torch.zeros(2, 256))), torch.zeros(2, 256))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -64,7 +63,7 @@ def test_what_is_no_number_is_refused(value: float) -> None:
     matrix = torch.ones(2, 256)
     matrix[1, 200] = value
     with pytest.raises(ModelError, match=r"'model\.w'.*not finite"):
-        fp8.quantize_fp8("model.w", matrix)
+        quantize_fp8("model.w", matrix)
 
 
 def shape() -> ModelConfig:
@@ -106,9 +105,9 @@ def in_blocks(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     padded = torch.zeros(*rest, -(-rows // 128) * 128, -(-columns // 128) * 128)
     padded[..., :rows, :columns] = weight.float()
     blocks = padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
-    scales = (blocks.abs().amax((-3, -1)) / fp8.LARGEST).to(dtype)
+    scales = (blocks.abs().amax((-3, -1)) / FLOAT8_LARGEST).to(dtype)
     wide = scales.float().repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :rows, :columns]
-    codes = (weight.float() / wide).clamp(-fp8.LARGEST, fp8.LARGEST).to(torch.float8_e4m3fn)
+    codes = (weight.float() / wide).clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn)
     return codes, scales, codes.float() * wide
 
 

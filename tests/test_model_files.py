@@ -23,9 +23,9 @@ from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import load_packed
-from deltic.loader.gguf.mmproj import find_mmproj
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
 from deltic.loader.model_files import open_model
+from deltic.loader.vision import find_mmproj
 
 ODD = odd_shape()
 ZEROS = np.zeros((8, 8), np.float32)

@@ -138,7 +138,8 @@ def converted(tmp_path: Path, config: ModelConfig, kind: str) -> GgufFile:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), "BF16",
+                                  pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_K_M"])
 def test_converted_files_stay_packed(tmp_path: Path, kind: str) -> None:
     file = converted(tmp_path, BLOCKY, kind)
     assert replace(config_from_gguf(file), eos_token_ids=(), bos_token_id=None, pad_token_id=None, dtype="float32"

@@ -25,9 +25,8 @@ from deltic.config import ModelConfig
 from deltic.errors import DelticError, ModelError
 from deltic.loader import mtp_head
 from deltic.loader.dummy import random_head, random_weights
-from deltic.loader.hub import open_checkpoint
 from deltic.loader.model_files import open_model
-from deltic.loader.mtp_head import directory_checkpoint, extract_head
+from deltic.loader.mtp_head import directory_checkpoint, extract_head, open_checkpoint
 
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_5_text", "vocab_size": 29, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4,

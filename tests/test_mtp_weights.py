@@ -24,7 +24,7 @@ from deltic.loader.dummy import random_head, random_weights
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.convert import FILE_TYPES, convert
 from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.metadata import config_to_gguf
+from deltic.loader.gguf.write import config_to_gguf
 from deltic.loader.model_files import ModelFiles, open_model
 from deltic.loader.names import canonical, canonical_head, expected_head, expected_tensors, is_norm, optional_head
 from deltic.ops.cpu import missing
@@ -385,7 +385,8 @@ def types_in(files: ModelFiles) -> set[str]:
             if name.startswith("blk.6.") and len(tensor.shape) == 2}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FILE_TYPES if kind not in ("F32", "F16")])
+@pytest.mark.parametrize("kind", ["BF16", "Q4_K_M", *(
+    pytest.param(kind, marks=pytest.mark.slow) for kind in FILE_TYPES if kind not in ("F32", "F16", "BF16", "Q4_K_M"))])
 def test_the_head_keeps_eight_bits_unless_asked(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     head = random_head(BLOCKY)
     files = converted(tmp_path / "model", BLOCKY, head, kind)

@@ -16,12 +16,12 @@ from support import odd_shape
 from deltic.cli import command_parser
 from deltic.cli.parser import UsageError
 from deltic.config import ARCHITECTURES, ModelConfig, architecture
-from deltic.config.aliases import FORMATS, GENERATIONS
+from deltic.config.reading import FORMATS, GENERATIONS
 from deltic.errors import ModelError
 from deltic.export.program import hf_config, write_json
 from deltic.export.tvm.artifact import CONFIG, Metadata, read_config, write_config
 from deltic.loader.gguf.config import config_from_gguf
-from deltic.loader.gguf.metadata import config_to_gguf
+from deltic.loader.gguf.write import config_to_gguf
 
 HYBRIDS = ("qwen35", "qwen3_5", "qwen3.5", "qwen36", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
            "qwen3_5_text", "qwen3_8")

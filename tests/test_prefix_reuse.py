@@ -318,6 +318,7 @@ def answer_to(prompt: tuple[int, ...]) -> Reference:
 
 @pytest.mark.parametrize(("pages", "slots"), [(24, 5), (12, 24), (8, 6), (8, 4)])
 @pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.covering
 def test_l6_under_eviction_pressure(pages: int, slots: int, budget: int) -> None:
     engine = engine_for(pages=pages, slots=slots, batch=3, budget=budget, context=pages * PAGE)
     pressed(engine, 8, (3, 8, 24, 41, 60))

@@ -24,7 +24,6 @@ from support import (
     greedy,
     numbers,
     odd_runtime,
-    pairwise,
     reference,
     same_logits,
     same_tokens,
@@ -79,15 +78,8 @@ GRID = [Case(*values) for values in itertools.product(RUNTIMES, STORIES, BUDGETS
         if values[3] > 1 or not values[4]]
 
 
-def axes(case: Case) -> tuple[object, ...]:
-    return case.model, case.story, case.budget, case.batch, case.aborted
-
-
-HYBRID = list(pairwise([case for case in GRID if case.model in ("odd", "embedded")], axes))
-FEW = [*HYBRID, *pairwise(GRID, axes, HYBRID)]
-"""Every pair twice over where layers are recurrent: the model that has none, and the one with experts, add only pairs
-of their own."""
-CASES = [pytest.param(case, marks=() if case in FEW else pytest.mark.slow, id=str(case)) for case in GRID]
+AXES = "model", "story", "budget", "batch", "aborted"
+CASES = [tuple(getattr(case, axis) for axis in AXES) for case in GRID]
 
 
 def prompt_of(runtime: ModelRunner) -> tuple[int, ...]:
@@ -154,8 +146,14 @@ def check_reuse(case: Case, answers: Answers) -> None:
         assert usage_of(answers, "seen", choice).cached_tokens == PROMPT
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_l6_same_logits_whatever_the_cache_knows(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(AXES, CASES)
+@pytest.mark.covering(2)
+def test_l6_same_logits_whatever_the_cache_knows(model: str, story: str, budget: int, batch: int, aborted: bool,
+                                                 tmp_path: Path) -> None:
+    check_logits(Case(model, story, budget, batch, aborted), tmp_path)
+
+
+def check_logits(case: Case, tmp_path: Path) -> None:
     runtime, answer = RUNTIMES[case.model](), expected(case.model, drawn=False)
     forcing = Forcing(runtime)
     forcing.force(SEED, answer)
@@ -166,9 +164,11 @@ def test_l6_same_logits_whatever_the_cache_knows(case: Case, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("params", [FREE, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(AXES, CASES)
 @pytest.mark.covering
-def test_l6_same_tokens_whatever_the_cache_knows(case: Case, params: SamplingParams, tmp_path: Path) -> None:
+def test_l6_same_tokens_whatever_the_cache_knows(model: str, story: str, budget: int, batch: int, aborted: bool,
+                                                 params: SamplingParams, tmp_path: Path) -> None:
+    case = Case(model, story, budget, batch, aborted)
     runtime, drawn = RUNTIMES[case.model](), params is DRAWN
     answers = run(case, told(case, runtime, params, tmp_path))
     check_reuse(case, answers)
@@ -206,6 +206,7 @@ def text(model: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("model", RUNTIMES)
 @pytest.mark.parametrize("kept", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in BORDERS])
+@pytest.mark.covering
 def test_l6_resuming_at_every_border(model: str, kept: int) -> None:
     """Prompts that extend a kept one by 0, 1, 16 and 64 tokens: the longest that is known is reused, to the token."""
     runtime = RUNTIMES[model]()
@@ -222,6 +223,7 @@ def test_l6_resuming_at_every_border(model: str, kept: int) -> None:
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("kept", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in BORDERS])
+@pytest.mark.covering
 def test_l6_coming_back_from_a_tier_at_every_border(tier: str, kept: int, tmp_path: Path) -> None:
     """As above, but nothing is left in the pools: at most a page is read again, as no state is kept for so little."""
     runtime = odd_runtime()
@@ -366,4 +368,4 @@ def test_l6_the_comparison_notices(spoil: Callable[[CachePools, Operation], None
 
     monkeypatch.setattr(CachePools, "apply", spoiled)
     with pytest.raises(AssertionError):
-        test_l6_same_logits_whatever_the_cache_knows(case, tmp_path)
+        check_logits(case, tmp_path)

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support import examples
 from test_cache_machine import PHASES, GoesBackwards, hashes, read_kv, read_state, step, toy_cache, write_state
 
 from deltic.cache.block_pool import BlockPool
@@ -183,7 +184,7 @@ def run_programs(machine: type[RuleBasedStateMachine], count: int, steps: int = 
 
 
 def test_l2_tree_equals_a_dictionary_of_prefixes() -> None:
-    run_programs(TreeMachine, 120)
+    run_programs(TreeMachine, examples(120))
 
 
 @pytest.mark.slow
@@ -521,11 +522,11 @@ def reuse_programs(kind: type[HybridCache | CachePools], count: int, looks: int 
 
 
 def test_l2_a_cache_with_a_tree_equals_the_naive_model() -> None:
-    reuse_programs(HybridCache, 50)
+    reuse_programs(HybridCache, examples(60))
 
 
 def test_l2_operations_may_wait_for_each_other() -> None:
-    reuse_programs(HybridCache, 30, looks=9)
+    reuse_programs(HybridCache, examples(40), looks=9)
 
 
 @pytest.mark.slow

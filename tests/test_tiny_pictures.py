@@ -18,7 +18,7 @@ from vision_models import picture
 import deltic
 from deltic import LLM, SamplingParams
 from deltic.config.vision import ImageConfig, VisionConfig
-from deltic.loader.files import read_json
+from deltic.loader.disk import read_json
 from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import build_tower
 from deltic.ops import backends

@@ -20,7 +20,7 @@ from vision_models import picture
 from deltic.config import Limits
 from deltic.config.vision import ImageConfig, VideoConfig, Vision, VisionConfig
 from deltic.errors import ModelError, RequestError
-from deltic.loader.files import read_json
+from deltic.loader.disk import read_json
 from deltic.loader.model_files import open_model
 from deltic.loader.quantize import quantize_tower
 from deltic.loader.vision import load_tower, plan_tower

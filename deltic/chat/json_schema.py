@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from deltic.config.generation import GenerationDefaults
+from deltic.config.reading import GenerationDefaults
 
 _NAMES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null",
                            dict: "object", list: "array"}

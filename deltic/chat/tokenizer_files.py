@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltic.config.splitters import GPT2, SPLITTERS, Splitter, splitter_of
+from deltic.config.families import GPT2, SPLITTERS, Splitter, splitter_of
 from deltic.errors import ModelError
 
 DEFAULT_TEMPLATE = "default"

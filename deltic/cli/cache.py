@@ -38,8 +38,7 @@ def add_pull(parser: argparse.ArgumentParser) -> None:
 
 
 def run_pull(args: argparse.Namespace) -> int:
-    from deltic.loader.downloads import is_below, place
-    from deltic.loader.hub import resolve
+    from deltic.loader.hub import is_below, place, resolve
 
     path = resolve(args.model, args.revision, progress=sys.stderr.isatty())
     if not is_below(place(), path):
@@ -54,8 +53,8 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    from deltic.loader.downloads import downloads, place
-    from deltic.loader.writing import size_of
+    from deltic.loader.disk import size_of
+    from deltic.loader.hub import downloads, place
 
     models = downloads()
     if args.json:
@@ -77,8 +76,8 @@ def add_rm(parser: argparse.ArgumentParser) -> None:
 
 def run_rm(args: argparse.Namespace) -> int:
     from deltic.loader.catalog import repository_of
-    from deltic.loader.downloads import delete, downloads, place
-    from deltic.loader.writing import size_of
+    from deltic.loader.disk import size_of
+    from deltic.loader.hub import delete, downloads, place
 
     model = next((model for model in downloads() if model.name == repository_of(args.model)), None)
     if model is None:

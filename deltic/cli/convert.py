@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.cli import options
 from deltic.cli.output import Bar, bytes_bar, note, print_facts
 from deltic.cli.parser import UsageError, check_absent, check_target, path_name, text, whole
-from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
+from deltic.config.reading import FORMATS, GENERATIONS, canonical, find
 from deltic.errors import ModelError
 from deltic.export.program import LIBRARIES, OBJECTS, require_extra
 
@@ -86,10 +86,10 @@ def _convert_encoder(args: argparse.Namespace, encoder: StoredEncoder, place: Pa
 def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar: Bar
                    ) -> tuple[Written, dict[str, Any]]:
     """Writes the vision tower first: a model never exists without it, and a tower is removed if the model fails."""
+    from deltic.config.families import FAMILIES
     from deltic.embeddings.convert import vector_keys
     from deltic.loader.gguf.config import model_name
     from deltic.loader.gguf.convert import convert
-    from deltic.loader.gguf.metadata import ARCHITECTURES
 
     _refuse_source(path, files.weight_files(True))
     tokenizer = files.tokenizer() or _read_tokenizer(files.path)
@@ -98,7 +98,7 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
     tower = _write_tower(args, files, name, path)
     try:
         written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp,
-                          vector_keys(files.path, ARCHITECTURES[files.config.architecture]))
+                          vector_keys(files.path, FAMILIES[files.config.architecture].gguf))
     except BaseException:
         if tower and not existed:
             _mmproj(path).unlink(missing_ok=True)
@@ -108,7 +108,7 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
 
 def _write_tower(args: argparse.Namespace, files: ModelFiles, name: str, path: Path) -> dict[str, Any]:
     """Writes the vision tower, if there is one, and returns facts about it."""
-    from deltic.loader.gguf.mmproj import TYPES, write_mmproj
+    from deltic.loader.vision import TYPES, write_mmproj
 
     kind = args.mmproj or (args.type if args.type in TYPES else "Q8_0")
     if files.vision is None or kind == "NONE":
@@ -170,8 +170,7 @@ def run_mtp(args: argparse.Namespace) -> int:
     target = Path(args.target)
     path = check_target(str(target / _HEAD_FILE if target.is_dir() else target), ".safetensors")
     check_absent([path], args.force)
-    from deltic.loader.hub import open_checkpoint
-    from deltic.loader.mtp_head import extract_head
+    from deltic.loader.mtp_head import extract_head, open_checkpoint
 
     source = Path(args.source).resolve().name if Path(args.source).exists() else args.source
     if args.revision:
@@ -298,7 +297,7 @@ def run_compile(args: argparse.Namespace) -> int:
     from deltic.embeddings.compiled import encoder_files
     from deltic.export.program import sidecar_files
     from deltic.export.tvm.targets import parse_target
-    from deltic.loader.writing import check_room, replacing_files
+    from deltic.loader.disk import check_room, replacing_files
 
     goal = parse_target(args.target)  # before anything is downloaded
     started = time.perf_counter()

@@ -290,8 +290,7 @@ def check_model(args: argparse.Namespace) -> Finding | None:
 
 def _local(name: str) -> str | Path | None:
     """The model on this machine, None if it would have to be downloaded."""
-    from deltic.loader.catalog import REPOSITORY, repository_of
-    from deltic.loader.repository import select
+    from deltic.loader.catalog import REPOSITORY, repository_of, select
 
     found = REPOSITORY.fullmatch(repository_of(name))
     if os.path.exists(os.path.expanduser(name)) or not found:

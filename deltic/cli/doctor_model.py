@@ -52,8 +52,8 @@ class Examined:
 def models_in(place: str) -> list[str]:
     """The model of this name, or the models in a directory: directories with a config.json, and GGUF files, of split
     ones the first part, without vision towers and importance matrices."""
+    from deltic.loader.catalog import is_model
     from deltic.loader.model_files import only_gguf
-    from deltic.loader.repository import is_model
 
     directory = Path(place).expanduser()
     if not directory.is_dir() or (directory / "config.json").is_file():

@@ -140,7 +140,7 @@ def _source(given: str) -> str:
 def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:
     """Appends raw rows to OUTPUT.part, so that they can be continued, and makes the output of them at the end."""
     from deltic.embeddings.encoder import check_dimensions
-    from deltic.loader.writing import check_room, explained
+    from deltic.loader.disk import check_room, explained
 
     output: Path = args.output
     part, job = output.with_name(output.name + ".part"), output.with_name(output.name + ".part.json")
@@ -219,7 +219,7 @@ def _resume(part: BinaryIO, job: Path, description: str, row: int) -> int:
 def _finish(part: Path, output: Path, shape: tuple[int, int]) -> None:
     import numpy as np
 
-    from deltic.loader.writing import check_room, replacing
+    from deltic.loader.disk import check_room, replacing
 
     size, wanted = part.stat().st_size, 4 * shape[0] * shape[1]
     if size != wanted:

@@ -22,7 +22,7 @@ from deltic.cli.process import Terminated
 from deltic.errors import show
 from deltic.export.program import kind_of
 from deltic.loader.catalog import names_a_model
-from deltic.loader.layout import is_gguf
+from deltic.loader.disk import is_gguf
 
 if TYPE_CHECKING:
     from deltic.llm import LLM, Choice, FormatOptions, Stream

@@ -3,21 +3,20 @@
 Dtypes are strings here, so that a command line can be built without importing torch.
 """
 
-from deltic.config.aliases import ARCHITECTURES
 from deltic.config.engine import AUTO, EngineConfig
-from deltic.config.families import LayerType, architecture
-from deltic.config.generation import GenerationDefaults
+from deltic.config.families import ARCHITECTURES, LayerType, architecture
 from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, available_memory, parse_bytes
 from deltic.config.model import (
     DTYPE_BYTES,
+    PRESETS,
     DType,
     ExpertsConfig,
     LinearConfig,
     ModelConfig,
     RopeConfig,
 )
-from deltic.config.presets import PRESETS
+from deltic.config.reading import GenerationDefaults
 
 __all__ = [
     "ARCHITECTURES", "AUTO", "DTYPE_BYTES", "PRESETS", "DType", "EngineConfig", "ExpertsConfig", "GenerationDefaults",

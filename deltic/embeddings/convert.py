@@ -19,11 +19,11 @@ from deltic.embeddings.gguf import ARCHITECTURE, POOLING_TYPES, RANK, gguf_names
 from deltic.embeddings.sentence_transformers import Recipe, read_recipe
 from deltic.embeddings.weights import WeightSource
 from deltic.errors import ModelError
-from deltic.loader.files import read_json
+from deltic.loader.disk import read_json
 from deltic.loader.gguf.blocks import BY_NAME, Bytes
 from deltic.loader.gguf.convert import FILE_TYPES, Written, fitting
 from deltic.loader.gguf.quantize import quantize_in_pieces
-from deltic.loader.gguf.word_tokenizers import CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
+from deltic.loader.gguf.tokenizer import CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
 from deltic.loader.gguf.write import NewTensor, write_gguf
 from deltic.loader.safetensors import Progress
 

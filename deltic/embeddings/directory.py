@@ -15,7 +15,7 @@ from deltic.embeddings.tokenize import EncoderTokenizer
 from deltic.embeddings.weights import WeightForm, WeightSource, find_sources
 from deltic.errors import ModelError
 from deltic.export.program import kind_of
-from deltic.loader.files import read_json
+from deltic.loader.disk import read_json
 
 HEADS: Final = "heads.safetensors"
 """The classifier of a compiled encoder."""

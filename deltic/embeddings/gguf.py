@@ -23,8 +23,7 @@ from deltic.embeddings.tokenize import EncoderTokenizer, backend_of
 from deltic.embeddings.weights import WeightForm, WeightSource, classifier_names, expected_tensors
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.blocks import fill
-from deltic.loader.gguf.file import GgufFile
-from deltic.loader.gguf.reader import GgufTensor
+from deltic.loader.gguf.file import GgufFile, GgufTensor
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
 from deltic.ops.quantized import PackedForm, QTensor
 

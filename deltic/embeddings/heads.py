@@ -16,8 +16,8 @@ from deltic.embeddings.sentence_transformers import Recipe, check_module_names
 from deltic.embeddings.types import Output
 from deltic.embeddings.weights import WeightForm, WeightSource, classifier_names
 from deltic.errors import ModelError, show
-from deltic.loader.files import find_tensors, read_json
-from deltic.loader.pickled import read_pickled
+from deltic.loader.disk import read_json
+from deltic.loader.files import find_tensors, read_pickled
 from deltic.loader.safetensors import read_stored
 from deltic.ops.encoder import Affine
 from deltic.ops.memory import Arena

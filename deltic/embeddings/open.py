@@ -17,7 +17,7 @@ from deltic.embeddings.tokenize import EncoderTokenizer
 from deltic.embeddings.types import Item, TextModel
 from deltic.engine.arguments import settled
 from deltic.errors import ConfigError, ModelError, RequestError, show
-from deltic.loader.files import read_json
+from deltic.loader.disk import read_json
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.hub import ACCEPTED, resolve
 from deltic.loader.model_files import only_gguf

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from deltic.config.reading import flag
 from deltic.errors import ModelError, RequestError, show
-from deltic.loader.files import open_plain, read_json
+from deltic.loader.disk import open_plain, read_json
 
 POOLINGS: Final = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
 _FLAGS: Final[Mapping[str, str]] = {

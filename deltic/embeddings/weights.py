@@ -17,9 +17,8 @@ from torch import Tensor
 from deltic.config import DType, available_cores
 from deltic.embeddings.bert_config import EncoderConfig
 from deltic.errors import ModelError
-from deltic.loader.files import PICKLED, StoredTensor, find_tensors
+from deltic.loader.files import PICKLED, StoredTensor, find_tensors, read_pickled
 from deltic.loader.gguf.blocks import BY_NAME
-from deltic.loader.pickled import read_pickled
 from deltic.loader.quantize import quantized
 from deltic.loader.safetensors import TORCH_DTYPES, Progress, read_stored
 from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import json
 import math
 import os
 import re
-import stat
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltic.errors import ConfigError, ModelError, show
-from deltic.loader.fp8 import GROUP
-from deltic.loader.layout import is_pointer, pointer_error
+from deltic.loader.disk import DOWNLOAD_AGAIN, is_pointer, open_plain, parse_json, pointer_error, read_json
 from deltic.loader.names import is_head, stack_of
-from deltic.loader.pickled import find_pickled
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
 PICKLED: Final = "pytorch_model.bin"
 FLOAT8: Final = "F8_E4M3"
+GROUP: Final = 128
+"""Columns and rows that share a scale of a float8 tensor."""
 SCALES: Final = "_scale_inv"
 """Suffix of the tensor with a float8 tensor's scales."""
 IN_MEMORY: Final = Path("<weights in memory>")
@@ -37,14 +36,19 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }
-_DTYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: FLOAT8}
 # Headers of these models have some kilobytes. Far larger ones only serve to exhaust memory.
 _MAX_HEADER: Final = 16 << 20
-_MAX_INDEX: Final = 64 << 20
 _MAX_DIMENSIONS: Final = 8
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+DTYPES: Final = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+"""torch dtype -> safetensors dtype."""
+# Records other than tensor data have some kilobytes. Far larger ones only serve to exhaust memory.
+_MAX_RECORD: Final = 16 << 20
+_OR_SAFETENSORS: Final = "download it again, or take the safetensors file"
 _COPIES: Final = ("consolidated", "adapter_", "optimizer", "original")
-_DOWNLOAD_AGAIN: Final = "the file is truncated or corrupt, download it again"
 _ONE_REVISION: Final = "keep the files of one revision"
 
 
@@ -149,7 +153,7 @@ def _stored(name: Any, tensor: Any) -> StoredTensor:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         raise ConfigError(f"weights[{name[:200]!r}] must be a dense torch.Tensor with data, not {show(tensor)}",
                           "weights")
-    dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    dtype = DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     nbytes = tensor.numel() * ITEM_BYTES.get(dtype, tensor.itemsize)
     return StoredTensor(IN_MEMORY, dtype, tuple(tensor.shape), 0, nbytes, data=tensor)
 
@@ -220,51 +224,7 @@ def with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return found
 
 
-# Reading JSON and headers
-
-
-def open_plain(path: Path) -> BinaryIO:
-    """Opens a file for reading. Raises OSError for anything but a regular file, such as a pipe, which could block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
-    """Reads a JSON object of at most `limit` bytes. Raises ModelError naming the file."""
-    try:
-        with open_plain(path) as file:
-            text = file.read(limit + 1)
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is absent; {path.parent} is not a complete model directory") from error
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    if len(text) > limit:
-        raise ModelError(f"{path} is larger than {limit} bytes, the limit for such a file")
-    return parse_json(text, path)
-
-
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """Parses a JSON object that came from `path`. Raises ModelError naming the path."""
-    if is_pointer(text):
-        raise pointer_error(path)
-    try:
-        value = json.loads(text.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} does not hold valid JSON ({error}); {_DOWNLOAD_AGAIN}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object; {_DOWNLOAD_AGAIN}")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {name[:200]!r} occurs twice")
-    return found
+# Reading headers
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -286,7 +246,7 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[st
     if is_pointer(start):
         raise pointer_error(path)
     if size < 8 or length > min(size - 8, _MAX_HEADER):
-        raise ModelError(f"{path} announces a header of {length} bytes in a file of {size}; {_DOWNLOAD_AGAIN}")
+        raise ModelError(f"{path} announces a header of {length} bytes in a file of {size}; {DOWNLOAD_AGAIN}")
     header = parse_json(read(length), path)
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
@@ -301,11 +261,11 @@ def _entry(path: Path, name: str, entry: object, start: int) -> StoredTensor:
                 len(shape) <= _MAX_DIMENSIONS and all(map(_is_size, [*shape, begin, end])) and begin <= end):
             stored = StoredTensor(path, dtype, tuple(shape), start + begin, end - begin)
         case _:
-            raise ModelError(f"{path}: the header entry of tensor {name[:200]!r} is malformed; {_DOWNLOAD_AGAIN}")
+            raise ModelError(f"{path}: the header entry of tensor {name[:200]!r} is malformed; {DOWNLOAD_AGAIN}")
     item = ITEM_BYTES.get(dtype)
     if item is not None and math.prod(shape) * item != stored.nbytes:
         raise ModelError(f"{path}: tensor {name[:200]!r} has {stored.nbytes} bytes, which its shape "
-                         f"{str(shape)[:80]} and dtype {dtype} contradict; {_DOWNLOAD_AGAIN}")
+                         f"{str(shape)[:80]} and dtype {dtype} contradict; {DOWNLOAD_AGAIN}")
     return stored
 
 
@@ -316,10 +276,10 @@ def _is_size(number: object) -> bool:
 def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int) -> None:
     for name, stored in tensors.items():
         if stored.offset != start:
-            raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {_DOWNLOAD_AGAIN}")
+            raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {DOWNLOAD_AGAIN}")
         start += stored.nbytes
     if start != size:
-        raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {_DOWNLOAD_AGAIN}")
+        raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {DOWNLOAD_AGAIN}")
 
 
 # Finding files
@@ -363,7 +323,7 @@ def check_weight_map(index: Mapping[str, Any], path: Path) -> dict[str, str]:
     """Returns tensor name -> shard of an index that came from `path`. Raises ModelError naming the path."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{path} has no weight_map; {_DOWNLOAD_AGAIN}")
+        raise ModelError(f"{path} has no weight_map; {DOWNLOAD_AGAIN}")
     suffix = Path(path.name.removesuffix(".index.json")).suffix
     for shard in dict.fromkeys(map(str, weight_map.values())):
         if "/" in shard or "\\" in shard or len(shard) > 200 or not shard.endswith(suffix):
@@ -431,6 +391,111 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
         return read_header(path)
     try:
         with open_plain(path) as file:
-            return {name: StoredTensor(path, *place) for name, place in find_pickled(path, file).items()}
+            return _find_pickled(path, file)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+
+# PyTorch's own files: pickles, which can run code. With weights_only torch reads tensors and containers only.
+
+
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """Reads the tensors of a file such as pytorch_model.bin. Raises ModelError if it contains anything else."""
+    try:
+        with path.open("rb") as file:
+            found = _load(path, file)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not all(type(tensor) is Tensor for tensor in found.values()):
+        raise _other(path)
+    return found
+
+
+def _find_pickled(path: Path, file: BinaryIO) -> dict[str, StoredTensor]:
+    """Locates the tensors in a file such as pytorch_model.bin, without reading their data.
+
+    Raises OSError, and ModelError for a file that contains anything else, that was written before torch 1.6, or whose
+    tensors do not match the records of the zip archive.
+    """
+    records = _records(path, file)
+    file.seek(0)
+    with FakeTensorMode():  # shapes and offsets only
+        tensors = _load(path, file)
+    return {name: _locate(path, name, tensor, records) for name, tensor in tensors.items()}
+
+
+def _load(path: Path, file: BinaryIO) -> dict[str, Tensor]:
+    try:
+        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # hostile files cause any exception
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ModelError(f"{path} is no file of weights that can be opened without running code from it ({reason}): "
+                         f"{_OR_SAFETENSORS}"
+                         ) from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor)
+                                              for name, tensor in found.items()):
+        raise _other(path)
+    return dict(found)
+
+
+def _other(path: Path) -> ModelError:
+    return ModelError(f"{path} must hold tensors by their names, and nothing else; take the safetensors file")
+
+
+def _records(path: Path, file: BinaryIO) -> dict[int, int]:
+    """Returns the records of the zip archive: offset -> bytes."""
+    size = file.seek(0, 2)
+    try:
+        with ZipFile(_BoundedReader(file)) as archive:
+            entries = {_start(file, entry): entry for entry in archive.infolist()}
+            order = next((archive.read(entry) for entry in entries.values()
+                          if entry.filename.endswith("/byteorder") and entry.file_size < 99), b"little")
+    except OSError:
+        raise
+    except Exception as error:  # hostile files cause any exception
+        raise ModelError(f"{path} is damaged, or older than torch 1.6 ({str(error)[:200]}): {_OR_SAFETENSORS}"
+                         ) from error
+    if order.decode(errors="replace") != sys.byteorder:
+        raise ModelError(f"{path} was written on a machine with another byte order: take the safetensors file")
+    for start, entry in entries.items():
+        if (entry.compress_type != ZIP_STORED or start + entry.file_size > size
+                or ("/data/" not in entry.filename and entry.file_size > _MAX_RECORD)):
+            raise ModelError(f"{path}: its record {entry.filename[:200]!r} is not one of weights; {_OR_SAFETENSORS}")
+    return {start: entry.file_size for start, entry in entries.items()}
+
+
+def _start(file: BinaryIO, entry: ZipInfo) -> int:
+    """Returns the offset of a record's data, after its name and extra fields."""
+    file.seek(entry.header_offset + 26)
+    return entry.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+
+
+class _BoundedReader:
+    """Wraps a file, so that a hostile archive causes no large allocation."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.seek = file.seek
+        self.tell = file.tell
+        self.seekable = file.seekable
+
+    def read(self, count: int = -1) -> bytes:
+        found = self.file.read(_MAX_RECORD + 1 if count < 0 else min(count, _MAX_RECORD + 1))
+        if len(found) > _MAX_RECORD:
+            raise ValueError(f"a directory of more than {_MAX_RECORD} bytes")
+        return found
+
+
+def _locate(path: Path, name: str, tensor: Tensor, records: dict[int, int]) -> StoredTensor:
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ModelError(f"{path}: tensor {name[:200]!r} is not contiguous; take the safetensors file")
+    storage = tensor.untyped_storage()
+    start = getattr(storage, "_checkpoint_offset", -1)
+    skipped = tensor.storage_offset() * tensor.element_size()
+    nbytes = tensor.numel() * tensor.element_size()
+    if records.get(start) != storage.nbytes() or skipped + nbytes > storage.nbytes():
+        raise ModelError(f"{path}: tensor {name[:200]!r} does not match its record; {_OR_SAFETENSORS}")
+    dtype = DTYPES.get(tensor.dtype, str(tensor.dtype))
+    return StoredTensor(path, dtype, tuple(tensor.shape), int(start + skipped), nbytes)

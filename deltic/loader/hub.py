@@ -1,23 +1,23 @@
-"""Finds a model by name: a path, the embedded model, or a repository of the Hugging Face hub, which is downloaded."""
+"""Finds a model by name: a path, the embedded model, or a repository of the Hugging Face hub, which is downloaded.
+
+Also lists and deletes downloads.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 from deltic.errors import ConfigError, ModelError, show
-from deltic.loader.catalog import REPOSITORY, repository_of, similar
-from deltic.loader.layout import is_gguf, refuse_pointer
-from deltic.loader.mtp_head import CheckpointFiles, directory_checkpoint
-from deltic.loader.repository import Selection, select
-from deltic.loader.writing import size_of
+from deltic.loader.catalog import REPOSITORY, Selection, repository_of, select, similar
+from deltic.loader.disk import is_gguf, refuse_pointer, size_of
 
 EMBEDDED: Final = "tiny"
 ACCEPTED: Final = ("a GGUF file, a directory with config.json and safetensors files, a Hugging Face name such as "
@@ -104,7 +104,7 @@ def _download(repository: str, wanted: str | None, revision: str | None, token: 
         if not _is_offline(error):
             raise ModelError(_explain(repository, revision, error)) from error
         return _cached(repository, wanted, revision, error)
-    with _explained(repository, revision):
+    with explained_errors(repository, revision):
         _verify(repository, path, token, bool(missing))
     return path / chosen.file if chosen.file else path
 
@@ -195,54 +195,11 @@ def _cached(repository: str, wanted: str | None, revision: str | None, cause: Ex
     return path / chosen.file if chosen.file else path
 
 
-# Reading parts of files
-
-
-def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> CheckpointFiles:
-    """Opens the files of a directory, or of a repository, from which only the parts that are read are downloaded.
-
-    Raises ModelError as `resolve`.
-    """
-    local = Path(model).exists()
-    model = model if local else repository_of(model)
-    found = REPOSITORY.fullmatch(model)
-    if found and found[2]:
-        raise ModelError(f"{model} is a GGUF file; take the original model, a directory or a Hugging Face name")
-    if found and not local and model != EMBEDDED:
-        return _remote_checkpoint(model, revision, token)
-    path = resolve(model, revision, token)
-    if path.is_file():
-        raise ModelError(f"{path} is a GGUF file; take the original model, a directory or a Hugging Face name")
-    return directory_checkpoint(path)
-
-
-def _remote_checkpoint(repository: str, revision: str | None, token: str | None) -> CheckpointFiles:
-    from huggingface_hub import HfApi, HfFileSystem
-
-    with _explained(repository, revision):
-        info = HfApi().model_info(repository, revision=revision, files_metadata=True, token=token)
-    system = HfFileSystem(token=token)
-
-    @cache
-    def opened(name: str) -> Any:
-        return system.open(f"{repository}/{name}", "rb", revision=info.sha, cache_type="none")
-
-    def read(name: str, offset: int, count: int) -> bytes:
-        with _explained(repository, revision):
-            file = opened(name)
-            file.seek(offset)
-            found: bytes = file.read(count)
-            return found
-
-    sizes: Mapping[str, int] = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    return CheckpointFiles(Path(repository), sizes, read)
-
-
 # Errors
 
 
 @contextmanager
-def _explained(repository: str, revision: str | None) -> Iterator[None]:
+def explained_errors(repository: str, revision: str | None) -> Iterator[None]:
     """Turns all errors of the client, its transport and the system into ModelErrors."""
     try:
         yield
@@ -286,3 +243,82 @@ def _explain(repository: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return f"cannot write to {constants.HF_HUB_CACHE}: {error.strerror}; make room or set HF_HOME"
     return f"{repository} cannot be downloaded: {type(error).__name__}: {str(error)[:300]}"
+
+
+# Listing and deleting
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A downloaded commit. refs: branches and tags by which it was downloaded."""
+
+    commit: str
+    refs: tuple[str, ...]
+    bytes: int
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.refs[0] if self.refs else self.commit[:12]
+
+    def is_called(self, name: str) -> bool:
+        """Matches a branch, a tag, or the start of the commit."""
+        return name in self.refs or (len(name) >= 7 and self.commit.startswith(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A downloaded repository.
+
+    bytes: size on disk; revisions may share files.
+    used: Unix time of the last use.
+    """
+
+    name: str
+    bytes: int
+    used: float
+    revisions: tuple[Revision, ...]
+
+
+def place() -> Path:
+    """Returns the hub's cache directory."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def is_below(directory: Path, path: Path) -> bool:
+    return path.resolve().is_relative_to(directory.resolve())
+
+
+def downloads() -> list[Download]:
+    """Lists the models, last used first. Raises ModelError if the cache cannot be read."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        found = scan_cache_dir(place())
+    except CacheNotFound:
+        return []
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{place()} cannot be read: {error}") from error
+    models = [repository for repository in found.repos if repository.repo_type == "model"]
+    return [Download(model.repo_id, model.size_on_disk, model.last_accessed, _revisions(model))
+            for model in sorted(models, key=lambda model: -model.last_accessed)]
+
+
+def _revisions(model: Any) -> tuple[Revision, ...]:
+    newest_first = sorted(model.revisions, key=lambda revision: -revision.last_modified)
+    return tuple(Revision(each.commit_hash, tuple(sorted(each.refs)), each.size_on_disk, each.snapshot_path)
+                 for each in newest_first)
+
+
+def delete(revisions: Iterable[Revision]) -> int:
+    """Deletes revisions, and repositories without revisions. Returns the freed bytes."""
+    from huggingface_hub import scan_cache_dir
+
+    strategy = scan_cache_dir(place()).delete_revisions(*(revision.commit for revision in revisions))
+    strategy.execute()
+    left = next((path for path in (*strategy.repos, *strategy.snapshots) if path.exists()), None)
+    if left:
+        raise ModelError(f"{left} cannot be deleted: check its owner and permissions")
+    return strategy.expected_freed_size

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
+from deltic.loader.catalog import REPOSITORY, repository_of
+from deltic.loader.disk import check_room, parse_json, replacing
 from deltic.loader.files import (
     INDEX,
     SCALES,
@@ -27,11 +30,11 @@ from deltic.loader.files import (
     StoredTensor,
     check_weight_map,
     parse_header,
-    parse_json,
     scales_of,
     stacked,
     with_scales,
 )
+from deltic.loader.hub import EMBEDDED, explained_errors, resolve
 from deltic.loader.names import (
     canonical_head,
     expected_head,
@@ -43,7 +46,6 @@ from deltic.loader.names import (
     tensor_dtype,
 )
 from deltic.loader.safetensors import TORCH_DTYPES, Progress, check_stored, read_stored
-from deltic.loader.writing import check_room, replacing
 
 FILE: Final = "mtp.safetensors"
 """Default name of an extracted head."""
@@ -105,6 +107,46 @@ def directory_checkpoint(directory: Path) -> CheckpointFiles:
     except OSError as error:
         raise ModelError(f"{directory} cannot be read: {error.strerror}") from error
     return CheckpointFiles(directory, sizes, read)
+
+
+def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> CheckpointFiles:
+    """Opens the files of a directory, or of a repository, from which only the parts that are read are downloaded.
+
+    Raises ModelError as `resolve`.
+    """
+    local = Path(model).exists()
+    model = model if local else repository_of(model)
+    found = REPOSITORY.fullmatch(model)
+    if found and found[2]:
+        raise ModelError(f"{model} is a GGUF file; take the original model, a directory or a Hugging Face name")
+    if found and not local and model != EMBEDDED:
+        return _remote_checkpoint(model, revision, token)
+    path = resolve(model, revision, token)
+    if path.is_file():
+        raise ModelError(f"{path} is a GGUF file; take the original model, a directory or a Hugging Face name")
+    return directory_checkpoint(path)
+
+
+def _remote_checkpoint(repository: str, revision: str | None, token: str | None) -> CheckpointFiles:
+    from huggingface_hub import HfApi, HfFileSystem
+
+    with explained_errors(repository, revision):
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True, token=token)
+    system = HfFileSystem(token=token)
+
+    @cache
+    def opened(name: str) -> Any:
+        return system.open(f"{repository}/{name}", "rb", revision=info.sha, cache_type="none")
+
+    def read(name: str, offset: int, count: int) -> bytes:
+        with explained_errors(repository, revision):
+            file = opened(name)
+            file.seek(offset)
+            found: bytes = file.read(count)
+            return found
+
+    sizes: Mapping[str, int] = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    return CheckpointFiles(Path(repository), sizes, read)
 
 
 def find_head(checkpoint: CheckpointFiles, config: ModelConfig) -> dict[str, Source]:

@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
-from deltic.loader import fp8
-from deltic.loader.fp8 import Float8
+from deltic.loader.files import GROUP
 from deltic.loader.gguf.blocks import BY_NAME, BlockType
 from deltic.loader.gguf.convert import FILE_TYPES, target_of
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.names import EMBEDDING, HEAD, expected_tensors
+from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, Float8, quantize_fp8
 from deltic.ops.quantized import PackedForm, QTensor, host_form, read_from
 from deltic.ops.types import Block, Weight
 
@@ -25,7 +25,7 @@ SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M"}
 FP8: Final = "fp8"
 """The scheme of float8, on GPUs only. Embedding, lm_head and the small projections of decays and betas get Q8_0, which
 is more precise."""
-FP8_TYPE: Final = BlockType("FP8", -1, fp8.GROUP, fp8.BLOCK_BYTES, True)
+FP8_TYPE: Final = BlockType("FP8", -1, GROUP, FLOAT8_BLOCK_BYTES, True)
 """Float8 blocks, which GGUF files do not have."""
 _PLAIN: Final = ("F32", "F16", "BF16")
 _PRECISE: Final = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
@@ -114,7 +114,7 @@ def _quantizing_reader(name: str, matrix: Tensor, type: BlockType, pool: Executo
         first = start // row_bytes
         rows = matrix[first:first + count // row_bytes]
         if type is FP8_TYPE:
-            return fp8.quantize_fp8(name, rows).flatten()
+            return quantize_fp8(name, rows).flatten()
         return np.concatenate([*quantize_in_pieces(name, rows.cpu(), type, pool)])
 
     return read

@@ -15,7 +15,7 @@ import torch
 from deltic.config import DType, EngineConfig, ExpertsConfig, ModelConfig, available_cores, available_memory
 from deltic.config.machine import parse_bytes
 from deltic.errors import ConfigError, show
-from deltic.loader.files import open_plain
+from deltic.loader.disk import open_plain
 from deltic.loader.model_files import ModelFiles
 from deltic.ops import Ops
 from deltic.ops.cpu import missing, pool_of

@@ -18,8 +18,8 @@ from deltic.errors import ModelError
 from deltic.export.executorch.network import Build, ExportedNetwork, Operators, QuantizedTable, Table
 from deltic.export.executorch.runtime import sidecar_of
 from deltic.export.program import sidecar_files, write_sidecar
+from deltic.loader.disk import check_room, replacing, replacing_files
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.writing import check_room, replacing, replacing_files
 from deltic.model.decoder import build
 from deltic.ops import reference
 from deltic.ops.types import Weight

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from deltic.config import GenerationDefaults, ModelConfig, available_cores
-from deltic.config.aliases import FORMATS, GENERATIONS, canonical
-from deltic.config.reading import integer
+from deltic.config.reading import FORMATS, GENERATIONS, canonical, integer
 from deltic.errors import ModelError, show
 from deltic.export.program import load_json, read_sidecar, write_json
 

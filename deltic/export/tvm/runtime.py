@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
-from deltic.config.aliases import BACKENDS, canonical
+from deltic.config.reading import BACKENDS, canonical
 from deltic.errors import ConfigError, ModelError
 from deltic.export.program import LIBRARIES, OBJECTS, ProgramInfo, require_extra
 from deltic.export.tvm.artifact import (

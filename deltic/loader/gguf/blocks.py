@@ -47,49 +47,6 @@ class BlockType:
         return count // self.weights * self.nbytes
 
 
-# Fields of a block in file order: name, numpy type, count. d and dmin are scales, scales are the scales of sub-blocks
-# in units of d (and their minima in units of dmin), qs the low bits of the weights, qh (in Q3_K: hmask) the high ones.
-_LAYOUT_FIELDS: Final[Mapping[str, list[Any]]] = {
-    "F32": [("x", "<f4")],
-    "F16": [("x", "<f2")],
-    "BF16": [("x", "<u2")],
-    "Q4_0": [("d", "<f2"), ("qs", "u1", 16)],
-    "Q4_1": [("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)],
-    "Q5_0": [("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)],
-    "Q5_1": [("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)],
-    "Q8_0": [("d", "<f2"), ("qs", "i1", 32)],
-    "Q2_K": [("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")],
-    "Q3_K": [("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")],
-    "Q4_K": [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)],
-    "Q5_K": [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)],
-    "Q6_K": [("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")],
-    "IQ4_NL": [("d", "<f2"), ("qs", "u1", 16)],
-    "IQ4_XS": [("d", "<f2"), ("scales_h", "u1", 2), ("scales_l", "u1", 4), ("qs", "u1", 128)],
-    "MXFP4": [("e", "u1"), ("qs", "u1", 16)],
-}
-LAYOUTS: Final[Mapping[str, np.dtype[Any]]] = {name: np.dtype(fields) for name, fields in _LAYOUT_FIELDS.items()}
-"""Structured numpy types of blocks."""
-
-_IDS: Final[Mapping[str, tuple[int, int]]] = {
-    "F32": (0, 1), "F16": (1, 1), "BF16": (30, 1), "Q4_0": (2, 32), "Q4_1": (3, 32), "Q5_0": (6, 32), "Q5_1": (7, 32),
-    "Q8_0": (8, 32), "Q2_K": (10, 256), "Q3_K": (11, 256), "Q4_K": (12, 256), "Q5_K": (13, 256), "Q6_K": (14, 256),
-    "IQ4_NL": (20, 32), "IQ4_XS": (23, 256), "MXFP4": (39, 32),
-}
-"""Id and weights per block of readable types."""
-_SIZES_ONLY: Final = (
-    ("IQ2_XXS", 16, 256, 66), ("IQ2_XS", 17, 256, 74),
-    ("IQ3_XXS", 18, 256, 98), ("IQ1_S", 19, 256, 50), ("IQ3_S", 21, 256, 110), ("IQ2_S", 22, 256, 82), ("I8", 24, 1, 1),
-    ("I16", 25, 1, 2), ("I32", 26, 1, 4), ("I64", 27, 1, 8), ("F64", 28, 1, 8), ("IQ1_M", 29, 256, 56),
-    ("TQ1_0", 34, 256, 54), ("TQ2_0", 35, 256, 66), ("NVFP4", 40, 64, 36), ("Q1_0", 41, 128, 18), ("Q2_0", 42, 64, 18),
-)
-"""Name, id, weights and bytes of types that deltic cannot dequantize. (Q8_1 and Q8_K exist in memory only.)"""
-
-TYPES: Final[Mapping[int, BlockType]] = {type.id: type for type in (
-    *(BlockType(name, id, weights, LAYOUTS[name].itemsize, True) for name, (id, weights) in _IDS.items()),
-    *(BlockType(*row) for row in _SIZES_ONLY))}
-BY_NAME: Final[Mapping[str, BlockType]] = {type.name: type for type in TYPES.values()}
-
-
 def fill(target: torch.Tensor, type: BlockType, read: Read) -> None:
     """Reads and dequantizes bytes piece by piece into the contiguous `target`.
 
@@ -121,7 +78,7 @@ def decode(raw: Bytes, type: BlockType) -> Floats:
                          "choose another quantization of the model")
     blocks = np.ascontiguousarray(raw).view(LAYOUTS[type.name])
     with np.errstate(invalid="ignore", over="ignore"):  # infinite scales give NaN weights, as in ggml
-        return _DECODERS[type.name](blocks).reshape(-1)
+        return _READABLE[type.name][3](blocks).reshape(-1)
 
 
 Blocks = NDArray[Any]
@@ -225,21 +182,46 @@ def _mxfp4(b: Blocks) -> Floats:
     return _scaled(np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128), MXFP4_VALUES[_fields(b["qs"], 4, 16)])
 
 
-_DECODERS: Final[Mapping[str, Callable[[Blocks], Floats]]] = {
-    "F32": lambda b: _float(b["x"]),
-    "F16": lambda b: _float(b["x"]),
-    "BF16": _bf16,
-    "Q4_0": lambda b: _scaled(_float(b["d"]), _signed(_fields(b["qs"], 4, 16), 8)),
-    "Q4_1": lambda b: _plus(_float(b["d"]), _fields(b["qs"], 4, 16), _float(b["m"])),
-    "Q5_0": lambda b: _scaled(_float(b["d"]), _signed(_q5(b), 16)),
-    "Q5_1": lambda b: _plus(_float(b["d"]), _q5(b), _float(b["m"])),
-    "Q8_0": lambda b: _scaled(_float(b["d"]), b["qs"]),
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": lambda b: _with_minima(b, _fields(b["qs"], 4, 32)),
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
+_READABLE: Final[Mapping[str, tuple[int, int, list[Any], Callable[[Blocks], Floats]]]] = {
+    "F32": (0, 1, [("x", "<f4")], lambda b: _float(b["x"])),
+    "F16": (1, 1, [("x", "<f2")], lambda b: _float(b["x"])),
+    "BF16": (30, 1, [("x", "<u2")], _bf16),
+    "Q4_0": (2, 32, [("d", "<f2"), ("qs", "u1", 16)],
+             lambda b: _scaled(_float(b["d"]), _signed(_fields(b["qs"], 4, 16), 8))),
+    "Q4_1": (3, 32, [("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)],
+             lambda b: _plus(_float(b["d"]), _fields(b["qs"], 4, 16), _float(b["m"]))),
+    "Q5_0": (6, 32, [("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)],
+             lambda b: _scaled(_float(b["d"]), _signed(_q5(b), 16))),
+    "Q5_1": (7, 32, [("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)],
+             lambda b: _plus(_float(b["d"]), _q5(b), _float(b["m"]))),
+    "Q8_0": (8, 32, [("d", "<f2"), ("qs", "i1", 32)], lambda b: _scaled(_float(b["d"]), b["qs"])),
+    "Q2_K": (10, 256, [("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")], _q2_k),
+    "Q3_K": (11, 256, [("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")], _q3_k),
+    "Q4_K": (12, 256, [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)],
+             lambda b: _with_minima(b, _fields(b["qs"], 4, 32))),
+    "Q5_K": (13, 256, [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)],
+             _q5_k),
+    "Q6_K": (14, 256, [("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")], _q6_k),
+    "IQ4_NL": (20, 32, [("d", "<f2"), ("qs", "u1", 16)], _iq4_nl),
+    "IQ4_XS": (23, 256, [("d", "<f2"), ("scales_h", "u1", 2), ("scales_l", "u1", 4), ("qs", "u1", 128)], _iq4_xs),
+    "MXFP4": (39, 32, [("e", "u1"), ("qs", "u1", 16)], _mxfp4),
 }
+"""Name -> id, weights of a block, its fields in file order (name, numpy type, count), and decoder.
+
+d and dmin are scales, scales are the scales of sub-blocks in units of d (and their minima in units of dmin), qs the low
+bits of the weights, qh (in Q3_K: hmask) the high ones.
+"""
+_SIZES_ONLY: Final = (
+    ("IQ2_XXS", 16, 256, 66), ("IQ2_XS", 17, 256, 74),
+    ("IQ3_XXS", 18, 256, 98), ("IQ1_S", 19, 256, 50), ("IQ3_S", 21, 256, 110), ("IQ2_S", 22, 256, 82), ("I8", 24, 1, 1),
+    ("I16", 25, 1, 2), ("I32", 26, 1, 4), ("I64", 27, 1, 8), ("F64", 28, 1, 8), ("IQ1_M", 29, 256, 56),
+    ("TQ1_0", 34, 256, 54), ("TQ2_0", 35, 256, 66), ("NVFP4", 40, 64, 36), ("Q1_0", 41, 128, 18), ("Q2_0", 42, 64, 18),
+)
+"""Name, id, weights and bytes of types that deltic cannot dequantize. (Q8_1 and Q8_K exist in memory only.)"""
+
+LAYOUTS: Final[Mapping[str, np.dtype[Any]]] = {name: np.dtype(row[2]) for name, row in _READABLE.items()}
+"""Structured numpy types of blocks."""
+TYPES: Final[Mapping[int, BlockType]] = {type.id: type for type in (
+    *(BlockType(name, row[0], row[1], LAYOUTS[name].itemsize, True) for name, row in _READABLE.items()),
+    *(BlockType(*row) for row in _SIZES_ONLY))}
+BY_NAME: Final[Mapping[str, BlockType]] = {type.name: type for type in TYPES.values()}

@@ -6,7 +6,8 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp (c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,13 +15,12 @@ import numpy as np
 import torch
 
 from deltic.config import GenerationDefaults, ModelConfig
-from deltic.config.families import FAMILIES, Family, architecture
+from deltic.config.families import FAMILIES, MIXTURES, Family, architecture
 from deltic.config.reading import integer, number
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.blocks import fill
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.names import ROPE_FACTORS
-from deltic.loader.gguf.ollama import bundled_heads
 from deltic.loader.gguf.tokenizer import end_tokens
 
 _INTEGERS: Final[tuple[tuple[str, str, int], ...]] = (
@@ -97,7 +97,8 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
     keys = _Keys(metadata, name)
     if family is None or (keys.get("expert_count") and not family.experts):
         raise ModelError(f"general.architecture {name} is a mixture-of-experts model of a kind that is not supported, "
-                         "only qwen35moe and qwen3moe; choose one of these or a dense model")
+                         f"only {' and '.join(FAMILIES[each].gguf for each in MIXTURES)}; choose one of these or a "
+                         "dense model")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError("tensor 'token_embd.weight' is absent or no matrix; is this a complete model?")
@@ -112,7 +113,7 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "sliding_window": keys.get("attention.sliding_window") or None,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
-        "mtp_num_hidden_layers": keys.integer_or("nextn_predict_layers", bundled_heads(file.tensors), 0, 64),
+        "mtp_num_hidden_layers": keys.integer_or("nextn_predict_layers", _bundled_heads(file.tensors), 0, 64),
         "rope_parameters": _rope(keys, family),
     }
     found |= keys.integers(_INTEGERS) | _kv_heads(keys, family) | _tokens(metadata)
@@ -269,3 +270,10 @@ def _tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {"bos_token_id": "bos", "pad_token_id": "padding"}
     return {"eos_token_id": list(end_tokens(metadata)),
             **{hf_key: metadata.get(f"tokenizer.ggml.{kind}_token_id") for hf_key, kind in kinds.items()}}
+
+
+def _bundled_heads(names: Iterable[str]) -> int:
+    """Counts the layers of a multi-token-prediction head among the tensors of Ollama's converter."""
+    heads = [name for name in names if name.startswith("mtp.")]
+    layers = [int(found[1]) + 1 for name in heads if (found := re.match(r"mtp\.layers\.(\d{1,4})\.", name))]
+    return max(layers, default=1 if heads else 0)

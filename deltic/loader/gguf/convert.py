@@ -25,11 +25,10 @@ from deltic.errors import ModelError
 from deltic.loader.files import FLOAT8, Source
 from deltic.loader.gguf.blocks import BY_NAME, BlockType, Bytes
 from deltic.loader.gguf.load import GgufSource, plan_gguf, read_gguf
-from deltic.loader.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
 from deltic.loader.gguf.names import PLAIN, ROPE_FACTORS, gguf_name
 from deltic.loader.gguf.quantize import quantize_in_pieces
 from deltic.loader.gguf.tokenizer import TokenizerTexts
-from deltic.loader.gguf.write import NewTensor, write_gguf
+from deltic.loader.gguf.write import NewTensor, config_to_gguf, generation_to_gguf, tokenizer_to_gguf, write_gguf
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.names import (
     HEAD,

@@ -16,9 +16,8 @@ import torch
 from deltic.config import DType, ModelConfig, available_cores
 from deltic.errors import ModelError
 from deltic.loader.gguf.blocks import Bytes, fill
-from deltic.loader.gguf.file import GgufFile
+from deltic.loader.gguf.file import GgufFile, GgufTensor
 from deltic.loader.gguf.names import ROPE_FACTORS, TOWER, TensorTarget, gguf_name, tensor_target
-from deltic.loader.gguf.reader import GgufTensor
 from deltic.loader.names import (
     HEAD,
     Shape,

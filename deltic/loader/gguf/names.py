@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltic.config import LinearConfig, ModelConfig
-from deltic.config.families import LayerType
+from deltic.config.families import FAMILIES, LayerType
 from deltic.errors import ModelError
 from deltic.loader.names import EMBEDDING, HEAD, Shape
 
@@ -154,19 +154,16 @@ _PROJECTIONS: Final[Table] = {
     "attn_v.weight": ("self_attn.v_proj.weight", PLAIN),
     "attn_output.weight": ("self_attn.o_proj.weight", PLAIN),
 }
-_ATTENTION: Final[Table] = {
-    **_PROJECTIONS,
+_QK_NORMS: Final[Table] = {
     "attn_q_norm.weight": ("self_attn.q_norm.weight", NORM),
     "attn_k_norm.weight": ("self_attn.k_norm.weight", NORM),
 }
-_BIASED: Final[Table] = {
-    **_PROJECTIONS,
+_BIASES: Final[Table] = {
     "attn_q.bias": ("self_attn.q_proj.bias", PLAIN),
     "attn_k.bias": ("self_attn.k_proj.bias", PLAIN),
     "attn_v.bias": ("self_attn.v_proj.bias", PLAIN),
 }
 _INTERLEAVED: Final[Table] = {
-    **_PROJECTIONS,
     "attn_q.weight": ("self_attn.q_proj.weight", _INTERLEAVED_QUERIES),
     "attn_k.weight": ("self_attn.k_proj.weight", _INTERLEAVED_KEYS),
 }
@@ -198,22 +195,6 @@ _SHARED: Final[Table] = {
     "ffn_up_shexp.weight": ("mlp.shared_expert.up_proj.weight", PLAIN),
     "ffn_down_shexp.weight": ("mlp.shared_expert.down_proj.weight", PLAIN),
 }
-
-
-def _norms(second: str) -> Table:
-    return {"attn_norm.weight": ("input_layernorm.weight", NORM), second: ("post_attention_layernorm.weight", NORM)}
-
-
-_BLOCK: Final[Mapping[str, Table]] = {
-    "qwen3_5": {**_norms("post_attention_norm.weight"), **_DENSE},
-    "qwen3_5_moe": {**_norms("post_attention_norm.weight"), **_ROUTED, **_SHARED},
-    "qwen3": {**_norms("ffn_norm.weight"), **_DENSE},
-    "qwen3_moe": {**_norms("ffn_norm.weight"), **_ROUTED},
-    "qwen2": {**_norms("ffn_norm.weight"), **_DENSE},
-    "llama": {**_norms("ffn_norm.weight"), **_DENSE},
-}
-_FULL: Final[Mapping[str, Table]] = {**dict.fromkeys(_BLOCK, _ATTENTION), "qwen2": _BIASED, "llama": _INTERLEAVED}
-"""By architecture, like _BLOCK."""
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """Divisors of the rotary frequencies, a part of the config."""
 _NEXTN: Final[Table] = {
@@ -302,8 +283,21 @@ def _in_block(block: int, name: str, architecture: str, layers: Sequence[LayerTy
 
 
 def _table(block: int, architecture: str, layers: Sequence[LayerType]) -> Table:
-    return {**_BLOCK[architecture],
-            **(_LINEAR if _kind(block, layers) == "linear_attention" else _FULL[architecture])}
+    """Returns the tensors of a block."""
+    family = FAMILIES[architecture]
+    table = {"attn_norm.weight": ("input_layernorm.weight", NORM),
+             family.gguf_second_norm: ("post_attention_layernorm.weight", NORM)}
+    table |= {**_ROUTED, **(_SHARED if family.shared else {})} if family.experts else _DENSE
+    if _kind(block, layers) == "linear_attention":
+        return {**table, **_LINEAR}
+    table |= _PROJECTIONS
+    if family.qk_norm:
+        table |= _QK_NORMS
+    if family.qkv_bias:
+        table |= _BIASES
+    if family.gguf_interleaved:
+        table |= _INTERLEAVED
+    return table
 
 
 def _kind(block: int, layers: Sequence[LayerType]) -> LayerType:
@@ -312,10 +306,10 @@ def _kind(block: int, layers: Sequence[LayerType]) -> LayerType:
 
 def _fused(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, ...]:
     """Returns the parts of a fused tensor; empty for others."""
-    if name == "attn_qkv.weight" and _FULL[architecture] is _ATTENTION and _kind(block, layers) == "full_attention":
+    family = FAMILIES[architecture]
+    if name == "attn_qkv.weight" and family.qk_norm and _kind(block, layers) == "full_attention":
         return _FUSED
-    routed = _ROUTED.keys() <= _BLOCK[architecture].keys()
-    return _FUSED_EXPERTS if routed and name == "ffn_gate_up_exps.weight" else ()
+    return _FUSED_EXPERTS if family.experts and name == "ffn_gate_up_exps.weight" else ()
 
 
 def _prefix(block: int, layers: int) -> str:

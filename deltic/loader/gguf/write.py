@@ -1,10 +1,12 @@
-"""Writes GGUF files, one tensor in memory at a time.
+"""Writes GGUF files: metadata (the inverse of `config` and `tokenizer`), then one tensor at a time.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3, little endian.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3, little endian. Keys and types are those
+that llama.cpp's converter writes (conversion/base.py, conversion/qwen.py).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +15,182 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
+from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
+from deltic.config.families import FAMILIES, SPLITTERS
 from deltic.errors import ModelError
+from deltic.loader.disk import check_room, replacing
 from deltic.loader.gguf.blocks import BlockType, Bytes
-from deltic.loader.writing import check_room, replacing
+from deltic.loader.gguf.config import SAMPLING_KEYS
+from deltic.loader.gguf.tokenizer import (
+    CONTROL,
+    END_TEXTS,
+    ENDS,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    VARIABLES,
+    TokenizerTexts,
+)
+
+_DEFAULT_TEMPLATE: Final = "default"
+
+
+def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
+    """Returns the metadata of a model's shape for `config_from_gguf`. Rotary divisors that differ are a tensor
+    (`names.ROPE_FACTORS`)."""
+    architecture = FAMILIES[config.architecture].gguf
+    heads = config.num_mtp_layers
+    keys: dict[str, Any] = {
+        "block_count": config.num_hidden_layers + heads, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(config.rope.theta),
+        "rope.dimension_count": config.rope.rotary_dim,
+    }
+    if config.experts is None:
+        keys["feed_forward_length"] = config.intermediate_size
+    else:
+        keys |= _experts(config.experts)
+    if config.rope.mrope_section:
+        keys["rope.dimension_sections"] = [*config.rope.mrope_section, 0]
+    if len({*config.rope.factors}) == 1:
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope.factors[0])}
+    if "linear_attention" in FAMILIES[config.architecture].mixers:
+        keys |= _layer_kinds(config.layer_types, heads)
+    if config.linear is not None:
+        keys |= _linear(config.linear)
+    if heads:
+        keys["nextn_predict_layers"] = heads
+    return {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
+
+
+def _experts(experts: ExpertsConfig) -> dict[str, Any]:
+    if not experts.normalised:
+        raise ModelError("GGUF files cannot store experts whose weights are not normalised (norm_topk_prob false)")
+    shared = {"expert_shared_feed_forward_length": experts.shared_size} if experts.shared_size else {}
+    return {"expert_count": experts.count, "expert_used_count": experts.per_token,
+            "expert_feed_forward_length": experts.size, **shared}
+
+
+def _layer_kinds(kinds: Sequence[str], heads: int) -> dict[str, Any]:
+    """Returns the kinds of layers, and their interval if there is one. Blocks of the `heads` come last."""
+    recurrent = [kind == "linear_attention" for kind in kinds]
+    interval = recurrent.index(False) + 1 if False in recurrent else len(kinds) + 1
+    regular = recurrent == [(index + 1) % interval != 0 for index in range(len(kinds))]
+    return {"attention.recurrent_layers": recurrent + [False] * heads,
+            **({"full_attention_interval": interval} if regular else {})}
+
+
+def _linear(linear: LinearConfig) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": linear.conv_kernel, "ssm.state_size": linear.key_head_dim,
+        "ssm.group_count": linear.num_key_heads, "ssm.time_step_rank": linear.num_value_heads,
+        "ssm.inner_size": linear.value_dim}
+
+
+def generation_to_gguf(generation: GenerationDefaults) -> dict[str, Any]:
+    """Returns the sampling defaults for `generation_from_gguf`."""
+    given = {key: getattr(generation, hf_key) for key, hf_key in SAMPLING_KEYS.items()}
+    return {f"general.sampling.{key}": value if type(value) is int else float(value)
+            for key, value in given.items() if value is not None}
+
+
+# The tokenizer
+
+
+def tokenizer_to_gguf(texts: TokenizerTexts, config: ModelConfig, ends: Sequence[int]) -> dict[str, Any]:
+    """Returns the metadata of a tokenizer for `tokenizer_from_gguf`; `ends` are the tokens that end an answer.
+
+    The list of tokens is padded to the vocabulary's size. The complete tokenizer.json is added, because the format's
+    own keys do not cover it. Raises ModelError for a tokenizer that is no byte-level BPE.
+    """
+    tokenizer = _parsed(texts.tokenizer)
+    added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
+    names = {id: text for text, id in tokenizer["model"]["vocab"].items()}
+    names |= {id: token["content"] for id, token in added.items()}
+    ids = range(max(config.vocab_size, max(names, default=-1) + 1))
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _pre_tokenizer_name(tokenizer, config),
+        "tokenizer.ggml.tokens": [names.get(id, f"[PAD{id}]") for id in ids],
+        "tokenizer.ggml.token_type": [_token_type(id, names, added) for id in ids],
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge)
+                                  for merge in tokenizer["model"]["merges"]],
+        **_special_ids(texts, names, config, ends), **_added_tokens(tokenizer, texts), **_templates(texts.templates),
+        "tokenizer.huggingface.json": texts.tokenizer,
+    }
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        tokenizer = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"tokenizer.json is not valid JSON ({error}); download the file again") from error
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    if (not isinstance(model, dict) or not isinstance(model.get("vocab"), dict) or not model.get("merges")
+            or model.get("byte_fallback")):
+        raise ModelError("tokenizer.json is no byte-level BPE, the only kind that can be written to a GGUF file")
+    found: dict[str, Any] = tokenizer
+    return found
+
+
+def _pre_tokenizer_name(tokenizer: Mapping[str, Any], config: ModelConfig) -> str:
+    """Returns the name of the pre-tokenizer."""
+    given = tokenizer.get("pre_tokenizer") or {}
+    cuts = _relevant_keys(given.get("pretokenizers", [given]))
+    named = next((name for name, splitter in SPLITTERS.items() if _relevant_keys(splitter.cuts) == cuts), None)
+    found = named or FAMILIES[config.architecture].splitter
+    if found is None:
+        raise ModelError("the pre_tokenizer of tokenizer.json has no name in GGUF files "
+                         f"({', '.join(SPLITTERS)})")
+    return found
+
+
+def _relevant_keys(cuts: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Returns the relevant keys of pre-tokenizers, for comparison."""
+    keys = ("type", "pattern", "individual_digits", "use_regex")
+    return [tuple(json.dumps(cut.get(key)) for key in keys) for cut in cuts]
+
+
+def _token_type(id: int, names: Mapping[int, str], added: Mapping[int, Mapping[str, Any]]) -> int:
+    if id in added:
+        return CONTROL if added[id].get("special") else USER_DEFINED
+    return NORMAL if id in names else UNUSED
+
+
+def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelConfig,
+                 ends: Sequence[int]) -> dict[str, int]:
+    """Returns the ids of special tokens: the tokenizer's, else the config's. End tokens that readers recognise by their
+    text are named as eos only."""
+    by_text = {text: id for id, text in names.items()}
+    fallback = {"bos": config.bos_token_id, "padding": config.pad_token_id, "eos": next(iter(ends), None)}
+    found = {kind: by_text.get(texts.special_tokens.get(name, ""), fallback.get(kind))
+             for kind, name in VARIABLES.items()}
+    others = [id for id in ends if id != found["eos"] and names.get(id) not in END_TEXTS]
+    found |= zip(ENDS[1:], others, strict=False)
+    return {f"tokenizer.ggml.{kind}_token_id": id for kind, id in found.items() if id is not None}
+
+
+def _added_tokens(tokenizer: Mapping[str, Any], texts: TokenizerTexts) -> dict[str, bool]:
+    """Returns whether the tokenizer adds bos and eos tokens around a raw prompt."""
+    processor = tokenizer.get("post_processor") or {}
+    parts: list[Mapping[str, Any]] = [processor, *processor.get("processors", ())]
+    steps: list[Mapping[str, Any]] = next((part["single"] for part in parts if part.get("single")), [{}])
+    put = {kind: step.get("SpecialToken", {}).get("id") for kind, step in (("bos", steps[0]), ("eos", steps[-1]))}
+    found = {kind: id is not None and id == texts.special_tokens.get(f"{kind}_token") for kind, id in put.items()}
+    return {"tokenizer.ggml.add_bos_token": found["bos"],
+            **({"tokenizer.ggml.add_eos_token": True} if found["eos"] else {})}
+
+
+def _templates(templates: Mapping[str, str]) -> dict[str, Any]:
+    others = {name: text for name, text in templates.items() if name != _DEFAULT_TEMPLATE}
+    default = {"tokenizer.chat_template": templates[_DEFAULT_TEMPLATE]} if _DEFAULT_TEMPLATE in templates else {}
+    names = {"tokenizer.chat_templates": list(others)} if others else {}
+    return {**default, **names, **{f"tokenizer.chat_template.{name}": text for name, text in others.items()}}
+
+
+# The file
+
 
 _VERSION, _ALIGNMENT = 3, 32
 _ARRAY: Final = 9

@@ -2,7 +2,7 @@
 
 Nothing is rounded: a tile has the codes and scales of its blocks in another order (kernels/packed.cuh). Lane l of a
     warp reads of row l // 4 two sets of 32 columns, which begin at l % 4 * 32 and 128 further on. float8 blocks are
-    described in loader/fp8.py. The tests run all of this on a CPU.
+    described in loader/safetensors.py. The tests run all of this on a CPU.
 """
 
 from __future__ import annotations
