@@ -12,10 +12,11 @@ from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.heads import Heads, read_heads
 from deltic.embeddings.sentence_transformers import Recipe, read_recipe
 from deltic.embeddings.tokenize import EncoderTokenizer
-from deltic.embeddings.weights import WeightForm, WeightSource, find_sources
+from deltic.embeddings.weights import WeightSource, find_sources
 from deltic.errors import ModelError
 from deltic.export.program import kind_of
 from deltic.loader.files import read_json
+from deltic.ops.encoder import EncoderBackend
 
 HEADS: Final = "heads.safetensors"
 """The classifier of a compiled encoder."""
@@ -28,7 +29,7 @@ class StoredEncoder:
     sources: Mapping[str, WeightSource]
     """Tensors by Hugging Face's names (`weights.expected_tensors`)."""
     recipe: Recipe
-    heads: Callable[[WeightForm], Heads]
+    heads: Callable[[EncoderBackend], Heads]
     """Reads the layers after the encoder."""
     texts: Callable[[int], EncoderTokenizer]
     """Reads the tokenizer, for items of up to so many tokens."""

@@ -20,12 +20,13 @@ from deltic.embeddings.directory import StoredEncoder
 from deltic.embeddings.heads import Heads, read_classifier
 from deltic.embeddings.sentence_transformers import POOLINGS, Recipe
 from deltic.embeddings.tokenize import EncoderTokenizer, backend_of
-from deltic.embeddings.weights import WeightForm, WeightSource, classifier_names, expected_tensors
+from deltic.embeddings.weights import WeightSource, classifier_names, expected_tensors
 from deltic.errors import ModelError, show
 from deltic.loader.gguf.blocks import fill
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.reader import GgufTensor
 from deltic.loader.gguf.tokenizer import tokenizer_from_gguf
+from deltic.ops.encoder import EncoderBackend
 from deltic.ops.quantized import PackedForm, QTensor
 
 ARCHITECTURE: Final = "bert"
@@ -80,8 +81,8 @@ def read_gguf(file: GgufFile) -> StoredEncoder:
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
 
-    def heads(form: WeightForm) -> Heads:
-        return Heads(classifier=read_classifier(config, sources, form) if config.labels else None)
+    def heads(backend: EncoderBackend) -> Heads:
+        return Heads(classifier=read_classifier(config, sources, backend) if config.labels else None)
 
     def texts(max_length: int) -> EncoderTokenizer:
         return EncoderTokenizer(backend_of(tokenizer, path), max_length, recipe.lower)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from deltic.config.reading import flag
 from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.sentence_transformers import Recipe, check_module_names
 from deltic.embeddings.types import Output
-from deltic.embeddings.weights import WeightForm, WeightSource, classifier_names
+from deltic.embeddings.weights import WeightSource, classifier_names
 from deltic.errors import ModelError, show
 from deltic.loader.files import find_tensors, read_json
 from deltic.loader.pickled import read_pickled
 from deltic.loader.safetensors import read_stored
-from deltic.ops.encoder import Affine
+from deltic.ops.encoder import Affine, EncoderBackend
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import pack_tensor
 
@@ -57,38 +57,38 @@ class Heads:
 
 
 def read_heads(directory: Path, config: EncoderConfig, sources: Mapping[str, WeightSource], recipe: Recipe,
-               form: WeightForm, *, hf_config: Mapping[str, Any]) -> Heads:
+               backend: EncoderBackend, *, hf_config: Mapping[str, Any]) -> Heads:
     """Reads a directory's heads. Raises ModelError naming the file that cannot be used."""
     if config.labels:
-        return Heads(classifier=read_classifier(config, sources, form),
+        return Heads(classifier=read_classifier(config, sources, backend),
                      activation=_score_activation(directory, hf_config))
     layers, width = [], len(recipe.pooling) * config.hidden_size
     for folder in recipe.dense:
-        layers.append(_dense(folder, width, form))
+        layers.append(_dense(folder, width, backend))
         width = len(layers[-1][0].bias)
-    sparse = _m3_layer(directory / "sparse_linear.pt", config.hidden_size, form)
-    colbert = _m3_layer(directory / "colbert_linear.pt", config.hidden_size, form)
+    sparse = _m3_layer(directory / "sparse_linear.pt", config.hidden_size, backend)
+    colbert = _m3_layer(directory / "colbert_linear.pt", config.hidden_size, backend)
     return Heads(tuple(layers), sparse, colbert)
 
 
-def read_classifier(config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm
+def read_classifier(config: EncoderConfig, sources: Mapping[str, WeightSource], backend: EncoderBackend
                     ) -> tuple[Affine, Affine]:
     def read(name: str) -> Affine:
         weight, bias = (sources[f"{name}.{part}"].read(torch.float32) for part in ("weight", "bias"))
-        return _affine(weight, bias, form)
+        return _affine(weight, bias, backend)
 
     dense, last = classifier_names(config)
     return read(dense), read(last)
 
 
-def _affine(weight: Tensor, bias: Tensor, form: WeightForm) -> Affine:
+def _affine(weight: Tensor, bias: Tensor, backend: EncoderBackend) -> Affine:
     weight, bias = weight.float().contiguous(), bias.float().contiguous()
-    if form.packed:
+    if backend.packs:
         return Affine(pack_tensor(weight, Arena()), bias)
-    return Affine(weight.to(form.device), bias.to(form.device))
+    return Affine(weight.to(backend.device), bias.to(backend.device))
 
 
-def _m3_layer(path: Path, hidden: int, form: WeightForm) -> Affine | None:
+def _m3_layer(path: Path, hidden: int, backend: EncoderBackend) -> Affine | None:
     """Reads a layer of BGE-M3, stored as a pickle."""
     if not path.is_file():
         return None
@@ -96,10 +96,10 @@ def _m3_layer(path: Path, hidden: int, form: WeightForm) -> Affine | None:
     weight, bias = tensors.get("weight"), tensors.get("bias")
     if weight is None or bias is None or weight.dim() != 2 or weight.shape[1] != hidden or len(bias) != len(weight):
         raise ModelError(f"{path} must hold weight [rows, {hidden}] and bias [rows]; download it again")
-    return _affine(weight, bias, form)
+    return _affine(weight, bias, backend)
 
 
-def _dense(folder: Path, width: int, form: WeightForm) -> tuple[Affine, Activation]:
+def _dense(folder: Path, width: int, backend: EncoderBackend) -> tuple[Affine, Activation]:
     path = folder / "config.json"
     config = read_json(path)
     check_module_names(path, config)
@@ -114,7 +114,7 @@ def _dense(folder: Path, width: int, form: WeightForm) -> tuple[Affine, Activati
     if weight is None or weight.dim() != 2 or weight.shape[1] != width:
         raise ModelError(f"{folder} must hold linear.weight [rows, {width}]; download it again")
     bias = tensors.get("linear.bias")
-    return _affine(weight, torch.zeros(len(weight)) if bias is None else bias, form), _ACTIVATIONS[name]
+    return _affine(weight, torch.zeros(len(weight)) if bias is None else bias, backend), _ACTIVATIONS[name]
 
 
 def _all_tensors(folder: Path) -> dict[str, Tensor]:
@@ -136,56 +136,3 @@ def _score_activation(directory: Path, hf_config: Mapping[str, Any]) -> Activati
     if name not in _ACTIVATIONS:
         raise ModelError(f"{directory}: the activation {show(name)} of scores is not supported")
     return _ACTIVATIONS[name]
-
-
-# Pooling
-
-Reduction = Literal["max", "mean", "sum"]
-
-
-def pooled(states: Tensor, lengths: Sequence[int], prompts: Sequence[int], poolings: Sequence[str]) -> Tensor:
-    """Pools the states [T, H] of N texts, one after another. Returns vectors [N, H * poolings] float32.
-
-    A text's vector depends on its own states alone. prompts: leading tokens of each text that do not count, except for
-    cls and lasttoken.
-    """
-    sizes, skipped = torch.tensor(lengths), torch.tensor(prompts)
-    ends = sizes.cumsum(0)
-    firsts = ends - sizes
-    vectors = []
-    for pooling in poolings:
-        if pooling in ("cls", "lasttoken"):
-            indices = firsts if pooling == "cls" else ends - 1
-            vectors.append(states[indices.to(states.device)].float())
-            continue
-        rows, places = states, torch.arange(int(ends[-1])) - firsts.repeat_interleave(sizes)
-        if any(prompts):
-            kept = places >= skipped.repeat_interleave(sizes)
-            rows, places = states[kept.to(states.device)], places[kept]
-        vectors.append(_pooled(pooling, rows.float(), places.to(states.device), (sizes - skipped).to(states.device)))
-    return torch.cat(vectors, 1)
-
-
-def _pooled(pooling: str, rows: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
-    match pooling:
-        case "max" | "mean":
-            return _reduced(rows, pooling, lengths)
-        case "mean_sqrt_len":
-            return _reduced(rows, "sum", lengths) / lengths[:, None].sqrt()
-        case "weightedmean":  # a token's weight is its place, from 1
-            weights = (places + 1).to(rows.dtype)[:, None]
-            return _reduced(rows * weights, "sum", lengths) / _reduced(weights, "sum", lengths)
-    raise AssertionError(f"{pooling} is no pooling")
-
-
-def _reduced(rows: Tensor, how: Reduction, lengths: Tensor) -> Tensor:
-    """Reduces each text's rows to one."""
-    if rows.device.type == "cpu":  # several times faster there
-        return torch.stack([_reduced_one(part, how) for part in rows.split(lengths.tolist())])
-    return torch.segment_reduce(rows, how, lengths=lengths, axis=0, unsafe=True)
-
-
-def _reduced_one(rows: Tensor, how: Reduction) -> Tensor:
-    if how == "max":
-        return rows.amax(0) if len(rows) else rows.new_full(rows.shape[1:], -torch.inf)
-    return rows.mean(0) if how == "mean" else rows.sum(0)

@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.config import DType, available_cores
+from deltic.config import available_cores
 from deltic.embeddings.bert_config import EncoderConfig
 from deltic.errors import ModelError
 from deltic.loader.files import PICKLED, StoredTensor, find_tensors
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.pickled import read_pickled
 from deltic.loader.quantize import quantized
-from deltic.loader.safetensors import TORCH_DTYPES, Progress, read_stored
-from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged
+from deltic.loader.safetensors import Progress, read_stored
+from deltic.ops.encoder import Affine, EncoderBackend, EncoderLayer, EncoderWeights, LayerNorm, Ragged
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PackedForm, QTensor, host_form, pack_tensor
 from deltic.ops.torch.basic import embed
@@ -135,32 +135,17 @@ def _from_file(name: str, stored: StoredTensor) -> WeightSource:
 # Reading
 
 
-@dataclass(frozen=True, slots=True)
-class WeightForm:
-    """How weights are kept."""
-
-    dtype: DType
-    device: str
-    quant: str
-    """Of `_QUANT_TYPES`."""
-    packed: bool
-    """In the compiled kernels' layout."""
-
-    @property
-    def vector_dtype(self) -> torch.dtype:
-        """Dtype of biases, norms and small tables."""
-        return torch.float32 if self.device == "cpu" else TORCH_DTYPES[self.dtype]
-
-
-def read_weights(config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm,
-                 progress: Progress | None = None) -> EncoderWeights:
-    """Reads all weights. progress(done, total): numbers that were read."""
-    return _WeightReader(sources, form, progress).weights(config)
+def read_weights(config: EncoderConfig, sources: Mapping[str, WeightSource], backend: EncoderBackend,
+                 quant: str = "none", progress: Progress | None = None) -> EncoderWeights:
+    """Reads all weights. quant: of `_QUANT_TYPES`. progress(done, total): numbers that were read."""
+    return _WeightReader(sources, backend, quant, progress).weights(config)
 
 
 class _WeightReader:
-    def __init__(self, sources: Mapping[str, WeightSource], form: WeightForm, progress: Progress | None) -> None:
-        self._sources, self._form, self._progress = sources, form, progress
+    def __init__(self, sources: Mapping[str, WeightSource], backend: EncoderBackend, quant: str,
+                 progress: Progress | None) -> None:
+        self._sources, self._progress = sources, progress
+        self._backend, self._quant = backend, quant
         self._total = sum(int(np.prod(source.shape)) for source in sources.values())
         self._done = 0
         self._arena = Arena()
@@ -196,7 +181,7 @@ class _WeightReader:
 
         blocks = tuple(self._matrix(f"{layer}{part}.weight", pool, importance.get("qkv")) for part in _QKV)
         bias = torch.cat([self._vector(f"{layer}{part}.bias") for part in _QKV])
-        fused = blocks if self._form.packed else torch.cat([block for block in blocks if isinstance(block, Tensor)])
+        fused = blocks if self._backend.packs else torch.cat([block for block in blocks if isinstance(block, Tensor)])
         return EncoderLayer(Affine(fused, bias), affine(_OUT), self._norm(layer + _ATTENTION_NORM), affine(_UP),
                             affine(_DOWN), self._norm(layer + _OUTPUT_NORM))
 
@@ -204,13 +189,13 @@ class _WeightReader:
         return LayerNorm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
 
     def _vector(self, name: str) -> Tensor:
-        return self._read(name, self._form.vector_dtype).to(self._form.device)
+        return self._read(name, self._backend.vector_dtype).to(self._backend.device)
 
     def _matrix(self, name: str, pool: ThreadPoolExecutor, importance: Tensor | None = None) -> Block:
         """importance: of each column, if known."""
-        form, source = self._form, self._sources[name]
+        packs, source = self._backend.packs, self._sources[name]
         rows, columns = source.shape
-        if form.packed and source.pack is not None:
+        if packs and source.pack is not None:
             self._count(source)
             return source.pack(self._host)
         if importance is not None and bool(torch.isfinite(self._layer_matrices[name]).all()):
@@ -219,12 +204,12 @@ class _WeightReader:
             blocks = q8_0_blocks(self._layer_matrices.pop(name), importance).reshape(-1)
             return self._host.pack(block_type.name, block_type.id, rows, columns, block_type.size(columns),
                                    lambda start, count: blocks[start:start + count])
-        types = (BY_NAME[name] for name in _QUANT_TYPES[form.quant])
+        types = (BY_NAME[name] for name in _QUANT_TYPES[self._quant])
         fitting = next((each for each in types if columns % each.weights == 0), None)
-        if form.packed and fitting is not None:
+        if packs and fitting is not None:
             return quantized(name, self._read(name, torch.float32), fitting, pool, self._host)
-        tensor = self._read(name, TORCH_DTYPES[form.dtype])
-        return pack_tensor(tensor, self._arena) if form.packed else tensor.to(form.device)
+        tensor = self._read(name, self._backend.dtype)
+        return pack_tensor(tensor, self._arena) if packs else tensor.to(self._backend.device)
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         self._count(self._sources[name])
@@ -241,7 +226,7 @@ class _WeightReader:
         """Returns whether matrices are quantized here, to Q8_0, with the importance of their columns."""
         plain = all(self._sources[name].pack is None for name in expected_tensors(config))
         fits = config.hidden_size % 32 == 0 and config.intermediate_size % 32 == 0
-        return self._form.packed and self._form.quant == "q8_0" and plain and fits
+        return self._backend.packs and self._quant == "q8_0" and plain and fits
 
     def _sample_states(self, layer: str, sample: Tensor, weights: EncoderWeights) -> LayerStates:
         """Runs a layer on the sample with unquantized matrices, which are kept until the layer is read."""
