@@ -215,7 +215,8 @@ def _load_compiled(name: str, stored: StoredEncoder, options: EngineConfig) -> B
     from deltic.embeddings.compiled import CompiledEncoder  # needs an extra
 
     check_options(options)
-    program = CompiledEncoder(stored.place, stored.config, _threads(replace(options, device="cpu"), stored.config))
+    options = replace(options, device="cpu")
+    program = CompiledEncoder(stored.place, stored.config, _threads(options, stored.config))
     backend = select_backend("cpu", torch.float32, torch_only=True)
     assert options.token_budget
     return Bert(name, stored.config, program.hidden, stored.heads(backend), backend, stored.recipe,
