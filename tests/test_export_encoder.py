@@ -60,7 +60,7 @@ def test_compiled_encoder_equals_engine(m3: tuple[Path, Path]) -> None:
         np.testing.assert_allclose(compiled.encode(TEXTS, kind="query"), engine.encode(TEXTS, kind="query"), atol=2e-6)
 
 
-def test_scores_are_the_engines(tmp_path: Path) -> None:
+def test_compiled_reranker_equals_engine(tmp_path: Path) -> None:
     """A reranker of the BERT family, whose pairs have two token types, and whose classifier is beside the library."""
     save_encoder(tmp_path / "model", "bert", labels=1, num_hidden_layers=1)
     assert main(["compile", str(tmp_path / "model"), "-o", str(tmp_path / "made"), "--dtype", "float16"]) == 0
@@ -71,7 +71,7 @@ def test_scores_are_the_engines(tmp_path: Path) -> None:
     assert max(wanted) - min(wanted) > 0.02, "texts that score alike show nothing"
 
 
-def test_the_command_and_the_server_take_it(m3: tuple[Path, Path], tmp_path: Path,
+def test_command_and_server_run_compiled_encoder(m3: tuple[Path, Path], tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     source, made = m3
     (tmp_path / "texts.txt").write_text("w1 w2\nw3\n", encoding="utf-8")
@@ -89,7 +89,7 @@ def test_the_command_and_the_server_take_it(m3: tuple[Path, Path], tmp_path: Pat
     assert "encoder" in capsys.readouterr().err
 
 
-def test_it_says_how_its_vectors_are_made(m3: tuple[Path, Path]) -> None:
+def test_config_describes_pooling(m3: tuple[Path, Path]) -> None:
     said = json.loads((m3[1] / "mlc-chat-config.json").read_text(encoding="utf-8"))
     assert said["model_task"] == "embedding" and said["device"] == "cpu"
     assert said["embedding_metadata"] == {"model_type": "encoder", "pooling_strategy": "cls", "normalize": True}
@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_does_not_fit_is_refused(name: str, copy: Path) -> None:
+def test_damaged_directory_is_refused(name: str, copy: Path) -> None:
     spoil, words = FAULTS[name]
     spoil(copy)
     with pytest.raises(ModelError, match=words):
@@ -119,12 +119,12 @@ def test_what_does_not_fit_is_refused(name: str, copy: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("quant", "q8_0"), ("dtype", "bfloat16"), ("device", "cuda")])
-def test_options_without_a_meaning_are_refused(m3: tuple[Path, Path], option: str, value: Any) -> None:
+def test_unsupported_options_are_refused(m3: tuple[Path, Path], option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
         Encoder(m3[1], **{option: value})
 
 
-def test_options_of_language_models_are_refused(m3: tuple[Path, Path], tmp_path: Path,
+def test_language_model_options_are_refused(m3: tuple[Path, Path], tmp_path: Path,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", str(m3[0]), "-o", str(tmp_path / "made"), "--max-context", "8"]) == 2
     assert "--max-context" in capsys.readouterr().err and not (tmp_path / "made").exists()
@@ -132,7 +132,7 @@ def test_options_of_language_models_are_refused(m3: tuple[Path, Path], tmp_path:
 
 @pytest.mark.parametrize(("command", "message"), [
     (["compile", "-o", "again"], "is compiled already"), (["convert", "again.gguf"], "is compiled by TVM")])
-def test_what_needs_the_weights_wants_the_original(m3: tuple[Path, Path], command: list[str], message: str,
+def test_compile_and_convert_need_the_original(m3: tuple[Path, Path], command: list[str], message: str,
                                                    tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verb, *rest = command
     argv = [verb, str(m3[1]), *(str(tmp_path / word) if word.startswith("again") else word for word in rest)]
