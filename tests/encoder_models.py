@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from deltic.embeddings.bert_config import EncoderConfig
-from deltic.embeddings.weights import expected_tensors
+from deltic.embeddings.weights import EncoderConfig, expected_tensors
 
 WORDS = [f"w{number}" for number in range(150)]
 SHAPES: dict[str, dict[str, Any]] = {

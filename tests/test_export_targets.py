@@ -23,8 +23,8 @@ from deltic.export.tvm.artifact import read_metadata
 
 pytest.importorskip("tvm", reason="needs deltic[tvm]")
 
-from deltic.export.tvm import gpu_kernels, kernels, network, targets
-from deltic.export.tvm.targets import parse_target
+from deltic.export.tvm import compiler, gpu_kernels, kernels, network
+from deltic.export.tvm.compiler import parse_target
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -100,7 +100,7 @@ def test_missing_tools_are_reported(target: str, message: str, monkeypatch: pyte
     there = {"target.build.vulkan": None, "device_api.cuda": None if target == "cuda" else object()}
     monkeypatch.setattr(tvm, "get_global_func", lambda name, allow_missing=False: (
         there[name] if name in there else find(name, allow_missing=allow_missing)))
-    monkeypatch.setattr(targets, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match=message):

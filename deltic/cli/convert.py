@@ -68,7 +68,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def _convert_encoder(args: argparse.Namespace, encoder: StoredEncoder, place: Path, path: Path, bar: Bar) -> Written:
-    from deltic.embeddings.convert import convert_encoder
+    from deltic.embeddings.gguf import convert_encoder
     from deltic.loader.model_files import only_gguf
 
     source = place if place.is_file() else only_gguf(place) or place
@@ -80,7 +80,7 @@ def _convert_encoder(args: argparse.Namespace, encoder: StoredEncoder, place: Pa
 def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar: Bar
                    ) -> tuple[Written, dict[str, Any]]:
     """Writes the vision tower first: a model never exists without it, and a tower is removed if the model fails."""
-    from deltic.embeddings.convert import vector_keys
+    from deltic.embeddings.gguf import vector_keys
     from deltic.loader.gguf.config import model_name
     from deltic.loader.gguf.convert import convert
     from deltic.loader.gguf.metadata import ARCHITECTURES

@@ -136,7 +136,7 @@ def run_compile(args: argparse.Namespace) -> int:
     folder = _folder(args)
     from deltic.embeddings.compiled import encoder_files
     from deltic.export.program import sidecar_files
-    from deltic.export.tvm.targets import parse_target
+    from deltic.export.tvm.compiler import parse_target
     from deltic.loader.writing import check_room, replacing_files
 
     goal = parse_target(args.target)  # before anything is downloaded
@@ -174,7 +174,7 @@ def _compiler(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]
 
 def cache_folder(model: str, target: str) -> Path:
     """The default directory: MODEL--TARGET--DEVICE, with two dashes for the slash of a hub name."""
-    from deltic.export.tvm.targets import KINDS
+    from deltic.export.tvm.compiler import KINDS
 
     base = os.environ.get("XDG_CACHE_HOME")
     name = model if model.count("/") == 1 and not os.path.exists(model) else Path(model).resolve().name

@@ -14,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.config import EngineConfig
-from deltic.embeddings.bert_config import EncoderConfig
-from deltic.embeddings.directory import StoredEncoder
-from deltic.embeddings.heads import Heads
+from deltic.embeddings.directory import Heads, StoredEncoder
 from deltic.embeddings.sentence_transformers import Recipe
 from deltic.embeddings.types import Item, Output, Vectors
-from deltic.embeddings.weights import read_weights
+from deltic.embeddings.weights import EncoderConfig, read_weights
 from deltic.errors import ConfigError, ModelError
 from deltic.export.program import check_options
 from deltic.loader.safetensors import TORCH_DTYPES, Progress
