@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from deltic.embeddings.weights import EncoderConfig, expected_tensors
 
 WORDS = [f"w{number}" for number in range(150)]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -18,8 +21,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "xlm-roberta": {"vocab_size": 163, "hidden_size": 48, "intermediate_size": 70, "num_hidden_layers": 2,
                     "num_attention_heads": 3, "max_position_embeddings": 73, "type_vocab_size": 1, "pad_token_id": 1,
                     "initializer_range": 0.2}}
-CLASSES = {"bert": ("BertConfig", "BertModel", "BertForSequenceClassification"),
-           "xlm-roberta": ("XLMRobertaConfig", "XLMRobertaModel", "XLMRobertaForSequenceClassification")}
+CLASSES = {"bert": ("BertModel", "BertForSequenceClassification"),
+           "xlm-roberta": ("XLMRobertaModel", "XLMRobertaForSequenceClassification")}
+PREFIXES = {"bert": "bert.", "xlm-roberta": "roberta."}
 TEXTS = ["w1", "w2 w3 w4", "", " ".join(WORDS[:37]), "w5 unknown w6", " ".join(WORDS[40:50]), "w7 w7 w7 w8"]
 
 
@@ -42,25 +46,45 @@ def tokenizer(family: str) -> Tokenizer:
 
 
 def save_encoder(directory: Path, family: str, labels: int = 0, seed: int = 0, safe: bool = True, **changes: Any
-                 ) -> Any:
-    """A random encoder, saved to the directory with its tokenizer; returns transformers' model."""
+                 ) -> None:
+    """Saves a random encoder with its tokenizer, as transformers does. No tensor has the values of an initialiser."""
+    mapping = {"model_type": family, "layer_norm_eps": 1e-12, **SHAPES[family], **changes,
+               "architectures": [CLASSES[family][1 if labels else 0]],
+               **({"id2label": {str(label): f"LABEL_{label}" for label in range(labels)}} if labels else {})}
+    write(directory / "config.json", mapping)
+    shapes = expected_tensors(EncoderConfig.from_hf(mapping))
+    if not labels:  # transformers has it, and deltic ignores it
+        width = mapping["hidden_size"]
+        shapes |= {"pooler.dense.weight": (width, width), "pooler.dense.bias": (width,)}
+    drawn, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for name, shape in shapes.items():
+        scale = mapping["initializer_range"] if len(shape) > 1 else 0.2
+        prefix = PREFIXES[family] if labels and name.startswith(("embeddings", "encoder", "pooler")) else ""
+        tensors[prefix + name] = scale * torch.randn(shape, generator=drawn) + name.endswith("LayerNorm.weight")
+    if safe:
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    else:
+        torch.save(tensors, directory / "pytorch_model.bin")
+    tokenizer(family).save(str(directory / "tokenizer.json"))
+
+
+def transformers_model(directory: Path) -> Any:
+    """Loads a saved encoder with transformers."""
     import transformers
 
-    config, plain, classifier = (getattr(transformers, name) for name in CLASSES[family])
-    torch.manual_seed(seed)
-    shape = config(**{**SHAPES[family], **changes, **({"num_labels": labels} if labels else {})},
-                   attn_implementation="eager")
-    model = (classifier if labels else plain)(shape).eval()
-    with torch.no_grad():  # what is initialised to 0 or 1 would hide mistakes
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "LayerNorm" in name:
-                parameter += 0.2 * torch.randn_like(parameter)
-    model.save_pretrained(directory)
-    if not safe:
-        torch.save(model.state_dict(), directory / "pytorch_model.bin")
-        (directory / "model.safetensors").unlink()
-    tokenizer(family).save(str(directory / "tokenizer.json"))
-    return model
+    name, = json.loads((directory / "config.json").read_text(encoding="utf-8"))["architectures"]
+    model, report = getattr(transformers, name).from_pretrained(directory, attn_implementation="eager",
+                                                                output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def edit_weights(directory: Path, change: Callable[[str, torch.Tensor], object]) -> None:
+    """Changes the saved tensors in place."""
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        change(name, tensor)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
 def save_recipe(directory: Path, pooling: str = "cls_token", normalize: bool = True, **more: Any) -> None:
@@ -80,15 +104,15 @@ def write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
-def save_m3(directory: Path, seed: int = 3, **changes: Any) -> tuple[Any, torch.nn.Linear, torch.nn.Linear]:
-    """A small BGE-M3: encoder, sparse and colbert layers, in torch's pickles as the original has them."""
-    model = save_encoder(directory, "xlm-roberta", seed=seed, **changes)
+def save_m3(directory: Path, seed: int = 3, **changes: Any) -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    """Saves a small BGE-M3, and its sparse and colbert layers in torch's pickles, as the original has them."""
+    save_encoder(directory, "xlm-roberta", seed=seed, **changes)
     save_recipe(directory)
-    width = model.config.hidden_size
+    width = changes.get("hidden_size", SHAPES["xlm-roberta"]["hidden_size"])
     layers = torch.nn.Linear(width, 1), torch.nn.Linear(width, width)
     for name, layer in zip(("sparse", "colbert"), layers, strict=True):
         torch.save(layer.state_dict(), directory / f"{name}_linear.pt")
-    return model, *layers
+    return layers
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from deltic.config import ModelConfig
-from deltic.export.tvm.targets import parse_target
+from deltic.export.tvm.compiler import parse_target
 
 GROUPS = {"q3": (3, 40), "q4": (4, 32), "q8": (8, 32)}
 """Bits of a number, and numbers that share a scale."""

@@ -14,7 +14,7 @@ import pytest
 import deltic.embeddings.compiled  # noqa: F401  before `parse_target` is replaced
 from deltic.cli import main
 from deltic.errors import ConfigError, DelticError
-from deltic.export.tvm import compiler, targets
+from deltic.export.tvm import compiler
 from deltic.loader import model_files, vision
 from deltic.loader.gguf import convert
 from deltic.loader.model_files import ModelFiles
@@ -34,7 +34,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
     monkeypatch.setattr("deltic.cli.convert.require_extra", lambda extra: None)
     monkeypatch.setattr(compiler, "compile_model", compile_model)
-    monkeypatch.setattr(targets, "parse_target", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
+    monkeypatch.setattr(compiler, "parse_target", lambda text: SimpleNamespace(library="rt.so", device="cpu"))
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Requests for a vector, the prompt's last hidden state: through the scheduler, cache and batches of all others."""
+"""Requests for a vector, the prompt's last hidden state, through the scheduler and cache of all other requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deltic.runner.input_batch import build
 from deltic.runner.model_runner import ModelRunner
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime, "headed": headed}
-INSTRUCTION, TEXTS = numbers(1, 40, 500), [numbers(10 + seed, 5 + 30 * seed, 500) for seed in range(4)]
+INSTRUCTION, TEXTS = numbers(1, 40, 500), [numbers(10 + seed, 5 + 15 * seed, 500) for seed in range(3)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -34,7 +34,7 @@ def ask(name: str, prompt: tuple[int, ...] | Prompt, boundary: int = len(INSTRUC
 
 
 def run(engine: Engine, *requests: EngineRequest) -> dict[str, Event]:
-    """The last event of each."""
+    """Returns the last event of each request."""
     for request in requests:
         engine.add(request)
     last: dict[str, Event] = {}
@@ -55,18 +55,20 @@ def vector(event: Event) -> torch.Tensor:
 
 @cache
 def expected(model: str, prompt: tuple[int, ...] | Prompt) -> torch.Tensor:
-    """By the reference's ops, token by token."""
+    """By the reference's ops, in chunks of at most 16 tokens; with images token by token."""
     runtime = small_runtime(MODELS[model](), batch=1)
     runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["reference"]))
     ids, rotary = with_rotary(prompt, ()) if isinstance(prompt, Prompt) else (list(prompt), [0] * len(prompt))
     lease = runtime.cache.admit(ids)
     assert lease is not None and runtime.cache.reserve(lease, len(ids)) == len(ids)
-    for place, (token, positions) in enumerate(zip(ids, rotary, strict=True)):
-        row = PlannedRow((token,), place, lease.pages, lease.slot, 0, rotary=positions)  # type: ignore[arg-type]
+    chunk = 1 if isinstance(prompt, Prompt) else 16
+    for place in range(0, len(ids), chunk):
+        tokens = tuple(ids[place:place + chunk])
+        row = PlannedRow(tokens, place, lease.pages, lease.slot, 0, rotary=rotary[place])  # type: ignore[arg-type]
         hidden = runtime.run_hidden(build(StepPlan((row,)), runtime.device, hidden=True))[1]
-        runtime.cache.commit(lease, 1)
-    assert hidden is not None and hidden.shape == (1, runtime.config.hidden_size)
-    return hidden[0]
+        runtime.cache.commit(lease, len(tokens))
+    assert hidden is not None and hidden.shape == (len(tokens), runtime.config.hidden_size)
+    return hidden[-1]
 
 
 def right(model: str, event: Event, prompt: tuple[int, ...] | Prompt) -> None:
@@ -76,8 +78,8 @@ def right(model: str, event: Event, prompt: tuple[int, ...] | Prompt) -> None:
 @pytest.mark.parametrize("budget", [16, 512])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.covering
-def test_beside_answers_and_each_other(model: str, budget: int) -> None:
-    """Vectors and answers of one batch, those of prompts in chunks, of one token, and of jumping positions."""
+def test_vectors_in_mixed_batches(model: str, budget: int) -> None:
+    """Vectors and answers in one batch: prompts in chunks, of one token, and with image positions."""
     engine = Engine(runtime_of(MODELS[model](), budget=budget))
     prompts = {"one": (7,), "other": PICTURES,
                **{f"v{index}": (*INSTRUCTION, *text) for index, text in enumerate(TEXTS)}}
@@ -91,8 +93,8 @@ def test_beside_answers_and_each_other(model: str, budget: int) -> None:
             same_tokens(reference(MODELS[model](), answer.ids, 12), tokens[answer.id, 0].tokens)
 
 
-def test_an_instruction_is_read_once() -> None:
-    """One after the other and all at once, also by an answer, and back from a tier."""
+def test_instruction_is_prefilled_once() -> None:
+    """In sequence and in parallel, shared with an answer, and restored from a tier."""
     engine = Engine(runtime_of(odd_runtime(), tiers=[TierIndex(HostStore(1 << 24), threads=False)]))
     prompts = [(*INSTRUCTION, *text) for text in TEXTS]
     assert cached(run(engine, ask("first", prompts[0]))["first"]) == 0
@@ -113,8 +115,8 @@ def cached(event: Event) -> int:
     return event.usage.cached_tokens
 
 
-def test_an_end_whose_logits_are_known_is_no_vector() -> None:
-    """An answer leaves its prompt's end in the tree, a vector does not; each is found by its own kind alone."""
+def test_answers_and_vectors_do_not_share_prompt_ends() -> None:
+    """An answer leaves its prompt's end in the tree, a vector does not."""
     engine, prompt = Engine(runtime_of(odd_runtime())), (*INSTRUCTION, *TEXTS[1])
     serve(engine, EngineRequest("answer", prompt, GREEDY, (40,)))
     for name in ("a", "b"):
@@ -128,7 +130,7 @@ def test_an_end_whose_logits_are_known_is_no_vector() -> None:
     same_tokens(reference(odd_runtime(), prompt, 12), again.tokens)
 
 
-def test_the_same_text_many_times_at_once() -> None:
+def test_equal_prompts_in_one_batch() -> None:
     prompt = (*INSTRUCTION, *numbers(3, 150, 500))
     engine = Engine(runtime_of(odd_runtime(), budget=32))
     found = run(engine, *(ask(str(index), prompt) for index in range(3)), EngineRequest("answer", prompt, GREEDY))
@@ -138,9 +140,9 @@ def test_the_same_text_many_times_at_once() -> None:
 
 
 @pytest.mark.parametrize("change", ["preempted", "paused", "ahead"])
-def test_whatever_happens_to_it(change: str) -> None:
-    prompts = [(*INSTRUCTION, *numbers(3 + seed, 90, 500)) for seed in range(4)]
-    engine = Engine(runtime_of(odd_runtime(), budget=32, pages=20, context=200), overlap=change == "ahead" or None)
+def test_vector_survives_preemption_pause_and_async_steps(change: str) -> None:
+    prompts = [(*INSTRUCTION, *numbers(3 + seed, 50, 500)) for seed in range(4)]
+    engine = Engine(runtime_of(odd_runtime(), budget=32, pages=14, context=150), overlap=change == "ahead" or None)
     for seed in range(4 if change == "preempted" else 0):
         engine.add(EngineRequest(f"answer{seed}", numbers(seed, 28, 500), replace(GREEDY, max_tokens=40)))
     for index, prompt in enumerate(prompts):
@@ -156,7 +158,7 @@ def test_whatever_happens_to_it(change: str) -> None:
         right("odd", found[str(index)], prompt)
 
 
-def test_l8_a_vector_that_is_no_number_fails_its_request_alone() -> None:
+def test_l8_nan_vector_fails_only_its_request() -> None:
     class Sick:
         def __getattr__(self, name: str) -> Any:
             return getattr(runtime, name)
@@ -177,7 +179,7 @@ def test_l8_a_vector_that_is_no_number_fails_its_request_alone() -> None:
     assert engine.stats.failed == 1 and engine.runtime.cache.tree.cached_length((*INSTRUCTION, 1)) == 0
 
 
-def test_it_may_be_aborted_and_refused() -> None:
+def test_abort_and_refusal() -> None:
     engine = Engine(runtime_of(odd_runtime(), budget=16))
     engine.add(ask("a", INSTRUCTION))
     engine.step()

@@ -1,4 +1,4 @@
-"""ExecuTorch programs say what the engine says, keep sequences apart, and refuse what they cannot serve."""
+"""ExecuTorch programs: equal to the engine, sequences kept apart, damaged programs refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 
 from deltic.export.executorch import export as export_module
 from deltic.export.executorch import library, runtime
-from deltic.export.executorch.export import ExportForm, Kind, check, export
+from deltic.export.executorch.export import ExportForm, check, export
 from deltic.export.executorch.library import BindingCalls, LibraryCalls, ProgramCalls
 from deltic.export.executorch.network import Operators, QuantizedTable, Table
 from deltic.export.executorch.runtime import sidecar_of
@@ -47,6 +47,12 @@ SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_at
 MODEL = RandomModel(shape=SHAPE, initializer_range=0.1)
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+NATIVE = pytest.param("deltic", marks=pytest.mark.skipif(bool(missing()) or not shutil.which("g++"),
+                                                         reason="needs g++ and the kernels"))
+OPERATORS = [NATIVE, pytest.param("executorch", marks=pytest.mark.slow)]
+"""An export over ExecuTorch's operators takes four times as long: the quick run makes one, of a hybrid model."""
 
 
 def program_of(path: Path, model: RandomModel, form: ExportForm) -> Path:
@@ -78,8 +84,7 @@ def small(programs: Callable[[Operators], Path]) -> Path:
     return programs("executorch")
 
 
-@pytest.fixture(params=["executorch", pytest.param("deltic", marks=pytest.mark.skipif(
-    bool(missing()) or not shutil.which("g++"), reason="needs g++ and the kernels"))])
+@pytest.fixture(params=["executorch", NATIVE])
 def either(request: pytest.FixtureRequest, programs: Callable[[Operators], Path]) -> Path:
     return programs(request.param)
 
@@ -95,16 +100,14 @@ def fed(program: runtime.ExecutorchProgram, slot: int, ids: Sequence[int], chunk
     return found.copy()
 
 
-
-
 # Numbers
 
 
-def test_a_program_says_what_the_engine_says_token_by_token(either: Path) -> None:
+def test_program_equals_engine(either: Path) -> None:
     assert_same_answers(Session(MODEL, threads=1, memory="8MiB"), session(either), count=40)
 
 
-def test_logits_depend_neither_on_chunks_nor_on_who_was_there_before(either: Path) -> None:
+def test_logits_are_independent_of_chunks_and_earlier_sequences(either: Path) -> None:
     program, ids = opened(either), numbers(3, 80, 509)
     program.start(0)
     alone = fed(program, 0, ids, 1)
@@ -116,7 +119,7 @@ def test_logits_depend_neither_on_chunks_nor_on_who_was_there_before(either: Pat
     assert sorted(program.slots) == [0, 1, 2] and program.position(2) == 80
 
 
-def test_at_position_0_the_program_itself_forgets(either: Path) -> None:
+def test_program_resets_at_position_0(either: Path) -> None:
     """For runners that clear nothing."""
     program, ids = opened(either), numbers(8, 20, 509)
     program.start(0)
@@ -127,7 +130,8 @@ def test_at_position_0_the_program_itself_forgets(either: Path) -> None:
 
 
 def runs_beside(calls: ProgramCalls, rounds: int) -> bool:
-    """Whether another thread runs while this one is in the program: nobody makes it let go of the interpreter."""
+    """Returns whether another thread runs while this one is in the program; the interpreter switches on its own only
+    after a minute."""
     begun, ran, kept = threading.Event(), list[bool](), sys.getswitchinterval()
     other = threading.Thread(target=lambda: ran.append(begun.wait()))
     other.start()
@@ -145,14 +149,14 @@ def runs_beside(calls: ProgramCalls, rounds: int) -> bool:
 
 
 @pytest.mark.skipif(bool(missing()) or not shutil.which("g++"), reason="needs g++ and the kernels")
-def test_others_run_while_a_program_computes(small: Path) -> None:
-    """A library that is called with the interpreter's lock held shows that the test can tell."""
+def test_program_releases_the_gil(small: Path) -> None:
+    """A library called with the GIL held is the counterexample."""
     assert runs_beside(opened(small)._calls, 5000)
     assert not runs_beside(LibraryCalls(ctypes.PyDLL(str(library.library_path())), small, 509), 20)
 
 
-def test_programs_in_threads_do_not_disturb_each_other(either: Path) -> None:
-    """But by rounding: how torch's products are cut depends on a thread's own count of threads."""
+def test_programs_run_in_parallel_threads(either: Path) -> None:
+    """Equal up to rounding: torch splits products by the thread's own thread count."""
     def answers(program: runtime.ExecutorchProgram, seed: int) -> np.ndarray[Any, Any]:
         found = []
         for _ in range(12):
@@ -167,7 +171,7 @@ def test_programs_in_threads_do_not_disturb_each_other(either: Path) -> None:
     assert all(abs(one - other).max() < TAU / 10 for one, other in zip(alone, beside, strict=True))
 
 
-def test_without_the_library_a_program_computes_the_same(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_bindings_equal_library_calls(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, ids = opened(small), numbers(8, 40, 509)
     program.start(0)
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -178,7 +182,7 @@ def test_without_the_library_a_program_computes_the_same(small: Path, monkeypatc
     assert (fed(bound, 0, ids, 16) == fed(program, 0, ids, 16)).all()
 
 
-def test_a_copy_is_the_sequence_to_the_bit(either: Path) -> None:
+def test_copied_sequence_is_bit_equal(either: Path) -> None:
     program, ids = opened(either), numbers(4, 30, 509)
     program.start(0)
     fed(program, 0, ids, 30)
@@ -194,8 +198,8 @@ def test_a_copy_is_the_sequence_to_the_bit(either: Path) -> None:
     assert 1 not in program.slots and abs(first).max() > 0.1
 
 
-def test_the_engine_computes_as_many_tokens_as_it_does_itself(small: Path) -> None:
-    """Three turns, each of which goes on from the one before: the prefix is not computed again."""
+def test_prefix_reuse_equals_engine(small: Path) -> None:
+    """Three turns, each continuing the last one: the prefix is not computed again."""
     def turns(model: Any) -> list[tuple[int, list[int]]]:
         llm, prompt, found = LLM(model, dtype="auto", threads=1, memory="8MiB"), list(numbers(5, 20, 509)), []
         for turn in range(3):
@@ -210,13 +214,13 @@ def test_the_engine_computes_as_many_tokens_as_it_does_itself(small: Path) -> No
 
 
 def without_tokenizer(path: Path) -> Path:
-    """With the smallest tokenizer there is: the tests speak in ids."""
+    """Adds the smallest tokenizer: the tests use token ids."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(ROOT / "deltic" / "models" / "tiny" / name, sidecar_of(path) / name)
     return path
 
 
-def test_a_program_that_fails_on_several_tokens_is_given_one_at_a_time(small: Path,
+def test_static_program_is_fed_single_tokens(small: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     program, ids = opened(small), numbers(6, 20, 509)
     program.start(0)
@@ -243,19 +247,19 @@ def test_a_program_that_fails_on_several_tokens_is_given_one_at_a_time(small: Pa
         program.feed(2, [1])
 
 
-def test_every_command_finds_a_program_by_its_path(small: Path) -> None:
+def test_resolve_accepts_program_path(small: Path) -> None:
     assert resolve(small) == resolve(str(small)) == small
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_session_takes_a_program_by_text_or_path(small: Path, kind: Callable[[Path], Any]) -> None:
+def test_session_accepts_str_and_path(small: Path) -> None:
     """In the program's own dtype by default."""
-    session = Session(kind(small), memory="16MiB")
-    assert session.prefill([1, 2, 3]).shape == (session.vocab_size,)
+    for path in (small, str(small)):
+        session = Session(path, memory="16MiB")
+        assert session.prefill([1, 2, 3]).shape == (session.vocab_size,)
 
 
-@pytest.mark.parametrize("operators", ["executorch", pytest.param("deltic", marks=pytest.mark.slow)])
-def test_attention_alone(operators: Operators, tmp_path: Path) -> None:
+@pytest.mark.parametrize("operators", OPERATORS)
+def test_attention_only_model_equals_engine(operators: Operators, tmp_path: Path) -> None:
     """A Qwen3, which has no states: three prompts."""
     source = checkpoint(tmp_path / "model", ATTENTION, 0.2)
     made = exported(tmp_path / "made.pte", source, max_context=128, chunk=16, operators=operators)
@@ -265,19 +269,18 @@ def test_attention_alone(operators: Operators, tmp_path: Path) -> None:
 MIXTURE = replace(SHAPE, architecture="qwen3_5_moe", intermediate_size=0, experts=ExpertsConfig(6, 2, 20, 28))
 
 
-@pytest.mark.parametrize(("kind", "operators"), [("fp32", "executorch"), pytest.param("fp32", "deltic", marks=[
-    pytest.mark.slow])])
-def test_a_mixture_of_experts(kind: Kind, operators: Operators, tmp_path: Path) -> None:
+@pytest.mark.parametrize("operators", OPERATORS)
+def test_mixture_of_experts_equals_engine(operators: Operators, tmp_path: Path) -> None:
     """One token a call, with the expert that every token passes."""
     model = RandomModel(shape=MIXTURE, initializer_range=0.1)
-    made = program_of(tmp_path / "made.pte", model, ExportForm(kind, 96, 1, operators))
+    made = program_of(tmp_path / "made.pte", model, ExportForm("fp32", 96, 1, operators))
     assert_same_answers(Session(model, threads=1, memory="8MiB"), session(made), count=30)
     with pytest.raises(ModelError, match="give --static"):
         check(MIXTURE, ExportForm())
 
 
-def test_quantized_experts_are_what_they_were(tmp_path: Path) -> None:
-    """Matrices of int8, a scale for each row: within half a step."""
+def test_quantized_experts_are_within_half_a_step(tmp_path: Path) -> None:
+    """Matrices of int8, a scale for each row."""
     matrices = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1))
     chosen = torch.tensor([2, 0])
     error = (QuantizedTable(matrices)(chosen) - Table(matrices)(chosen)).abs()
@@ -310,7 +313,7 @@ def with_vocabulary(path: Path, size: int) -> None:
     (lambda path: with_vocabulary(path, 510), "get_vocab_size 509"),
     (lambda path: (sidecar_of(path) / "config.json").unlink(), "there is no config.json"),
 ])
-def test_what_is_not_whole_or_not_of_one_model_is_refused(small: Path, tmp_path: Path, damage: Callable[[Path], None],
+def test_damaged_program_is_refused(small: Path, tmp_path: Path, damage: Callable[[Path], None],
                                                           message: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "small.pte"
     shutil.copyfile(small, path)
@@ -320,13 +323,13 @@ def test_what_is_not_whole_or_not_of_one_model_is_refused(small: Path, tmp_path:
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_operator_library_is_named(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_operator_library_is_reported(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_OPERATORS", "executorch.nothing_of_the_kind")
     with pytest.raises(ModelError, match=r"operator library of executorch.nothing_of_the_kind is not there"):
         opened(small)
 
 
-def test_a_program_whose_operators_cannot_be_had_is_refused(
+def test_program_without_its_operators_is_refused(
         programs: Callable[[Operators], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(library, "KERNELS", tmp_path / "libdeltic.so")
@@ -334,7 +337,7 @@ def test_a_program_whose_operators_cannot_be_had_is_refused(
     assert "operators for ExecuTorch need its compiled kernels" in capsys.readouterr().err
 
 
-def test_more_tokens_than_were_exported_are_refused(small: Path) -> None:
+def test_context_is_limited_to_the_exported_one(small: Path) -> None:
     llm = LLM(str(without_tokenizer(small)), threads=1, memory="8MiB")
     assert llm.engine.max_context == 96
     with pytest.raises(DelticError, match="96"):
@@ -347,13 +350,13 @@ def test_more_tokens_than_were_exported_are_refused(small: Path) -> None:
         LLM(str(small), threads=1, max_context=97)
 
 
-def test_what_cannot_be_exported_is_refused_before_anything_is_read() -> None:
+def test_impossible_export_is_refused_early() -> None:
     with pytest.raises(ModelError, match="reads 96 tokens at most"):
         check(SHAPE, ExportForm("fp32", 97))
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_an_export_that_fails_leaves_what_was_there(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_failed_export_keeps_existing_files(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     def full(*given: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -374,7 +377,7 @@ def test_an_export_that_fails_leaves_what_was_there(there: bool, tmp_path: Path,
     assert {name for name, text in kept().items() if text == "old"} == ({"m.files/notes.txt"} if there else set())
 
 
-def test_no_room_for_a_program_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_full_disk_is_reported_before_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(export_module, "export", None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -382,7 +385,7 @@ def test_no_room_for_a_program_is_said_before_the_work(tmp_path: Path, monkeypat
     assert "m.pte cannot be written: it needs 18" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
-def test_what_lies_where_the_files_go_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "m.files").write_text("mine")
     (tmp_path / "n.files").mkdir()
     (tmp_path / "n.files" / "config.json").write_text("mine")
@@ -391,7 +394,7 @@ def test_what_lies_where_the_files_go_is_named(tmp_path: Path, capsys: pytest.Ca
         assert message in capsys.readouterr().err
 
 
-def test_the_command_names_what_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_missing_extra_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("deltic.export.program.find_spec", lambda name: None)
     assert main(["export", "tiny", "-o", str(tmp_path / "model.pte")]) == 2
@@ -402,7 +405,7 @@ def test_the_command_names_what_has_to_be_installed(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(("words", "message"), [
     (["-o", "model.gguf"], "must end in .pte"), (["-o", "nowhere/model.pte"], "there is no directory"),
 ])
-def test_a_target_that_cannot_be_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_output_path_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "tiny", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -434,7 +437,7 @@ def test_the_embedded_model_answers(embedded: dict[str, Path], form: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_conversation_reuses_as_much_as_in_the_engine(embedded: dict[str, Path]) -> None:
+def test_conversation_reuse_equals_engine(embedded: dict[str, Path]) -> None:
     def cached(model: Any, **options: Any) -> list[tuple[int, int, str]]:
         llm, messages, found = LLM(model, threads=1, memory="64MiB", max_context=2048, **options), list[Any](), []
         for text in (QUESTION, "What language do they speak there?", "Name another city there."):
@@ -450,7 +453,7 @@ def test_a_conversation_reuses_as_much_as_in_the_engine(embedded: dict[str, Path
 
 
 @pytest.mark.slow
-def test_quantized_the_embedded_model_still_knows_its_facts(embedded: dict[str, Path]) -> None:
+def test_quantized_embedded_model_keeps_accuracy(embedded: dict[str, Path]) -> None:
     sys.path.insert(0, str(ROOT / "examples" / "tiny"))
     from data import heldout_set
     from evaluate import score
@@ -479,7 +482,7 @@ def raw_answer(llm: LLM, sample: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
-def test_a_program_in_cpp_answers_without_python(embedded: dict[str, Path], tmp_path: Path) -> None:
+def test_cpp_runner_needs_no_python(embedded: dict[str, Path], tmp_path: Path) -> None:
     import executorch
 
     place, source = Path(executorch.__path__[0]), ROOT / "examples" / "executorch"
@@ -504,7 +507,7 @@ def test_a_program_in_cpp_answers_without_python(embedded: dict[str, Path], tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["dynamic", "static", "8da4w", "deltic"])
-def test_executorchs_own_runner_writes_the_same_text(embedded: dict[str, Path], form: str) -> None:
+def test_executorch_text_runner_writes_the_same_text(embedded: dict[str, Path], form: str) -> None:
     """Its C++ TextLLMRunner, which apps use, with the tokenizer of the directory beside the program. In an own process,
     because the runner logs to stderr."""
     processor = LLM(speculate="off", threads=1).chat_processor

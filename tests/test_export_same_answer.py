@@ -1,4 +1,4 @@
-"""Token for token: each kind of artifact says what the engine says of the embedded model and of a true shape."""
+"""Every kind of artifact equals the engine, token by token, for the embedded model and a real shape."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ KINDS = {
     "static-deltic": ("executorch", "export", "made.pte", "--operators", "deltic", "--static"),
     "tvm": ("tvm", "compile", "made"),
 }
-"""The package that each kind needs, and the command that makes it: in a process of its own, which gives its memory
-back."""
+"""The package that each kind needs, and the command that makes it, in a process of its own to free its memory."""
 
 
 def made(kind: str, folder: Path, source: Path | str) -> Path:
@@ -38,11 +37,11 @@ def made(kind: str, folder: Path, source: Path | str) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_embedded_model(kind: str, tmp_path: Path) -> None:
+def test_embedded_model(kind: str, tmp_path: Path) -> None:
     assert_same_answers(session(None, "64MiB"), session(made(kind, tmp_path, "tiny"), "64MiB"), count=200)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_four_layers_of_a_true_shape(kind: str, tmp_path: Path) -> None:
+def test_four_layers_of_a_real_shape(kind: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "model", TRUE, 0.1)
     assert_same_answers(session(source, "512MiB"), session(made(kind, tmp_path, source), "512MiB"), count=200)

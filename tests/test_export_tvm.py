@@ -1,4 +1,4 @@
-"""What TVM has compiled gives the engine's logits, through TVM's runtime alone; what does not fit is refused."""
+"""Models compiled by TVM: equal to the engine, run by TVM's runtime alone; damaged directories refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deltic.engine.loading import load_any
 from deltic.errors import ConfigError, ModelError, RequestError
 from deltic.export.program import ProgramConversation, kind_of, open_program
 from deltic.export.tvm.artifact import sums
-from deltic.export.tvm.runtime import accepting_older_names
+from deltic.export.tvm.runtime import LIBRARY_PATH, accepting_older_names, runtime_libraries
 from deltic.params import EngineRequest
 
 pytest.importorskip("tvm_ffi", reason="needs deltic[tvm]")
@@ -57,11 +57,11 @@ def sessions(hybrid: Artifacts) -> Iterator[tuple[Session, Session]]:
     yield session(hybrid[0]), session(hybrid[1])
 
 
-def test_logits_are_the_engines(sessions: tuple[Session, Session]) -> None:
+def test_compiled_model_equals_engine(sessions: tuple[Session, Session]) -> None:
     assert_same_answers(*sessions, count=30)
 
 
-def test_a_session_returns_to_where_it_was(sessions: tuple[Session, Session]) -> None:
+def test_session_restores_snapshot(sessions: tuple[Session, Session]) -> None:
     native, made = sessions
     expected = forced(native, (1, 2, 3), (4, 5))
     made.prefill((1, 2, 3))
@@ -72,8 +72,8 @@ def test_a_session_returns_to_where_it_was(sessions: tuple[Session, Session]) ->
     assert made.prefill((6, 7), all_logits=True).shape == (2, made.vocab_size)
 
 
-def test_prefixes_are_reused_as_in_the_engine(hybrid: Artifacts) -> None:
-    """Three turns, each of which goes on where the one before has ended; then one that parts in the middle."""
+def test_prefix_reuse_equals_engine(hybrid: Artifacts) -> None:
+    """Three turns, each continuing the last one; then a prompt that diverges in the middle."""
     counted = []
     for path in hybrid:
         options = {} if kind_of(path) else {"dtype": "float32"}
@@ -94,8 +94,8 @@ def test_prefixes_are_reused_as_in_the_engine(hybrid: Artifacts) -> None:
     assert counted[0][0][1:] == [10, 10] and counted[0][1] == 3
 
 
-def test_memory_of_finished_sequences_is_used_again(hybrid: Artifacts) -> None:
-    """Slots that nobody owns hold no pages: more tokens are served than the cache has room for."""
+def test_memory_of_finished_sequences_is_reused(hybrid: Artifacts) -> None:
+    """Free slots hold no pages: more tokens are served in total than the cache can hold."""
     model = load_any(str(hybrid[1]), EngineConfig(threads=1, memory="300KiB", token_budget=CHUNK))
     engine, rooms = Engine(model), model.memory.pages * 16
     for index in range(3 * rooms // 100 + 3):
@@ -103,34 +103,30 @@ def test_memory_of_finished_sequences_is_used_again(hybrid: Artifacts) -> None:
         assert len(drain(engine)[f"r{index}", 0].tokens) == 10
 
 
-def test_the_runtime_alone_runs_it(hybrid: Artifacts) -> None:
-    """Neither torch nor TVM's compiler is loaded, and the logits are those of a session."""
+def test_runtime_needs_neither_torch_nor_compiler(hybrid: Artifacts) -> None:
+    """Neither torch nor TVM's compiler is loaded. The variable names the runtime's directory."""
+    spec = importlib.util.find_spec("tvm")
+    assert spec is not None and spec.submodule_search_locations
+    libraries = Path(spec.submodule_search_locations[0]) / "lib"
     code = (f"import sys, numpy\nfrom pathlib import Path\nfrom deltic.config import EngineConfig\n"
             f"from deltic.export.program import ProgramConversation, open_program\n"
             f"talk = ProgramConversation(open_program(Path({str(hybrid[1])!r}), EngineConfig()))\n"
             f"print(talk.read([1, 2, 3]).argmax())\n"
             f"assert not {{'torch', 'tvm'}} & set(sys.modules), 'torch or tvm was imported'")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, LIBRARY_PATH: str(libraries)})
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == int(session(hybrid[0]).prefill((1, 2, 3)).argmax())
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_where_the_runtimes_libraries_are(hybrid: Artifacts, tmp_path: Path, there: bool) -> None:
-    """Where the variable says, and nowhere else; the command line says what is missing."""
-    spec = importlib.util.find_spec("tvm")
-    assert spec is not None and spec.submodule_search_locations
-    place = Path(spec.submodule_search_locations[0]) / "lib" if there else tmp_path
-    code = f"import sys\nfrom deltic.cli import main\nsys.exit(main(['inspect', {str(hybrid[1])!r}]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
-                          env={**os.environ, "DELTIC_TVM_LIBRARY_PATH": str(place)})
-    assert done.returncode == 2  # for there is no tokenizer either
-    assert f"{tmp_path} has no libtvm_runtime" in done.stderr or there
-    assert "no tokenizer" in done.stderr or not there
+def test_library_path_variable_is_the_only_place_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIBRARY_PATH, str(tmp_path))
+    with pytest.raises(ModelError, match=f"{tmp_path} has no libtvm_runtime"):
+        list(runtime_libraries())
 
 
-def test_a_conversation_reads_what_is_new(hybrid: Artifacts) -> None:
-    """Whatever prompts have in common is not read again, as far as states of both caches are there."""
+def test_conversation_computes_only_new_tokens(hybrid: Artifacts) -> None:
+    """A common prefix is not computed again while its states are kept."""
     talk, native = ProgramConversation(open_program(hybrid[1], EngineConfig())), session(hybrid[0])
     draw, prompt = random.Random(1), list(numbers(1, 30, SHAPE.vocab_size))
     read = []
@@ -143,7 +139,7 @@ def test_a_conversation_reads_what_is_new(hybrid: Artifacts) -> None:
     assert read[0] == 30 and min(read) == 1 and sum(read) < 12 * 30
 
 
-def test_it_refuses_to_read_nothing_or_too_much(hybrid: Artifacts) -> None:
+def test_conversation_refuses_empty_and_long_prompts(hybrid: Artifacts) -> None:
     talk = ProgramConversation(open_program(hybrid[1], EngineConfig()))
     with pytest.raises(RequestError, match="no tokens"):
         talk.read([])
@@ -214,7 +210,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_does_not_fit_is_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_directory_is_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spoil, words = FAULTS[name]
     spoil(copy)
     with pytest.raises(ModelError, match=words):
@@ -224,7 +220,7 @@ def test_what_does_not_fit_is_refused(name: str, copy: Path, capsys: pytest.Capt
         assert words in capsys.readouterr().err
 
 
-def test_a_parameter_of_another_shape_is_refused(copy: Path) -> None:
+def test_parameter_of_another_shape_is_refused(copy: Path) -> None:
     stored = json.loads((copy / "tensor-cache.json").read_text())
     stored["records"][0]["records"][0]["shape"] = [1]
     edit(copy / "tensor-cache.json", **stored)
@@ -233,7 +229,7 @@ def test_a_parameter_of_another_shape_is_refused(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 8, 1 << 20, (1 << 20) + 8, 3_000_001])
-def test_sums_show_every_wrong_bit(size: int) -> None:
+def test_sums_detect_wrong_bits(size: int) -> None:
     draw = np.random.default_rng(size)
     content = draw.integers(0, 256, size, np.uint8)
     expected = sums(content)
@@ -248,17 +244,17 @@ def test_sums_show_every_wrong_bit(size: int) -> None:
 @pytest.mark.parametrize(("option", "value"), [("dtype", "bfloat16"), ("quant", "q8_0"), ("cache_dir", "/tmp/x"),
                                                ("speculate", "ngram"), ("max_context", 10_000), ("device", "cuda"),
                                                ("batch_invariant", True)])
-def test_options_without_a_meaning_are_refused(hybrid: Artifacts, option: str, value: Any) -> None:
+def test_unsupported_options_are_refused(hybrid: Artifacts, option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
         load_any(str(hybrid[1]), EngineConfig(**{option: value}))
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_it_runs_on_the_cpu(hybrid: Artifacts, device: str) -> None:
-    assert load_any(str(hybrid[1]), EngineConfig(device=device, threads=1)).options.device == "cpu"
+def test_default_device_is_the_cpu(hybrid: Artifacts) -> None:
+    for device in ("auto", "cpu"):
+        assert load_any(str(hybrid[1]), EngineConfig(device=device, threads=1)).options.device == "cpu", device
 
 
-def test_prompts_longer_than_the_context_are_refused(hybrid: Artifacts) -> None:
+def test_long_prompts_are_refused(hybrid: Artifacts) -> None:
     engine = Engine(load_any(str(hybrid[1]), EngineConfig(threads=1)))
     with pytest.raises(RequestError, match="maximum context length is 256"):
         engine.add(greedy([1] * 256, 4))
@@ -268,27 +264,27 @@ SITES = {15: "ragged prompts", 16: "paged prompts", 17: "decoding", 20: "trees, 
 """Where the constructor of the paged cache takes attention kernels."""
 
 
-@pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize(("given", "meant"), [("tir", "tirx"), ("tirx", "tirx"), ("flashinfer", "flashinfer")])
-def test_kernels_may_have_older_names(site: int, given: str, meant: str) -> None:
+def test_older_kernel_names_are_accepted(given: str, meant: str) -> None:
     import tvm_ffi
 
-    kernels: list[Any] = [["tirx", len] for _ in range(28)]
-    kernels[site] = tvm_ffi.convert([given, len])
-    taken = accepting_older_names(lambda *arguments: arguments)(*kernels)
-    assert [kernel[0] for kernel in taken] == ["tirx"] * site + [meant] + ["tirx"] * (27 - site)
+    for site, name in SITES.items():
+        kernels: list[Any] = [["tirx", len] for _ in range(28)]
+        kernels[site] = tvm_ffi.convert([given, len])
+        taken = accepting_older_names(lambda *arguments: arguments)(*kernels)
+        assert [kernel[0] for kernel in taken] == ["tirx"] * site + [meant] + ["tirx"] * (27 - site), name
 
 
-@pytest.mark.parametrize("site", SITES)
-def test_kernels_of_nobody_are_refused(site: int) -> None:
-    kernels: list[Any] = [["tirx", len] for _ in range(28)]
-    kernels[site] = ["cutlass", len]
-    with pytest.raises(ModelError, match="attention backend 'cutlass' is not known, only tirx, flashinfer"):
-        accepting_older_names(print)(*kernels)
+def test_unknown_kernel_names_are_refused() -> None:
+    for site in SITES:
+        kernels: list[Any] = [["tirx", len] for _ in range(28)]
+        kernels[site] = ["cutlass", len]
+        with pytest.raises(ModelError, match="attention backend 'cutlass' is not known, only tirx, flashinfer"):
+            accepting_older_names(print)(*kernels)
 
 
 @pytest.mark.slow
-def test_older_names_serve(hybrid: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_with_older_names_runs(hybrid: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library whose kernels are tagged as older versions of TVM did."""
     from tvm.relax.frontend.nn.llm import kv_cache
 
@@ -307,7 +303,7 @@ def test_older_names_serve(hybrid: Artifacts, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_attention_alone_is_of_the_first_generation(tmp_path: Path) -> None:
+def test_attention_only_model_is_generation_v1(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "model", ATTENTION, 0.2)
     made = compiled(tmp_path / "compiled", source, generation="v1", chunk=CHUNK)
     assert (made / "ndarray-cache.json").is_file() and not (made / "tensor-cache.json").exists()
@@ -349,12 +345,12 @@ def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(("model", "target", "name"), [
     ("Qwen/Qwen3.5-0.8B", "llvm", "Qwen--Qwen3.5-0.8B--llvm--cpu"), ("tiny", "llvm", "tiny--llvm--cpu"),
     ("/models/some", "llvm -mcpu=x86-64-v3", "some--llvm_-mcpu=x86-64-v3--cpu")])
-def test_where_it_goes_by_default(model: str, target: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_output_directory(model: str, target: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert cache_folder(model, target) == Path("/cache/deltic/compiled") / name
 
 
-def test_it_says_what_to_install(hybrid: Artifacts, monkeypatch: pytest.MonkeyPatch,
+def test_missing_extra_is_reported(hybrid: Artifacts, monkeypatch: pytest.MonkeyPatch,
                                  capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr("deltic.export.program.find_spec", lambda name: None)
     assert main(["compile", "tiny", "-o", str(tmp_path / "out")]) == 2

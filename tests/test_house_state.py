@@ -20,7 +20,7 @@ CACHES = {
     **{f"deltic/export/tvm/kernels.py {name}": "source of code, which nobody changes" for name in (
         "add_norm", "delta_gates", "delta_rule", "embed", "gated_norm", "heads", "linear", "linear_one", "output_gate",
         "row", "short_conv", "state_copy", "swiglu")},
-    **{f"deltic/export/tvm/encoder.py {name}": "source of code, which nobody changes" for name in (
+    **{f"deltic/export/tvm/network.py {name}": "source of code, which nobody changes" for name in (
         "add_layer_norm", "attention", "bias_gelu", "embeddings")},
     **{f"deltic/export/tvm/gpu_kernels.py {name}": "source of code, which nobody changes" for name in (
         "delta_rule", "linear")},

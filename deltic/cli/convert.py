@@ -74,7 +74,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def _convert_encoder(args: argparse.Namespace, encoder: StoredEncoder, place: Path, path: Path, bar: Bar) -> Written:
-    from deltic.embeddings.convert import convert_encoder
+    from deltic.embeddings.gguf import convert_encoder
     from deltic.loader.model_files import only_gguf
 
     source = place if place.is_file() else only_gguf(place) or place
@@ -87,7 +87,7 @@ def _convert_model(args: argparse.Namespace, files: ModelFiles, path: Path, bar:
                    ) -> tuple[Written, dict[str, Any]]:
     """Writes the vision tower first: a model never exists without it, and a tower is removed if the model fails."""
     from deltic.config.families import FAMILIES
-    from deltic.embeddings.convert import vector_keys
+    from deltic.embeddings.gguf import vector_keys
     from deltic.loader.gguf.config import model_name
     from deltic.loader.gguf.convert import convert
 
@@ -296,7 +296,7 @@ def run_compile(args: argparse.Namespace) -> int:
     folder = _folder(args)
     from deltic.embeddings.compiled import encoder_files
     from deltic.export.program import sidecar_files
-    from deltic.export.tvm.targets import parse_target
+    from deltic.export.tvm.compiler import parse_target
     from deltic.loader.disk import check_room, replacing_files
 
     goal = parse_target(args.target)  # before anything is downloaded
@@ -334,7 +334,7 @@ def _compiler(args: argparse.Namespace) -> tuple[int, Callable[[Path], Compiled]
 
 def cache_folder(model: str, target: str) -> Path:
     """The default directory: MODEL--TARGET--DEVICE, with two dashes for the slash of a hub name."""
-    from deltic.export.tvm.targets import KINDS
+    from deltic.export.tvm.compiler import KINDS
 
     base = os.environ.get("XDG_CACHE_HOME")
     name = model if model.count("/") == 1 and not os.path.exists(model) else Path(model).resolve().name

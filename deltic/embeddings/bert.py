@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, Final
 
@@ -14,25 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.config import DType, EngineConfig
-from deltic.embeddings.bert_config import EncoderConfig
-from deltic.embeddings.directory import StoredEncoder
-from deltic.embeddings.heads import Heads, pooled
+from deltic.config import EngineConfig
+from deltic.embeddings.directory import Heads, StoredEncoder
 from deltic.embeddings.sentence_transformers import Recipe
 from deltic.embeddings.types import Item, Output, Vectors
-from deltic.embeddings.weights import WeightForm, read_weights
+from deltic.embeddings.weights import EncoderConfig, read_weights
 from deltic.errors import ConfigError, ModelError
 from deltic.export.program import check_options
 from deltic.loader.safetensors import TORCH_DTYPES, Progress
-from deltic.ops.cpu import missing, pool_of, torch_threads
-from deltic.ops.cpu.encoder import encoder_run
-from deltic.ops.cpu.kernels import linear as native_linear
-from deltic.ops.cpu.library import ThreadPool
-from deltic.ops.encoder import Affine, EncoderWeights, Ragged
+from deltic.ops.encoder import EncoderBackend, EncoderWeights, Ragged, select_backend
 from deltic.ops.memory import Workspace
-from deltic.ops.torch import encoder as torch_ops
 from deltic.ops.torch.basic import embed
-from deltic.ops.torch.basic import linear as torch_linear
+from deltic.ops.torch.encoder import embeddings, on_device, segment_reduce, to_host
 
 _NOT_FINITE: Final = "the model gave no numbers (NaN or infinite): its weights, dtype or a kernel are broken"
 
@@ -40,48 +32,25 @@ States = Callable[[Ragged], Tensor]
 """Computes the last layer's states [T, H] of a batch."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Machine:
-    """Where an encoder runs."""
-
-    device: torch.device
-    dtype: torch.dtype
-    pool: ThreadPool | None = None
-    """Threads of the compiled CPU kernels; None: torch computes."""
-    cuda_kernels: bool = False
-
-    def linear(self, x: Tensor, affine: Affine) -> Tensor:
-        """x [N, in] -> [N, out] float32. With the compiled kernels a row does not depend on the others."""
-        if self.pool is not None:
-            return native_linear(self.pool, x, affine.weight) + affine.bias
-        return torch_linear(x.float(), affine.weight) + affine.bias
-
-
 class Bert:
     """A loaded encoder, a `TextModel`."""
 
-    def __init__(self, name: str, config: EncoderConfig, states: States, heads: Heads, machine: Machine,
+    def __init__(self, name: str, config: EncoderConfig, states: States, heads: Heads, backend: EncoderBackend,
                  recipe: Recipe, budget: int) -> None:
         self.name, self.config, self.recipe, self.budget = name, config, recipe, budget
-        self._states, self._heads, self._machine = states, heads, machine
+        self._states, self._heads, self._backend = states, heads, backend
         self.outputs = heads.outputs
-        self.overlaps = machine.device.type != "cpu"
+        self.overlaps = backend.overlaps
         self.dimension = heads.dimension(len(recipe.pooling) * config.hidden_size)
         self.max_length = min(recipe.max_length or config.max_length, config.max_length)
         self._workspace = Workspace() if self.overlaps else None
 
     def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
-        if self._machine.pool is not None:  # two spinning thread pools would slow each other down
-            torch_threads(1)
         with torch.inference_mode(), self._own_memory():
-            found = {name: _to_host(rows) for name, rows in self._outputs(items, wanted).items()}
-            done = torch.cuda.Event() if self.overlaps else None
-            if done is not None:
-                done.record(torch.cuda.current_stream(self._machine.device))
+            found, wait = to_host(self._outputs(items, wanted))
 
         def finish() -> list[Vectors]:
-            if done is not None:
-                done.synchronize()
+            wait()
             with torch.inference_mode():
                 return self._vectors(items, found)
         return finish
@@ -106,9 +75,9 @@ class Bert:
         if "dense" in wanted:
             found["dense"] = self._dense(items, hidden, lengths)
         if "sparse" in wanted and self._heads.sparse is not None:
-            found["sparse"] = self._machine.linear(hidden, self._heads.sparse)
+            found["sparse"] = self._backend.linear(hidden, self._heads.sparse)
         if "colbert" in wanted and self._heads.colbert is not None:
-            found["colbert"] = self._machine.linear(hidden, self._heads.colbert)
+            found["colbert"] = self._backend.linear(hidden, self._heads.colbert)
         if "score" in wanted:
             found["score"] = self._scores(hidden, lengths)
         return found
@@ -132,23 +101,23 @@ class Bert:
         if "sparse" in rows:
             found["sparse"] = _sparse_weights(item, rows["sparse"][:, 0])
         if "colbert" in rows:
-            found["colbert"] = F.normalize(rows["colbert"][1:], dim=-1, eps=1e-12).cpu().numpy()
+            found["colbert"] = F.normalize(rows["colbert"][1:], dim=-1, eps=1e-12).numpy()
         if "score" in rows:
             found["score"] = rows["score"].item()
         return Vectors(**found)
 
     def _dense(self, items: Sequence[Item], hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         prompts = [0 if self.recipe.with_prompt else item.prompt for item in items]
-        rows = pooled(hidden, lengths, prompts, self.recipe.pooling)
+        rows = _pooled(hidden, lengths, prompts, self.recipe.pooling)
         for affine, activation in self._heads.dense:
-            rows = activation(self._machine.linear(rows, affine))
+            rows = activation(self._backend.linear(rows, affine))
         return rows
 
     def _scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         assert self._heads.classifier is not None
         dense, last = self._heads.classifier
-        rows = torch.tanh(self._machine.linear(pooled(hidden, lengths, [], ("cls",)), dense))
-        return self._heads.activation(self._machine.linear(rows, last)[:, 0])
+        rows = torch.tanh(self._backend.linear(_pooled(hidden, lengths, [], ("cls",)), dense))
+        return self._heads.activation(self._backend.linear(rows, last)[:, 0])
 
     def _ragged(self, items: Sequence[Item]) -> Ragged:
         lengths = [len(item) for item in items]
@@ -158,7 +127,7 @@ class Bert:
             types = torch.tensor([each for item in items for each in item.token_types or (0,) * len(item)])
         starts = torch.tensor([0, *accumulate(lengths)])
         places = torch.arange(len(ids)) - starts[:-1].repeat_interleave(starts.diff()) + self.config.first_position
-        ids, places, types = (torch_ops.on_device(each, self._machine.device) for each in (ids, places, types))
+        ids, places, types = (on_device(each, self._backend.device) for each in (ids, places, types))
         return Ragged(ids, places, types, starts)
 
     def _own_memory(self) -> AbstractContextManager[None]:
@@ -166,14 +135,7 @@ class Bert:
         else take its place, and the next batch would need more."""
         if self._workspace is None:
             return nullcontext()
-        return self._workspace.use(self._machine.device)
-
-
-def _to_host(rows: Tensor) -> Tensor:
-    """Returns a copy on the host, which is complete when the device has reached this point."""
-    if rows.device.type == "cpu":
-        return rows
-    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+        return self._workspace.use(self._backend.device)
 
 
 def _sparse_weights(item: Item, column: Tensor) -> dict[int, float]:
@@ -183,6 +145,43 @@ def _sparse_weights(item: Item, column: Tensor) -> dict[int, float]:
         if weight > weights.get(id, 0.0):
             weights[id] = weight
     return weights
+
+
+# Pooling
+
+def _pooled(states: Tensor, lengths: Sequence[int], prompts: Sequence[int], poolings: Sequence[str]) -> Tensor:
+    """Pools the states [T, H] of N texts, one after another. Returns vectors [N, H * poolings] float32.
+
+    A text's vector depends on its own states alone. prompts: leading tokens of each text that do not count, except for
+    cls and lasttoken.
+    """
+    sizes, skipped = torch.tensor(lengths), torch.tensor(prompts)
+    ends = sizes.cumsum(0)
+    firsts = ends - sizes
+    vectors = []
+    for pooling in poolings:
+        if pooling in ("cls", "lasttoken"):
+            indices = firsts if pooling == "cls" else ends - 1
+            vectors.append(states[indices.to(states.device)].float())
+            continue
+        rows, places = states, torch.arange(int(ends[-1])) - firsts.repeat_interleave(sizes)
+        if any(prompts):
+            kept = places >= skipped.repeat_interleave(sizes)
+            rows, places = states[kept.to(states.device)], places[kept]
+        vectors.append(_reduced(pooling, rows.float(), places.to(states.device), (sizes - skipped).to(states.device)))
+    return torch.cat(vectors, 1)
+
+
+def _reduced(pooling: str, rows: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
+    match pooling:
+        case "max" | "mean":
+            return segment_reduce(rows, pooling, lengths)
+        case "mean_sqrt_len":
+            return segment_reduce(rows, "sum", lengths) / lengths[:, None].sqrt()
+        case "weightedmean":  # a token's weight is its place, from 1
+            weights = (places + 1).to(rows.dtype)[:, None]
+            return segment_reduce(rows * weights, "sum", lengths) / segment_reduce(weights, "sum", lengths)
+    raise AssertionError(f"{pooling} is no pooling")
 
 
 # Loading
@@ -196,15 +195,15 @@ def load_bert(name: str, stored: StoredEncoder, options: EngineConfig, progress:
     if stored.compiled:
         return _load_compiled(name, stored, options)
     assert options.token_budget
-    machine = _machine(options, config)
-    packed = machine.pool is not None
-    if options.quant != "none" and not packed:
+    dtype = TORCH_DTYPES.get(options.dtype)  # type: ignore[call-overload]  # None: auto
+    torch_only = options.ops in (("torch",), ("reference",))
+    backend = select_backend(options.device, dtype, torch_only, options.cpu_level, _threads(options, config))
+    if options.quant != "none" and not backend.packs:
         raise ConfigError(f"quant={options.quant} needs the compiled kernels, which run on a CPU only", "quant")
-    form = WeightForm(_dtype(options), options.device, options.quant, packed)
-    heads = stored.heads(form)
-    weights = read_weights(config, stored.sources, form, progress)
-    bert = Bert(name, config, _states_of(weights, machine), heads, machine, stored.recipe, options.token_budget)
-    if machine.device.type != "cpu":
+    heads = stored.heads(backend)
+    weights = read_weights(config, stored.sources, backend, options.quant, progress)
+    bert = Bert(name, config, _states_of(weights, backend), heads, backend, stored.recipe, options.token_budget)
+    if backend.overlaps:
         bert.warm_up()
     return bert
 
@@ -215,49 +214,23 @@ def _load_compiled(name: str, stored: StoredEncoder, options: EngineConfig) -> B
 
     check_options(options)
     options = replace(options, device="cpu")
-    program = CompiledEncoder(stored.place, stored.config, options.threads_for(_parameter_count(stored.config)))
-    heads = stored.heads(WeightForm("float32", "cpu", "none", False))
+    program = CompiledEncoder(stored.place, stored.config, _threads(options, stored.config))
+    backend = select_backend("cpu", torch.float32, torch_only=True)
     assert options.token_budget
-    return Bert(name, stored.config, program.hidden, heads, Machine(torch.device("cpu"), torch.float32), stored.recipe,
+    return Bert(name, stored.config, program.hidden, stored.heads(backend), backend, stored.recipe,
                 options.token_budget)
 
 
-def _states_of(weights: EncoderWeights, machine: Machine) -> States:
-    native = None
-    if machine.pool is not None:
-        native = encoder_run(machine.pool, weights)
-    elif machine.cuda_kernels:
-        from deltic.ops.cuda.encoder import encoder_run as cuda_run
-
-        native = cuda_run(weights)
-    run = native or partial(torch_ops.run, weights)
+def _states_of(weights: EncoderWeights, backend: EncoderBackend) -> States:
+    run = backend.run(weights)
 
     def states(batch: Ragged) -> Tensor:
-        words = embed(batch.ids, weights.words, machine.dtype)
-        return run(batch, torch_ops.embeddings(weights, batch, words))
+        words = embed(batch.ids, weights.words, backend.activations)
+        return run(batch, embeddings(weights, batch, words))
     return states
 
 
-def _dtype(options: EngineConfig) -> DType:
-    """Returns the option's dtype; by default bfloat16 on a GPU, where float32 is many times slower."""
-    if options.dtype != "auto":
-        return options.dtype  # type: ignore[return-value]
-    return "float32" if options.device == "cpu" else "bfloat16"
-
-
-def _machine(options: EngineConfig, config: EncoderConfig) -> Machine:
-    """Chooses the compiled kernels, unless they are missing, or ops=torch or the device leaves the work to torch."""
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {options.device}: torch finds no CUDA device here; use `device='cpu'`", "device")
-    torch_only = options.ops in (("torch",), ("reference",))
-    if options.device != "cpu":
-        return Machine(torch.device(options.device), TORCH_DTYPES[_dtype(options)], None, not torch_only)
-    if torch_only or missing():
-        return Machine(torch.device("cpu"), TORCH_DTYPES[_dtype(options)])
-    threads = options.threads_for(_parameter_count(config))
-    return Machine(torch.device("cpu"), torch.float32, pool_of(options.cpu_level, threads))
-
-
-def _parameter_count(config: EncoderConfig) -> int:
-    """Returns the numbers of the layers' matrices."""
-    return config.layers * config.hidden_size * (4 * config.hidden_size + 2 * config.intermediate_size)
+def _threads(options: EngineConfig, config: EncoderConfig) -> int:
+    """Returns the number of threads for the layers' matrices."""
+    hidden = config.hidden_size
+    return options.threads_for(config.layers * hidden * (4 * hidden + 2 * config.intermediate_size))

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltic.embeddings.bert_config import EncoderConfig
 from deltic.embeddings.directory import HEADS, StoredEncoder
-from deltic.embeddings.weights import classifier_names
+from deltic.embeddings.weights import EncoderConfig, classifier_names
 from deltic.errors import ModelError
 from deltic.export.program import load_json, require_extra, write_json
 from deltic.export.tvm.artifact import (
@@ -30,9 +29,8 @@ from deltic.export.tvm.artifact import (
     read_metadata,
     write_parameters,
 )
-from deltic.export.tvm.compiler import Compiled, StoredType, build_library
+from deltic.export.tvm.compiler import Compiled, StoredType, build_library, parse_target
 from deltic.export.tvm.runtime import CompiledLibrary
-from deltic.export.tvm.targets import parse_target
 from deltic.ops.encoder import Ragged
 
 _FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json",
@@ -68,7 +66,7 @@ def compile_encoder(stored: StoredEncoder, folder: Path, *, dtype: StoredType = 
                     ) -> Compiled:
     """Compiles an encoder into an existing directory. dtype: of the matrices and the word table."""
     require_extra("tvm")
-    from deltic.export.tvm.encoder import EncoderNetwork, specification
+    from deltic.export.tvm.network import EncoderNetwork, encoder_specification
 
     compile_target, config = parse_target(target), stored.config
     stored.texts(min(stored.recipe.max_length or config.max_length, config.max_length))  # fails without a tokenizer
@@ -76,7 +74,7 @@ def compile_encoder(stored: StoredEncoder, folder: Path, *, dtype: StoredType = 
     metadata = Metadata("v2", config.family, quantization_name(dtype), (), config.max_length, config.max_length,
                         config.vocab_size, compile_target.machine)
     library, metadata = build_library(
-        lambda: EncoderNetwork(config, dtype), specification, metadata, compile_target, folder)
+        lambda: EncoderNetwork(config, dtype), encoder_specification, metadata, compile_target, folder)
     size = write_parameters(folder, "v2", _parameters(stored, metadata.parameters))
     _write_config(folder, metadata, stored)
     return Compiled(library, size)

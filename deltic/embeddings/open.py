@@ -9,12 +9,12 @@ from typing import Literal
 
 from deltic.config import EngineConfig
 from deltic.embeddings.bert import load_bert
-from deltic.embeddings.bert_config import family_of
 from deltic.embeddings.decoder import decoder_texts, load_decoder, reranker_pairs
 from deltic.embeddings.directory import StoredEncoder, read_directory
 from deltic.embeddings.gguf import gives_vectors, is_bert, read_gguf
 from deltic.embeddings.tokenize import EncoderTokenizer
 from deltic.embeddings.types import Item, TextModel
+from deltic.embeddings.weights import family_of
 from deltic.engine.arguments import settled
 from deltic.errors import ConfigError, ModelError, RequestError, show
 from deltic.loader.disk import read_json

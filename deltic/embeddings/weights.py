@@ -1,4 +1,4 @@
-"""An encoder's tensors: found under Hugging Face's names, checked, and converted for the kernels."""
+"""Shape and tensors of an encoder of the BERT family: read under Hugging Face's names and converted for the kernels."""
 
 from __future__ import annotations
 
@@ -14,19 +14,101 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.config import DType, available_cores
-from deltic.embeddings.bert_config import EncoderConfig
-from deltic.errors import ModelError
+from deltic.config import available_cores
+from deltic.config.reading import integer, number
+from deltic.errors import ModelError, show
 from deltic.loader.files import PICKLED, StoredTensor, find_tensors, read_pickled
 from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.quantize import quantized
-from deltic.loader.safetensors import TORCH_DTYPES, Progress, read_stored
-from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged
+from deltic.loader.safetensors import Progress, read_stored
+from deltic.ops.encoder import Affine, EncoderBackend, EncoderLayer, EncoderWeights, LayerNorm, Ragged
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PackedForm, QTensor, host_form, pack_tensor
 from deltic.ops.torch.basic import embed
 from deltic.ops.torch.encoder import LayerStates, embeddings, normed, padded_attention, run_layer
 from deltic.ops.types import Block
+
+# Config
+
+
+FAMILIES: Final[Mapping[str, str]] = {"bert": "bert", "roberta": "roberta", "xlmroberta": "roberta"}
+"""Families by model_type without punctuation. They differ in the first position and in the classifier."""
+_MAX_SIZE: Final = 1 << 20
+_SUPPORTED: Final[Mapping[str, Any]] = {
+    "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
+"""The only supported value of a key, which is also its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    positions: int
+    """Rows of the position table."""
+    first_position: int
+    """Position of a sequence's first token."""
+    token_types: int
+    eps: float
+    labels: int
+    """Scores of the classifier; 0 without one."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.heads:
+            raise ModelError(f"num_attention_heads ({self.heads}) must divide hidden_size ({self.hidden_size})")
+        if self.first_position >= self.positions:
+            raise ModelError(f"pad_token_id leaves no positions of max_position_embeddings ({self.positions})")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.positions - self.first_position
+
+    @classmethod
+    def from_hf(cls, mapping: Mapping[str, Any]) -> EncoderConfig:
+        """Reads a config.json. Raises ModelError naming the key that is missing, of a wrong type, or not supported."""
+        family = family_of(mapping)
+        if family is None:
+            raise ModelError(f"model_type {show(mapping.get('model_type'))} is no encoder that deltic runs: bert, "
+                             "roberta and xlm-roberta are")
+        for key, supported in _SUPPORTED.items():
+            if mapping.get(key) not in (None, supported):
+                raise ModelError(f"{key} is {show(mapping[key])}; only {show(supported)} is supported")
+        optional = {"pad_token_id": 1, "type_vocab_size": 2, "layer_norm_eps": 1e-12, **mapping}
+        return cls(
+            family=family,
+            vocab_size=integer(mapping, "vocab_size", 1, _MAX_SIZE),
+            hidden_size=integer(mapping, "hidden_size", 1, _MAX_SIZE),
+            intermediate_size=integer(mapping, "intermediate_size", 1, _MAX_SIZE),
+            layers=integer(mapping, "num_hidden_layers", 1, _MAX_SIZE),
+            heads=integer(mapping, "num_attention_heads", 1, _MAX_SIZE),
+            positions=integer(mapping, "max_position_embeddings", 1, _MAX_SIZE),
+            first_position=integer(optional, "pad_token_id", 0, _MAX_SIZE) + 1 if family == "roberta" else 0,
+            token_types=integer(optional, "type_vocab_size", 1, 1024),
+            eps=number(optional, "layer_norm_eps", 0, 1),
+            labels=_labels(mapping))
+
+
+def family_of(mapping: Mapping[str, Any]) -> str | None:
+    """Returns the family of a config.json, None if it is no encoder."""
+    return FAMILIES.get(re.sub(r"[^a-z0-9]", "", str(mapping.get("model_type", "")).lower()))
+
+
+def _labels(mapping: Mapping[str, Any]) -> int:
+    names = mapping.get("architectures")
+    if not any(str(name).endswith("ForSequenceClassification") for name in names or ()):
+        return 0
+    labels = mapping.get("id2label")
+    if isinstance(labels, dict) and labels:
+        return len(labels)
+    return integer({"num_labels": 2, **mapping}, "num_labels", 1, _MAX_SIZE)
+
+
+# Tensors on disk
+
 
 Shape = tuple[int, ...]
 
@@ -64,8 +146,8 @@ def expected_tensors(config: EncoderConfig) -> dict[str, Shape]:
         tensors[f"{name}.bias"] = (rows,)
 
     add("embeddings.LayerNorm", hidden)
-    for number in range(config.layers):
-        layer = f"encoder.layer.{number}."
+    for index in range(config.layers):
+        layer = f"encoder.layer.{index}."
         for part in (*_QKV, _OUT):
             add(layer + part, hidden, hidden)
         add(layer + _ATTENTION_NORM, hidden)
@@ -134,32 +216,17 @@ def _from_file(name: str, stored: StoredTensor) -> WeightSource:
 # Reading
 
 
-@dataclass(frozen=True, slots=True)
-class WeightForm:
-    """How weights are kept."""
-
-    dtype: DType
-    device: str
-    quant: str
-    """Of `_QUANT_TYPES`."""
-    packed: bool
-    """In the compiled kernels' layout."""
-
-    @property
-    def vector_dtype(self) -> torch.dtype:
-        """Dtype of biases, norms and small tables."""
-        return torch.float32 if self.device == "cpu" else TORCH_DTYPES[self.dtype]
-
-
-def read_weights(config: EncoderConfig, sources: Mapping[str, WeightSource], form: WeightForm,
-                 progress: Progress | None = None) -> EncoderWeights:
-    """Reads all weights. progress(done, total): numbers that were read."""
-    return _WeightReader(sources, form, progress).weights(config)
+def read_weights(config: EncoderConfig, sources: Mapping[str, WeightSource], backend: EncoderBackend,
+                 quant: str = "none", progress: Progress | None = None) -> EncoderWeights:
+    """Reads all weights. quant: of `_QUANT_TYPES`. progress(done, total): numbers that were read."""
+    return _WeightReader(sources, backend, quant, progress).weights(config)
 
 
 class _WeightReader:
-    def __init__(self, sources: Mapping[str, WeightSource], form: WeightForm, progress: Progress | None) -> None:
-        self._sources, self._form, self._progress = sources, form, progress
+    def __init__(self, sources: Mapping[str, WeightSource], backend: EncoderBackend, quant: str,
+                 progress: Progress | None) -> None:
+        self._sources, self._progress = sources, progress
+        self._backend, self._quant = backend, quant
         self._total = sum(int(np.prod(source.shape)) for source in sources.values())
         self._done = 0
         self._arena = Arena()
@@ -175,8 +242,8 @@ class _WeightReader:
                 self._norm("embeddings.LayerNorm"), (), config.heads, config.eps)
             sample = _sample(weights, config) if self._calibrates(config) else None
             layers = []
-            for number in range(config.layers):
-                layer = f"encoder.layer.{number}."
+            for index in range(config.layers):
+                layer = f"encoder.layer.{index}."
                 states = None if sample is None else self._sample_states(layer, sample, weights)
                 layers.append(self._layer(layer, pool, states))
                 sample = states.result if states else None
@@ -195,7 +262,7 @@ class _WeightReader:
 
         blocks = tuple(self._matrix(f"{layer}{part}.weight", pool, importance.get("qkv")) for part in _QKV)
         bias = torch.cat([self._vector(f"{layer}{part}.bias") for part in _QKV])
-        fused = blocks if self._form.packed else torch.cat([block for block in blocks if isinstance(block, Tensor)])
+        fused = blocks if self._backend.packs else torch.cat([block for block in blocks if isinstance(block, Tensor)])
         return EncoderLayer(Affine(fused, bias), affine(_OUT), self._norm(layer + _ATTENTION_NORM), affine(_UP),
                             affine(_DOWN), self._norm(layer + _OUTPUT_NORM))
 
@@ -203,13 +270,13 @@ class _WeightReader:
         return LayerNorm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
 
     def _vector(self, name: str) -> Tensor:
-        return self._read(name, self._form.vector_dtype).to(self._form.device)
+        return self._read(name, self._backend.vector_dtype).to(self._backend.device)
 
     def _matrix(self, name: str, pool: ThreadPoolExecutor, importance: Tensor | None = None) -> Block:
         """importance: of each column, if known."""
-        form, source = self._form, self._sources[name]
+        packs, source = self._backend.packs, self._sources[name]
         rows, columns = source.shape
-        if form.packed and source.pack is not None:
+        if packs and source.pack is not None:
             self._count(source)
             return source.pack(self._host)
         if importance is not None and bool(torch.isfinite(self._layer_matrices[name]).all()):
@@ -218,12 +285,12 @@ class _WeightReader:
             blocks = q8_0_blocks(self._layer_matrices.pop(name), importance).reshape(-1)
             return self._host.pack(block_type.name, block_type.id, rows, columns, block_type.size(columns),
                                    lambda start, count: blocks[start:start + count])
-        types = (BY_NAME[name] for name in _QUANT_TYPES[form.quant])
+        types = (BY_NAME[name] for name in _QUANT_TYPES[self._quant])
         fitting = next((each for each in types if columns % each.weights == 0), None)
-        if form.packed and fitting is not None:
+        if packs and fitting is not None:
             return quantized(name, self._read(name, torch.float32), fitting, pool, self._host)
-        tensor = self._read(name, TORCH_DTYPES[form.dtype])
-        return pack_tensor(tensor, self._arena) if form.packed else tensor.to(form.device)
+        tensor = self._read(name, self._backend.dtype)
+        return pack_tensor(tensor, self._arena) if packs else tensor.to(self._backend.device)
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         self._count(self._sources[name])
@@ -240,7 +307,7 @@ class _WeightReader:
         """Returns whether matrices are quantized here, to Q8_0, with the importance of their columns."""
         plain = all(self._sources[name].pack is None for name in expected_tensors(config))
         fits = config.hidden_size % 32 == 0 and config.intermediate_size % 32 == 0
-        return self._form.packed and self._form.quant == "q8_0" and plain and fits
+        return self._backend.packs and self._quant == "q8_0" and plain and fits
 
     def _sample_states(self, layer: str, sample: Tensor, weights: EncoderWeights) -> LayerStates:
         """Runs a layer on the sample with unquantized matrices, which are kept until the layer is read."""

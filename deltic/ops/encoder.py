@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from deltic.errors import ConfigError
 from deltic.ops.types import Block, Weight
 
 
@@ -74,6 +75,46 @@ class Ragged:
     def lengths(self) -> list[int]:
         lengths: list[int] = self.starts.diff().tolist()
         return lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderBackend:
+    """Runs encoders on a device.
+
+    dtype: of matrices in memory. vector_dtype: of biases, norms and small tables. activations: of states.
+    packs: matrices are packed for compiled kernels and may be quantized; a row's result does not depend on others.
+    overlaps: the device computes while the host prepares the next batch.
+    linear(x [N, in], affine) -> [N, out] float32.
+    run(weights) -> a function from a batch and its embeddings [T, H] to the last layer's states [T, H].
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    vector_dtype: torch.dtype
+    activations: torch.dtype
+    linear: Callable[[Tensor, Affine], Tensor]
+    run: Callable[[EncoderWeights], Callable[[Ragged, Tensor], Tensor]]
+    packs: bool = False
+    overlaps: bool = False
+
+
+def select_backend(device: str, dtype: torch.dtype | None, torch_only: bool, level: str = "auto",
+                   threads: int = 1) -> EncoderBackend:
+    """Returns the backend of encoders on a device. dtype: of the weights; None: bfloat16 on a GPU, where float32 is
+    many times slower, and float32 on a CPU."""
+    from deltic.ops import cpu
+    from deltic.ops.cuda import encoder as cuda_encoder
+    from deltic.ops.torch import encoder as torch_encoder
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: torch finds no CUDA device here; use `device='cpu'`", "device")
+    if device == "cpu":
+        dtype = dtype or torch.float32
+        if not torch_only and not cpu.missing():
+            return cpu.encoder_backend(dtype, level, threads)
+        return torch_encoder.encoder_backend(torch.device(device), dtype)
+    make = torch_encoder.encoder_backend if torch_only else cuda_encoder.encoder_backend
+    return make(torch.device(device), dtype or torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,16 @@
-"""Compiles a model into a directory that TVM's runtime runs: a library, parameters, and the files beside them."""
+"""Compiles a model into a directory that TVM's runtime runs: targets, libraries and parameters."""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -13,8 +20,9 @@ from torch import Tensor
 
 from deltic.config import ModelConfig
 from deltic.errors import ConfigError, ModelError
-from deltic.export.program import hf_config, require_extra, write_sidecar
+from deltic.export.program import OBJECTS, hf_config, require_extra, write_sidecar
 from deltic.export.tvm.artifact import (
+    FLAGS,
     Generation,
     Metadata,
     Spec,
@@ -24,8 +32,194 @@ from deltic.export.tvm.artifact import (
     write_parameters,
 )
 from deltic.export.tvm.runtime import last_line
-from deltic.export.tvm.targets import CompileTarget, link, parse_target
 from deltic.loader.model_files import ModelFiles
+
+# Targets
+
+
+KINDS: Final[Mapping[str, str]] = {"llvm": "cpu", "cuda": "cuda", "rocm": "rocm", "metal": "metal", "opencl": "opencl",
+                                   "vulkan": "vulkan"}
+"""Kinds of targets, and the devices that run their code."""
+_HOSTS: Final[Mapping[str, str]] = {"metal": "arm64-apple-macosx"}
+"""Default triples of `-host` for devices that exist on one kind of machine only."""
+_SYSTEMS: Final = {"android": "android", "ios": "ios", "darwin": "darwin", "macos": "darwin", "windows": "win32",
+                   "linux": "linux"}
+"""Python's names of operating systems, by a part of the triple; the first match counts."""
+_MACHINES: Final = ("x86_64", "aarch64", "arm64", "armv7a", "riscv64")
+"""Processors, as triples begin with them."""
+_LLVM_FEATURES: Final = {"sse4_2": "sse4.2", "avx512_bf16": "avx512bf16", "asimd": "neon"}
+"""LLVM's names of instruction sets where /proc/cpuinfo has others."""
+_LIBRARY_NAMES: Final = {"darwin": "rt.dylib", "ios": "rt.dylib", "win32": "rt.dll"}
+_DEFAULT_CUDA_ARCHITECTURE: Final = "sm_80"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileTarget:
+    """A target that code can be generated for here."""
+
+    target: Any
+    """TVM's object."""
+    text: str
+    """The option's text."""
+    device: str
+    """TVM's name of the device that runs the kernels."""
+    machine: str
+    system: str
+    needs: tuple[str, ...]
+    """Instruction sets that the processor must have."""
+    linker: str | None
+    """None if there is no linker for the machine: the library remains an archive of object files."""
+
+    @property
+    def library(self) -> str:
+        """File name of the library."""
+        return OBJECTS if self.linker is None else _LIBRARY_NAMES.get(self.system, "rt.so")
+
+
+def parse_target(text: str) -> CompileTarget:
+    """Parses a target such as "llvm -mcpu=x86-64-v3" or "metal -host=arm64-apple-ios".
+
+    Raises ConfigError for an unknown target, ModelError naming what TVM or this machine lacks.
+    """
+    kind, options = _split(text)
+    triple = options.get("mtriple") if kind == "llvm" else options.pop("host", _HOSTS.get(kind))
+    if kind == "llvm":
+        host = target = _cpu_target(text, options)
+    else:
+        host = _cpu_target(text, {"mtriple": triple} if triple else {})
+        target = _gpu_target(text, kind, options, host)
+    machine, system = platform.machine(), sys.platform
+    if triple:
+        machine = triple.partition("-")[0]
+        system = next((name for part, name in _SYSTEMS.items() if part in triple), "unknown")
+    return CompileTarget(target, text, KINDS[kind], machine, system, _needs(host), _linker(machine, system))
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    kind, *options = text.split() or [""]
+    if kind not in KINDS:
+        raise ConfigError(f"target {text!r} is not supported, only {', '.join(KINDS)}, perhaps with options such as "
+                          "-mcpu=...", "target")
+    for option in options:
+        if not re.fullmatch(r"--?[\w-]+=\S+", option):
+            raise ConfigError(f"target {text!r}: {option!r} must be of the form -mcpu=NAME", "target")
+    return kind, dict(option.lstrip("-").split("=", 1) for option in options)
+
+
+def _tvm_target(text: str, options: Mapping[str, str]) -> Any:
+    import tvm
+
+    try:
+        return tvm.target.Target(dict(options))
+    except Exception as error:
+        raise ConfigError(f"target {text!r} is not one that TVM knows: {last_line(error)}", "target") from error
+
+
+def _cpu_target(text: str, options: Mapping[str, str]) -> Any:
+    """Returns TVM's target of a processor; without options, of this one."""
+    from tvm.target import codegen
+
+    triple = options.get("mtriple") or codegen.llvm_get_system_triple()
+    if triple.partition("-")[0] not in _MACHINES:
+        raise ConfigError(f"target {text!r}: {triple!r} is no triple of a machine that TVM's runtime runs on: name one "
+                          "such as aarch64-linux-android, arm64-apple-ios or x86_64-linux-gnu", "target")
+    target = _tvm_target(text, {"kind": "llvm", **(options or {"mcpu": codegen.llvm_get_system_cpu()})})
+    cpu = options.get("mcpu")
+    if cpu and not codegen.llvm_is_valid_cpu(cpu, triple):
+        raise ConfigError(f"target {text!r}: LLVM knows no processor {cpu!r} of {triple}", "target")
+    return target
+
+
+def _needs(processor: Any) -> tuple[str, ...]:
+    """Returns the instruction sets that code for a processor may use."""
+    from tvm.target import codegen
+
+    return tuple(flag for flag in FLAGS
+                 if codegen.llvm_cpu_has_features(_LLVM_FEATURES.get(flag, flag), processor))
+
+
+def _gpu_target(text: str, kind: str, options: dict[str, str], host: Any) -> Any:
+    import tvm
+
+    if not _can_generate(kind):
+        able = ", ".join(filter(_can_generate, KINDS))
+        raise ModelError(f"target {text!r}: the installed TVM ({tvm.__version__}) has no code generator for {kind}: "
+                         f"build TVM from source with USE_{kind.upper()}=ON, or choose one of {able}")
+    if kind == "cuda":
+        _check_cuda(text)
+        options.setdefault("arch", _cuda_architecture())
+    if kind == "rocm" and not Path(os.environ.get("ROCM_PATH", "/opt/rocm")).is_dir():
+        raise ModelError(f"target {text!r}: TVM links AMD's device libraries, and there is no ROCm here: install it, "
+                         "or set ROCM_PATH to where it is")
+    return tvm.target.Target(_tvm_target(text, {"kind": kind, **options}), host=host)
+
+
+def _can_generate(kind: str) -> bool:
+    import tvm
+
+    return tvm.get_global_func(f"target.build.{kind}", allow_missing=True) is not None
+
+
+def _check_cuda(text: str) -> None:
+    """Raises ModelError unless TVM can compile CUDA code here: else it would leave source that cannot be loaded."""
+    import tvm
+
+    if tvm.get_global_func("device_api.cuda", allow_missing=True) is None:
+        raise ModelError(f"target {text!r}: the installed TVM compiles CUDA code only where its CUDA runtime loads, "
+                         "which needs NVIDIA's driver (libcuda.so.1) and CUDA 13's libraries: compile on a machine "
+                         "with the GPU")
+    nvcc = os.environ.get("TVM_CUDA_COMPILE_MODE") == "nvcc" and shutil.which("nvcc")
+    if not nvcc and find_spec("cuda") is None:
+        raise ModelError(f"target {text!r}: TVM compiles CUDA code with the package cuda-bindings, which is not "
+                         "installed: pip install cuda-bindings, or put nvcc on the PATH and set "
+                         "TVM_CUDA_COMPILE_MODE=nvcc")
+
+
+def _cuda_architecture() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return _DEFAULT_CUDA_ARCHITECTURE
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _linker(machine: str, system: str) -> str | None:
+    """Returns CXX or, for this machine, an installed compiler."""
+    given = os.environ.get("CXX")
+    if given:
+        if shutil.which(given.split()[0]) is None:
+            raise ModelError(f"CXX is {given!r}, which is no program here: name a compiler that links for the target")
+        return given
+    if (machine, system) != (platform.machine(), sys.platform):
+        return None
+    found = shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise ModelError("linking a compiled model needs g++ or clang++: install one, or name one in CXX")
+    return found
+
+
+def link(built: Any, path: Path, target: CompileTarget) -> None:
+    """Writes TVM's output as a library or, without a linker, as an archive of object files."""
+    if target.linker is None:
+        built.export_library(str(path))
+        return
+    linker = target.linker.split()
+
+    def run_linker(output: str, objects: list[str], options: list[str] | None = None, **unused: Any) -> None:
+        command = [*linker, "-shared", "-fPIC", "-o", output, *objects, *(options or [])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = (done.stderr.strip() or done.stdout.strip() or str(done.returncode)).splitlines()
+            raise ModelError(f"{command[0]} cannot link a library for {target.machine} ({target.system}): {lines[-1]}; "
+                             f"name the compiler of that machine in CXX, or unset it to have the objects as {OBJECTS}")
+
+    run_linker.output_format = "o"  # type: ignore[attr-defined]
+    built.export_library(str(path), fcompile=run_linker)
+
+
+# Compiling
+
 
 StoredType = Literal["float32", "float16"]
 

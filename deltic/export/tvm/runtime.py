@@ -74,7 +74,7 @@ def tvm_runtime() -> Any:
     with _torch_hidden():
         import tvm_ffi
     if tvm_ffi.get_global_func(_CONSTRUCTOR, allow_missing=True) is None:
-        for path in _runtime_libraries():
+        for path in runtime_libraries():
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled libraries do not name it
     constructor = tvm_ffi.get_global_func(_CONSTRUCTOR, allow_missing=True)
     if constructor is None:
@@ -129,7 +129,7 @@ def _find_library(name: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _runtime_libraries() -> Iterator[Path]:
+def runtime_libraries() -> Iterator[Path]:
     folders = _library_folders()
     if not folders:
         raise ModelError("TVM's runtime is not installed: pip install 'deltic[tvm]', or set "

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deltic.errors import ConfigError
 from deltic.ops import Ops
-from deltic.ops.cpu.encoder import vision
+from deltic.ops.cpu.encoder import encoder_run, vision
 from deltic.ops.cpu.kernels import (
     add_norm,
     attention_mixer,
     flush_delta_log,
     gdn_mixer,
     head,
+    linear,
     mlp,
     moe,
     pack,
@@ -27,7 +30,9 @@ from deltic.ops.cpu.library import LEVELS, ThreadPool, load
 from deltic.ops.cpu.step import left_to_others as left_to_others
 from deltic.ops.cpu.step import mtp_step as mtp_step
 from deltic.ops.cpu.step import step as step
+from deltic.ops.encoder import Affine, EncoderBackend, EncoderWeights, Ragged
 from deltic.ops.torch import OPS as TORCH_OPS
+from deltic.ops.torch import encoder as torch_encoder
 
 _KERNELS: dict[str, Any] = {
     "pack": pack,
@@ -60,6 +65,27 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
     absent, pool = missing(), pool_of(level, threads)
     return replace(TORCH_OPS, **{name: MethodType(kernel, pool) for name, kernel in _KERNELS.items()
                                  if name not in absent})
+
+
+def encoder_backend(dtype: torch.dtype, level: str, threads: int) -> EncoderBackend:
+    """Returns the compiled kernels for encoders, with activations in float32. dtype: of the packed matrices."""
+    pool = pool_of(level, threads)
+
+    def product(x: Tensor, affine: Affine) -> Tensor:
+        return linear(pool, x, affine.weight) + affine.bias
+
+    def run(weights: EncoderWeights) -> Callable[[Ragged, Tensor], Tensor]:
+        native = encoder_run(pool, weights)
+        assert native is not None  # the weights are packed
+
+        def states(batch: Ragged, x: Tensor) -> Tensor:
+            torch_threads(1)  # two spinning thread pools would slow each other down
+            return native(batch, x)
+
+        return states
+
+    plain = torch_encoder.encoder_backend(torch.device("cpu"), dtype)
+    return replace(plain, activations=torch.float32, linear=product, run=run, packs=True)
 
 
 def pool_of(level: str = "auto", threads: int = 1) -> ThreadPool:

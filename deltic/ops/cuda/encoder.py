@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Final
 
 import torch
@@ -15,8 +16,18 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import CompileError, Module, entry, headers, load_module, why_not_compiled
-from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged, Scene, VisionWeights
+from deltic.ops.encoder import (
+    Affine,
+    EncoderBackend,
+    EncoderLayer,
+    EncoderWeights,
+    LayerNorm,
+    Ragged,
+    Scene,
+    VisionWeights,
+)
 from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch import encoder as torch_encoder
 from deltic.ops.torch.encoder import attention_of, normed
 
 log = logging.getLogger("deltic")
@@ -33,6 +44,12 @@ fourth call on, and at most 64 sizes."""
 
 
 # Encoders
+
+
+def encoder_backend(device: torch.device, dtype: torch.dtype) -> EncoderBackend:
+    """Returns the kernels for encoders; torch serves weights that they do not know."""
+    return replace(torch_encoder.encoder_backend(device, dtype),
+                   run=lambda weights: encoder_run(weights) or partial(torch_encoder.run, weights))
 
 
 def encoder_run(weights: EncoderWeights) -> Callable[[Ragged, Tensor], Tensor] | None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, LayerNorm, Ragged, Scene, VisionWeights
+from deltic.ops.encoder import (
+    Affine,
+    EncoderBackend,
+    EncoderLayer,
+    EncoderWeights,
+    LayerNorm,
+    Ragged,
+    Scene,
+    VisionWeights,
+)
 from deltic.ops.torch.basic import linear
 
 Attend = Callable[[Tensor, int], Tensor]
@@ -24,6 +34,17 @@ SLICE: Final = 2048
 
 
 # Encoders
+
+
+def encoder_backend(device: torch.device, dtype: torch.dtype) -> EncoderBackend:
+    """Returns the backend that serves any device."""
+    on_cpu = device.type == "cpu"
+    return EncoderBackend(device, dtype, torch.float32 if on_cpu else dtype, dtype, _wide_affine,
+                          lambda weights: partial(run, weights), overlaps=not on_cpu)
+
+
+def _wide_affine(x: Tensor, affine: Affine) -> Tensor:
+    return linear(x.float(), affine.weight) + affine.bias
 
 
 def embeddings(weights: EncoderWeights, batch: Ragged, words: Tensor) -> Tensor:
@@ -80,6 +101,27 @@ def _norm(x: Tensor, norm: LayerNorm, eps: float) -> Tensor:
 def on_device(host: Tensor, device: torch.device) -> Tensor:
     """Copies a host tensor to the device without waiting for the device's stream."""
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(outputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Starts copies to the host. Returns them, and a function that waits until they are complete."""
+    if not any(rows.is_cuda for rows in outputs.values()):
+        return dict(outputs), lambda: None
+    copies = {name: torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+              for name, rows in outputs.items()}
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(next(iter(outputs.values())).device))
+    return copies, done.synchronize
+
+
+def segment_reduce(rows: Tensor, how: Literal["max", "mean", "sum"], lengths: Tensor) -> Tensor:
+    """Reduces each segment of rows [T, H] to one row [N, H]."""
+    if not rows.is_cpu:
+        return torch.segment_reduce(rows, how, lengths=lengths, axis=0, unsafe=True)
+    parts = rows.split(lengths.tolist())  # several times faster on a CPU
+    if how == "max":
+        return torch.stack([part.amax(0) if len(part) else part.new_full(part.shape[1:], -torch.inf) for part in parts])
+    return torch.stack([part.mean(0) if how == "mean" else part.sum(0) for part in parts])
 
 
 def attention_of(batch: Ragged, device: torch.device) -> Attend:
