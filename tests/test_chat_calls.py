@@ -8,7 +8,7 @@ import pytest
 from call_cases import Output, atoms, meaning, outputs, read, router, state, tokens
 from support import every
 
-from deltic.chat.deltas import Delta, join
+from deltic.chat.output_router import Delta, join
 from deltic.chat.tools import PARSERS
 
 OUTPUTS = outputs()

@@ -17,8 +17,8 @@ import pytest
 from call_cases import TOOLS, Output, atoms, outputs, read, router, tokens
 from pydantic_core import from_json
 
-from deltic.chat.deltas import Delta, join
 from deltic.chat.messages import normalise_messages
+from deltic.chat.output_router import Delta, join
 from deltic.chat.tools import PARSERS
 
 FEW, MANY = 1_600, 1_000_000

@@ -19,8 +19,8 @@ from tokenizers import normalizers
 
 from deltic.chat.choices import AnswerAssembler
 from deltic.chat.conversation import encode_prompt
-from deltic.chat.deltas import Answer
 from deltic.chat.history_store import unpack
+from deltic.chat.output_router import Answer
 from deltic.chat.processor import ChatProcessor, PreparedRequest
 from deltic.chat.template import ChatTemplate
 from deltic.chat.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from test_chat_support import MARKERS, read_calls
 from deltic.chat.markers import Markers
 from deltic.chat.messages import normalise_messages
 from deltic.chat.output_router import CallOptions, OutputRouter
-from deltic.chat.schema_coercion import coerce
+from deltic.chat.tool_arguments import coerce
 from deltic.chat.tools import tool_schemas
 
 SECONDS = 10.0

@@ -9,8 +9,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from threading import Event
 
-from deltic.chat.history_store import MAX_ALTERNATIVES, AnswerLog, AnswerRecord, ids_digest, pack, unpack
-from deltic.chat.owned_entries import OwnedEntries
+from deltic.chat.history_store import MAX_ALTERNATIVES, AnswerLog, AnswerRecord, OwnedEntries, ids_digest, pack, unpack
 
 IDS = array("i", [1, 2, 3000])
 NOTE = AnswerRecord("é", "", (("f", '{"a": "\\ud800"}'),), IDS, ids_digest(IDS), "ab", 2, 1, ("", "12"), True)

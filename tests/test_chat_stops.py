@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from support import examples
 from test_chat_support import EOS, Vocabulary, splits
 
-from deltic.chat.deltas import Region, join
-from deltic.chat.output_router import AnswerText, AnswerTexts, chat_router, text_router
-from deltic.chat.stop_strings import StopAutomaton, StopScanner, open_suffix
+from deltic.chat.markers import StopAutomaton, StopScanner, open_suffix
+from deltic.chat.output_router import AnswerText, AnswerTexts, Region, chat_router, join, text_router
 
 CASES = [
     ("abSTOPcd", ("STOP",), "ab"),

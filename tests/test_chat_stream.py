@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from support import examples
 from test_chat_support import EOS, MARKERS, Vocabulary, splits
 
-from deltic.chat.deltas import Answer, Delta, Region, join
 from deltic.chat.markers import Markers, start_mode
-from deltic.chat.output_router import CallOptions, OutputRouter, chat_router, text_router
+from deltic.chat.output_router import Answer, CallOptions, Delta, OutputRouter, Region, chat_router, join, text_router
 from deltic.chat.tools import QWEN
 
 TOOLS = [

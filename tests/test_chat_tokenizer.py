@@ -14,9 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from deltic.chat import tokenizer as tokenizer_module
-from deltic.chat import tokenizer_files
-from deltic.chat.tokenizer import Tokenizer
-from deltic.chat.tokenizer_files import TokenizerFiles
+from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.errors import ModelError, RequestError
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
@@ -126,7 +124,7 @@ def test_tokens_that_the_other_file_lacks_are_named(tmp_path: Path, caplog: pyte
 
 
 def test_files_without_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_files, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(tokenizer_module, "_MAX_BYTES", 1 << 20)
     shutil.copy(TINY / "tokenizer.json", tmp_path)
     for name in ("tokenizer_config.json", "chat_template.jinja", "tokenizer.json"):
         before = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else b"{}"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import examples
 from test_chat_support import read_calls
 
-from deltic.chat.schema_coercion import coerce, dumps, loads
+from deltic.chat.tool_arguments import coerce, dumps, loads
 from deltic.chat.tools import tool_schemas
 
 PROPERTIES = {

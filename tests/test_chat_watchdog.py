@@ -12,8 +12,7 @@ from random import Random
 
 import pytest
 
-from deltic.chat.template import ChatTemplate, _environment
-from deltic.chat.watchdog import Watchdog
+from deltic.chat.template import ChatTemplate, Watchdog, _environment
 from deltic.errors import RequestError, TemplateError
 
 SECONDS = 0.01

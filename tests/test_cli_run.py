@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from deltic.chat.deltas import AnswerCall, Delta
+from deltic.chat.output_router import AnswerCall, Delta
 from deltic.cli import main
 from deltic.cli.output import AnswerTiming, Screen
 from deltic.runner.model_runner import ModelRunner

@@ -13,7 +13,7 @@ from support import load_directory, numbers
 from test_gguf_metadata import TINY, tokenizer_metadata
 
 from deltic import LLM, SamplingParams
-from deltic.chat.deltas import AnswerCall
+from deltic.chat.output_router import AnswerCall
 from deltic.errors import ModelError
 from deltic.loader.dummy import random_weights
 from deltic.loader.model_files import open_model

@@ -8,8 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from deltic.chat.deltas import Answer, AnswerCall, Delta, join, merge
-from deltic.chat.output_router import AnswerText
+from deltic.chat.output_router import Answer, AnswerCall, AnswerText, Delta, join, merge
 from deltic.chat.processor import PreparedRequest
 from deltic.errors import GenerationError
 from deltic.params import Event, Finish, TokenEvent, TokenLogprobs, Usage

@@ -30,7 +30,6 @@ from typing import Any
 
 from deltic.chat.control_tokens import unmarked
 from deltic.chat.conversation import Conversation, RenderedPrefixes, encode_prompt, stable_prefixes, system_prefix_len
-from deltic.chat.deltas import Answer
 from deltic.chat.history_store import (
     AnswerLog,
     AnswerRecord,
@@ -41,8 +40,9 @@ from deltic.chat.history_store import (
     record_name,
 )
 from deltic.chat.messages import REASONING
-from deltic.chat.schema_coercion import argument_schema, typed
+from deltic.chat.output_router import Answer
 from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
+from deltic.chat.tool_arguments import argument_schema, typed
 from deltic.chat.tools import tool_schemas
 from deltic.errors import DelticError, LongPromptError
 from deltic.params import Finish

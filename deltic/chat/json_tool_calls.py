@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deltic.chat.schema_coercion import loads
+from deltic.chat.tool_arguments import loads
 from deltic.chat.tools import skip_spaces
 
 if TYPE_CHECKING:

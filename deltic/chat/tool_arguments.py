@@ -1,13 +1,198 @@
-"""Writes the arguments of tool calls as JSON while they are read, in the types of the tool's schema."""
+"""Converts tool arguments to the types of the tool's schema, and writes them as JSON while they are read."""
 
 from __future__ import annotations
 
 import copy
+import json
+import math
+import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
 
+from deltic.chat import json_schema
 from deltic.chat.json_schema import has_type
-from deltic.chat.schema_coercion import Schema, argument_schema, coerce, dumps, read_json, stays_text, types_of
+
+# A string without line breaks, a word of Python's, a bracket of a tuple, a comma before a closing bracket.
+_PYTHON_TOKEN = re.compile(r"""('(?:[^'\\\r\n]|\\.)*+'|"(?:[^"\\\r\n]|\\.)*+")|\b(True|False|None)\b|([()])"""
+                           r"""|(?<=[^\s\[({,]),(?=\s*[\])}])""", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPED = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
+            "v": "\v"}
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_WORDS = {"True": True, "true": True, "False": False, "false": False}
+_NULLS = ("null", "None")
+_MAX_DEPTH = 100
+MAX_JSON_CHARS = 1 << 20  # json.loads holds the GIL, for 40 ms at most
+_MAX_LITERAL = 1 << 16
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Schema(dict[str, Any]):
+    """A JSON schema of a tool's parameters that caches the types of its parts."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        super().__init__(parameters)
+        self.known: dict[int, set[str] | None] = {}
+
+    @cached_property
+    def properties(self) -> Mapping[str, Any]:
+        """The schemas of the named parameters."""
+        return json_schema.properties_of(self, self)
+
+
+def coerce(value: Any, schema: Any, root: Any = None) -> Any:
+    """Converts a value to a type of the schema; a value that fits none of them is returned as it is.
+
+    Text in JSON's or Python's spelling becomes null, boolean, number, object or array if the schema allows it. Other
+    values become JSON text if only strings are allowed. `root` resolves references.
+    """
+    types = _types(schema, root if root is not None else schema)
+    if not isinstance(value, str):
+        return dumps(value) if types == {"string"} and value is not None else value
+    for name, read in _READERS:
+        if name in types:
+            found, parsed = read(value.strip())
+            if found:
+                return parsed
+    return value
+
+
+def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts the arguments of a call to the types of the tool's schema."""
+    return {key: coerce(value, argument_schema(key, schema), schema) for key, value in arguments.items()}
+
+
+def argument_schema(key: str, schema: Mapping[str, Any]) -> Any:
+    """Returns the schema of one parameter; None if there is none."""
+    properties = schema.properties if isinstance(schema, Schema) else json_schema.properties_of(schema, schema)
+    return properties.get(key, schema.get("additionalProperties"))
+
+
+def types_of(key: str, schema: Mapping[str, Any]) -> set[str]:
+    """Returns the types that a parameter may have; empty if unknown."""
+    return _types(argument_schema(key, schema), schema)
+
+
+def stays_text(key: str, schema: Mapping[str, Any]) -> bool:
+    """True if `coerce` never changes text for this parameter."""
+    return types_of(key, schema).isdisjoint(name for name, _ in _READERS)
+
+
+def _types(schema: Any, root: Any) -> set[str]:
+    return json_schema.types_of(schema, root, root.known if isinstance(root, Schema) else {})
+
+
+def loads(text: str) -> Any:
+    """Reads JSON, or JSON values in Python's spelling; ValueError for other text, and for too long or deep values."""
+    try:
+        return read_json(text)
+    except ValueError:
+        if len(text) > _MAX_LITERAL:
+            raise
+    return read_json(_python_to_json(text))
+
+
+def _python_to_json(text: str) -> str:
+    """Translates a Python literal into JSON. Text that is neither stays neither. Takes linear time."""
+    return _PYTHON_TOKEN.sub(_json_token, text)
+
+
+def _json_token(found: re.Match[str]) -> str:
+    string, word, bracket = found.groups()
+    if string:
+        return json.dumps(_ESCAPE.sub(_unescape, string[1:-1]))
+    if word:
+        return _JSON_WORDS[word]
+    return {"(": "[", ")": "]"}.get(bracket, "")
+
+
+def _unescape(found: re.Match[str]) -> str:
+    octal, *codes, other = found.groups()
+    code = next((int(code, 16) for code in codes if code), int(octal, 8) if octal else None)
+    if code is not None:
+        return chr(code)
+    if other in "NxuU\r":  # character names, and codes that are cut short
+        raise ValueError(f"unknown escape {found[0]}")
+    return _ESCAPED.get(other, found[0])
+
+
+def read_json(text: str) -> Any:
+    """Reads JSON; ValueError as `loads`."""
+    if len(text) > MAX_JSON_CHARS:
+        raise ValueError(f"longer than {MAX_JSON_CHARS} characters")
+    return _checked_depth(_read_json(text))
+
+
+def dumps(value: Any) -> str:
+    """Writes JSON that is valid UTF-8: lone surrogates become the replacement character."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False, parse_constant=_not_json, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _not_json(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large")
+    return value
+
+
+def _checked_depth(value: Any) -> Any:
+    """Returns the value; ValueError if it is nested too deeply to be written and copied."""
+    level, depth = [value], 0
+    while level := [item for value in level if isinstance(value, dict | list)
+                    for item in (value.values() if isinstance(value, dict) else value)]:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+    return value
+
+
+def _read_null(text: str) -> tuple[bool, Any]:
+    return text in _NULLS, None
+
+
+def _read_boolean(text: str) -> tuple[bool, Any]:
+    return text in _PYTHON_WORDS, _PYTHON_WORDS.get(text)
+
+
+def _read_integer(text: str) -> tuple[bool, Any]:
+    found, value = _read_number(text)
+    whole = found and value == int(value)
+    return whole, int(value) if whole else None
+
+
+def _read_number(text: str) -> tuple[bool, Any]:
+    try:
+        value = _read_json(text) if len(text) <= _MAX_LITERAL else None
+    except ValueError:
+        return False, None
+    return isinstance(value, int | float) and not isinstance(value, bool), value
+
+
+def _read_container(kind: type) -> Any:
+    def read(text: str) -> tuple[bool, Any]:
+        try:
+            value = loads(text) if text[:1] in "[{" else None
+        except ValueError:
+            return False, None
+        return isinstance(value, kind), value
+    return read
+
+
+_READERS = (("null", _read_null), ("boolean", _read_boolean), ("integer", _read_integer),
+            ("number", _read_number), ("object", _read_container(dict)), ("array", _read_container(list)))
 
 
 class CallDelta(NamedTuple):

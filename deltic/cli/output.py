@@ -16,7 +16,7 @@ from deltic.cli.parser import UsageError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from deltic.chat.deltas import AnswerCall, Delta
+    from deltic.chat.output_router import AnswerCall, Delta
     from deltic.llm import LLM, Choice, Stream
 
 _POLL_SECONDS = 0.1  # how often a progress bar of the prompt is updated
