@@ -41,6 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("asked", ASKED, ids=[" ".join(asked) for asked in ASKED])
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.covering
 def test_the_server_routes_every_token_once(asked: dict[str, Any], stream: bool, counted: Counter[str]) -> None:
     with serving(tiny()) as served:
         counted.clear()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_chat_support import MARKERS, QWEN_LIKE, build_prompt, stable_boundaries
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -173,7 +174,7 @@ def test_a_template_that_refuses_continuations_fails_no_request(source: str) -> 
 
 
 @given(st.text("abcdef .\n", max_size=30), st.booleans())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_encoding_only_tails_counts_as_encoding_all(content: str, separated: bool) -> None:
     separator = "<|im_end|>" if separated else ""
     template = ChatTemplate("{% for m in messages %}{{ m.content }}" + separator + "{% endfor %}")
@@ -223,6 +224,7 @@ LONG = [long_talk(60, 0)[:-1], [*long_talk(40, 1), USER], long_talk(1, 70)[:-1],
 
 @pytest.mark.parametrize("messages", LONG, ids=range(len(LONG)))
 @pytest.mark.parametrize("source", [TINY.source, QWEN.source], ids=["tiny", "qwen"])
+@pytest.mark.covering
 def test_long_conversations_are_rendered_once(
         messages: list[Any], source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked about their end is asked of shorter ones, and the answer is the same."""

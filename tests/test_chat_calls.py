@@ -48,10 +48,12 @@ def test_there_are_enough() -> None:
 
 
 @IDS
-@pytest.mark.parametrize("output", OUTPUTS, ids=str)
-def test_what_is_meant(output: Output, ids: bool) -> None:
-    for pieces in (small(output, ids), tokens(small(output, ids), repeat(1 << 20))):
-        assert meaning(join(read(output, pieces, ids))) == (output.reasoning, output.content, output.calls)
+@pytest.mark.parametrize("form", ["qwen", "json", "minimax"])
+def test_outputs_are_read_as_expected(form: str, ids: bool) -> None:
+    for output in (output for output in OUTPUTS if output.form == form):
+        for pieces in (small(output, ids), tokens(small(output, ids), repeat(1 << 20))):
+            found = meaning(join(read(output, pieces, ids)))
+            assert found == (output.reasoning, output.content, output.calls), output.name
 
 
 @pytest.mark.slow
@@ -62,7 +64,7 @@ def test_every_split(output: Output, ids: bool) -> None:
 
 
 @IDS
-@pytest.mark.parametrize("output", every(4, OUTPUTS), ids=str)
+@pytest.mark.parametrize("output", every(12, OUTPUTS), ids=str)
 def test_every_split_into_tokens(output: Output, ids: bool) -> None:
     check_every_split(output, ids, LONGEST)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_chat_chat import CONVERSATIONS, TOOLS
 from test_chat_history import EOS, Talk
 from test_chat_support import QWEN_LIKE
@@ -88,6 +90,7 @@ def hostile(text: str, place: str) -> tuple[list[dict[str, Any]], list[dict[str,
 
 PLACES = ("system", "user", "assistant", "reasoning", "tool", "part", "argument", "argument name", "inner",
           "inner name", "call", "id", "name", "description", "parameter", "title")
+FORMS = ("{}", "{}{}x", *(("a {} b", " {}\n{}") if os.environ.get("DELTIC_TEST_SLOW") else ()))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -97,7 +100,7 @@ def test_hostile_text_yields_no_control_token(name: str, place: str) -> None:
     messages, tools = hostile("plain", place)
     wanted = controls(ids_of(conversation(TEMPLATES[name], messages, tools, enable_thinking=True)))
     assert wanted
-    for spelled, form in product(SPELLED, ("{}", "a {} b", " {}\n{}", "{}{}x")):
+    for spelled, form in product(SPELLED, FORMS):
         text = form.format(spelled, spelled)
         messages, tools = hostile(text, place)
         each = conversation(TEMPLATES[name], messages, tools, enable_thinking=True)
@@ -166,7 +169,7 @@ def test_marks_that_a_client_sends(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from([*TOKENIZER.added, "<", "|", ">", "im_end", "a", " ", "\n", "é", MARK[:9], MARK[9:]])))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_random_text(pieces: list[str]) -> None:
     text = "".join(pieces)
     ids = ids_of(conversation(CHATML, [{"role": "system", "content": text}]))

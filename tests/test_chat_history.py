@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_chat_support import MARKERS, QWEN_LIKE, build_prompt
 from tokenizers import normalizers
 
@@ -187,6 +188,7 @@ def agent(
 @TEMPLATES
 @THINKING
 @pytest.mark.parametrize("returns", [True, False], ids=["returns", "drops"])
+@pytest.mark.covering
 def test_preserved_prompts_extend_each_other(template: str, thinking: bool, returns: bool) -> None:
     count = 0
     for _, before, after, answer in agent(talk("preserve", thinking, template, returns=returns)):
@@ -199,6 +201,7 @@ def test_preserved_prompts_extend_each_other(template: str, thinking: bool, retu
 
 @TEMPLATES
 @THINKING
+@pytest.mark.covering
 def test_faithful_prompts_extend_each_other_within_a_turn(template: str, thinking: bool) -> None:
     for kind, before, after, answer in agent(talk("template", thinking, template)):
         if kind == "result":
@@ -537,7 +540,7 @@ def spoken(reasoning: str, content: str, calls: list[dict[str, str]]) -> str:
     return f"{reasoning}\n</think>\n\n{content}" + "".join(f"\n\n{body}" for body in bodies)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data(), st.sampled_from(["template", "preserve"]), st.sampled_from([TINY_TEMPLATE, QWEN_LIKE]),
        st.sampled_from([TOOLS, UNTYPED]), st.booleans())
 def test_random_conversations(data: st.DataObject, mode: str, template: str, tools: Any, returns: bool) -> None:
@@ -570,7 +573,7 @@ def without_values(text: str) -> str:
     return re.sub(r"(<parameter=\w+>\n).*?\n</parameter>", r"\1", text, flags=re.DOTALL)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.dictionaries(texts, values, max_size=3), max_size=2), st.dictionaries(texts, values, max_size=3),
        values)
 def test_strange_arguments_and_schemas_fail_nothing(calls: list[Any], properties: dict[str, Any], schema: Any) -> None:

@@ -18,7 +18,7 @@ from deltic.chat.output_router import CallOptions, OutputRouter
 from deltic.chat.tool_arguments import coerce
 from deltic.chat.tools import tool_schemas
 
-SECONDS = 10.0
+SECONDS = 5.0
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -72,7 +72,7 @@ def test_calls_that_never_end(opening: str, piece: str, texts: tuple[str, ...]) 
     ids = {} if texts else {index: piece for index, piece in enumerate(pieces) if piece in MARKERS}
     router = OutputRouter(lambda token: pieces[token].encode(), markers=Markers(ids, texts), calls=CallOptions(TOOLS))
     with soon():
-        for token in [0, 1, *list(range(2, len(pieces))) * 8_000]:
+        for token in [0, 1, *list(range(2, len(pieces))) * 4_000]:
             router.feed(token)
         router.finish()
 
@@ -88,10 +88,10 @@ def test_schemas_whose_parts_refer_to_each_other() -> None:
 
 
 def test_a_schema_is_looked_at_once_for_all_arguments() -> None:
-    schema = {"type": "object", "properties": {f"p{index}": {"$ref": "#/$defs/big"} for index in range(20_000)},
+    schema = {"type": "object", "properties": {f"p{index}": {"$ref": "#/$defs/big"} for index in range(5_000)},
               "$defs": {"big": {"anyOf": [{"enum": [str(index) for index in range(5_000)]}, {"type": "integer"}]}}}
     schemas = tool_schemas([{"function": {"name": "f", "parameters": schema}}])
-    call = '{"name": "f", "arguments": {' + ", ".join(f'"p{index}": "1"' for index in range(20_000)) + "}}"
+    call = '{"name": "f", "arguments": {' + ", ".join(f'"p{index}": "1"' for index in range(5_000)) + "}}"
     with soon():
         (_, arguments), = read_calls(call, schemas)
         assert list(json.loads(arguments).items())[:2] == [("p0", 1), ("p1", 1)]

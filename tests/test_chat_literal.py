@@ -47,13 +47,13 @@ def in_json_types(value: Any) -> Any:
 
 
 @given(VALUES)
-@settings(deadline=None, max_examples=examples(400))
+@settings(deadline=None, max_examples=examples(160))
 def test_what_python_writes_is_read(value: Any) -> None:
     assert repr(loads(repr(value))) == repr(expected(repr(value)))
 
 
 @given(VALUES, EDITS)
-@settings(deadline=None, max_examples=examples(600))
+@settings(deadline=None, max_examples=examples(240))
 def test_nothing_else_is_read_otherwise(value: Any, edits: list[tuple[int, str]]) -> None:
     text = repr(value)
     for place, character in edits:

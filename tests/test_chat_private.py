@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_chat_history import (
     CALL,
     MODES,
@@ -205,7 +206,7 @@ moves = st.lists(st.tuples(st.sampled_from(["ask", "answer", "turn", "turn", "tu
                            st.integers(0, 2), st.integers(0, 1)), max_size=24)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(moves, st.tuples(*[st.lists(st.booleans(), min_size=1, max_size=3)] * 3),
        st.sampled_from([TINY_TEMPLATE, QWEN_LIKE]), st.sampled_from(["preserve", "preserve", "template"]))
 def test_random_lives(moves: list[tuple[str, int, int]], returns: Any, template: str, mode: str) -> None:

@@ -65,6 +65,7 @@ def test_a_preserved_turn_takes_one(template: str, renders: list[int]) -> None:
 
 @TEMPLATES
 @pytest.mark.parametrize("messages", LONG, ids=range(len(LONG)))
+@pytest.mark.covering
 def test_of_a_long_conversation_few_messages_are_rendered_more_than_once(
         template: str, messages: list[Any], renders: list[int]) -> None:
     processor = ChatProcessor(TOKENIZER, template, history="template")
@@ -78,7 +79,7 @@ def test_of_a_long_conversation_few_messages_are_rendered_more_than_once(
 def test_what_is_remembered_of_openings_changes_nothing(template: str) -> None:
     warm = ChatProcessor(TOKENIZER, template)
     for tools in (None, TOOLS):
-        for text in ("Hello", "0", "Hello there", "Why", " He", ""):
+        for text in ("Hello", "0", "Hello there", ""):
             for messages in ([], [SYSTEM], [SYSTEM | {"content": "0"}]):
                 asked = [*messages, {"role": "user", "content": text}]
                 for variables in ({"enable_thinking": True}, {}):

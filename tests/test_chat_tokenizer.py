@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -34,7 +35,7 @@ def test_ids_and_sizes(tokenizer: Tokenizer) -> None:
 
 
 @given(st.text(max_size=60))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()

@@ -82,7 +82,8 @@ def test_everything_ends_in_time(name: str) -> None:
     assert spent(f"{{{{ [{again}]|length }}}}")[0] < MOST
 
 
-def test_there_is_all_that_templates_can_do() -> None:
+@pytest.mark.slow
+def test_uses_cover_what_templates_can_do() -> None:
     assert {"filter groupby", "filter tojson", "test divisibleby", "method zfill", "function range",
             "function namespace", "operator in"} < USES.keys()
     used = {name for name, source in USES.items() if any(spent(f"{{% set x = {use} %}}", 10)[1] for use in source)}
@@ -93,7 +94,7 @@ def test_there_is_all_that_templates_can_do() -> None:
     "{% set x = [" + "(r|groupby('real')), " * 300 + "] %}",
     "{{ r" + "|select('odd')|reject('even')" * 40 + "|list|length }}",
     "{{ r|map('string')" + "|map('upper')" * 80 + "|list|length }}",
-    "{% set x = [" + "('x' ~ t ~ 'y') in t, " * 3_000 + "] %}",
+    "{% set x = [" + "('x' ~ t ~ 'y') in t, " * 1_000 + "] %}",
     "{{ [" + "n|sort(case_sensitive=true)|tojson|length, " * 300 + "] }}",
 ])
 def test_long_chains_end_in_time(source: str) -> None:
