@@ -161,7 +161,6 @@ class Quoter:
         return value
 
     def _item(self, message: Mapping[str, Any], key: str, prefill: bool) -> Any:
-        """Returns the quoted value of a key."""
         item = message[key]
         if key not in ("content", "contents") or not isinstance(item, str):
             return self._value(item)
@@ -224,7 +223,6 @@ def _expression(tree: dict[str, Any]) -> str:
 
 
 def _marked(text: str, places: Sequence[int]) -> str:
-    """Puts marks at these positions, which ascend."""
     return MARK.join(_cut_at(text, places)) if places else text
 
 

@@ -68,7 +68,6 @@ class OwnedEntries(Generic[Value]):
         return gone
 
     def pop(self, owner: Owner, key: str | bytes) -> Value | None:
-        """Removes an entry."""
         own = self._owners.get(owner)
         if own is None or key not in own.entries:
             return None
@@ -151,7 +150,6 @@ _LOST_RECORD = AnswerRecord("", "", (), array("i"), "")
 
 
 def record_name(key: str, record: AnswerRecord) -> str:
-    """Returns a name that is unique among the records of the key."""
     return key + record.digest
 
 
@@ -203,7 +201,6 @@ class AnswerLog:
         return chain[::-1]
 
     def flush(self) -> None:
-        """Waits until all records are in the store."""
         if self._store:
             self._writer.submit(lambda: None).result()
 

@@ -267,7 +267,6 @@ def _alone(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _refers(reference: Any, root: Any) -> bool:
-    """True if the reference resolves in this schema."""
     if not isinstance(reference, str):
         return False
     where = reference.partition("#")[0]

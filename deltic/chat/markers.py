@@ -97,7 +97,6 @@ class StopAutomaton:
         return self._ends[node]
 
     def step(self, node: int, char: str) -> int:
-        """Returns the node after one more character."""
         while not (child := self.child(node, char)) and node:
             node = self._fails[node]
         return child
@@ -140,7 +139,6 @@ class StopScanner:
 
     @property
     def stopped(self) -> bool:
-        """True after a stop string."""
         return self.found is not None
 
     def push(self, text: str) -> str:
@@ -162,12 +160,10 @@ class StopScanner:
         return text[:cut]
 
     def flush(self) -> str:
-        """Returns the held text: the content ends here."""
         held = self.held
         self.held = ""
         self.node = 0
         return held
 
     def copy(self) -> StopScanner:
-        """Returns an independent scanner in the same state."""
         return replace(self)

@@ -107,7 +107,6 @@ def merge(deltas: list[Delta]) -> list[Delta]:
 
 
 def _joined(before: Delta, delta: Delta) -> Delta | None:
-    """Returns two pieces as one; None if one of them begins a call."""
     first, second = before.call, delta.call
     if first is None or second is None:
         return Delta(delta.kind, before.text + delta.text, tokens=before.tokens + delta.tokens)
@@ -204,7 +203,6 @@ class OutputRouter:
 
     @property
     def stopped(self) -> bool:
-        """True after a stop string or the one wanted call: nothing more is emitted."""
         return self._over or self.stops.stopped
 
     @property
@@ -245,7 +243,6 @@ class OutputRouter:
         return self._take()
 
     def copy(self) -> OutputRouter:
-        """Returns an independent router in the same state."""
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         twin._utf8.setstate(self._utf8.getstate())
@@ -340,7 +337,6 @@ class OutputRouter:
             self._write(marker)
 
     def _may_open(self, marker: str, form: CallForm) -> bool:
-        """True if calls may begin here with this tag."""
         begins_line = self._region == "content" and not self._line and not self._fenced
         return marker == form.block[0] or form.anywhere or begins_line
 
@@ -451,7 +447,6 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """True after a stop string."""
         return self._router.stopped
 
     @property
@@ -507,5 +502,4 @@ class AnswerTexts:
         return text
 
     def forget(self, choice: int) -> None:
-        """Drops the text of a finished choice."""
         self._texts.pop(choice, None)

@@ -87,11 +87,9 @@ class ThinkingBudget:
         self._forced = self._due()
 
     def forced(self) -> int | None:
-        """Returns the next forced token, if any."""
         return self._forced[0] if self._forced else None
 
     def push(self, token: int, /) -> None:
-        """Takes the next token of the answer."""
         was_open, self._open = self._open, self._text.region == "reasoning"
         if self._forced:
             self._forced = self._forced[1:]
@@ -286,7 +284,6 @@ class ChatProcessor:
         return self._config.history if history is None else history
 
     def _seen(self, reading: Reading, pictures: Shown | RequestError | None) -> list[Pixels | Video]:
-        """Returns the media of a conversation, in order."""
         if isinstance(pictures, RequestError):
             raise pictures
         if pictures is None:
@@ -308,7 +305,6 @@ class ChatProcessor:
 
     @property
     def fetches(self) -> bool:
-        """True if http(s) URLs of media are fetched."""
         return self._fetches
 
     @property
@@ -365,7 +361,6 @@ class ChatProcessor:
         return found if seen else Prompt(tuple(ids))
 
     def _marked(self, text: str) -> str:
-        """Replaces MEDIA by the tokens of the model."""
         if self._vision is None:
             return text
         token = self.tokenizer.decode([self._vision.tower.image_token_id], skip_special=False)
@@ -391,7 +386,6 @@ class ChatProcessor:
         return _constrained(prepared, self.grammars.of(output_format))
 
     def _grammar(self, conversation: Conversation, answer: AnswerForm, form: CallForm) -> PendingGrammar | None:
-        """Returns the grammar of the answer, if it is restricted."""
         choice, wanted = answer.calls, answer.output
         functions = choice.functions(conversation.tools or ())
         restricted = choice.needed or choice.names or any(function.get("strict") for function in functions.values())
@@ -401,7 +395,6 @@ class ChatProcessor:
         return self.grammars.grammar(lambda known, schemas: call_parts(calls, known.tags, schemas), "tools")
 
     def flush(self) -> None:
-        """Waits until all answer records are stored."""
         self._history.flush()
 
     def _template(self, tools: Any) -> ChatTemplate:

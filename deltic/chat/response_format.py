@@ -75,7 +75,6 @@ def response_format(value: Any, name: str = "response_format", ignored: list[str
 
 
 def _wrapped(given: Any, name: str, ignored: list[str] | None) -> JsonSchema:
-    """Reads OpenAI's form of a schema."""
     if not isinstance(given, Mapping) or given.get("schema") is None:
         raise RequestError(f"{name} must be an object with a name and a schema, not {show(given)}", name)
     _note(given, ("schema", *_BESIDE), name, ignored)

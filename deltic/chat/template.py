@@ -232,7 +232,6 @@ def _join(context: TemplateContext, items: tuple[Any, ...]) -> str:
 
 
 def _concat(pieces: Iterable[str]) -> str:
-    """Joins the pieces of a captured block."""
     pieces = list(pieces)
     check_chars(sum(map(len, pieces)))
     return "".join(pieces)

@@ -126,7 +126,6 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the default chat template, or None."""
         return self.template_for(None)
 
     def template_for(self, tools: object) -> str | None:
@@ -276,7 +275,6 @@ class Tokenizer:
 
 
 def _trim_memory() -> None:
-    """Returns free memory to the system, if the allocator can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)

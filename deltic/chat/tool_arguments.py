@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,6 +23,7 @@ _ESCAPED = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f":
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_WORDS = {"True": True, "true": True, "False": False, "false": False}
 _NULLS = ("null", "None")
+_CONVERTED = frozenset(("null", "boolean", "integer", "number", "object", "array"))
 _MAX_DEPTH = 100
 MAX_JSON_CHARS = 1 << 20  # json.loads holds the GIL, for 40 ms at most
 _MAX_LITERAL = 1 << 16
@@ -37,7 +39,6 @@ class Schema(dict[str, Any]):
 
     @cached_property
     def properties(self) -> Mapping[str, Any]:
-        """The schemas of the named parameters."""
         return json_schema.properties_of(self, self)
 
 
@@ -50,10 +51,20 @@ def coerce(value: Any, schema: Any, root: Any = None) -> Any:
     types = _types(schema, root if root is not None else schema)
     if not isinstance(value, str):
         return dumps(value) if types == {"string"} and value is not None else value
-    for name, read in _READERS:
-        if name in types:
-            found, parsed = read(value.strip())
-            if found:
+    text = value.strip()
+    if "null" in types and text in _NULLS:
+        return None
+    if "boolean" in types and text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    number = _number(text) if types & {"integer", "number"} else None
+    if number is not None and "integer" in types and number == int(number):
+        return int(number)
+    if number is not None and "number" in types:
+        return number
+    if types & {"object", "array"} and text[:1] in ("[", "{"):
+        with suppress(ValueError):
+            parsed = loads(text)
+            if has_type(parsed, types & {"object", "array"}):
                 return parsed
     return value
 
@@ -76,7 +87,7 @@ def types_of(key: str, schema: Mapping[str, Any]) -> set[str]:
 
 def stays_text(key: str, schema: Mapping[str, Any]) -> bool:
     """True if `coerce` never changes text for this parameter."""
-    return types_of(key, schema).isdisjoint(name for name, _ in _READERS)
+    return types_of(key, schema).isdisjoint(_CONVERTED)
 
 
 def _types(schema: Any, root: Any) -> set[str]:
@@ -159,40 +170,12 @@ def _checked_depth(value: Any) -> Any:
     return value
 
 
-def _read_null(text: str) -> tuple[bool, Any]:
-    return text in _NULLS, None
-
-
-def _read_boolean(text: str) -> tuple[bool, Any]:
-    return text in _PYTHON_WORDS, _PYTHON_WORDS.get(text)
-
-
-def _read_integer(text: str) -> tuple[bool, Any]:
-    found, value = _read_number(text)
-    whole = found and value == int(value)
-    return whole, int(value) if whole else None
-
-
-def _read_number(text: str) -> tuple[bool, Any]:
+def _number(text: str) -> int | float | None:
     try:
         value = _read_json(text) if len(text) <= _MAX_LITERAL else None
     except ValueError:
-        return False, None
-    return isinstance(value, int | float) and not isinstance(value, bool), value
-
-
-def _read_container(kind: type) -> Any:
-    def read(text: str) -> tuple[bool, Any]:
-        try:
-            value = loads(text) if text[:1] in "[{" else None
-        except ValueError:
-            return False, None
-        return isinstance(value, kind), value
-    return read
-
-
-_READERS = (("null", _read_null), ("boolean", _read_boolean), ("integer", _read_integer),
-            ("number", _read_number), ("object", _read_container(dict)), ("array", _read_container(list)))
+        return None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 class CallDelta(NamedTuple):
@@ -223,23 +206,16 @@ class ToolArguments:
         self._keys: set[str] | None = None  # of the open call
         # the open value
         self._key: str | None = None
-        self._live = False  # its text is emitted as it comes
+        self.live = False  # its text is emitted as it comes
         self._begun = False
         self._repeated = False  # the call had a value with this key before
         self._text: list[str] = []
 
     @property
-    def live(self) -> bool:
-        """True if the open value is emitted as it comes."""
-        return self._live
-
-    @property
     def open(self) -> bool:
-        """True inside a call."""
         return self._keys is not None
 
     def knows(self, name: str) -> bool:
-        """True for the name of a tool."""
         return name in self._schemas
 
     def takes(self, key: str) -> bool:
@@ -248,7 +224,6 @@ class ToolArguments:
         return key != self._key and key not in (self._keys or ()) and (not names or key in names)
 
     def begin(self, name: str) -> None:
-        """Begins a call."""
         self._schema, self._keys = self._schemas.get(name, Schema({})), set()
         self.out.append(CallDelta(name))
 
@@ -256,11 +231,10 @@ class ToolArguments:
         """Begins a value. A second one with the same key is not part of the call."""
         assert self._keys is not None
         self._key, self._begun, self._text, self._repeated = key, False, [], key in self._keys
-        self._live = self._streams and not self._repeated and stays_text(key, self._schema)
+        self.live = self._streams and not self._repeated and stays_text(key, self._schema)
 
     def text(self, text: str) -> None:
-        """Adds text to the value."""
-        if self._live and text:
+        if self.live and text:
             self._emit_text(dumps(text)[1:-1])
         elif self._key is not None:
             self._text.append(text)
@@ -273,7 +247,7 @@ class ToolArguments:
         """Ends a value of text, if one is open."""
         if self._key is None:
             return
-        if self._live:
+        if self.live:
             self._emit_text('"')
             self._key = None
         else:
@@ -296,7 +270,6 @@ class ToolArguments:
         self._emit(key, typed, written)
 
     def end(self) -> None:
-        """Ends the call, if one is open."""
         if self._keys is None:
             return
         self.end_text()
@@ -308,7 +281,6 @@ class ToolArguments:
         self._keys = None
 
     def copy(self) -> ToolArguments:
-        """Returns an independent copy."""
         twin = copy.copy(self)
         twin.out = self.out.copy()
         twin.outside = self.outside.copy()
@@ -327,7 +299,6 @@ class ToolArguments:
         self.out.append(CallDelta(None, escaped, escaped))
 
     def _key_text(self, key: str) -> str:
-        """Returns the JSON text before a value."""
         assert self._keys is not None
         self._keys.add(key)
         return f"{', ' if len(self._keys) > 1 else '{'}{dumps(key)}: "

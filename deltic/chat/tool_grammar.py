@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from deltic.chat.json_schema import resolve, types_of, within
 from deltic.chat.response_format import JsonSchema, OutputFormat
-from deltic.chat.structured import Part, Schemas, objection, part_of, quoted
+from deltic.chat.structured import Part, Schemas, objection, part_of, quoted, slashed
 from deltic.chat.tools import JSON, CallForm
 from deltic.errors import RequestError, show
 
@@ -158,14 +158,7 @@ def without(tag: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Returns a pattern of exactly this text."""
     return re.sub(r"\\(\s)", r"\1", re.escape(text))
-
-
-def slashed(pattern: str) -> str:
-    """Returns the pattern in Lark's notation."""
-    return "/" + re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern,
-                        flags=re.DOTALL) + "/"
 
 
 _UNSATISFIABLE = "Unsatisfiable"
@@ -408,6 +401,5 @@ class _Rules:
         return "%json " + json.dumps(self._schemas.part(schema, strict, field))
 
     def _marked(self, text: str) -> str:
-        """Writes text for a grammar, with tags as tokens if they are."""
         pieces = re.split("(" + "|".join(map(re.escape, self._form.block)) + ")", text)
         return " ".join(self._marks.get(piece) or quoted(piece) for piece in pieces if piece)

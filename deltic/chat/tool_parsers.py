@@ -136,7 +136,6 @@ class CallReader:
         return out[:emitted]
 
     def copy(self) -> CallReader:
-        """Returns an independent reader in the same state."""
         twin = copy.copy(self)
         twin.arguments, twin.json = self.arguments.copy(), copy.copy(self.json)
         twin._all_text, twin.pieces = self._all_text.copy(), self.pieces.copy()
@@ -170,14 +169,12 @@ class CallReader:
         return start if start >= 0 and self.tags.begins(text, start) else len(text)
 
     def begin(self, name: str) -> None:
-        """Begins a call."""
         self.arguments.end()
         self.arguments.begin(clean_name(name))
         if self.form.streams and not self.bare:
             self.confirm()
 
     def confirm(self) -> None:
-        """Confirms that the block has a call."""
         self.confirmed, self._all_text = True, []
 
     def end_value(self) -> None:
@@ -188,7 +185,6 @@ class CallReader:
         self._possible_end = None
 
     def mark_possible_end(self, since: str, by_parameter: bool = False) -> None:
-        """Marks a possible end of the value before this text."""
         if self._possible_end is None and not self.exact:
             before = self.copy()
             before._held = ""
@@ -200,7 +196,6 @@ class CallReader:
             self._possible_end = _PossibleEnd(before, [since], len(self.arguments.out), by_parameter)
 
     def discard_possible_end(self) -> None:
-        """Forgets the possible end."""
         self._possible_end = None
 
     @property
@@ -319,7 +314,6 @@ def in_function(reader: CallReader, text: str, at: int) -> int:
 
 
 def next_part(reader: CallReader, text: str, tag: re.Match[str]) -> int:
-    """Handles a tag between parameters."""
     kind = tag.lastgroup
     if kind == "parameter":
         reader.confirm()
@@ -411,7 +405,6 @@ def after_value(reader: CallReader, text: str, at: int) -> int:
 
 
 def _value_ended(reader: CallReader, text: str, start: int, tag: re.Match[str]) -> int:
-    """Ends the value, which this tag follows."""
     reader.end_value()
     reader.state = in_function
     if reader.ending == "parameter_end":
