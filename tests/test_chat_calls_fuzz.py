@@ -149,7 +149,7 @@ def check_calls(said: list[Delta]) -> None:
             assert isinstance(pairs, list)
 
 
-def test_what_is_cut_is_the_beginning_of_a_whole_answer() -> None:
+def test_cut_answer_is_prefix_of_whole_answer() -> None:
     """Nothing that was said before the cut is taken back, and what an open call has is the beginning of an object."""
     for seed in range(160):
         random = Random(seed)

