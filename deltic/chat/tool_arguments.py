@@ -132,7 +132,10 @@ def read_json(text: str) -> Any:
     """Reads JSON; ValueError as `loads`."""
     if len(text) > MAX_JSON_CHARS:
         raise ValueError(f"longer than {MAX_JSON_CHARS} characters")
-    return _checked_depth(_read_json(text))
+    value = _read_json(text)
+    if json_schema.nested_deeper(value, _MAX_DEPTH):  # it could not be written and copied
+        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+    return value
 
 
 def dumps(value: Any) -> str:
@@ -156,17 +159,6 @@ def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is too large")
-    return value
-
-
-def _checked_depth(value: Any) -> Any:
-    """Returns the value; ValueError if it is nested too deeply to be written and copied."""
-    level, depth = [value], 0
-    while level := [item for value in level if isinstance(value, dict | list)
-                    for item in (value.values() if isinstance(value, dict) else value)]:
-        depth += 1
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
     return value
 
 
