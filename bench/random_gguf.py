@@ -17,7 +17,7 @@ from pathlib import Path
 import real_vocabulary
 from safetensors.torch import save_file
 
-from deltic.chat.tokenizer_files import read_tokenizer_files
+from deltic.chat.tokenizer import read_tokenizer_files
 from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.convert import FILE_TYPES, Written, convert

@@ -18,8 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from deltic.chat.tokenizer import byte_letters
-from deltic.chat.tokenizer_files import read_tokenizer_files
+from deltic.chat.tokenizer import byte_letters, read_tokenizer_files
 from deltic.config.families import SPLITTERS
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.hub import resolve

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
 from deltic.chat.choices import AnswerAssembler, ChatOutput, Choice
-from deltic.chat.deltas import Delta
 from deltic.chat.json_schema import Bounds
+from deltic.chat.output_router import Delta
 from deltic.chat.processor import ChatConfig, ChatProcessor, PreparedRequest, bare_job, prompt_bound, read_template
 from deltic.chat.response_format import OutputFormat, only_format
 from deltic.chat.response_format import response_format as read_response_format
 from deltic.chat.response_format import structured_outputs as read_structured_outputs
-from deltic.chat.tokenizer import Tokenizer
-from deltic.chat.tokenizer_files import TokenizerFiles
+from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice
 from deltic.engine.arguments import (
     as_messages,

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltic.chat.deltas import Answer, Delta, Region, join
 from deltic.chat.markers import THINK, THINK_END, Markers
-from deltic.chat.output_router import CallOptions, OutputRouter
+from deltic.chat.output_router import Answer, CallOptions, Delta, OutputRouter, Region, join
 from deltic.chat.tool_arguments import CallDelta, ToolArguments
 from deltic.chat.tool_parsers import CallReader
 from deltic.chat.tools import MINIMAX, PARSERS, QWEN, CallForm

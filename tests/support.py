@@ -20,7 +20,7 @@ import deltic
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.tensors import CachePools, PoolOptions, allocate
-from deltic.chat.tokenizer_files import read_tokenizer_files
+from deltic.chat.tokenizer import read_tokenizer_files
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load

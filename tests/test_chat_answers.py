@@ -41,7 +41,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("asked", ASKED, ids=[" ".join(asked) for asked in ASKED])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_server_routes_every_token_once(asked: dict[str, Any], stream: bool, counted: Counter[str]) -> None:
+@pytest.mark.covering
+def test_server_routes_every_token_once(asked: dict[str, Any], stream: bool, counted: Counter[str]) -> None:
     with serving(tiny()) as served:
         counted.clear()
         more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -64,7 +65,7 @@ def test_raw_completions_are_routed_once(stream: bool, counted: Counter[str]) ->
 
 @pytest.mark.parametrize("stop", [(), ("never seen",)])
 @pytest.mark.parametrize("budget", [None, 3])
-def test_a_caller_routes_every_token_once(stop: tuple[str, ...], budget: int | None, counted: Counter[str]) -> None:
+def test_caller_routes_every_token_once(stop: tuple[str, ...], budget: int | None, counted: Counter[str]) -> None:
     sampling = SamplingParams(max_tokens=40, stop=stop, n=2, temperature=0.0)
     output = tiny().chat("Hi", sampling, thinking=True, thinking_budget=budget, tools=TOOLS)
     assert 20 < sum(len(choice.tokens) for choice in output.choices) == counted["feed"]
@@ -74,7 +75,7 @@ def test_a_caller_routes_every_token_once(stop: tuple[str, ...], budget: int | N
 
 
 @pytest.mark.parametrize("stop", [(), ("Hello there",)])
-def test_an_answer_that_its_reader_stops_has_no_more_than_was_read(stop: tuple[str, ...]) -> None:
+def test_stopped_answer_ends_at_last_read_token(stop: tuple[str, ...]) -> None:
     """The engine has gone on meanwhile, and held another beginning of a stop string back."""
     processor = tiny().chat_processor
     job = processor.complete("x", SamplingParams(stop=stop))
@@ -92,7 +93,7 @@ def test_an_answer_that_its_reader_stops_has_no_more_than_was_read(stop: tuple[s
     assert output.choices[0].usage.completion_tokens == read == answers.tokens
 
 
-def test_what_is_streamed_is_not_kept_but_for_what_is_remembered() -> None:
+def test_streamed_text_is_kept_only_for_answer_records() -> None:
     for job, kept in ((tiny().chat_processor.complete("x"), False), (tiny().chat_processor.chat(USER), True)):
         answers = AnswerAssembler([job], whole=False)
         tokens = tiny().chat_processor.tokenizer.encode("Yes")

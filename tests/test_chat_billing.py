@@ -39,12 +39,12 @@ def test_billing_headers_are_removed(content: Any, role: str) -> None:
     [{"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": HEADER}]},
      {"role": "user", "content": [HEADER]}],
 ])
-def test_only_the_very_beginning_of_a_system_message_is_touched(messages: Any, caplog: Any) -> None:
+def test_billing_header_is_removed_only_at_start_of_system_message(messages: Any, caplog: Any) -> None:
     stripped = ChatProcessor(TOKENIZER, strip_billing_header=True).chat(messages).request
     assert stripped.prompt == ChatProcessor(TOKENIZER).chat(messages).request.prompt and not caplog.records
 
 
-def test_a_header_that_is_kept_is_warned_about_once(caplog: Any) -> None:
+def test_kept_billing_header_warns_once(caplog: Any) -> None:
     processor = ChatProcessor(TOKENIZER)
     with caplog.at_level(logging.WARNING, "deltic"):
         for _ in range(3):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_chat_support import MARKERS, QWEN_LIKE, build_prompt, stable_boundaries
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -64,13 +65,13 @@ def byte_tokenizer() -> Tokenizer:
         (TOOLS, {"enable_thinking": True}, (152, 173, 175), 175),
     ],
 )
-def test_numbers(tools: Any, variables: dict[str, Any], numbers: tuple[int, ...], length: int) -> None:
+def test_stable_prefix_lengths(tools: Any, variables: dict[str, Any], numbers: tuple[int, ...], length: int) -> None:
     """System 1 + 7 + 9 + 1 + 1 and user 1 + 5; 8 + 1 + 1 of user and 1 + 10 to answer; tools 127 more."""
     prompt = build_prompt(QWEN, byte_tokenizer(), [SYSTEM, USER], tools, variables)
     assert (prompt.stable_prefixes, len(prompt.ids)) == (numbers, length)
 
 
-def test_numbers_are_lengths_of_shared_text() -> None:
+def test_stable_prefixes_are_lengths_of_shared_text() -> None:
     prompt = build_prompt(TINY, TOKENIZER, [SYSTEM, USER])
     system = TOKENIZER.encode("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
     turn = TOKENIZER.encode("Hi there<|im_end|>\n<|im_start|>assistant\n")
@@ -78,7 +79,7 @@ def test_numbers_are_lengths_of_shared_text() -> None:
 
 
 @pytest.mark.parametrize("template", [TINY, QWEN], ids=["tiny", "qwen"])
-def test_a_turn_is_stable_up_to_the_answers_think_block(template: ChatTemplate) -> None:
+def test_turn_is_stable_up_to_think_block(template: ChatTemplate) -> None:
     assert ends(template, [USER], enable_thinking=True) == [(-2, "_start|>assistant\n")]
     assert ends(template, [USER], enable_thinking=False) == [(-4, "_start|>assistant\n")]
 
@@ -96,7 +97,7 @@ def test_preserved_thinking_makes_the_whole_prompt_stable() -> None:
     assert [distance for distance, _ in ends(QWEN, [USER], preserve_thinking=True)] == [0]
 
 
-def test_in_a_tool_loop_the_turns_first_answer_is_the_boundary() -> None:
+def test_tool_loop_is_stable_up_to_first_answer() -> None:
     first = build_prompt(TINY, TOKENIZER, [SYSTEM, USER], TOOLS, {"enable_thinking": True})
     loop = build_prompt(
         TINY, TOKENIZER, [SYSTEM, USER, CALL, RESULT, CALL, RESULT], TOOLS, {"enable_thinking": True}
@@ -130,7 +131,7 @@ def test_the_next_prompt_repeats_a_boundary(
     assert shared in before.stable_prefixes
 
 
-def test_another_conversation_shares_the_opening() -> None:
+def test_other_conversation_shares_system_prefix() -> None:
     one = build_prompt(TINY, TOKENIZER, [SYSTEM, {"role": "user", "content": "Hello, 0"}])
     other = build_prompt(TINY, TOKENIZER, [SYSTEM, {"role": "user", "content": "0, Hello"}])
     opening = TOKENIZER.encode("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
@@ -138,11 +139,11 @@ def test_another_conversation_shares_the_opening() -> None:
     assert list(one.ids[: len(opening)]) == list(other.ids[: len(opening)]) == opening
 
 
-def test_no_opening_without_system_and_tools() -> None:
+def test_no_system_prefix_without_system_and_tools() -> None:
     assert len(build_prompt(TINY, TOKENIZER, [USER]).stable_prefixes) == 1
 
 
-def test_long_conversations_count_alike() -> None:
+def test_long_conversation_prefixes_equal_whole_encoding() -> None:
     """Only tails are encoded; the numbers are those of whole encodings."""
     messages: list[Any] = [{"role": "system", "content": "word " * 3000}]
     for index in range(20):
@@ -167,14 +168,14 @@ def test_long_conversations_count_alike() -> None:
         "{% for m in messages %}{{ m.role }}{{ m.tool_calls[0].x.y if m.role == 'assistant' }}{% endfor %}",
     ],
 )
-def test_a_template_that_refuses_continuations_fails_no_request(source: str) -> None:
+def test_template_may_refuse_continuations(source: str) -> None:
     prompt = build_prompt(ChatTemplate(source), TOKENIZER, [USER], TOOLS)
     assert prompt.ids and all(0 < at <= len(prompt.ids) for at in prompt.stable_prefixes)
 
 
 @given(st.text("abcdef .\n", max_size=30), st.booleans())
-@settings(deadline=None, max_examples=200)
-def test_encoding_only_tails_counts_as_encoding_all(content: str, separated: bool) -> None:
+@settings(deadline=None, max_examples=examples(200))
+def test_encoding_tails_equals_encoding_whole_text(content: str, separated: bool) -> None:
     separator = "<|im_end|>" if separated else ""
     template = ChatTemplate("{% for m in messages %}{{ m.content }}" + separator + "{% endfor %}")
     messages = normalise_messages([{"role": "user", "content": content}])
@@ -186,7 +187,7 @@ def test_encoding_only_tails_counts_as_encoding_all(content: str, separated: boo
 
 @pytest.mark.parametrize("template", [TINY, QWEN], ids=["tiny", "qwen"])
 @pytest.mark.parametrize("thinking", [True, False])
-def test_an_edit_of_the_last_message_shares_a_boundary(template: ChatTemplate, thinking: bool) -> None:
+def test_edit_of_last_message_shares_a_stable_prefix(template: ChatTemplate, thinking: bool) -> None:
     """Also the first one, of a conversation that came in one piece."""
     messages = [SYSTEM, USER, {"role": "assistant", "content": "Fine. " * 50, "reasoning_content": "Hm"}]
     for question in ("And?", "Hello", "0"):
@@ -223,6 +224,7 @@ LONG = [long_talk(60, 0)[:-1], [*long_talk(40, 1), USER], long_talk(1, 70)[:-1],
 
 @pytest.mark.parametrize("messages", LONG, ids=range(len(LONG)))
 @pytest.mark.parametrize("source", [TINY.source, QWEN.source], ids=["tiny", "qwen"])
+@pytest.mark.covering
 def test_long_conversations_are_rendered_once(
         messages: list[Any], source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked about their end is asked of shorter ones, and the answer is the same."""
@@ -243,7 +245,7 @@ LATEST = ("{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content if loop.r
 
 
 @pytest.mark.parametrize("source", [COUNTING, LATEST])
-def test_a_template_that_looks_at_the_whole_is_asked_about_the_whole(
+def test_template_that_reads_all_messages_is_rendered_whole(
         source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = long_talk(60, 0)[:-1]
     quick = build_prompt(ChatTemplate(source), TOKENIZER, messages)

@@ -226,7 +226,7 @@ def test_a_refusal_is_text() -> None:
         normalise_messages([{"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}])
 
 
-def test_names_of_tools_that_no_call_can_carry() -> None:
+def test_unwritable_tool_names_are_refused() -> None:
     for name in ("a b", "a.b", 'a"=/é', "x" * 256):
         assert normalise_tools([{"type": "function", "function": {"name": name}}])
     for name in ("a<b", "a>", "a\nb", "\r", " ", "x" * 257):
@@ -270,14 +270,14 @@ def test_images_on_a_model_that_sees() -> None:
 # ---- errors of templates
 
 
-def test_a_missing_template_tells_the_option(tmp_path: Path) -> None:
+def test_missing_template_error_names_option(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text((TINY / "tokenizer.json").read_text())
     with pytest.raises(TemplateError, match="give a file with one"):
         load_template(Tokenizer.from_directory(tmp_path))
     assert load_template(TOKENIZER).source == TINY_TEMPLATE
 
 
-def test_a_syntax_error_tells_its_line() -> None:
+def test_syntax_error_names_line() -> None:
     with pytest.raises(TemplateError, match="line 3"):
         ChatTemplate("a\nb\n{% if %}")
     with pytest.raises(TemplateError, match="line 1: No filter named 'nope'"):
@@ -294,7 +294,7 @@ def test_a_syntax_error_tells_its_line() -> None:
         ([SYSTEM, SYSTEM], "no user message"),
     ],
 )
-def test_what_the_template_says_reaches_the_client(messages: list[Any], reason: str) -> None:
+def test_template_error_reaches_client(messages: list[Any], reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
         build_prompt(ChatTemplate(TINY_TEMPLATE), TOKENIZER, messages)
     assert caught.value.field == "messages"
@@ -305,7 +305,7 @@ WITHOUT_QUESTION = [[SYSTEM], [SYSTEM, call({}, content=None), result("x")], [ca
 
 @pytest.mark.parametrize("messages", WITHOUT_QUESTION, ids=["system", "system, call, result", "call, result"])
 @pytest.mark.parametrize("template", [TINY_TEMPLATE, QWEN_LIKE], ids=["tiny", "qwen"])
-def test_a_conversation_without_a_question_is_refused_where_the_template_looks_for_one(
+def test_conversation_without_user_message_is_refused_by_template(
         template: str, messages: list[Any]) -> None:
     """Qwen3.5's does, also under vLLM: the model has never seen such a prompt. What to do is said."""
     with pytest.raises(RequestError, match=r'user.*: add a message with the role "user"$') as caught:
@@ -315,7 +315,7 @@ def test_a_conversation_without_a_question_is_refused_where_the_template_looks_f
 
 @pytest.mark.parametrize("messages", WITHOUT_QUESTION, ids=["system", "system, call, result", "call, result"])
 @pytest.mark.parametrize("mode", ["template", "preserve"])
-def test_a_conversation_without_a_question_is_answered_where_the_template_allows(
+def test_conversation_without_user_message_is_rendered_if_template_allows(
         mode: str, messages: list[Any]) -> None:
     template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{{ m.tool_calls or '' }}"
                 "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -326,7 +326,7 @@ def test_a_conversation_without_a_question_is_answered_where_the_template_allows
     assert job.request.ids[-len(ASSISTANT):] == ASSISTANT
 
 
-def test_late_system_messages_are_put_into_the_first_where_the_template_takes_no_other() -> None:
+def test_late_system_messages_merge_into_first() -> None:
     late, both = {"role": "developer", "content": "Late."}, {"role": "system", "content": "Be brief.\n\nLate."}
     strict = ChatTemplate(TINY_TEMPLATE)
     open_to_all = ChatTemplate("{% for m in messages %}{{ m.content }}|{% endfor %}")
@@ -375,7 +375,7 @@ def test_templates_cannot_escape(source: str) -> None:
 @pytest.mark.parametrize(
     "name", ["raise_exception.__globals__", "dict.__globals__", "namespace().__class__", "messages.__len__"]
 )
-def test_what_is_hidden_renders_as_nothing(name: str) -> None:
+def test_private_attributes_render_as_empty(name: str) -> None:
     assert ChatTemplate("{{ " + name + " }}").render([]) == ""
 
 
@@ -399,7 +399,7 @@ def test_runaway_templates_are_stopped(source: str) -> None:
 
 @pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
-def test_a_template_finds_the_thinking_under_any_of_its_names(sent: str, read: str) -> None:
+def test_reasoning_is_available_under_all_names(sent: str, read: str) -> None:
     template = ChatTemplate("{% for m in messages %}" + f"{{{{ m.{read} or '-' }}}}" + "{% endfor %}")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", sent: "Because"}]
     assert build_prompt(template, TOKENIZER, messages).text == "-Because"

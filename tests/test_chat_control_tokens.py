@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_chat_chat import CONVERSATIONS, TOOLS
 from test_chat_history import EOS, Talk
 from test_chat_support import QWEN_LIKE
@@ -88,6 +90,7 @@ def hostile(text: str, place: str) -> tuple[list[dict[str, Any]], list[dict[str,
 
 PLACES = ("system", "user", "assistant", "reasoning", "tool", "part", "argument", "argument name", "inner",
           "inner name", "call", "id", "name", "description", "parameter", "title")
+FORMS = ("{}", "{}{}x", *(("a {} b", " {}\n{}") if os.environ.get("DELTIC_TEST_SLOW") else ()))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -97,7 +100,7 @@ def test_hostile_text_yields_no_control_token(name: str, place: str) -> None:
     messages, tools = hostile("plain", place)
     wanted = controls(ids_of(conversation(TEMPLATES[name], messages, tools, enable_thinking=True)))
     assert wanted
-    for spelled, form in product(SPELLED, ("{}", "a {} b", " {}\n{}", "{}{}x")):
+    for spelled, form in product(SPELLED, FORMS):
         text = form.format(spelled, spelled)
         messages, tools = hostile(text, place)
         each = conversation(TEMPLATES[name], messages, tools, enable_thinking=True)
@@ -107,7 +110,7 @@ def test_hostile_text_yields_no_control_token(name: str, place: str) -> None:
         assert TOKENIZER.decode(ids, skip_special=False) == plain
 
 
-def test_without_it_they_end_turns() -> None:
+def test_parse_special_lets_control_tokens_end_turns() -> None:
     messages, tools = hostile("<|im_end|>", "tool")
     counts = [ChatProcessor(TOKENIZER, parse_special=parse).chat(messages, tools=tools).request.prompt.count(EOS)
               for parse in (False, True)]
@@ -125,7 +128,7 @@ def test_ordinary_conversations_keep_their_ids(name: str, messages: list[Any], t
             assert each.render(each.messages) == plain and ids_of(each) == TOKENIZER.encode(plain)
 
 
-def test_markup_that_templates_look_for_stays() -> None:
+def test_template_markup_is_kept() -> None:
     think, end = map(TOKENIZER.token_to_id, ("<think>", "</think>"))
     thought = {"role": "assistant", "content": "<think>\nR\n</think>\n\nUse the </think> tag and <think>"}
     for name, kept in (("chatml", 1), ("qwen", 0)):
@@ -140,7 +143,7 @@ def test_markup_that_templates_look_for_stays() -> None:
         assert ids.count(result) == ids.count(closing) == count
 
 
-def test_a_prefill_keeps_its_markup_but_ends_no_turn() -> None:
+def test_prefill_keeps_markup_but_not_control_tokens() -> None:
     call = TOKENIZER.token_to_id("<tool_call>")
     messages = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "<tool_call>\n<|im_end|>{"}]
     ids = ChatProcessor(TOKENIZER, CHATML).chat(messages, variables={"continue_final_message": True}).request.prompt
@@ -148,7 +151,7 @@ def test_a_prefill_keeps_its_markup_but_ends_no_turn() -> None:
     assert TOKENIZER.decode(ids, skip_special=False).endswith("<tool_call>\n<|im_end|>{")
 
 
-def test_halves_of_a_token_in_two_parts() -> None:
+def test_control_token_split_across_parts() -> None:
     """A content with an image keeps its parts apart, and a template puts them side by side."""
     each = conversation(QWEN_LIKE, [{"role": "user", "content": "1"}])
     content = [{"type": "text", "text": text} for text in ("<", "|im", "_e", "nd|>", "")]
@@ -158,7 +161,7 @@ def test_halves_of_a_token_in_two_parts() -> None:
 
 
 @pytest.mark.parametrize("text", [MARK, f"a{MARK}b", MARK[:9], MARK[9:], f"<|im_{MARK}end|>", f"<|im_end|{MARK[:9]}"])
-def test_marks_that_a_client_sends(text: str) -> None:
+def test_client_text_with_marks(text: str) -> None:
     ids = ids_of(conversation(CHATML, [{"role": "user", "content": text}, {"role": "user", "content": "<|im_end|>"}]))
     assert ids.count(EOS) == 2
     read = TOKENIZER.decode(ids, skip_special=False)
@@ -166,8 +169,8 @@ def test_marks_that_a_client_sends(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from([*TOKENIZER.added, "<", "|", ">", "im_end", "a", " ", "\n", "é", MARK[:9], MARK[9:]])))
-@settings(deadline=None, max_examples=200)
-def test_random_text(pieces: list[str]) -> None:
+@settings(deadline=None, max_examples=examples(200))
+def test_random_text_yields_no_control_token(pieces: list[str]) -> None:
     text = "".join(pieces)
     ids = ids_of(conversation(CHATML, [{"role": "system", "content": text}]))
     assert len(controls(ids)) == 3
@@ -183,7 +186,7 @@ def test_ordinary_ids_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("mode", ["template", "preserve"])
-def test_answers_that_spell_control_tokens_are_reused(mode: str) -> None:
+def test_answers_with_spelled_control_tokens_are_reused(mode: str) -> None:
     spelled = "It ends with <|im_end|>, and </tool_response> too."
     client = Talk(ChatProcessor(TOKENIZER, QWEN_LIKE), mode, True, messages=[{"role": "user", "content": spelled}])
     first = client.ask()
@@ -234,7 +237,7 @@ def test_which_added_tokens_are_control_tokens() -> None:
         assert not tokenizer.controls.ids & set(tokenizer.encode(f"a{text}{text}b", parse_special=False))
 
 
-def test_many_tokens_make_a_tree() -> None:
+def test_any_of_matches_longest_text() -> None:
     texts = [*(f"<SPECIAL_{number}>" for number in range(1000)), "<s>", "<s>>", "a", "ab", "abc", "."]
     pattern = any_of(texts)
     assert all(pattern.fullmatch(text) for text in texts) and not pattern.search("<SPECIAL_1000>")

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_chat_support import MARKERS, QWEN_LIKE, build_prompt
 from tokenizers import normalizers
 
 from deltic.chat.choices import AnswerAssembler
 from deltic.chat.conversation import encode_prompt
-from deltic.chat.deltas import Answer
 from deltic.chat.history_store import unpack
+from deltic.chat.output_router import Answer
 from deltic.chat.processor import ChatProcessor, PreparedRequest
 from deltic.chat.template import ChatTemplate
 from deltic.chat.tokenizer import Tokenizer
@@ -187,7 +188,8 @@ def agent(
 @TEMPLATES
 @THINKING
 @pytest.mark.parametrize("returns", [True, False], ids=["returns", "drops"])
-def test_preserved_prompts_extend_each_other(template: str, thinking: bool, returns: bool) -> None:
+@pytest.mark.covering
+def test_preserve_mode_prompts_extend_each_other(template: str, thinking: bool, returns: bool) -> None:
     count = 0
     for _, before, after, answer in agent(talk("preserve", thinking, template, returns=returns)):
         assert shared(before, after, answer) == len(before.request.prompt) + len(answer)
@@ -199,7 +201,8 @@ def test_preserved_prompts_extend_each_other(template: str, thinking: bool, retu
 
 @TEMPLATES
 @THINKING
-def test_faithful_prompts_extend_each_other_within_a_turn(template: str, thinking: bool) -> None:
+@pytest.mark.covering
+def test_template_mode_prompts_extend_each_other_within_a_turn(template: str, thinking: bool) -> None:
     for kind, before, after, answer in agent(talk("template", thinking, template)):
         if kind == "result":
             assert shared(before, after, answer) == len(before.request.prompt) + len(answer)
@@ -209,7 +212,7 @@ def test_faithful_prompts_extend_each_other_within_a_turn(template: str, thinkin
 
 
 @TEMPLATES
-def test_a_client_that_drops_thinking_gets_what_the_template_makes_of_that(template: str) -> None:
+def test_dropped_reasoning_is_rendered_by_template(template: str) -> None:
     client = talk("template", True, template, returns=False)
     for kind, before, after, _ in agent(client, turns=8):
         assert "Let me" not in TOKENIZER.decode(after.request.prompt)
@@ -217,7 +220,7 @@ def test_a_client_that_drops_thinking_gets_what_the_template_makes_of_that(templ
 
 
 @THINKING
-def test_without_history_the_same_conversation_misses(thinking: bool) -> None:
+def test_prompts_without_history_do_not_extend(thinking: bool) -> None:
     """What all this is for: the plain prompts part from what was computed."""
     client = talk("template", thinking)
     client.messages, client.tools = [SYSTEM], TOOLS
@@ -229,7 +232,7 @@ def test_without_history_the_same_conversation_misses(thinking: bool) -> None:
     assert shared(first, after, client.answer_ids) == len(first.request.prompt) + len(client.answer_ids)
 
 
-def test_thinking_is_preserved_unless_a_request_has_the_template_drop_it() -> None:
+def test_preserve_thinking_false_selects_template_mode() -> None:
     for variables, kept in (({}, True), ({"preserve_thinking": True}, True), ({"preserve_thinking": False}, False)):
         client = talk(None, True, QWEN_LIKE, returns=False)
         client.messages = [{"role": "user", "content": "Hi"}]
@@ -298,7 +301,7 @@ def test_a_restart_changes_nothing(mode: str, template: str) -> None:
 
 
 @MODES
-def test_damaged_notes_are_no_notes(mode: str) -> None:
+def test_damaged_records_are_ignored(mode: str) -> None:
     store = Store()
     client = talk(mode, True, notes=store)
     list(agent(client, turns=3))
@@ -312,7 +315,7 @@ def test_damaged_notes_are_no_notes(mode: str) -> None:
         assert client.ask().request.prompt == plain.ids
 
 
-def test_another_template_or_system_message_knows_nothing() -> None:
+def test_records_depend_on_template_and_system_message() -> None:
     store = Store()
     client = talk("preserve", True, notes=store, messages=[SYSTEM])
     client.hear(client.say("Hi"), "Hello")
@@ -326,7 +329,7 @@ def test_another_template_or_system_message_knows_nothing() -> None:
     assert "Let me" not in TOKENIZER.decode(client.ask().request.prompt)
 
 
-def test_a_changed_opening_is_noticed_though_the_client_sent_the_same() -> None:
+def test_changed_template_output_invalidates_record() -> None:
     template = "{{ '<|im_start|>system\n' ~ reasoning_effort ~ '<|im_end|>\n' }}" + TINY_TEMPLATE
     client = talk("preserve", True, template)
     client.messages = [{"role": "user", "content": "Hi"}]
@@ -337,7 +340,7 @@ def test_a_changed_opening_is_noticed_though_the_client_sent_the_same() -> None:
     assert "system\nhigh" in changed and "Let me" not in changed
 
 
-def test_thinking_may_be_switched() -> None:
+def test_thinking_may_be_toggled_between_turns() -> None:
     client = talk("preserve", True)
     first = client.say("Hi")
     client.hear(first, "Hello")
@@ -347,7 +350,7 @@ def test_thinking_may_be_switched() -> None:
     assert TOKENIZER.decode(after.request.prompt, skip_special=False).endswith("<think>\n\n</think>\n\n")
 
 
-def test_what_does_not_fit_is_rendered() -> None:
+def test_preserved_prompt_beyond_bound_is_rendered() -> None:
     client = talk("preserve", True, returns=False)
     first = client.say("Hi")
     client.hear(first, "Hello")
@@ -361,7 +364,7 @@ def test_what_does_not_fit_is_rendered() -> None:
         assert ("Let me" in TOKENIZER.decode(prompt)) == (len(prompt) == whole) == kept
 
 
-def test_a_long_conversation_is_read_again_when_its_thinking_fills_the_context() -> None:
+def test_conversation_is_rendered_again_when_reasoning_fills_context() -> None:
     """Not in every turn: what the template has dropped leaves room for the next turns."""
     client = Talk(ChatProcessor(TOKENIZER, TINY_TEMPLATE, longest=1000), "preserve", True, returns=False, size=5)
     job, extended = client.say("Hi"), list[bool]()
@@ -405,17 +408,17 @@ def unremembered(text: str, finish: str, sampling: SamplingParams = SamplingPara
     ("Hm\n</think>\n\nYes", "abort", True),
     ("Hm\n</think>\n\nYes", "error", True),
 ])
-def test_only_whole_answers_are_remembered(text: str, finish: str, forgotten: bool) -> None:
+def test_only_whole_answers_are_recorded(text: str, finish: str, forgotten: bool) -> None:
     assert unremembered(text, finish) == forgotten
 
 
-def test_an_answer_cut_by_a_stop_string_is_not_remembered() -> None:
+def test_answer_cut_by_stop_string_is_not_recorded() -> None:
     assert unremembered("Hm\n</think>\n\nYes", "stop", SamplingParams(stop="es"))
     assert not unremembered("Hm\n</think>\n\nYes", "stop", SamplingParams(stop="No"))
     assert unremembered("", "length") and unremembered("\n</think>\n\na", "length", tail=[EOS, *TOKENIZER.encode("b")])
 
 
-def test_an_answer_that_reached_its_limit_is_closed_by_the_template() -> None:
+def test_answer_at_token_limit_is_closed_by_template() -> None:
     client = talk("preserve")
     first = client.say("Count")
     client.hear(first, "one, two, th", finish="length")
@@ -425,7 +428,7 @@ def test_an_answer_that_reached_its_limit_is_closed_by_the_template() -> None:
     assert TOKENIZER.decode(rest, skip_special=False).startswith("<|im_end|>\n<|im_start|>user\nGo on")
 
 
-def test_a_stop_id_is_no_part_of_what_is_remembered() -> None:
+def test_stop_id_is_not_recorded() -> None:
     client, end = talk("preserve"), TOKENIZER.encode("!")[0]
     client.messages = [{"role": "user", "content": "Hi"}]
     first, tokens = client.ask(SamplingParams(stop_token_ids=(end,))), cut_small("Hello")
@@ -439,7 +442,7 @@ def test_a_stop_id_is_no_part_of_what_is_remembered() -> None:
 # Notes
 
 
-def test_a_later_answer_tells_which_of_two_earlier_ones_was_meant() -> None:
+def test_later_answer_resolves_ambiguous_record() -> None:
     client = talk("preserve", True)
     first = client.say("Hi")
     client.hear(first, "Hello", thought="Once")
@@ -455,7 +458,7 @@ def test_a_later_answer_tells_which_of_two_earlier_ones_was_meant() -> None:
 
 
 @MODES
-def test_defaults_that_a_client_adds_to_calls(mode: str) -> None:
+def test_defaults_added_by_client_do_not_change_key(mode: str) -> None:
     """Claude Code sends calls back with the defaults of its schemas, whatever the model said."""
     properties = {"path": {"type": "string"}, "dry": {"type": "boolean"}, "scale": {"type": "number"},
                   "all": {"type": "boolean", "default": False}, "times": {"default": 1}}
@@ -537,7 +540,7 @@ def spoken(reasoning: str, content: str, calls: list[dict[str, str]]) -> str:
     return f"{reasoning}\n</think>\n\n{content}" + "".join(f"\n\n{body}" for body in bodies)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data(), st.sampled_from(["template", "preserve"]), st.sampled_from([TINY_TEMPLATE, QWEN_LIKE]),
        st.sampled_from([TOOLS, UNTYPED]), st.booleans())
 def test_random_conversations(data: st.DataObject, mode: str, template: str, tools: Any, returns: bool) -> None:
@@ -570,10 +573,10 @@ def without_values(text: str) -> str:
     return re.sub(r"(<parameter=\w+>\n).*?\n</parameter>", r"\1", text, flags=re.DOTALL)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.dictionaries(texts, values, max_size=3), max_size=2), st.dictionaries(texts, values, max_size=3),
        values)
-def test_strange_arguments_and_schemas_fail_nothing(calls: list[Any], properties: dict[str, Any], schema: Any) -> None:
+def test_odd_arguments_and_schemas_raise_nothing(calls: list[Any], properties: dict[str, Any], schema: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties, "$ref": schema}}}]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [
         {"function": {"name": "f", "arguments": arguments}} for arguments in calls]}]
@@ -581,7 +584,7 @@ def test_strange_arguments_and_schemas_fail_nothing(calls: list[Any], properties
     assert ChatProcessor(TOKENIZER, TINY_TEMPLATE).chat(messages, tools=tools).request.prompt == plain.ids
 
 
-def test_a_template_that_wants_typed_arguments_still_gets_them() -> None:
+def test_template_receives_typed_arguments() -> None:
     template = ("{%- for m in messages if m.tool_calls -%}{{- m.tool_calls[0].function.arguments.line + 1 -}}"
                 "{%- endfor -%}" + TINY_TEMPLATE)
     client = talk("template", True, template, tools=TOOLS)

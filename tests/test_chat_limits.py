@@ -55,7 +55,7 @@ def counted(**options: Any) -> tuple[ChatProcessor, Counted]:
 
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("chat", [True, False])
-def test_no_more_is_encoded_than_it_takes_to_refuse(text: str, chat: bool) -> None:
+def test_long_prompt_is_refused_after_encoding_little(text: str, chat: bool) -> None:
     processor, backend = counted(longest=LONGEST)
     why = r"more than 999 tokens and the maximum context length is 1000 tokens, .* raise `"
     with pytest.raises(LongPromptError, match=why) as found:
@@ -64,7 +64,7 @@ def test_no_more_is_encoded_than_it_takes_to_refuse(text: str, chat: bool) -> No
     assert backend.characters < len(text) / 10
 
 
-def test_a_long_conversation_of_short_messages_is_refused_too() -> None:
+def test_long_conversation_of_short_messages_is_refused() -> None:
     processor, backend = counted(longest=LONGEST)
     messages = [{"role": role, "content": "hi there " * 40} for _ in range(500) for role in ("user", "assistant")]
     for mode in ("template", "preserve"):
@@ -104,7 +104,7 @@ class Endless(Sequence[int]):
         raise AssertionError
 
 
-def test_special_tokens_leave_nothing_for_full_collections() -> None:
+def test_special_tokens_trigger_no_full_collection() -> None:
     """Which hold up the whole process, and come when there is much new to look at."""
     tokenizer = Tokenizer.from_directory(TINY)
     talk = Conversation.read(load_template(tokenizer), tokenizer, [{"role": "user", "content": "<|im_end|>" * 20_000}],
@@ -122,7 +122,7 @@ def test_token_ids_are_counted_first() -> None:
         ChatProcessor.from_directory(TINY, longest=LONGEST).complete(Endless(), SamplingParams())
 
 
-def test_large_texts_take_turns_and_small_ones_do_not_wait() -> None:
+def test_large_texts_are_encoded_one_at_a_time() -> None:
     processor, backend = counted()
     backend.go.clear()
     threads = [Thread(target=processor.complete, args=("some words " * 30_000,)) for _ in range(4)]
@@ -146,7 +146,7 @@ def test_who_waits_too_long_may_come_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert processor.complete("x " * 200_000).request.prompt
 
 
-def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoding_returns_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     monkeypatch.setattr(module, "_trim_memory", lambda: trims.append(1))
     processor, free = ChatProcessor.from_directory(TINY, longest=LONGEST), ChatProcessor.from_directory(TINY)

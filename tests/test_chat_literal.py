@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
-from deltic.chat.schema_coercion import loads
+from deltic.chat.tool_arguments import loads
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -47,14 +47,14 @@ def in_json_types(value: Any) -> Any:
 
 
 @given(VALUES)
-@settings(deadline=None, max_examples=examples(400))
-def test_what_python_writes_is_read(value: Any) -> None:
+@settings(deadline=None, max_examples=examples(160))
+def test_python_literals_are_read(value: Any) -> None:
     assert repr(loads(repr(value))) == repr(expected(repr(value)))
 
 
 @given(VALUES, EDITS)
-@settings(deadline=None, max_examples=examples(600))
-def test_nothing_else_is_read_otherwise(value: Any, edits: list[tuple[int, str]]) -> None:
+@settings(deadline=None, max_examples=examples(240))
+def test_edited_literals_agree_with_literal_eval(value: Any, edits: list[tuple[int, str]]) -> None:
     text = repr(value)
     for place, character in edits:
         place %= len(text) + 1
@@ -87,7 +87,7 @@ def test_spellings(text: str, value: Any) -> None:
      "1j", "nan", "a", "f(1)",
      "[1] [2]", "[1],", "[*a]", "{**a}", "1 + 2", "--1", "9" * 5000, "[" * 1000 + "]" * 1000],
 )
-def test_what_is_no_literal(text: str) -> None:
+def test_invalid_literals_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         loads(text)
 
@@ -98,7 +98,7 @@ def test_what_is_no_literal(text: str) -> None:
      "[" * 200 + "]" * 200,
      "[" * 100_000, "9" * 5000],
 )
-def test_what_takes_long_stays_text(text: str) -> None:
+def test_long_or_deep_literals_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         loads(text)
 

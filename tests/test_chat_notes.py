@@ -9,27 +9,26 @@ from dataclasses import replace
 from hashlib import blake2b
 from threading import Event
 
-from deltic.chat.history_store import MAX_ALTERNATIVES, AnswerLog, AnswerRecord, ids_digest, pack, unpack
-from deltic.chat.owned_entries import OwnedEntries
+from deltic.chat.history_store import MAX_ALTERNATIVES, AnswerLog, AnswerRecord, OwnedEntries, ids_digest, pack, unpack
 
 IDS = array("i", [1, 2, 3000])
 NOTE = AnswerRecord("é", "", (("f", '{"a": "\\ud800"}'),), IDS, ids_digest(IDS), "ab", 2, 1, ("", "12"), True)
 
 
-def test_notes_survive_being_written() -> None:
+def test_record_round_trips() -> None:
     assert unpack("cd", pack("cd", NOTE), 3001) == NOTE
     assert unpack("ce", pack("cd", NOTE), 3001) is None
     assert unpack("cd", pack("cd", NOTE), 3000) is None
 
 
-def test_every_damaged_byte_is_noticed() -> None:
+def test_damaged_record_is_rejected() -> None:
     data = pack("cd", NOTE)
     for at in range(len(data)):
         assert unpack("cd", data[:at] + bytes([data[at] ^ 1]) + data[at + 1:], 3001) is None
         assert unpack("cd", data[:at], 3001) is None
 
 
-def test_sound_bytes_of_another_kind_are_absent() -> None:
+def test_valid_bytes_of_other_kind_are_rejected() -> None:
     for change in ({"calls": 5}, {"calls": [5]}, {"more": 1}):
         header = {"key": "cd", "content": "", "reasoning": "", "calls": [], "digest": ""}
         body = json.dumps(header | change).encode()
@@ -56,7 +55,7 @@ def test_memory_is_bounded_and_the_least_used_goes_first() -> None:
     assert book.find("a"), "putting a note again makes nothing heavier"
 
 
-def test_an_owner_does_not_push_out_another_ones_notes() -> None:
+def test_owner_does_not_evict_records_of_others() -> None:
     book, long = AnswerLog(None, 5000, limit=8000), note(*range(1000))
     for key in "ab":
         book.put(key, long, "quiet")
@@ -79,7 +78,7 @@ def test_entries_within_a_weight_and_a_count() -> None:
     assert kept.pop("b", "z") == "4" and kept.pop("b", "z") is None and kept.get("b", "z") is None
 
 
-def test_rivals_leave_memory_together_and_are_not_forgotten() -> None:
+def test_ambiguous_records_are_evicted_together() -> None:
     book = AnswerLog(None, 5000, limit=4000)
     book.put("a", note(1))
     book.put("a", note(2))
@@ -115,7 +114,7 @@ class Store:
         return key not in self.notes and not self.notes.update({key: b""})
 
 
-def test_rivals_of_other_processes_are_seen() -> None:
+def test_records_of_other_processes_are_found() -> None:
     store = Store()
     one, two = AnswerLog(store, 5000), AnswerLog(store, 5000)
     for book, found in ((one, note(1)), (two, note(2)), (one, note(1)), (two, note(1))):
@@ -126,7 +125,7 @@ def test_rivals_of_other_processes_are_seen() -> None:
     assert len(store.notes) == 2
 
 
-def test_a_rival_that_the_store_has_lost_is_missed() -> None:
+def test_lost_record_keeps_key_ambiguous() -> None:
     store = Store()
     for number in (1, 2):
         book = AnswerLog(store, 5000)
@@ -141,7 +140,7 @@ def test_a_rival_that_the_store_has_lost_is_missed() -> None:
         assert len(AnswerLog(rest, 5000).find("aa")) == 2
 
 
-def test_a_slow_store_holds_nobody_up() -> None:
+def test_slow_store_does_not_block_callers() -> None:
     class Slow(Store):
         def __init__(self) -> None:
             super().__init__()
@@ -160,7 +159,7 @@ def test_a_slow_store_holds_nobody_up() -> None:
     assert len(store.notes) == 50
 
 
-def test_a_note_that_is_being_written_is_no_lost_one() -> None:
+def test_record_being_written_is_not_lost() -> None:
     class Halting(Store):
         def __init__(self) -> None:
             super().__init__()
@@ -180,7 +179,7 @@ def test_a_note_that_is_being_written_is_no_lost_one() -> None:
     assert [found.digest for found in book.find("aa")] == [note(1).digest]
 
 
-def test_what_cannot_be_continued_takes_nobodys_place() -> None:
+def test_unusable_record_does_not_replace_usable_one() -> None:
     book, sound = AnswerLog(None, 5000), note(1)
     for found in (replace(sound, ids=array("i")), sound, replace(sound, ids=array("i"))):
         book.put("a", found)

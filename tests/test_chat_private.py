@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from test_chat_history import (
     CALL,
     MODES,
@@ -53,7 +54,7 @@ def plain(client: Talk, template: str = TINY_TEMPLATE) -> tuple[int, ...]:
 @MODES
 @TEMPLATES
 @pytest.mark.parametrize("returns", [True, False], ids=["returns", "drops"])
-def test_of_two_that_look_alike_neither_gets_the_others_thinking(mode: str, template: str, returns: bool) -> None:
+def test_ambiguous_conversations_use_no_reasoning(mode: str, template: str, returns: bool) -> None:
     one, two = pair(ChatProcessor(TOKENIZER, template), mode, returns)
     exchange((one, "alpha"), (two, "bravo"))
     for client, own, other in ((one, "alpha", "bravo"), (two, "bravo", "alpha")):
@@ -64,7 +65,7 @@ def test_of_two_that_look_alike_neither_gets_the_others_thinking(mode: str, temp
             assert client.ask().request.prompt == plain(client, template), "nobody can tell whose it is"
 
 
-def test_the_thinking_that_is_sent_decides() -> None:
+def test_sent_reasoning_selects_record() -> None:
     one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE), returns=True)
     exchange((one, "alpha"), (two, "bravo"))
     one.messages[1]["reasoning_content"], two.messages[1]["reasoning_content"] = "bravo ", "carol"
@@ -73,7 +74,7 @@ def test_the_thinking_that_is_sent_decides() -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_one_that_was_edited_is_used_where_the_template_shows_it(name: str) -> None:
+def test_edited_reasoning_is_rendered(name: str) -> None:
     """Within a tool loop; the thinking that was generated is nowhere."""
     client = Talk(ChatProcessor(TOKENIZER, TINY_TEMPLATE), "preserve", True, True, TOOLS)
     client.hear(client.say("Go"), CALL.format(line=1), thought="alpha")
@@ -83,7 +84,7 @@ def test_one_that_was_edited_is_used_where_the_template_shows_it(name: str) -> N
     assert "carol" in text and "alpha" not in text
 
 
-def test_an_edited_thought_reaches_all_that_came_after_it() -> None:
+def test_edited_reasoning_affects_later_turns() -> None:
     client = Talk(ChatProcessor(TOKENIZER, TINY_TEMPLATE), "preserve", True, True)
     for secret in ("alpha", "bravo"):
         exchange((client, secret))
@@ -91,14 +92,14 @@ def test_an_edited_thought_reaches_all_that_came_after_it() -> None:
     assert not any(secret in asked(client) for secret in SECRETS), "the second answer was given after the first thought"
 
 
-def test_blank_thinking_says_nothing() -> None:
+def test_blank_reasoning_counts_as_missing() -> None:
     client, _ = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((client, "alpha"))
     client.messages[-1]["reasoning_content"] = " \n"
     assert "alpha" in asked(client)
 
 
-def test_what_follows_tells_them_apart() -> None:
+def test_following_messages_resolve_ambiguity() -> None:
     one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((one, "alpha"), (two, "bravo"))
     job = one.say("And?")
@@ -107,7 +108,7 @@ def test_what_follows_tells_them_apart() -> None:
     assert "carol" in text and "alpha" not in text and "bravo" not in text
 
 
-def test_one_that_was_alone_keeps_its_thinking_when_another_comes() -> None:
+def test_unique_conversation_keeps_reasoning_after_ambiguity() -> None:
     one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((one, "alpha"))
     job = one.say("And?")
@@ -120,7 +121,7 @@ def test_one_that_was_alone_keeps_its_thinking_when_another_comes() -> None:
 
 @pytest.mark.parametrize("finish", ["abort", "length", "error"])
 @pytest.mark.parametrize("first", [True, False])
-def test_answers_that_cannot_be_continued_count(finish: Any, first: bool) -> None:
+def test_unusable_answers_make_key_ambiguous(finish: Any, first: bool) -> None:
     one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     talks = [(one, "alpha", "stop"), (two, "bravo", finish)]
     jobs = [client.say("Hi") for client, _, _ in talks]
@@ -130,7 +131,7 @@ def test_answers_that_cannot_be_continued_count(finish: Any, first: bool) -> Non
     assert not any(secret in asked(client) for client in (one, two) for secret in SECRETS)
 
 
-def test_answers_cut_by_a_stop_string_count() -> None:
+def test_answers_cut_by_stop_string_make_key_ambiguous() -> None:
     one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((one, "alpha"))
     two.messages = [{"role": "user", "content": "Hi"}]
@@ -139,7 +140,7 @@ def test_answers_cut_by_a_stop_string_count() -> None:
     assert "alpha" not in asked(two) and "alpha" not in asked(one)
 
 
-def test_equal_answers_are_one() -> None:
+def test_equal_answers_share_a_record() -> None:
     """Nothing hides in them: who asks again at temperature 0 loses nothing."""
     one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((one, "alpha"), (two, "alpha"))
@@ -160,7 +161,7 @@ def test_two_processes_over_one_directory(again: bool, tmp_path: Path) -> None:
         assert not any(secret in asked(client) for secret in SECRETS)
 
 
-def test_an_owner_gets_no_others_thinking_whatever_it_sends() -> None:
+def test_owner_never_gets_reasoning_of_others() -> None:
     """Alone with its words, so that nothing is ambiguous; the visible words, the thinking itself, or none of it."""
     processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE)
     one = Talk(processor.of("ann"), "preserve", True, False, size=5)
@@ -189,7 +190,7 @@ def test_owners_over_one_directory(again: bool, tmp_path: Path) -> None:
         assert {secret for secret in SECRETS if secret in text} == own
 
 
-def test_notes_of_an_earlier_form_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_earlier_version_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no owner, and who asks has none either: what they are of cannot be known."""
     monkeypatch.setattr("deltic.chat.history._KEY_VERSION", 3)
     processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskRecords(tmp_path, "model"))
@@ -205,10 +206,10 @@ moves = st.lists(st.tuples(st.sampled_from(["ask", "answer", "turn", "turn", "tu
                            st.integers(0, 2), st.integers(0, 1)), max_size=24)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(moves, st.tuples(*[st.lists(st.booleans(), min_size=1, max_size=3)] * 3),
        st.sampled_from([TINY_TEMPLATE, QWEN_LIKE]), st.sampled_from(["preserve", "preserve", "template"]))
-def test_random_lives(moves: list[tuple[str, int, int]], returns: Any, template: str, mode: str) -> None:
+def test_random_conversations(moves: list[tuple[str, int, int]], returns: Any, template: str, mode: str) -> None:
     """Three clients of few words, two processes over one store: what one has thought stands in no other's prompt."""
     store = Store()
     fronts = [ChatProcessor(TOKENIZER, template, notes=store) for _ in range(2)]
@@ -232,7 +233,7 @@ def test_random_lives(moves: list[tuple[str, int, int]], returns: Any, template:
             client.chat_processor = fronts[what]
 
 
-def test_many_at_once_that_look_alike() -> None:
+def test_concurrent_ambiguous_conversations() -> None:
     """More than are kept apart."""
     processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE)
     talks = [Talk(processor, "preserve", True, False) for _ in range(9)]
@@ -240,7 +241,7 @@ def test_many_at_once_that_look_alike() -> None:
     assert not any("secret" in asked(client) for client in talks)
 
 
-def test_a_whole_answer_is_remembered_with_its_end() -> None:
+def test_whole_answer_is_recorded_with_end() -> None:
     client, _ = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     job = client.say("Hi")
     answer = cut_small("alpha\n</think>\n\nHello.", 5)

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from support import examples
 from test_chat_support import EOS, Vocabulary, splits
 
-from deltic.chat.deltas import Region, join
-from deltic.chat.output_router import AnswerText, AnswerTexts, chat_router, text_router
-from deltic.chat.stop_strings import StopAutomaton, StopScanner, open_suffix
+from deltic.chat.markers import StopAutomaton, StopScanner, open_suffix
+from deltic.chat.output_router import AnswerText, AnswerTexts, Region, chat_router, join, text_router
 
 CASES = [
     ("abSTOPcd", ("STOP",), "ab"),
@@ -74,7 +73,7 @@ def test_random_texts_against_the_reference(text: str, stops: list[str], cuts: l
     st.integers(0, 12),
 )
 @settings(deadline=None, max_examples=examples(500))
-def test_a_scanner_holds_back_exactly_what_may_become_a_stop(
+def test_scanner_holds_back_only_possible_stop(
     pieces: list[str], stops: list[str], flushed: int
 ) -> None:
     scanner, seen, passed = StopScanner.of(stops), "", ""
@@ -103,7 +102,7 @@ def test_a_scanner_holds_back_exactly_what_may_become_a_stop(
     ],
     ids=["one beginning", "many beginnings", "periods", "one long"],
 )
-def test_near_misses_cost_a_few_lookups_a_character(stops: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_misses_take_few_lookups_per_character(stops: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     scanner, lookups = StopScanner.of(stops), 0
     child = StopAutomaton.child
 
@@ -118,7 +117,7 @@ def test_near_misses_cost_a_few_lookups_a_character(stops: list[str], monkeypatc
     assert passed + scanner.held == text and lookups <= 3 * len(text)
 
 
-def test_reading_stop_strings_is_linear_in_their_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automaton_construction_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     lookups, child = 0, StopAutomaton.child
 
     def counted(self: StopAutomaton, node: int, char: str) -> int:
@@ -132,7 +131,7 @@ def test_reading_stop_strings_is_linear_in_their_characters(monkeypatch: pytest.
     assert lookups <= 4 * sum(map(len, stops))
 
 
-def test_the_choices_of_a_request_share_an_automaton() -> None:
+def test_choices_share_an_automaton() -> None:
     router = text_router(Vocabulary(), ["STOP"])
     assert router.copy().stops.automaton is router.stops.automaton
 
@@ -142,12 +141,12 @@ def test_special_tokens_contribute_nothing() -> None:
     assert [matcher.push(token) for token in (ord("a"), EOS, ord("b"))] == [False, False, True]
 
 
-def test_nothing_is_sent_that_may_become_a_stop_string() -> None:
+def test_possible_stop_string_is_held_back() -> None:
     router = text_router(Vocabulary(), ["STOP"])
     assert [[delta.text for delta in router.feed(byte)] for byte in b"aSTx"] == [["a"], [], [], ["STx"]]
 
 
-def test_every_choice_has_a_text_of_its_own() -> None:
+def test_choices_have_separate_texts() -> None:
     texts = AnswerTexts(text_router(Vocabulary(), ["ab"]))
     following = texts.followers()
     first, second = following(), following()
@@ -156,7 +155,7 @@ def test_every_choice_has_a_text_of_its_own() -> None:
     assert not second.push(ord("c")) and first.push(ord("b")) and not second.push(ord("b"))
 
 
-def test_what_was_routed_ahead_is_not_routed_again() -> None:
+def test_pushed_tokens_are_routed_once() -> None:
     text = AnswerText(text_router(Vocabulary(), ["ab"]), frozenset([ord("!")]))
     ended = [text.push(ord(letter)) for letter in "xaab!"]
     said = [text.take(ord(letter)) for letter in "xaab!"]

@@ -83,7 +83,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("source", LARGE + NESTED, ids=range(len(LARGE + NESTED)))
-def test_no_template_takes_much_memory(source: str) -> None:
+def test_template_memory_is_bounded(source: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises((TemplateError, RequestError)):
@@ -93,20 +93,20 @@ def test_no_template_takes_much_memory(source: str) -> None:
         tracemalloc.stop()
 
 
-def test_namespaces_that_hold_each_other_are_written_briefly() -> None:
+def test_recursive_namespaces_are_rendered_briefly() -> None:
     source = doubling("1", "namespace(a=ns.x, b=[ns.x, ns.x])")
     assert ChatTemplate(source).render(MESSAGES) == "<Namespace>"
 
 
 @pytest.mark.parametrize("source", ENDLESS, ids=range(len(ENDLESS)))
-def test_no_template_takes_longer_than_it_may(source: str) -> None:
+def test_template_time_is_bounded(source: str) -> None:
     started = time.perf_counter()
     with pytest.raises(RequestError, match=r"template_seconds|more than \d+ characters"):
         ChatTemplate(source, seconds=0.2).render(MESSAGES)
     assert time.perf_counter() - started < 5.0
 
 
-def test_long_conversations_are_no_attack() -> None:
+def test_long_conversations_are_within_limits() -> None:
     text = "word " * 400_000
     messages = normalise_messages([{"role": "user", "content": text}, {"role": "assistant", "content": "ok"},
                                    {"role": "user", "content": "x"}] * 2)
@@ -121,15 +121,15 @@ NAMES = ["self", "context", "environment", "caller", "varargs", "kwargs", "args"
          *keyword.kwlist, *keyword.softkwlist]
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [1, "x", [], {"a": 1}, False])
-@pytest.mark.covering
-def test_variables_may_have_any_name(name: str, value: Any) -> None:
+def test_variables_may_have_any_name(value: Any) -> None:
     template = ChatTemplate(TINY_TEMPLATE)
-    try:
-        assert template.render(MESSAGES[:1], None, True, **{name: value}) == template.render(MESSAGES[:1])
-    except RequestError:
-        assert name in ("namespace", "raise_exception", "dict", "tojson")  # functions that the template needs
+    plain = template.render(MESSAGES[:1])
+    for name in NAMES:
+        try:
+            assert template.render(MESSAGES[:1], None, True, **{name: value}) == plain, name
+        except RequestError:
+            assert name in ("namespace", "raise_exception", "dict", "tojson")  # functions that the template needs
 
 
 @given(st.dictionaries(st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=3)))
@@ -138,7 +138,7 @@ def test_variables_of_any_kind(variables: dict[str, Any]) -> None:
     ChatTemplate("{{ messages[0].content }}").render(MESSAGES, None, True, **variables)
 
 
-def test_what_a_template_says_is_cut() -> None:
+def test_template_error_message_is_cut() -> None:
     with pytest.raises(RequestError) as raised:
         ChatTemplate("{{ raise_exception('x' * 1000000) }}").render([])
     assert len(str(raised.value)) <= 1000
@@ -189,8 +189,8 @@ def plain_jinja(source: str) -> str | None:
 
 
 @given(st.lists(st.tuples(STATEMENTS, EXPRESSIONS), min_size=1, max_size=2))
-@settings(deadline=None, max_examples=examples(400))
-def test_what_jinja_renders_is_rendered(parts: list[tuple[str, str]]) -> None:
+@settings(deadline=None, max_examples=examples(200))
+def test_renders_as_jinja(parts: list[tuple[str, str]]) -> None:
     blocks = [statement.replace("X", expression).replace("block b", f"block b{index}")
               for index, (statement, expression) in enumerate(parts)]
     source = MACRO + "\n".join(blocks)
@@ -203,10 +203,10 @@ def test_what_jinja_renders_is_rendered(parts: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("source", [TINY_TEMPLATE, QWEN_LIKE], ids=["tiny", "qwen"])
-def test_limits_cost_less_than_the_rendering(source: str) -> None:
+def test_limits_overhead(source: str) -> None:
     """Limits on sizes and time cost about half of jinja's own time. The bound leaves room for a busy machine."""
     turn = [{"role": "user", "content": "word " * 50}, {"role": "assistant", "content": "answer " * 50}]
-    messages = normalise_messages([*turn * 300, turn[0]])
+    messages = normalise_messages([*turn * 100, turn[0]])
     ours, theirs = ChatTemplate(source), sandbox().from_string(re.sub("{%- (end)?generation %}", "", source))
     variables = {"messages": messages, "add_generation_prompt": True}
     pairs = [(spent(lambda: ours.render(messages)), spent(lambda: theirs.render(variables))) for _ in range(7)]
@@ -231,6 +231,6 @@ def spent(work: Callable[[], object]) -> float:
     ({"reasoning_effort": "low"}, False), ({"reasoning_effort": "medium"}, True), ({"reasoning_effort": "high"}, True),
     ({"reasoning_effort": "high", "enable_thinking": False}, False), ({"enable_thinking": True}, True),
     ({"reasoning_effort": "none", "enable_thinking": True}, True)])
-def test_the_embedded_model_thinks_as_hard_as_it_is_asked_to(variables: dict[str, Any], thinks: bool) -> None:
+def test_embedded_model_reasoning_effort(variables: dict[str, Any], thinks: bool) -> None:
     text = ChatTemplate(TINY_TEMPLATE).render(MESSAGES[:1], None, True, **variables)
     assert text.endswith("<think>\n" if thinks else "<think>\n\n</think>\n\n")

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from deltic.chat import tokenizer as tokenizer_module
-from deltic.chat import tokenizer_files
-from deltic.chat.tokenizer import Tokenizer
-from deltic.chat.tokenizer_files import TokenizerFiles
+from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.errors import ModelError, RequestError
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
@@ -36,14 +35,14 @@ def test_ids_and_sizes(tokenizer: Tokenizer) -> None:
 
 
 @given(st.text(max_size=60))
-@settings(deadline=None, max_examples=300)
-def test_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+@settings(deadline=None, max_examples=examples(300))
+def test_token_bytes_spell_the_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
     assert tokenizer.decode(ids, skip_special=False) == text
 
 
-def test_every_token_has_the_bytes_that_the_backend_gives_it(tokenizer: Tokenizer) -> None:
+def test_token_bytes_agree_with_backend(tokenizer: Tokenizer) -> None:
     backend = Backend.from_file(str(TINY / "tokenizer.json"))
     for id in range(tokenizer.vocab_size):
         assert tokenizer.token_bytes(id).decode("utf-8", "replace") == backend.decode(
@@ -99,7 +98,7 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path) -> None:
             Tokenizer.from_directory(tmp_path)
 
 
-def test_what_training_left_in_the_file_cuts_and_fills_no_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_truncation_and_padding_of_file_are_ignored(tmp_path: Path, tokenizer: Tokenizer) -> None:
     left = json.loads((TINY / "tokenizer.json").read_text()) | {
         "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
         "padding": {"strategy": {"Fixed": 12}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
@@ -110,7 +109,7 @@ def test_what_training_left_in_the_file_cuts_and_fills_no_prompts(tmp_path: Path
         assert found.encode(text) == tokenizer.encode(text) and found.decode(found.encode(text)) == text
 
 
-def test_tokens_that_the_other_file_lacks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_missing_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copy(TINY / "tokenizer.json", tmp_path)
     config = json.loads((TINY / "tokenizer_config.json").read_text())
 
@@ -125,8 +124,8 @@ def test_tokens_that_the_other_file_lacks_are_named(tmp_path: Path, caplog: pyte
     assert "no tokens for '<|b|>', '<|a|>', which" in warned(additional_special_tokens=["<|b|>", "<|a|>", "<|b|>"])
 
 
-def test_files_without_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_files, "_MAX_BYTES", 1 << 20)
+def test_endless_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "_MAX_BYTES", 1 << 20)
     shutil.copy(TINY / "tokenizer.json", tmp_path)
     for name in ("tokenizer_config.json", "chat_template.jinja", "tokenizer.json"):
         before = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else b"{}"
@@ -136,7 +135,7 @@ def test_files_without_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / name).write_bytes(before)
 
 
-def test_panics_of_the_backend_are_errors_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_panic_is_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         """As pyo3 makes it: no Exception, and in no module."""
 
@@ -154,7 +153,7 @@ def test_panics_of_the_backend_are_errors_of_the_file(monkeypatch: pytest.Monkey
         Tokenizer.from_files(texts, source)
 
 
-def test_where_templates_come_from(tmp_path: Path) -> None:
+def test_template_sources(tmp_path: Path) -> None:
     shutil.copy(TINY / "tokenizer.json", tmp_path)
 
     def load(name: str, content: object) -> Tokenizer:
@@ -191,7 +190,7 @@ def test_byte_fallback_tokens() -> None:
     assert tokenizer.token_bytes(1) == b"\xe6" and tokenizer.token_bytes(99) == b""
 
 
-def test_added_tokens_have_the_spaces_that_they_are_found_with() -> None:
+def test_added_tokens_keep_their_spaces() -> None:
     """A normaliser as Llama 2 has it puts a space before the text of an added token that it may change."""
     backend = Backend(models.BPE({"<unk>": 0, "\u2581": 1, "a": 2, "b": 3}, [], unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -205,7 +204,7 @@ def test_added_tokens_have_the_spaces_that_they_are_found_with() -> None:
     assert tokenizer.decode(tokenizer.encode("a ab a")) == " a ab a"
 
 
-def test_other_decoders_go_by_difference() -> None:
+def test_bytes_of_other_decoders() -> None:
     backend = Backend(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
     tokenizer = Tokenizer(backend)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import examples
 from test_chat_support import read_calls
 
-from deltic.chat.schema_coercion import coerce, dumps, loads
+from deltic.chat.tool_arguments import coerce, dumps, loads
 from deltic.chat.tools import tool_schemas
 
 PROPERTIES = {
@@ -154,7 +154,7 @@ def test_several_functions_in_one_body() -> None:
         ("{'name': 'f', 'arguments': {'flag': True}}", {"flag": True}),
     ],
 )
-def test_sloppy_calls_are_understood(text: str, expected: dict[str, Any]) -> None:
+def test_sloppy_calls_are_read(text: str, expected: dict[str, Any]) -> None:
     assert calls(text) == [("f", expected)]
 
 
@@ -174,7 +174,7 @@ def test_sloppy_calls_are_understood(text: str, expected: dict[str, Any]) -> Non
         "null",
     ],
 )
-def test_what_is_no_call_is_none(text: str) -> None:
+def test_text_without_call(text: str) -> None:
     assert read_calls(text) == []
 
 
@@ -189,11 +189,11 @@ def test_what_is_no_call_is_none(text: str) -> None:
         {"name": "f", "parameters": {"properties": {"count": "x"}}},
     ],
 )
-def test_odd_tools_have_no_types(tool: Any) -> None:
+def test_odd_tools_have_no_schema(tool: Any) -> None:
     assert read_calls(body(("count", "1")), tool_schemas([tool])) == [("f", '{"count": "1"}')]
 
 
-def test_lone_surrogates_can_be_sent_and_taken_back() -> None:
+def test_lone_surrogates_round_trip() -> None:
     [(name, arguments)] = read_calls('{"name": "\\ud800", "arguments": {"a": "\\udfff"}}')
     (name + arguments).encode()
     assert json.loads(arguments) == {"a": "\ufffd"}
@@ -228,7 +228,7 @@ ODD = st.sampled_from(
 
 @given(st.one_of(st.lists(ODD, max_size=25).map("".join), st.text(max_size=30)))
 @settings(deadline=None, max_examples=examples(600))
-def test_nothing_raises_and_arguments_are_objects(text: str) -> None:
+def test_random_calls_raise_nothing(text: str) -> None:
     assert all(name and isinstance(json.loads(arguments), dict) for name, arguments in read_calls(text, SCHEMAS))
 
 

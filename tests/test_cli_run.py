@@ -6,7 +6,7 @@ import io
 import json
 import sys
 
-from deltic.chat.deltas import AnswerCall, Delta
+from deltic.chat.output_router import AnswerCall, Delta
 from deltic.cli import main
 from deltic.cli.output import AnswerTiming, Screen
 from deltic.runner.model_runner import ModelRunner

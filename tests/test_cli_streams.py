@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deltic.chat.deltas import AnswerCall, Delta
+from deltic.chat.output_router import AnswerCall, Delta
 from deltic.cli import command_parser, main, run
 from deltic.cli.output import Screen, takes_colors, takes_escapes
 from deltic.cli.parser import UsageError, text
@@ -28,7 +28,7 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace as Of
 from deltic.cli import main, output, run
-from deltic.chat.deltas import Delta
+from deltic.chat.output_router import Delta
 from deltic.params import Usage
 
 def read_answer(llm, ask, show):

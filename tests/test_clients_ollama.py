@@ -21,7 +21,7 @@ from test_server_embeddings import LIMITS, running
 from test_server_harness import CALL, THOUGHT, USER, Scripted, Served, scripted, serving, tiny
 
 from deltic import Encoder
-from deltic.chat.deltas import AnswerCall
+from deltic.chat.output_router import AnswerCall
 from deltic.server.embeddings import EmbeddingService
 from deltic.server.ollama import OllamaFormatter
 from deltic.server.routing import IGNORED_HEADER

@@ -11,7 +11,7 @@ from support import load_directory, numbers
 from test_gguf_metadata import TINY, tokenizer_metadata
 
 from deltic import LLM, SamplingParams
-from deltic.chat.deltas import AnswerCall
+from deltic.chat.output_router import AnswerCall
 from deltic.cli import main
 from deltic.errors import ModelError
 from deltic.loader.dummy import random_weights

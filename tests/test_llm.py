@@ -14,7 +14,7 @@ import pytest
 from support import numbers, odd_runtime, odd_shape, reference, same_tokens
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.chat.deltas import join
+from deltic.chat.output_router import join
 from deltic.chat.processor import ChatConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import StartTimes

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support import load_directory, load_gguf, odd_shape, transformers_model
 from test_gguf_metadata import TINY, tokenizer_metadata
 
-from deltic.chat.tokenizer_files import read_tokenizer_files
+from deltic.chat.tokenizer import read_tokenizer_files
 from deltic.errors import ModelError
 from deltic.loader.dummy import random_weights
 from deltic.loader.gguf.config import config_from_gguf

@@ -17,8 +17,7 @@ from support import load_gguf
 from torch import Tensor
 
 from deltic import LLM, SamplingParams
-from deltic.chat.tokenizer import Tokenizer
-from deltic.chat.tokenizer_files import TokenizerFiles
+from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.loader.gguf.config import config_from_gguf
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.model_files import open_model

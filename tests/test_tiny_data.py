@@ -71,7 +71,7 @@ def test_no_fresh_phrasing_is_a_training_or_heldout_phrasing(file):
     assert [form for form in fresh if phrases.trained_as(form) or form in phrases.HELDOUT_FORMS] == []
 
 
-def test_little_that_training_could_say_is_kept_from_it():
+def test_few_training_phrasings_are_banned():
     trained = {form for section in PHRASES.values() for form in phrases.normal_forms(section, TRAIN)}
     assert len(trained & phrases.BANNED) < 200
     assert not trained & phrases.BANNED & {"0", "hello", "thank you", "how are you"}
@@ -84,11 +84,11 @@ def test_normal_forms_ignore_case_punctuation_and_slots():
 def test_slips_and_frames_never_make_a_heldout_phrasing(monkeypatch):
     monkeypatch.setattr(data, "_filled", lambda form, slots: form)
     rng = random.Random(0)
-    asked = {phrases.normal(data.ask(rng.choice(list(PHRASES)), {}, rng, TRAIN)) for _ in range(20000)}
+    asked = {phrases.normal(data.ask(rng.choice(list(PHRASES)), {}, rng, TRAIN)) for _ in range(5000)}
     assert asked.isdisjoint(phrases.RESERVED)
 
 
-def test_seed_and_number_decide_a_sample():
+def test_samples_are_deterministic():
     first = [data.make_sample(3, i, TRAIN) for i in range(50)]
     again = [data.make_sample(3, i, TRAIN) for i in reversed(range(50))][::-1]
     assert first == again
@@ -103,7 +103,7 @@ def test_heldout_set_has_equally_many_samples_of_each_category():
 
 
 def test_training_text_is_what_inference_renders(tokenizer):
-    for i in range(200):
+    for i in range(100):
         sample = data.make_sample(5, i, TRAIN)
         text = render_text([*sample.messages, sample.target], sample.tools)
         assert text == render(tokenizer, [*sample.messages, sample.target], tools=sample.tools).removesuffix("\n")
@@ -123,24 +123,24 @@ def dialogue(split: str, seed: int) -> Any:
     return data.Dialogue(random.Random(seed), split)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_calendar_and_numbers_are_right(seed):
-    steps = quiz.ask_steps(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").split()
-    names = quiz.DAYS if steps[-1] in quiz.DAYS else quiz.MONTHS
-    count = 1 if steps[0] == "The" else int(steps[0])
-    count = count if "after" in steps else -count
-    assert names[(names.index(steps[-3]) + count) % len(names)] == steps[-1]
-    left, _, right = quiz.ask_terms(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").partition(" = ")
-    assert eval(left) == int(right)
-    order = quiz.ask_order(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").replace(",", "").split()
-    names = quiz.DAYS if order[1] in quiz.DAYS else quiz.MONTHS
-    assert (names.index(order[1]) < names.index(order[-1])) == (order[3] == "before")
+def test_calendar_and_numbers_are_right():
+    for seed in range(40):
+        steps = quiz.ask_steps(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").split()
+        names = quiz.DAYS if steps[-1] in quiz.DAYS else quiz.MONTHS
+        count = 1 if steps[0] == "The" else int(steps[0])
+        count = count if "after" in steps else -count
+        assert names[(names.index(steps[-3]) + count) % len(names)] == steps[-1], seed
+        left, _, right = quiz.ask_terms(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").partition(" = ")
+        assert eval(left) == int(right), seed
+        order = quiz.ask_order(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").replace(",", "").split()
+        names = quiz.DAYS if order[1] in quiz.DAYS else quiz.MONTHS
+        assert (names.index(order[1]) < names.index(order[-1])) == (order[3] == "before"), seed
 
 
 def test_several_calls_are_those_of_the_request():
-    asked = [sample for i in range(3000) if "calls" in (sample := data.make_sample(9, i, TRAIN)).category]
+    asked = [sample for i in range(1500) if "calls" in (sample := data.make_sample(9, i, TRAIN)).category]
     calls = [sample for sample in asked if sample.target.get("tool_calls")]
-    assert len(calls) > 50
+    assert len(calls) > 25
     for sample in calls:
         request = sample.messages[-1]["content"].lower()
         for call in sample.target["tool_calls"]:
@@ -152,7 +152,7 @@ def test_several_calls_are_those_of_the_request():
 # The chat template
 
 
-def test_template_file_is_the_one_in_the_checkpoint():
+def test_template_file_equals_checkpoint():
     config = json.loads((MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert config["chat_template"] == (EXAMPLE / "chat_template.jinja").read_text(encoding="utf-8")
 
@@ -422,11 +422,11 @@ def test_stored_head_drafts_what_the_model_says(trunk):
         weight.fill_(torch.nan)
     model.load_head(head, MODEL)
     whole, = train_head.heldout_batches(MODEL, 1)
-    some = whole.said < 2 * whole.ids.shape[1]
-    part = batches.Batch(whole.ids[:2], whole.place[:2], whole.said[some], whole.labels[some])
+    some = whole.said < whole.ids.shape[1]
+    part = batches.Batch(whole.ids[:1], whole.place[:1], whole.said[some], whole.labels[some])
     parts = train_head.hits(trunk, head, part)
     room, right = (counts.sum((1, 2)) for counts in parts)
-    assert (room > 100).all()
+    assert (room > 50).all()
     assert (right / room > 0.97).all()
 
 

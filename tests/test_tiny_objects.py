@@ -61,8 +61,8 @@ def model_of(thing: Any) -> type[BaseModel]:
     return create_model(thing.name, **fields)
 
 
-def test_schemas_are_those_of_pydantic_and_of_the_openai_client():
-    for seed in range(150):
+def test_schemas_equal_those_of_pydantic_and_openai():
+    for seed in range(75):
         thing = task(seed).answer
         theirs = model_of(thing)
         assert schemas.pydantic(thing, NOBODY, strict=False, described=False) == theirs.model_json_schema(), seed
@@ -72,30 +72,30 @@ def test_schemas_are_those_of_pydantic_and_of_the_openai_client():
 
 @pytest.mark.parametrize("split", [TRAIN, HELDOUT])
 def test_objects_follow_their_schemas(split):
-    for seed in range(200):
+    for seed in range(60):
         thing = task(seed, split).answer
         for schema in (schemas.pydantic(thing, NOBODY, strict=True, described=True), schemas.zod(thing)):
             jsonschema.validate(thing.plain(), schema)
 
 
-def test_every_kind_of_task_and_every_client_is_there():
-    found = [client_prompts.object_sample(1, i, TRAIN) for i in range(1500)]
+def test_samples_cover_tasks_and_clients():
+    found = [client_prompts.object_sample(1, i, TRAIN) for i in range(700)]
     assert len(Counter(sample.category for sample in found)) > 20
     prompts = [str(sample.messages) for sample in found if not sample.forced]
     for mark in ("MUST answer with a JSON object that matches", "genius expert", "[[ ## completed ## ]]",
         "in the following order",
                  "$defs", "anyOf", "#/$defs/", "additionalProperties"):  # fmt: skip
         assert any(mark in prompt for prompt in prompts), mark
-    assert sum(bool(sample.tools) for sample in found) > 150
-    share = sum(data.make_sample(1, i, TRAIN) != client_prompts.training_sample(1, i) for i in range(2000)) / 2000
+    assert sum(bool(sample.tools) for sample in found) > 70
+    share = sum(data.make_sample(1, i, TRAIN) != client_prompts.training_sample(1, i) for i in range(1000)) / 1000
     assert 0.15 < share < 0.3
 
 
 def test_no_heldout_question_or_text_frame_is_trained():
-    trained = {client_prompts.object_sample(2, i, TRAIN).messages[-1]["content"] for i in range(1500)}
-    held = [client_prompts.object_sample(2, i, HELDOUT).messages[-1]["content"] for i in range(300)]
+    trained = {client_prompts.object_sample(2, i, TRAIN).messages[-1]["content"] for i in range(750)}
+    held = [client_prompts.object_sample(2, i, HELDOUT).messages[-1]["content"] for i in range(150)]
     assert not any(text.startswith("Read this and give me") for text in trained)
-    assert sum(text.startswith("Read this and give me") for text in held) > 20
+    assert sum(text.startswith("Read this and give me") for text in held) > 10
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def llm() -> LLM:
     return LLM(str(MODEL), dtype="float32", threads=1)
 
 
-def test_tokens_of_training_are_those_that_the_grammar_allows(llm):
+def test_grammar_allows_training_tokens(llm):
     """An enforced schema meets the same tokens in the same form of JSON, and what it forces is not counted."""
     grammars = llm.chat_processor.grammars
     assert isinstance(grammars, Grammars)
@@ -133,8 +133,8 @@ def infer(value: Any) -> dict[str, Any]:
     return {"anyOf": [{"type": names.get(type(value), "string")}, {"type": "null"}]}
 
 
-def test_the_end_of_a_forced_answer_is_what_inference_renders():
-    for i in range(200):
+def test_forced_answer_ends_as_rendered():
+    for i in range(100):
         sample = client_prompts.object_sample(4, i, TRAIN)
         text = render([*sample.messages, sample.target], sample.tools)
         cut = list(data.pieces(text, sample.forced))

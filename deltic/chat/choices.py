@@ -8,8 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from deltic.chat.deltas import Answer, AnswerCall, Delta, join, merge
-from deltic.chat.output_router import AnswerText
+from deltic.chat.output_router import Answer, AnswerCall, AnswerText, Delta, join, merge
 from deltic.chat.processor import PreparedRequest
 from deltic.errors import GenerationError
 from deltic.params import Event, Finish, TokenEvent, TokenLogprobs, Usage
@@ -173,7 +172,6 @@ class AnswerAssembler:
         self._prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # by request: only the first choice has them
 
     def row(self, event: Event) -> int:
-        """Returns the index of the event's request."""
         return self._rows[event.request]
 
     def take(self, events: Iterable[Event]) -> list[ChoiceDelta]:
@@ -214,7 +212,6 @@ class AnswerAssembler:
         return range(self._firsts[row], self._firsts[row + 1])
 
     def _by_choice(self, row: int, event: TokenEvent) -> list[TokenEvent]:
-        """Splits an event by choice."""
         events = [event]
         if event.finish and event.usage is None:  # a failure for all choices
             prompt, first = len(self.jobs[row].request.prompt), self._firsts[row]

@@ -173,7 +173,7 @@ def stable_prefixes(conversation: Conversation, prompt: EncodedPrompt, start: in
     view = _shorten(conversation, prompt)
     thinks = start_mode(prompt.ids, conversation.tokenizer) == "reasoning"
     answer = {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
-    turn = view.rendered(_next_turn(view.conversation, answer))
+    turn = view.rendered(_append(view.conversation, answer, {"role": "user", "content": _QUESTION}))
     found = {start, _shared_tokens(prompt, view, turn), _last_turn_start(prompt, view, turn.rpartition(_QUESTION)[2])}
     if conversation.tools or any(message["role"] == "tool" for message in conversation.messages):
         # without reasoning the think block is empty, and less may be shared
@@ -314,10 +314,6 @@ def _digest(conversation: Conversation, count: int, kind: str = "") -> str:
 
 def _text_digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _next_turn(conversation: Conversation, answer: dict[str, Any]) -> Messages:
-    return _append(conversation, answer, {"role": "user", "content": _QUESTION})
 
 
 def _next_step(conversation: Conversation, answer: dict[str, Any]) -> Messages:

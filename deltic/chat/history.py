@@ -30,7 +30,6 @@ from typing import Any
 
 from deltic.chat.control_tokens import unmarked
 from deltic.chat.conversation import Conversation, RenderedPrefixes, encode_prompt, stable_prefixes, system_prefix_len
-from deltic.chat.deltas import Answer
 from deltic.chat.history_store import (
     AnswerLog,
     AnswerRecord,
@@ -41,8 +40,9 @@ from deltic.chat.history_store import (
     record_name,
 )
 from deltic.chat.messages import REASONING
-from deltic.chat.schema_coercion import argument_schema, typed
+from deltic.chat.output_router import Answer
 from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
+from deltic.chat.tool_arguments import argument_schema, typed
 from deltic.chat.tools import tool_schemas
 from deltic.errors import DelticError, LongPromptError
 from deltic.params import Finish
@@ -148,7 +148,6 @@ class History:
         self._records.put(_next_state(turn.state, visible), record, turn.owner)
 
     def flush(self) -> None:
-        """Waits until all records are written."""
         self._records.flush()
 
     def _states(self, conversation: Conversation, schemas: Schemas, owner: str) -> list[str]:
@@ -266,7 +265,6 @@ def _text_around(conversation: Conversation, index: int) -> list[str]:
 
 
 def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
-    """True if the ids spell a text that begins with this one."""
     wanted, spelled = unmarked(text).encode(), bytearray()
     for id in ids:
         if len(spelled) >= len(wanted):
@@ -323,7 +321,6 @@ def _without_defaults(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -
 
 
 def _is_default(value: Any, schema: Any) -> bool:
-    """Compares as JSON, where true is not 1."""
     return (isinstance(schema, Mapping) and "default" in schema
             and json.dumps(value, sort_keys=True) == json.dumps(_number_as_float(schema["default"]), sort_keys=True))
 

@@ -11,16 +11,81 @@ import struct
 import sys
 import threading
 from array import array
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from deltic.chat.owned_entries import OwnedEntries
+Value = TypeVar("Value")
+Owner = str | None
+
+
+@dataclass(slots=True)
+class _Own(Generic[Value]):
+    """The entries of one owner with their weights, least recently used first, and the sum of the weights."""
+
+    entries: OrderedDict[str | bytes, tuple[Value, int]] = field(default_factory=OrderedDict)
+    weight: int = 0
+
+
+class OwnedEntries(Generic[Value]):
+    """Entries by owner and key, limited in weight and number.
+
+    Beyond a limit, the owner that holds the most loses its least recently used entry. Not thread-safe.
+    """
+
+    def __init__(self, weight: int, count: int = sys.maxsize) -> None:
+        self._most, self._most_entries = weight, count
+        self._owners: dict[Owner, _Own[Value]] = {}
+        self._weight = self._count = 0
+
+    def get(self, owner: Owner, key: str | bytes) -> Value | None:
+        """Returns an entry and marks it as used."""
+        own = self._owners.get(owner)
+        if own is None or key not in own.entries:
+            return None
+        own.entries.move_to_end(key)
+        return own.entries[key][0]
+
+    def put(self, owner: Owner, key: str | bytes, value: Value, weight: int = 1
+            ) -> list[tuple[Owner, str | bytes, Value]]:
+        """Sets an entry and returns the evicted ones, with owner and key."""
+        self.pop(owner, key)
+        own = self._owners.setdefault(owner, _Own())
+        own.entries[key] = value, weight
+        own.weight += weight
+        self._weight += weight
+        self._count += 1
+        gone = []
+        while self._weight > self._most:
+            gone.append(self._drop(lambda own: own.weight))
+        while self._count > self._most_entries:
+            gone.append(self._drop(lambda own: len(own.entries)))
+        return gone
+
+    def pop(self, owner: Owner, key: str | bytes) -> Value | None:
+        own = self._owners.get(owner)
+        if own is None or key not in own.entries:
+            return None
+        value, weight = own.entries.pop(key)
+        own.weight -= weight
+        self._weight -= weight
+        self._count -= 1
+        if not own.entries:
+            del self._owners[owner]
+        return value
+
+    def _drop(self, held: Callable[[_Own[Value]], int]) -> tuple[Owner, str | bytes, Value]:
+        owner = max(self._owners, key=lambda owner: held(self._owners[owner]))
+        key = next(iter(self._owners[owner].entries))
+        value = self._owners[owner].entries[key][0]
+        self.pop(owner, key)
+        return owner, key, value
+
 
 MAX_RECORD_IDS = 4_000_000
 """Limit of token ids in memory."""
@@ -85,7 +150,6 @@ _LOST_RECORD = AnswerRecord("", "", (), array("i"), "")
 
 
 def record_name(key: str, record: AnswerRecord) -> str:
-    """Returns a name that is unique among the records of the key."""
     return key + record.digest
 
 
@@ -137,7 +201,6 @@ class AnswerLog:
         return chain[::-1]
 
     def flush(self) -> None:
-        """Waits until all records are in the store."""
         if self._store:
             self._writer.submit(lambda: None).result()
 

@@ -267,7 +267,6 @@ def _alone(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _refers(reference: Any, root: Any) -> bool:
-    """True if the reference resolves in this schema."""
     if not isinstance(reference, str):
         return False
     where = reference.partition("#")[0]
@@ -338,6 +337,15 @@ def _within(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((name, item) for item in value)
         elif name in _ONE:
             yield name, value
+
+
+def nested_deeper(value: Any, levels: int) -> bool:
+    """True if JSON is nested more levels deep."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [item for value in level if isinstance(value, Mapping | list)
+                 for item in (value.values() if isinstance(value, Mapping) else value)]
+    return bool(level)
 
 
 def keywords_of(warnings: list[str]) -> set[str]:

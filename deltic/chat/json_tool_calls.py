@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deltic.chat.schema_coercion import loads
+from deltic.chat.tool_arguments import loads
 from deltic.chat.tools import skip_spaces
 
 if TYPE_CHECKING:
@@ -218,7 +218,6 @@ def _begin_scan(reader: CallReader, what: str, ends: str, at: int) -> int:
 
 
 def _scanned(reader: CallReader, text: str, at: int) -> int:
-    """Handles the character that ends the scanned part."""
     if reader.json.what == "value":
         reader.arguments.value(_read("".join(reader.pieces)))
         reader.state = before_key

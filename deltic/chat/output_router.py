@@ -14,15 +14,112 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
-from deltic.chat.deltas import Delta, Region, ToolDelta, merge
-from deltic.chat.markers import THINK, THINK_END, Markers, MarkerVocabulary, start_mode
-from deltic.chat.stop_strings import StopScanner, open_suffix
+from deltic.chat.markers import (
+    THINK,
+    THINK_END,
+    Markers,
+    MarkerVocabulary,
+    Region,
+    StopScanner,
+    open_suffix,
+    start_mode,
+)
 from deltic.chat.tool_parsers import CallReader
 from deltic.chat.tools import QWEN, CallForm, tool_schemas
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDelta:
+    """A piece of a tool call.
+
+    index: of the call in the answer. id: the same for all pieces of a call. name: on the first piece only.
+    arguments: concatenated, one JSON object, or the beginning of one if the answer was cut.
+    written: as `arguments`, with the values as the model wrote them, before conversion to the schema's types.
+    """
+
+    index: int
+    id: str
+    name: str | None = None
+    arguments: str = ""
+    written: str = field(default="", compare=False)
+
+
+class Delta(NamedTuple):
+    """A piece of an answer: text, or `call` if kind is "tool".
+
+    index: of the choice, in a stream of several. tokens: ids in place of text, for a model without a tokenizer.
+    """
+
+    kind: Region
+    text: str = ""
+    call: ToolDelta | None = None
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCall:
+    """A tool call of an answer; `arguments` and `written` as in ToolDelta."""
+
+    id: str
+    name: str
+    arguments: str
+    written: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[AnswerCall, ...] = ()
+
+
+def join(deltas: Iterable[Delta]) -> Answer:
+    """Joins the pieces of one answer."""
+    texts: dict[str, list[str]] = {"reasoning": [], "content": []}
+    calls: dict[int, list[ToolDelta]] = {}
+    for delta in deltas:
+        if delta.call is None:
+            texts[delta.kind].append(delta.text)
+        else:
+            calls.setdefault(delta.call.index, []).append(delta.call)
+    return Answer("".join(texts["reasoning"]), "".join(texts["content"]),
+                  tuple(_join_call(pieces) for pieces in calls.values()))
+
+
+def merge(deltas: list[Delta]) -> list[Delta]:
+    """Joins neighbouring pieces of one kind or call, and drops empty ones."""
+    merged: list[Delta] = []
+    for delta in deltas:
+        before = merged[-1] if merged else None
+        if before and before.kind == delta.kind and (joined := _joined(before, delta)):
+            merged[-1] = joined
+        elif delta.call is not None or delta.text or delta.tokens:
+            merged.append(delta)
+    return merged
+
+
+def _joined(before: Delta, delta: Delta) -> Delta | None:
+    first, second = before.call, delta.call
+    if first is None or second is None:
+        return Delta(delta.kind, before.text + delta.text, tokens=before.tokens + delta.tokens)
+    if first.name is not None or second.name is not None:
+        return None
+    return Delta("tool", call=ToolDelta(first.index, first.id, None, first.arguments + second.arguments,
+                                        first.written + second.written))
+
+
+def _join_call(pieces: list[ToolDelta]) -> AnswerCall:
+    return AnswerCall(pieces[0].id, "".join(piece.name or "" for piece in pieces),
+                      "".join(piece.arguments for piece in pieces), "".join(piece.written for piece in pieces))
+
 
 _SPACES = " \t\r\n"
 _ENDLESS = 1 << 62
@@ -106,7 +203,6 @@ class OutputRouter:
 
     @property
     def stopped(self) -> bool:
-        """True after a stop string or the one wanted call: nothing more is emitted."""
         return self._over or self.stops.stopped
 
     @property
@@ -147,7 +243,6 @@ class OutputRouter:
         return self._take()
 
     def copy(self) -> OutputRouter:
-        """Returns an independent router in the same state."""
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         twin._utf8.setstate(self._utf8.getstate())
@@ -242,7 +337,6 @@ class OutputRouter:
             self._write(marker)
 
     def _may_open(self, marker: str, form: CallForm) -> bool:
-        """True if calls may begin here with this tag."""
         begins_line = self._region == "content" and not self._line and not self._fenced
         return marker == form.block[0] or form.anywhere or begins_line
 
@@ -353,7 +447,6 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """True after a stop string."""
         return self._router.stopped
 
     @property
@@ -409,5 +502,4 @@ class AnswerTexts:
         return text
 
     def forget(self, choice: int) -> None:
-        """Drops the text of a finished choice."""
         self._texts.pop(choice, None)

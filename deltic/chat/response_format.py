@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltic.chat.json_schema import nested_deeper
 from deltic.errors import RequestError, show
 
 _MOST_NESTED = 64
@@ -75,7 +76,6 @@ def response_format(value: Any, name: str = "response_format", ignored: list[str
 
 
 def _wrapped(given: Any, name: str, ignored: list[str] | None) -> JsonSchema:
-    """Reads OpenAI's form of a schema."""
     if not isinstance(given, Mapping) or given.get("schema") is None:
         raise RequestError(f"{name} must be an object with a name and a schema, not {show(given)}", name)
     _note(given, ("schema", *_BESIDE), name, ignored)
@@ -128,7 +128,9 @@ def json_schema(schema: Any, strict: bool = False, name: str = "response_format"
             raise RequestError(f"{name} is no JSON: {error}", name) from None
     if not isinstance(schema, Mapping | bool):
         raise RequestError(f"{name} must be a JSON schema, an object, not {show(schema)}", name)
-    _check_depth(schema, name)
+    if nested_deeper(schema, _MOST_NESTED):
+        raise RequestError(f"{name} is nested more than {_MOST_NESTED} levels deep: move parts of it to $defs, and "
+                           "refer to them", name)
     return JsonSchema(schema, strict, name)
 
 
@@ -193,13 +195,3 @@ def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value:
         raise RequestError(f"{name} must be text, not {show(value)}", name)
     return value
-
-
-def _check_depth(schema: Any, name: str) -> None:
-    level, depth = [schema], 0
-    while level := [item for value in level if isinstance(value, Mapping | list)
-                    for item in (value.values() if isinstance(value, Mapping) else value)]:
-        depth += 1
-        if depth > _MOST_NESTED:
-            raise RequestError(f"{name} is nested more than {_MOST_NESTED} levels deep: move parts of it to $defs, and "
-                               "refer to them", name)

@@ -209,12 +209,11 @@ class Grammars:
         return PendingGrammar(partial(self._of_field, text, partial(self._compile, source, schemas, text), field))
 
     def _of_field(self, text: str, compile: Callable[[], Grammar], field: str) -> Grammar:
-        """Compiles a grammar; errors name the field."""
         self.warm()
         try:
             return replace(self._compiled(text, compile), field=field)
         except _SlowGrammar as error:
-            raise RequestError(f"{field} takes {error.seconds:.3g} seconds of a processor to compile, and may take "
+            raise RequestError(f"{field} takes {error.args[0]:.3g} seconds of a processor to compile, and may take "
                                f"{self._seconds:g} (schema_seconds): simplify it", field) from None
         except _BadGrammar as error:
             field = error.field or field
@@ -257,11 +256,7 @@ class Grammars:
 
 
 class _SlowGrammar(Exception):
-    """seconds: the processor time that compiling took."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
+    """Its argument is the processor time in seconds that compiling took."""
 
 
 class _BadGrammar(ValueError):
@@ -298,7 +293,6 @@ def _limits() -> LLParserLimits:
 
 
 def _first_line(message: str) -> str:
-    """Shortens an error of llguidance to its reason."""
     if message.startswith("NoExtensionBias"):
         return "it refers to itself without any other keyword"
     first, _, rest = message.partition("\n")
@@ -311,17 +305,20 @@ def part_of(wanted: OutputFormat, schemas: Schemas) -> Part:
     if isinstance(wanted, JsonSchema):
         return {"json_schema": schemas.part(schemas.fit(wanted), wanted.strict, wanted.field)}
     if isinstance(wanted, Regex):
-        pattern = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), wanted.pattern,
-                         flags=re.DOTALL)
-        return {"lark_grammar": f"start: /{pattern}/"}
+        return {"lark_grammar": f"start: {slashed(wanted.pattern)}"}
     if isinstance(wanted, ChoiceFormat):
         return {"lark_grammar": "start: " + " | ".join(map(quoted, wanted.texts))}
     return {"lark_grammar": _lark(wanted)}
 
 
 def quoted(text: str) -> str:
-    """Returns a string literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def slashed(pattern: str) -> str:
+    """Returns a pattern in Lark's notation."""
+    return "/" + re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern,
+                        flags=re.DOTALL) + "/"
 
 
 def _lark(wanted: GrammarText) -> str:
@@ -387,7 +384,6 @@ class GrammarConstraint:
         return masks
 
     def push(self, token: int, /) -> None:
-        """Takes the next token of the answer."""
         opens, self._opens = self._opens == token, None
         if self._thinking or opens:
             self._thinking = self._text.region == "reasoning"
@@ -423,5 +419,4 @@ class GrammarConstraint:
 
 
 def _before(tokens: Sequence[int], barred: Set[int]) -> int:
-    """Returns the number of tokens before the first barred one."""
     return next((place for place, token in enumerate(tokens) if token in barred), len(tokens))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from deltic.chat.schema_coercion import Schema
+from deltic.chat.tool_arguments import Schema
 
 _QUOTES = "\"'"
 SPACES = " \t\r\n\f\v"

@@ -33,7 +33,7 @@ from deltic.cli.process import Interruption
 from deltic.errors import RequestError, show
 
 if TYPE_CHECKING:
-    from deltic.chat.deltas import Delta
+    from deltic.chat.output_router import Delta
     from deltic.llm import LLM, Choice
     from deltic.params import SamplingParams
 
@@ -262,7 +262,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _as_message(deltas: list[Delta]) -> Message:
-    from deltic.chat.deltas import join
+    from deltic.chat.output_router import join
 
     answer = join(deltas)
     message = {"role": "assistant", "content": answer.content}

@@ -137,7 +137,7 @@ def _refuse_source(path: Path, sources: Iterable[Path]) -> None:
 
 
 def _read_tokenizer(directory: Path) -> TokenizerTexts:
-    from deltic.chat.tokenizer_files import read_tokenizer_files
+    from deltic.chat.tokenizer import read_tokenizer_files
     from deltic.loader.gguf.tokenizer import TokenizerTexts
 
     files = read_tokenizer_files(directory)

@@ -22,7 +22,7 @@ from deltic.config import available_cores
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from deltic.chat.deltas import AnswerCall, Delta
+    from deltic.chat.output_router import AnswerCall, Delta
     from deltic.llm import LLM, Choice, Stream
 
 _POLL_SECONDS = 0.1  # how often a progress bar of the prompt is updated

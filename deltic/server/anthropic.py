@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.chat.choices import Choice
-from deltic.chat.deltas import Delta
+from deltic.chat.output_router import Delta
 from deltic.chat.processor import PreparedRequest
 from deltic.errors import RequestError, show
 from deltic.params import Usage

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from time import monotonic
 from typing import Final
 
-from deltic.chat.owned_entries import OwnedEntries
+from deltic.chat.history_store import OwnedEntries
 from deltic.config import Limits
 from deltic.errors import RequestError
 from deltic.vision.decoder_process import DecoderProcess

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.chat.choices import Choice, ChoiceDelta, TokenScore
-from deltic.chat.deltas import AnswerCall
-from deltic.chat.infill import Infill
+from deltic.chat.control_tokens import Infill
 from deltic.chat.markers import THINK
+from deltic.chat.output_router import AnswerCall
 from deltic.chat.processor import PreparedRequest
 from deltic.embeddings.types import Item, Vectors
 from deltic.errors import RequestError, show

@@ -16,8 +16,7 @@ from starlette.routing import Route
 
 from deltic import __version__
 from deltic.chat.choices import Choice, ChoiceDelta, TokenScore
-from deltic.chat.deltas import Delta, ToolDelta
-from deltic.chat.output_router import AnswerText
+from deltic.chat.output_router import AnswerText, Delta, ToolDelta
 from deltic.params import Finish, TokenLogprobs, Usage
 from deltic.server.errors import openai_event
 from deltic.server.generation import GenerationStream, ServedModel

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final, Literal
 
-from deltic.chat.infill import Infill
+from deltic.chat.control_tokens import Infill
 from deltic.chat.processor import PreparedRequest, prompt_bound
 from deltic.chat.response_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice

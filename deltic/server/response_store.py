@@ -10,8 +10,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
-from deltic.chat.history_store import AnswerStore
-from deltic.chat.owned_entries import OwnedEntries
+from deltic.chat.history_store import AnswerStore, OwnedEntries
 from deltic.config import Limits
 from deltic.server.responses_schema import response_of
 

@@ -31,7 +31,7 @@ END_TEXTS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerTexts:
-    """The tokenizer files of a directory, as in `deltic.chat.tokenizer_files.TokenizerFiles`.
+    """The tokenizer files of a directory, as in `deltic.chat.tokenizer.TokenizerFiles`.
 
     tokenizer: text of tokenizer.json.
     special_tokens: template variables (`eos_token` ...) and their text.
