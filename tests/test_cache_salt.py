@@ -74,7 +74,7 @@ def test_several_choices_and_vectors() -> None:
         assert vector.usage.cached_tokens == 0, "a state is kept at the end alone, which is no vector"
 
 
-def test_nobody_waits_for_what_another_is_reading() -> None:
+def test_requests_with_different_salts_do_not_wait_for_each_other() -> None:
     """Those that come together read a prefix once, each salt for itself."""
     engine = Engine(runtime_of(odd_runtime(), budget=64))
     rest = [numbers(10 + place, 20, 500) for place in range(4)]
@@ -146,7 +146,7 @@ def test_prompts_with_pictures() -> None:
 
 
 @pytest.mark.parametrize("pin", [True, False])
-def test_a_pinned_prompt_is_for_all(pin: bool) -> None:
+def test_a_pinned_prompt_is_shared_by_all_salts(pin: bool) -> None:
     """What the operator pins is no secret; what comes after it is."""
     engine, opening = Engine(runtime_of(odd_runtime())), TEXT[:70]
     serve(engine, EngineRequest("opening", opening, SamplingParams(max_tokens=0), (70,)))
@@ -160,7 +160,7 @@ def test_a_pinned_prompt_is_for_all(pin: bool) -> None:
     assert checkpoint.pinned == pin
 
 
-def test_a_pinned_prompt_by_itself() -> None:
+def test_answers_to_a_pinned_prompt_are_private() -> None:
     """Its answers are nobody else's."""
     engine, opening = Engine(runtime_of(odd_runtime())), TEXT[:70]
     serve(engine, EngineRequest("opening", opening, SamplingParams(max_tokens=0), (70,)))
@@ -171,7 +171,7 @@ def test_a_pinned_prompt_by_itself() -> None:
     assert usage_of(found, "yours").cached_tokens == 70
 
 
-def test_the_second_salt_costs_what_the_first_did() -> None:
+def test_another_salt_costs_as_much_as_an_unknown_prompt() -> None:
     """Steps and tokens of a guess are those of a stranger's prompt: time tells nothing."""
     def costs(salt: str) -> tuple[int, int]:
         engine = Engine(runtime_of(odd_runtime()))
@@ -191,7 +191,7 @@ def test_keys_of_salts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_many_salts_at_once_in_a_small_cache(seed: int) -> None:
+def test_random_salts_in_a_small_cache(seed: int) -> None:
     """They push each other out, pause, end early and find no more than what their own salt has left."""
     draw, engine = Random(seed), Engine(runtime_of(odd_runtime(), pages=40, slots=10, batch=3, budget=40))
     answers, told = Answers(), dict[str, list[EngineRequest]]()

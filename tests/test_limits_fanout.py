@@ -21,7 +21,7 @@ UNBOUND = QueueLimits(1, 0, 1, unread=1 << 20, unread_seconds=60)
     ("/v1/completions", {"prompt": [[1]] * 2048, "n": 128}, "prompt"),
     ("/v1/completions", {"prompt": "x", "n": 9}, "n"), ("/v1/chat/completions", {"messages": USER, "n": 9}, "n"),
 ])
-def test_more_answers_than_allowed_are_refused_unread(path: str, fields: dict[str, Any], param: str,
+def test_too_many_choices_are_refused_before_encoding(path: str, fields: dict[str, Any], param: str,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Scripted("one")
     with serving(engine.model(max_choices=8)) as served:
@@ -36,7 +36,7 @@ def test_more_answers_than_allowed_are_refused_unread(path: str, fields: dict[st
         assert len(engine.seen) == 4
 
 
-def test_many_answers_do_not_hold_up_the_server() -> None:
+def test_many_choices_do_not_block_the_event_loop() -> None:
     engine = Scripted("one two three", pause=0.05)
     with serving(engine.model(max_choices=1 << 20)) as served, served.lateness(time.process_time) as late:
         body = {"prompt": [[1, 2, 3]] * 512, "n": 128, "stream": True}
@@ -47,7 +47,7 @@ def test_many_answers_do_not_hold_up_the_server() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_big_answers_do_not_hold_up_the_server(stream: bool) -> None:
+def test_large_answers_do_not_block_the_event_loop(stream: bool) -> None:
     engine = Scripted()
     with serving(engine.model()) as served, served.lateness(time.process_time) as late:
         response = served.post("/v1/completions", prompt="x", n=64, max_tokens=300, logprobs=2, stream=stream)
@@ -55,14 +55,14 @@ def test_big_answers_do_not_hold_up_the_server(stream: bool) -> None:
     assert max(late) < 0.4, "19,200 tokens with their probabilities took as long as they took to be written"
 
 
-def test_big_answers_are_the_same() -> None:
+def test_large_answers_equal_small_ones() -> None:
     with serving(Scripted().model()) as served:
         small = served.post("/v1/completions", prompt="x", n=2, max_tokens=90, logprobs=2).json()["choices"]
         big = served.post("/v1/completions", prompt="x", n=30, max_tokens=90, logprobs=2).json()["choices"]
     assert [choice | {"index": index} for index, choice in enumerate(small * 15)] == big
 
 
-def test_an_echo_is_as_large_as_a_body_may_be() -> None:
+def test_echo_is_limited_by_max_body_mib() -> None:
     engine, prompts = Scripted("one"), ["capital " * 1500, "capital " * 1400]
     engine.max_context = 1 << 20
     with serving(engine.model(max_body_mib=1)) as served:
@@ -72,7 +72,7 @@ def test_an_echo_is_as_large_as_a_body_may_be() -> None:
     assert refused.status_code == 400 and "max_body_mib" in refused.json()["error"]["message"]
 
 
-def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
+def test_a_reader_with_many_events_yields_to_others() -> None:
     async def read() -> tuple[list[int], int]:
         handle = RequestHandle(
             [EngineRequest("a", (1,), SamplingParams())], UNBOUND, abort=lambda _: None, pause=lambda *_: None

@@ -13,7 +13,7 @@ from test_server_harness import USER, Scripted, serving, wait_until
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
 
 
-def test_health_is_false_while_the_engine_is_stuck() -> None:
+def test_health_fails_while_the_engine_is_stuck() -> None:
     engine, gate = Scripted("one two three"), threading.Event()
     with serving(engine.model(), stuck_after=0.3) as served:
         engine.before_step = gate.wait
@@ -28,7 +28,7 @@ def test_health_is_false_while_the_engine_is_stuck() -> None:
         assert served.health()[0] == 200, "idle is healthy"
 
 
-def test_health_is_false_while_steps_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_fails_while_steps_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Scripted("one two three")
     with serving(engine.model(), stuck_after=0.3) as served:
         monkeypatch.setattr(engine, "step", list)
@@ -57,7 +57,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_is_broken_for_good_is_said_to_be(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_health_reports_a_broken_engine(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     engine = Scripted()
 
     def broken(*_: Any) -> Any:
@@ -74,7 +74,7 @@ def test_an_engine_that_is_broken_for_good_is_said_to_be(monkeypatch: pytest.Mon
         assert again.status_code == 503 and again.json()["error"]["type"] == "server_error"
 
 
-def test_wrong_accounts_are_found_when_idle() -> None:
+def test_idle_check_finds_wrong_accounts() -> None:
     engine = Scripted("one")
 
     def leak() -> None:
@@ -87,7 +87,7 @@ def test_wrong_accounts_are_found_when_idle() -> None:
         assert "page 7 has no owner" in served.health()[1]["reason"]
 
 
-def test_an_idle_server_does_nothing() -> None:
+def test_an_idle_server_uses_no_processor_time() -> None:
     with serving(Scripted("one").model()) as served:
         served.post("/v1/completions", prompt="x")
         time.sleep(0.3)

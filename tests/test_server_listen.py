@@ -14,7 +14,7 @@ def names(place: Path) -> list[str]:
     return sorted(path.name for path in place.iterdir())
 
 
-def test_nothing_is_left_of_a_unix_socket(tmp_path: Path) -> None:
+def test_a_closed_unix_socket_leaves_no_files(tmp_path: Path) -> None:
     with listen_unix(tmp_path / "s"):
         assert names(tmp_path) == ["s", "s.lock"]
         with pytest.raises(ConfigError, match="another server uses it"):
@@ -23,7 +23,7 @@ def test_nothing_is_left_of_a_unix_socket(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_what_is_refused_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_refused_unix_socket_leaves_no_lock(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     for name, said in (("file", "no socket"), ("x" * 150, "too long")):
         with pytest.raises(ConfigError, match=said):
@@ -31,13 +31,13 @@ def test_what_is_refused_leaves_no_lock(tmp_path: Path) -> None:
         assert names(tmp_path) == ["file"]
 
 
-def test_a_file_of_the_locks_name_is_kept(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_deleted_as_lock(tmp_path: Path) -> None:
     (tmp_path / "poetry.lock").write_text("precious")
     listen_unix(tmp_path / "poetry").close()
     assert names(tmp_path) == ["poetry.lock"] and (tmp_path / "poetry.lock").read_text() == "precious"
 
 
-def test_a_lock_that_its_owner_removes_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_removed_by_its_owner_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s.lock"
     monkeypatch.setattr("fcntl.flock", lambda file, kind: path.unlink())
     with pytest.raises(ConfigError, match="another server uses it"):

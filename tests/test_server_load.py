@@ -15,7 +15,7 @@ sys.path.remove(str(BENCH))
 
 
 @pytest.mark.slow
-def test_a_hundred_clients_some_of_whom_vanish_or_never_read() -> None:
+def test_load_with_disconnects_and_clients_that_do_not_read() -> None:
     found = clients.run(clients.Load(clients=100, deaf=6, minutes=0.4, memory="128MiB"))
     assert all(found["holds"].values()), found
     assert found["answers"] > 100 and found["vanished"] > 30

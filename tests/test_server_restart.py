@@ -71,8 +71,8 @@ def wait_until_stored(client: httpx.Client, before: int) -> None:
 
 @pytest.mark.parametrize(("end", "mode"), [
     (signal.SIGKILL, "preserve"), pytest.param(signal.SIGTERM, "template", marks=pytest.mark.slow)])
-def test_a_conversation_survives(end: int, mode: str, tmp_path: Path) -> None:
-    options = ("--cache-dir", str(tmp_path), "--history", mode)
+def test_a_conversation_survives_a_restart(end: int, mode: str, tmp_path: Path) -> None:
+    options = ("--cache-dir", str(tmp_path / "cache"), "--history", mode)
     messages = conversation("What is the capital of France?")
     with served(*options, end=end) as client:
         for question in ("And of Italy?", "And of Spain?"):
@@ -83,27 +83,25 @@ def test_a_conversation_survives(end: int, mode: str, tmp_path: Path) -> None:
         wait_until_stored(client, known)
     assert before["cached"] > 20
     messages.append({"role": "user", "content": "And of Greece?"})
-    with served(*options) as client:
+    pinned = [{"role": "system", "content": "You count the letters of each word."}]
+    sorting = [{"role": "system", "content": "You sort lists of words, longest first."}]
+    text, request = tmp_path / "system.txt", tmp_path / "request.json"
+    text.write_text(pinned[0]["content"])
+    request.write_text(json.dumps({"messages": [*sorting, {"role": "user", "content": "ignored"}]}))
+    with served(*options, "--pin-prompt", str(text), "--pin-prompt", str(request)) as client:
         after = ask(client, messages)
         metrics = client.get("/metrics").text
+        for known in (pinned, sorting):
+            first = ask(client, [*known, {"role": "user", "content": "b a"}])
+            assert first["cached"] > 10, "pinned prompts are known to the first request"
     assert after["cached"] > before["prompt"] - 20, f"{after} after a restart, {before} before"
     assert 'deltic_cache_restored_prefixes_total{model="tiny",tier="disk"} 1' in metrics
-
-
-def test_pinned_prompts_are_known_to_the_first_request(tmp_path: Path) -> None:
-    text, request = tmp_path / "system.txt", tmp_path / "request.json"
-    text.write_text(SYSTEM)
-    other = [{"role": "system", "content": "You sort lists of words, longest first."}]
-    request.write_text(json.dumps({"messages": [*other, {"role": "user", "content": "ignored"}]}))
-    with served("--pin-prompt", str(text), "--pin-prompt", str(request)) as client:
-        for messages in (conversation("1+1="), [*other, {"role": "user", "content": "b a"}]):
-            assert ask(client, messages)["cached"] > 10
 
 
 @pytest.mark.parametrize(("content", "message"), [
     ("[]", "form"), ("{", "JSON"), ('{"messages": 3}', "form"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "nothing to pin")])
-def test_what_cannot_be_pinned_is_refused_before_serving(content: str, message: str, tmp_path: Path,
+def test_invalid_pinned_prompts_are_refused_at_start(content: str, message: str, tmp_path: Path,
                                                          capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pin.json"
     path.write_text(content)

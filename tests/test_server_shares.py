@@ -55,7 +55,7 @@ def flooding(served: Served, block: Block, path: str, **body: Any) -> Iterator[l
 
 
 @pytest.mark.parametrize("pad", [0, 1 << 16], ids=["small bodies", "large bodies"])
-def test_prompts_of_one_client_do_not_hold_up_others(pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_one_client_do_not_delay_others(pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(monkeypatch, type(tiny().chat_processor.tokenizer), "encode")
     with serving(Scripted("one").model(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
             flooding(served, block, TEXT, prompt="SLOW", user="x" * pad) as flood:
@@ -65,7 +65,7 @@ def test_prompts_of_one_client_do_not_hold_up_others(pad: int, monkeypatch: pyte
         assert not any(request.done() for request in flood)
 
 
-def test_grammars_of_one_client_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_of_one_client_do_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(monkeypatch, grammar_module, "_compile")
     with serving(tiny(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
             as_client(served, "key-a") as same, \
@@ -77,7 +77,7 @@ def test_grammars_of_one_client_do_not_hold_up_others(monkeypatch: pytest.Monkey
         assert formed.status_code == 200, formed.text
 
 
-def test_work_of_a_client_that_has_left_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_of_a_disconnected_client_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(monkeypatch, type(tiny().chat_processor.tokenizer), "encode")
     with serving(Scripted("one").model()) as served:
         executors = served.app.state.records.executors
@@ -97,7 +97,7 @@ def test_counting_tokens_compiles_no_grammar(monkeypatch: pytest.MonkeyPatch) ->
         assert served.post("/tokenize", messages=USER, guided_choice=["yes", "no"]).status_code == 200
 
 
-def test_a_clients_own_use_is_charged() -> None:
+def test_clients_are_charged_for_their_own_use() -> None:
     with serving(Scripted("one").model(), api_keys=KEYS) as served, as_client(served, "key-a") as client:
         executors = served.app.state.records.executors
         client.post("/tokenize", json={"prompt": "word " * 4000})
@@ -143,7 +143,7 @@ def full(engine: Crowded, requests: list[dict[str, Any]], **limits: Any
             request.result(30)
 
 
-def test_a_newcomer_gets_a_place_in_a_full_room() -> None:
+def test_a_new_client_gets_a_place_in_a_full_queue() -> None:
     """Four requests for 128 answers each, and one for as many as run: they fill the batch and the room."""
     engine, short = Crowded(), {"prompt": "x", "max_tokens": 2}
     engine.places = batch = tiny().runtime.memory.max_batch
@@ -158,7 +158,7 @@ def test_a_newcomer_gets_a_place_in_a_full_room() -> None:
         served.bridge.check_room("flood")  # alone it may have all again
 
 
-def test_a_stream_that_waits_is_told_that_its_place_is_gone() -> None:
+def test_a_displaced_stream_ends_with_an_error() -> None:
     engine, short = Crowded(), {"prompt": "x", "max_tokens": 2}
     batch = tiny().runtime.memory.max_batch
     streams = [{"prompt": "x", "stream": True, "n": n} for n in (1, 1, batch)]
@@ -170,7 +170,7 @@ def test_a_stream_that_waits_is_told_that_its_place_is_gone() -> None:
         assert served.bridge.displaced == 1
 
 
-def test_a_newcomer_gets_room_for_its_prompt() -> None:
+def test_a_new_client_gets_room_for_its_prompt() -> None:
     body = {"prompt": [5] * 250}
     with full(Crowded(), [body] * 4, max_live_tokens=1000) as (_, asked, flood, other):
         assert "max_live_tokens" in flood.post(TEXT, json={"prompt": [5], "max_tokens": 1}).text
@@ -180,7 +180,7 @@ def test_a_newcomer_gets_room_for_its_prompt() -> None:
         assert "max_live_tokens" in asked[-1].result().text
 
 
-def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
+def test_unread_answers_end_after_unread_seconds() -> None:
     async def work() -> None:
         ended, aborted, held = list[int](), list[RequestHandle](), list[bool]()
         handle = RequestHandle(
@@ -205,7 +205,7 @@ def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
     asyncio.run(work())
 
 
-def test_a_reader_that_comes_back_in_time_loses_nothing() -> None:
+def test_a_reader_that_resumes_in_time_loses_nothing() -> None:
     async def work() -> None:
         ended = list[int]()
         handle = RequestHandle(

@@ -121,7 +121,7 @@ def conversations(pair: Pair) -> dict[str, list[int | Pixels]]:
 
 
 @pytest.mark.parametrize("name", ["first", "middle", "last", "two", "one twice", "result"])
-def test_as_transformers(pair: Pair, runtime: ModelRunner, name: str) -> None:
+def test_answers_equal_transformers(pair: Pair, runtime: ModelRunner, name: str) -> None:
     text = conversations(pair)[name]
     tokens, logprobs = pair.expected(text, 12)
     engine = Engine(runtime)
@@ -132,7 +132,7 @@ def test_as_transformers(pair: Pair, runtime: ModelRunner, name: str) -> None:
     assert torch.allclose(ours, logprobs, atol=1e-4)
 
 
-def test_experts_as_transformers(tmp_path: Path) -> None:
+def test_moe_answers_equal_transformers(tmp_path: Path) -> None:
     """The form with a mixture of experts."""
     theirs = transformers_vision_model(tmp_path, family="qwen3_5_moe")
     files = open_model(str(tmp_path))
@@ -142,7 +142,7 @@ def test_experts_as_transformers(tmp_path: Path) -> None:
     assert tokens_of(Engine(pair.load()), ask(pair.prompt(text), 4))[0] == pair.expected(text, 4)[0]
 
 
-def test_videos_as_transformers(pair: Pair, runtime: ModelRunner) -> None:
+def test_video_answers_equal_transformers(pair: Pair, runtime: ModelRunner) -> None:
     """A picture, and a video of three parts that share nothing but the video."""
     vision, still = pair.vision, pair.pixels(17, 60, 2)
     frames = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 40, 3), dtype=np.uint8))
@@ -167,19 +167,25 @@ def test_videos_as_transformers(pair: Pair, runtime: ModelRunner) -> None:
     assert abs(event.logprobs.token - float(logits[0, -1].log_softmax(-1)[best])) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> list[list[int]]:
+    """The answers of all conversations, one at a time."""
+    return [tokens_of(Engine(pair.load(prefix_cache=False)), ask(pair.prompt(text)))[0]
+            for text in conversations(pair).values()]
+
+
 @pytest.mark.parametrize("options", [{"token_budget": 7}, {"ops": ("reference",)}, {"speculate": "ngram"},
                                      {"memory": "3MiB", "max_context": 192}, {"prefix_cache": False},
                                      {"packed_weights": "off", "ops": ("mlp=torch",)}], ids=str)
-def test_however_it_is_run(pair: Pair, runtime: ModelRunner, options: dict[str, Any]) -> None:
-    """Alone, and all at once, in whatever chunks, with drafts, and with a cache that is too small for all of them."""
+def test_answers_do_not_depend_on_options(pair: Pair, alone: list[list[int]], options: dict[str, Any]) -> None:
+    """One request at a time and all at once, in chunks, with drafts, and in a cache that is too small for all."""
     asked = {name: ask(pair.prompt(text), name=name) for name, text in conversations(pair).items()}
-    alone = [tokens_of(Engine(pair.load()), request)[0] for request in asked.values()]
     other = Engine(pair.load(**options))
     assert [tokens_of(other, replace(request, id=f"{name} again"))[0] for name, request in asked.items()] == alone
     assert tokens_of(other, *asked.values()) == alone
 
 
-def test_a_second_turn_encodes_and_reads_nothing_again(pair: Pair) -> None:
+def test_a_second_turn_reuses_pictures_and_prefix(pair: Pair) -> None:
     engine = Engine(pair.load())
     assert engine.pictures
     text = conversations(pair)["two"]
@@ -232,7 +238,7 @@ def test_two_pictures_of_one_size_never_match(pair: Pair) -> None:
     assert tokens_of(engine, ask(pair.prompt(other), name="again")) != found
 
 
-def test_more_pictures_than_there_is_room_for(pair: Pair) -> None:
+def test_image_embeds_are_evicted(pair: Pair) -> None:
     """A hundred, in two prompts at a time: rows that were read make room for others."""
     engine = Engine(pair.load(max_context=4096, memory="256MiB"))
     assert engine.pictures
@@ -249,7 +255,7 @@ def test_more_pictures_than_there_is_room_for(pair: Pair) -> None:
     assert most < 40_000 + 2 * 15 * 40 * 4 * 3
 
 
-def test_others_answer_while_a_picture_is_encoded(pair: Pair) -> None:
+def test_decoding_continues_while_a_picture_is_encoded(pair: Pair) -> None:
     """One slice of the work between two steps of theirs, where a slice takes long."""
     runtime = pair.load()
     encode, slices = runtime.encode, list[int]()
@@ -286,7 +292,7 @@ def test_others_answer_while_a_picture_is_encoded(pair: Pair) -> None:
     assert len(slices) > 10 and sum(step == 0 for step in steps) <= 2, "one for each picture's last slice"
 
 
-def test_a_tower_that_fails_ends_its_request_alone(pair: Pair) -> None:
+def test_a_failing_tower_ends_only_its_request(pair: Pair) -> None:
     runtime = pair.load()
     encode = runtime.encode
     assert encode
@@ -307,7 +313,7 @@ def test_a_tower_that_fails_ends_its_request_alone(pair: Pair) -> None:
         assert len(answers["middle", 0].tokens) == 3
 
 
-def test_a_model_that_does_not_see(pair: Pair) -> None:
+def test_a_model_without_vision(pair: Pair) -> None:
     engine = Engine(pair.load(vision=False))
     with pytest.raises(RequestError, match="reads text only"):
         engine.add(ask(pair.prompt(conversations(pair)["first"])))
@@ -339,7 +345,7 @@ def next_turn(text: list[int | Pixels], answer: list[int]) -> list[int | Pixels]
 
 @pytest.mark.parametrize("way", ["plain", "drafts", pytest.param("chunks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_same_answer_however_it_is_known(pair: Pair, cold: dict[str, list[list[int]]], tmp_path: Path, place: str,
+def test_answers_do_not_depend_on_cached_parts(pair: Pair, cold: dict[str, list[list[int]]], tmp_path: Path, place: str,
                                              way: str) -> None:
     """Wherever the picture is: cold, warm, exact, forked, and from disk; with drafts and without."""
     text, wanted = conversations(pair)[place], cold[place]
@@ -365,7 +371,7 @@ def test_the_same_answer_however_it_is_known(pair: Pair, cold: dict[str, list[li
 
 
 @pytest.mark.parametrize("budget", [512, 7])
-def test_a_session_sees(pair: Pair, runtime: ModelRunner, budget: int) -> None:
+def test_session_with_pictures(pair: Pair, runtime: ModelRunner, budget: int) -> None:
     """Pictures, and embeddings that somebody else assembled: the logits of transformers, also after a return."""
     text = [*words(1, 5), pair.pixels(40, 24, 1), *words(2, 6)]
     tokens, logprobs = pair.expected(text, 6)
@@ -397,7 +403,7 @@ def test_a_session_sees(pair: Pair, runtime: ModelRunner, budget: int) -> None:
                                                            threads=1).prefill([1, 2, 3]))
 
 
-def test_what_a_session_cannot_take(pair: Pair) -> None:
+def test_session_refuses_invalid_input(pair: Pair) -> None:
     session = Session(str(pair.directory), dtype="float32", memory="64MiB", threads=1, vision=False)
     with pytest.raises(RequestError, match="reads text only"):
         session.prefill(pair.prompt(conversations(pair)["first"]))

@@ -43,7 +43,7 @@ def test_formats(kind: str, options: dict[str, Any]) -> None:
     assert found.mode == "RGB" and alike(found, photo(), 12.0 if kind == "GIF" else 6.0)
 
 
-def test_turned_as_the_camera_was() -> None:
+def test_exif_orientation() -> None:
     turned = photo().transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 270 degrees
@@ -92,7 +92,7 @@ def test_bombs(side: int) -> None:
     assert time.perf_counter() - began < 1
 
 
-def test_no_other_programs_are_asked() -> None:
+def test_no_external_programs_run() -> None:
     """Formats that Pillow hands to other programs or libraries are not read."""
     for text in (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage", b"<svg/>", b"%PDF-1.4", b"GIF", b""):
         with pytest.raises(RequestError, match=r"no picture|damaged"):
