@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from test_server_harness import Served, read_all, serving, wait_until
-from vision_models import data_url, directory, drawing, png
+from vision_models import data_url, drawing, png
 
 from deltic import LLM
 from deltic.config import Limits
@@ -29,11 +29,8 @@ from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import BusyError, DelticError, RequestError
 from deltic.server.pictures import DECODER_MIB, HeldBytes, PictureDecoder, PictureShare
 from deltic.vision.decoder_process import DecoderProcess
-from deltic.vision.images import DecodeJob, PixelBudget, decode
-from deltic.vision.preprocess import Pixels, target_size
+from deltic.vision.images import DecodeJob, PixelBudget, Pixels, decode, target_size
 from deltic.vision.prompt import Reading
-
-__all__ = ["directory"]
 
 TOWER = VisionConfig(2, 48, 100, 4, 64, 36, 3, 16, 2, 2, 1e4, 1, 2)
 SMALL = Vision(TOWER, ImageConfig(64 * 64, 512 * 512))
@@ -369,8 +366,8 @@ def test_held_bytes_are_counted_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(directory: Path) -> Any:
-    with LLM(str(directory), dtype="float32", memory="64MiB", threads=1) as model:
+def llm() -> Any:
+    with LLM(dtype="float32", memory="64MiB", threads=1) as model:
         yield model
 
 

@@ -26,7 +26,7 @@ from deltic.server.app import create_encoder_app
 from deltic.server.body import BodyReader
 from deltic.server.embeddings import EmbeddingService, Services
 from deltic.server.metrics import ended_early, exposition
-from deltic.server.request_log import RequestLog
+from deltic.server.records import RequestLog
 
 SAMPLE = re.compile(r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)')
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"(,|$)')

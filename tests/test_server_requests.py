@@ -16,7 +16,7 @@ from openai import OpenAI
 from test_server_harness import USER, Scripted, Served, read_all, serving, tiny, wait_until
 
 from deltic.errors import ConfigError
-from deltic.server.request_log import RequestLog
+from deltic.server.records import RequestLog
 
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER}
 KEYS = {"a": "ann", "b": "bob"}
@@ -238,8 +238,8 @@ def test_a_full_disk_costs_lines_and_no_requests(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_blocked_pipe_costs_lines_and_no_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.server.request_log._MOST_WAITING", 8)
-    monkeypatch.setattr("deltic.server.request_log._PATIENCE", 0.2)
+    monkeypatch.setattr("deltic.server.records._MOST_WAITING", 8)
+    monkeypatch.setattr("deltic.server.records._PATIENCE", 0.2)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -23,7 +23,7 @@ from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import build_tower
 from deltic.ops import backends
 from deltic.params import Prompt
-from deltic.vision.preprocess import patches_of, target_size
+from deltic.vision.images import patches_of, target_size
 
 pytest.importorskip("safetensors.torch")
 

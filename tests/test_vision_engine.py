@@ -25,7 +25,7 @@ from deltic.loader.model_files import open_model
 from deltic.params import EngineRequest, Prompt, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
-from deltic.vision.preprocess import Pixels, Video, patches_of
+from deltic.vision.images import Pixels, Video, patches_of
 from deltic.vision.prompt import with_pictures
 
 PICTURES = ImageConfig(min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 40)

@@ -15,15 +15,12 @@ from typing import Any, ClassVar
 
 import pytest
 from test_server_harness import read_all, serving, wait_until
-from vision_models import GREEDY, directory, drawing, png, shows
+from vision_models import GREEDY, drawing, png, shows
 
 from deltic import LLM
 from deltic.errors import RequestError
 from deltic.vision import fetch
 from deltic.vision.fetch import Fetcher, is_public
-
-__all__ = ["directory"]
-
 
 ADDRESSES = (
     ("93.184.216.34", True), ("2606:2800:220:1:248:1893:25c8:1946", True), ("127.0.0.1", False), ("127.9.9.9", False),
@@ -160,14 +157,14 @@ def test_by_tls(internet: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def fetching(directory: Path) -> Iterator[LLM]:
-    with LLM(str(directory), dtype="float32", memory="64MiB", threads=1, allow_image_urls=True) as model:
+def fetching() -> Iterator[LLM]:
+    with LLM(dtype="float32", memory="64MiB", threads=1, allow_image_urls=True) as model:
         yield model
 
 
-def test_only_where_it_is_allowed(directory: Path, fetching: LLM, internet: list[str]) -> None:
-    asked, options = shows("http://example.com/it.png"), {"dtype": "float32", "memory": "64MiB", "threads": 1}
-    with (LLM(str(directory), **options) as plain,
+def test_urls_need_allow_image_urls(fetching: LLM, internet: list[str]) -> None:
+    asked = shows("http://example.com/it.png")
+    with (LLM(dtype="float32", memory="64MiB", threads=1) as plain,
           pytest.raises(RequestError, match="must have its picture as a data URL")):
         plain.chat([asked], GREEDY)
     assert not internet

@@ -27,7 +27,7 @@ from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import VisionTower, build_tower
 from deltic.ops import backends
 from deltic.ops.quantized import QTensor
-from deltic.vision.preprocess import Video, patches_of, target_size
+from deltic.vision.images import Video, patches_of, target_size
 from deltic.vision.prompt import Reading, rotary_positions
 
 GRIDS = [(2, 2), (4, 6), (10, 2), (6, 14), (2, 8)]

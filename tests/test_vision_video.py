@@ -18,7 +18,7 @@ from deltic.config import Limits
 from deltic.config.vision import VideoConfig
 from deltic.errors import ModelError, RequestError
 from deltic.params import Prompt
-from deltic.vision.preprocess import Video
+from deltic.vision.images import Video
 from deltic.vision.prompt import Reading
 from deltic.vision.video import frame_numbers, read_video
 

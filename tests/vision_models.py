@@ -19,7 +19,7 @@ from test_chat_support import QWEN_LIKE
 import deltic
 from deltic.config.vision import ImageConfig, VisionConfig
 from deltic.params import SamplingParams
-from deltic.vision.preprocess import Pixels, pixels, target_size
+from deltic.vision.images import Pixels, pixels, target_size
 
 TINY = Path(deltic.__file__).parent / "models" / "tiny"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

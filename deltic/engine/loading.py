@@ -56,7 +56,7 @@ from deltic.runner.expert_offload import (
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS
 from deltic.runner.model_runner import ModelRunner
-from deltic.vision.preprocess import Pixels, patches_of
+from deltic.vision.images import Pixels, patches_of
 
 log = logging.getLogger("deltic")
 

@@ -29,8 +29,7 @@ from uvicorn.server import ServerState
 
 from deltic.config import Limits
 from deltic.server.errors import Problem, fields_for
-from deltic.server.http import dump
-from deltic.server.sending import DROP
+from deltic.server.http import DROP, dump
 
 log = logging.getLogger("deltic")
 

@@ -32,7 +32,7 @@ from deltic.server.fields import Body
 from deltic.server.generation import ServedModel
 from deltic.server.pictures import PictureDecoder
 from deltic.server.records import ActiveRequests, RequestRecord, record_of
-from deltic.vision.documents import reader_process
+from deltic.vision.decoder_process import reader_process
 from deltic.vision.prompt import UnreadImages
 
 log = logging.getLogger("deltic")
