@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, limited, read_all, serving, tiny, wait_until
 
+from deltic.config import Limits
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
 from deltic.server import async_engine as handles
-from deltic.server.async_engine import QueueLimits, RequestHandle
+from deltic.server.async_engine import RequestHandle
 from deltic.server.connections import Connection, Transport
 from deltic.server.http import PIECE
 
-UNBOUND = QueueLimits(1, 0, 1, unread=1 << 20, unread_seconds=60)
+UNBOUND = Limits(max_unread_tokens=1 << 20)
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), [

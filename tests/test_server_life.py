@@ -21,10 +21,11 @@ from openai import AsyncOpenAI
 from test_server_harness import USER, Scripted, Served, read_all, serving, tiny, wait_until
 
 from deltic.cli import main
+from deltic.config import Limits
 from deltic.errors import ConfigError, DelticError
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
 from deltic.server.app import serve
-from deltic.server.async_engine import AsyncEngine, QueueLimits, RequestHandle
+from deltic.server.async_engine import AsyncEngine, RequestHandle
 from deltic.server.run import listen
 
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
@@ -233,8 +234,7 @@ def test_a_process_with_few_files_serves_until_a_signal() -> None:
 def test_a_reader_that_is_cancelled_during_an_event_ends() -> None:
     """It is cancelled some turns of the loop after an event: it ends, or had ended before."""
     async def read(turns: int) -> bool:
-        limits = QueueLimits(1, 0, 1, unread=64, unread_seconds=60)
-        handle = RequestHandle([EngineRequest("r", (1,), SamplingParams())], limits, abort=lambda _: None,
+        handle = RequestHandle([EngineRequest("r", (1,), SamplingParams())], Limits(), abort=lambda _: None,
                                pause=lambda *_: None)
         reader = asyncio.ensure_future(anext(handle))
         for _ in range(3):

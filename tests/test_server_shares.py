@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from deltic.chat import structured as grammar_module
 from deltic.engine.policy import to_give_up
 from deltic.errors import GenerationError
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
-from deltic.server.async_engine import QueueLimits, RequestHandle
+from deltic.server.async_engine import RequestHandle
 
 KEYS = {"key-a": "flood", "key-b": "other"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -190,7 +191,7 @@ def test_unread_answers_end_after_unread_seconds() -> None:
         ended, aborted, held = list[int](), list[RequestHandle](), list[bool]()
         handle = RequestHandle(
             [EngineRequest("r", (1,), SamplingParams())],
-            QueueLimits(1, 0, 1, unread=4, unread_seconds=0.02),
+            SimpleNamespace(max_unread_tokens=4, unread_seconds=0.02),  # type: ignore[arg-type]
             abort=aborted.append,
             pause=lambda _, hold: held.append(hold),
             on_unread=partial(ended.append, 1),
@@ -215,7 +216,7 @@ def test_a_reader_that_resumes_in_time_loses_nothing() -> None:
         ended = list[int]()
         handle = RequestHandle(
             [EngineRequest("r", (1,), SamplingParams())],
-            QueueLimits(1, 0, 1, unread=4, unread_seconds=0.05),
+            SimpleNamespace(max_unread_tokens=4, unread_seconds=0.05),  # type: ignore[arg-type]
             abort=lambda _: None,
             pause=lambda *_: None,
             on_unread=partial(ended.append, 1),
