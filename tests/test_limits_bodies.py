@@ -1,4 +1,4 @@
-"""Bodies: how large they may be and of how many parts, and that none holds up others while it is read."""
+"""Bodies: limits for size and parts; parsing one does not delay other clients."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_show_does_not_format_whole_values() -> None:
 
 
 def uploading(served: Served, size: int) -> socket.socket:
-    """A client that has sent all of its body but for the end."""
+    """Returns a client that has sent its body except for the last byte."""
     raw = served.connect()
     raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (size + 1) + b" " * size)
     return raw
@@ -257,7 +257,7 @@ def test_bodies_are_bounded_together() -> None:
 
 
 def read_all_of(raw: socket.socket) -> str:
-    """An answer, after which this side closes."""
+    """Reads an answer and closes the connection."""
     text = raw.recv(1 << 16).decode()
     raw.close()
     return text

@@ -1,4 +1,4 @@
-"""Connections: none waits without end, and there are only so many."""
+"""Connections: their time limits and their number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGES = BODY.replace(b"completions", b"messages")
 
 
 def answer(raw: socket.socket) -> bytes:
-    """One whole answer of a connection that stays."""
+    """Reads one answer of a connection that stays open."""
     head, _, body = b"", b"", b""
     while b"\r\n\r\n" not in head:
         piece = raw.recv(1)
@@ -94,7 +94,7 @@ def test_slow_headers_are_cut_off() -> None:
 
 
 def test_slow_but_active_connections_stay_open() -> None:
-    """A body in slow pieces, an answer that takes long, and a connection in use for long."""
+    """A body in slow pieces, a slow answer, and a connection that is used for long."""
     engine = Scripted("one two three four five six seven eight nine ten", pause=0.12)
     with serving(engine.model(header_seconds=1, keep_alive_seconds=1)) as served, served.connect() as raw:
         data = b'{"prompt": "x", "max_tokens": 50}'

@@ -1,5 +1,5 @@
-"""HTTP that is allowed and costs more than it says: tiny chunks, floods of headers and of pipelined requests, and
-answers to requests that are still on their way."""
+"""Expensive but valid HTTP: tiny chunks, floods of headers and of pipelined requests, and answers before the end of a
+request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def counting(name: str, call: Callable[..., None], counts: Counter[str]) -> Call
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the parser has called back, by what it found."""
+    """Counts the callbacks of the parser by name."""
     counts: Counter[str] = Counter()
     for name in ("on_chunk_header", "on_header", "on_headers_complete"):
         monkeypatch.setattr(Connection, name, counting(name, getattr(Connection, name), counts))
@@ -53,7 +53,7 @@ def chunks(body: bytes, size: int) -> bytes:
 
 
 def flood(raw: socket.socket, piece: bytes) -> tuple[int, str]:
-    """Send for as long as the other side takes it: how much that was, and what came."""
+    """Sends until the server closes. Returns the bytes sent and the answer."""
     sent = 0
     raw.settimeout(20)
     try:
@@ -91,7 +91,7 @@ def test_a_body_in_tiny_chunks_is_refused(served: Served, calls: Counter[str], h
 @pytest.mark.parametrize("piece", [b"1\r\n \r\n" * 10_000, b"1;" + b"e" * 60_000, b"0\r\n" + b"a: b\r\n" * 10_000,
                                    b"40\r\n" + b" " * 64 + b"\r\n"], ids=["chunks", "extension", "trailer", "fair"])
 def test_endless_bodies_are_cut_off(served: Served, calls: Counter[str], head: bytes, piece: bytes) -> None:
-    """Answered before all of it came, it is thrown away for a while, unread."""
+    """After an early answer the rest is discarded for a while."""
     raw = served.connect()
     raw.sendall(head)
     wait_until(lambda: calls["on_headers_complete"] == 1)
@@ -101,7 +101,7 @@ def test_endless_bodies_are_cut_off(served: Served, calls: Counter[str], head: b
 
 
 def test_an_early_answer_closes_the_connection(served: Served, calls: Counter[str]) -> None:
-    """What the client still sends is not parsed, and the answer reaches one that reads after it has sent all."""
+    """The rest of the request is not parsed, and a client that reads after sending gets the answer."""
     raw = served.connect()
     raw.sendall(NOWHERE)
     text = b""
@@ -140,7 +140,7 @@ def test_bodies_in_ordinary_chunks_are_served(served: Served) -> None:
     b"a" * 20_000 + b": b\r\n", b"a:\r\n" * 60_000], ids=["many", "long", "name", "empty"])
 @pytest.mark.parametrize("size", [1 << 20, 4000])
 def test_floods_of_headers_are_refused(served: Served, calls: Counter[str], flood: bytes, size: int) -> None:
-    """Sent at once, or piece by piece and never to the end."""
+    """Headers are sent at once, or in pieces without an end."""
     raw, sent = served.connect(), HEAD + flood + b"\r\n"
     for at in range(0, min(len(sent), 6 * size) - (size == 4000), size):
         raw.sendall(sent[at:at + size])
@@ -169,7 +169,7 @@ def test_too_many_pipelined_requests_are_cut_off(served: Served, calls: Counter[
 
 
 def test_request_turns_alternate_between_clients() -> None:
-    """However many requests another one sends over however many connections."""
+    """One request of each client starts per turn, for any number of requests and connections."""
     begun: list[str] = []
 
     async def run() -> None:

@@ -1,6 +1,6 @@
-"""Pictures that are small files and large pictures: what decoding them may cost, and that it costs their sender alone.
+"""Small files that contain large pictures: the cost of decoding is bounded, and only their sender pays it.
 
-What a child process takes is read from the system: its peak of memory and its processor time.
+Memory and processor time of child processes are read from the system.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def with_chunks(*more: bytes) -> bytes:
-    """A picture in PNG with these chunks after its header."""
+    """Returns a PNG with these chunks after its header."""
     plain = png(drawing(1))
     return plain[:33] + b"".join(more) + plain[33:]
 
@@ -168,7 +168,7 @@ def test_a_hostile_file_is_read_or_refused_within_bounds(process: DecoderProcess
 
 
 def plainly(data: bytes, vision: Vision) -> np.ndarray[Any, Any]:
-    """In full, without any strip, reduction or other process."""
+    """Decodes at full size, without strips, reduction or a child process."""
     with Image.open(io.BytesIO(data)) as opened:
         image = ImageOps.exif_transpose(opened)
     if image.mode.startswith("I;16"):
@@ -258,7 +258,7 @@ def url(data: bytes) -> str:
 
 @pytest.mark.parametrize("floods", [1, 2])
 def test_clients_take_turns_at_decoding(floods: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted by the files that are decoded before the other client's is. Two floods have both processes."""
+    """At most three files of the flood are decoded before the other client's file. Two floods use both processes."""
     order, call = list[str](), DecoderProcess.call
     begun = threading.Event()
 
@@ -289,7 +289,7 @@ def test_clients_take_turns_at_decoding(floods: int, monkeypatch: pytest.MonkeyP
 
 
 def test_cancelled_decoding_is_killed() -> None:
-    """A file that would take long is given up within native code, and its client's next one is read."""
+    """Decoding ends within native code, and the next file of the client is decoded."""
     slow = url(PLAIN["tiff"]((7_000, 7_000)))
 
     async def work() -> None:
@@ -324,7 +324,7 @@ def test_picture_seconds_bounds_all_pictures_of_a_request() -> None:
 
 
 def test_max_pictures_mib() -> None:
-    """A client may hold as much as stays free; what it holds ends with what it belongs to."""
+    """A client may hold at most as much as stays free. Pictures count until they are garbage."""
     limits = Limits(max_pictures_mib=4)
     large = Vision(TOWER, ImageConfig(512 * 512, 512 * 512))  # 768 KiB each
 
@@ -404,7 +404,7 @@ def test_every_api_names_the_picture_that_is_too_large(served: Served, path: str
 
 
 def test_decompression_bombs_cost_the_server_no_memory(served: Served) -> None:
-    """12 requests of six TIFFs of 49 megapixels; decoded here, each would take 200 MiB and more."""
+    """12 requests of six TIFFs of 49 megapixels. Decoded in the server, each would take more than 200 MiB."""
     small = url(PLAIN["tiff"]((7_000, 7_000)))
     before = memory()
     flood = [served.send("/v1/chat/completions", **asking(*[small] * 6)) for _ in range(12)]
@@ -419,7 +419,7 @@ def test_decompression_bombs_cost_the_server_no_memory(served: Served) -> None:
 
 
 def memory() -> int:
-    """MiB of this process."""
+    """Returns the MiB of this process."""
     return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) >> 10
 
 

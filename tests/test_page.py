@@ -1,4 +1,4 @@
-"""The chat page without a browser: routes, headers, what its files may say, and that a wheel has them."""
+"""The chat page without a browser: routes, headers, contents of its files, and the wheel."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_headers(client: TestClient, path: str, kind: str) -> None:
 
 
 def test_caching(client: TestClient) -> None:
-    """Libraries lie under their version and are kept; what can change is asked for again, and sent only if it has."""
+    """Libraries have versions in their paths and are cached; other files are revalidated."""
     own, library = client.get("/page/app.js"), client.get("/page/vendor/marked-18.2.1/marked.esm.js")
     assert own.headers["cache-control"] == "no-cache" and "immutable" in library.headers["cache-control"]
     tag = own.headers["etag"]
@@ -111,7 +111,7 @@ def test_the_html_has_no_inline_code() -> None:
 
 
 def test_own_scripts_write_no_html() -> None:
-    """The sinks that read text as HTML or code: the policy refuses them, and they are not even tried."""
+    """Scripts do not use the functions that parse text as HTML or code, which the policy refuses, too."""
     sinks = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment"
                        r"|srcdoc|setHTML|\beval\b|new Function|setTimeout\([\"'`]")
     found = [f"{path.name}: {line.strip()}" for path in SCRIPTS for line in path.read_text("utf-8").splitlines()
@@ -151,7 +151,7 @@ def test_touch_targets_have_44_pixels() -> None:
 
 
 def test_scripts_are_valid() -> None:
-    """As far as node, where it is, reads them."""
+    """Node parses them, if it is installed."""
     if node := which("node"):
         for path in SCRIPTS:
             done = subprocess.run([node, "--input-type=module", "--check"], input=path.read_text("utf-8"), text=True,
@@ -202,7 +202,7 @@ def test_vendored_libraries_match_their_notes() -> None:
 
 
 def test_a_wheel_has_the_page(tmp_path: Path) -> None:
-    """What hatchling would pack; the kernels are left out, as they take a while to compile."""
+    """The files that hatchling would pack, without compiling the kernels."""
     program = ("from hatchling.builders.wheel import WheelBuilder; import sys\n"
                "builder = WheelBuilder('.'); builder.config.build_config['hooks'] = {}\n"
                "builder.get_build_hooks = lambda directory: {}\n"

@@ -40,7 +40,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A tab, which must have seen no error, no refusal of its policy, and no other server."""
+    """A tab. Errors, violations of its policy and requests to other servers fail the test."""
     with tab(browser) as page:
         page.origin = ""
         yield page
@@ -76,7 +76,7 @@ def stage() -> Iterator[tuple[Served, Scripted]]:
 
 @pytest.fixture
 def played(stage: tuple[Served, Scripted]) -> Any:
-    """Lets the scripted engine answer so, and returns the server."""
+    """Sets the answer of the scripted engine, and returns the server."""
     served, engine = stage
 
     def play(text: str | None, **options: Any) -> tuple[Served, Scripted]:
@@ -93,7 +93,7 @@ def visit(page: Page, url: str) -> Page:
 
 
 def say(page: Page, text: str, wait: bool = True) -> None:
-    """Write a message and wait for the whole answer."""
+    """Sends a message and waits for the whole answer."""
     page.click("#input")
     page.type(text)
     page.press("Enter")
@@ -125,7 +125,7 @@ def background(page: Page) -> str:
 
 
 def test_a_conversation(page: Page, live: str) -> None:
-    """Sent, answered, continued, regenerated from the cache, edited; and there after a reload."""
+    """Send, continue, regenerate from the cache, edit, reload."""
     visit(page, live)
     assert page.text("#model") == "tiny" and "tokens" in page.text("#model-note")
     say(page, "What is the capital of France?")
@@ -284,7 +284,7 @@ def test_rich_text(page: Page, played: Any) -> None:
 
 
 def test_hostile_answers_stay_text(page: Page, played: Any) -> None:
-    """As an answer, as thinking, and as arguments of a call; the page's fixture looks at what was asked for."""
+    """In an answer, in thinking, and in arguments of a call. The fixture of the page checks all requests."""
     hostile = "\n\n".join(HOSTILE)
     served, engine = played(f"<think>\n{hostile}\n</think>\n\n{hostile}")
     visit(page, served.url)
@@ -366,7 +366,7 @@ def test_the_page_asks_for_an_api_key_and_keeps_it(page: Page) -> None:
 
 
 def test_light_and_dark(page: Page, stage: tuple[Served, Scripted]) -> None:
-    """As the system has it, until the button says otherwise, also after a reload."""
+    """The system decides, until the button overrides it, also after a reload."""
     page.prefer("light")
     visit(page, stage[0].url)
     light = background(page)
@@ -509,7 +509,7 @@ BRING = """(async () => {
 
 
 def test_pictures(page: Page, served: Served, llm: LLM) -> None:
-    """Pasted, dropped, chosen; taken away again; sent, shown, and sent again in the next turn."""
+    """Paste, drop, choose, remove, send, show, and send again in the next turn."""
     pictures = llm.engine.pictures
     assert pictures
     visit(page, served.url)

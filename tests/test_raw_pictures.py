@@ -33,7 +33,7 @@ def shown(image: Any, text: str) -> list[dict[str, Any]]:
 
 
 def spelled(llm: LLM, messages: list[dict[str, Any]]) -> str:
-    """The prompt of a conversation as text, each picture one token."""
+    """Returns the prompt of a conversation as text, with one token for each picture."""
     ids = llm.chat_processor.chat(messages).request.ids
     return PADS.sub(r"\1", llm.chat_processor.tokenizer.decode(list(ids), skip_special=False))
 

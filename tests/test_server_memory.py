@@ -1,4 +1,4 @@
-"""Answers are remembered beside the event loop, one after another, and before their clients can go on."""
+"""Answers are recorded outside the event loop, in order, and before their streams end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltic.chat.history import History
 
 
 class Slow:
-    """Remembers as slowly as a disk may be."""
+    """Records as slowly as a slow disk."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.running, self.most, self.done = seconds, 0, 0, list[Any]()

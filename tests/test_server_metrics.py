@@ -1,4 +1,4 @@
-"""/metrics can be read by Prometheus at any time, and its figures are those of the requests that were made."""
+"""/metrics is valid for Prometheus at any time, and its numbers match the requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass
 class Page:
-    """A page of metrics: kind of each family, value of each sample."""
+    """A page of metrics: the kind of each family and the value of each sample."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     samples: dict[tuple[str, Labels], float] = field(default_factory=dict)
@@ -46,19 +46,19 @@ class Page:
         return self.of(name)
 
     def of(self, name: str, **labels: str) -> float:
-        """The one sample of this name that has these labels."""
+        """Returns the only sample with this name and these labels."""
         [value] = [value for (found, given), value in self.samples.items()
                    if found == f"deltic_{name}" and labels.items() <= dict(given).items()]
         return value
 
     def counters(self) -> dict[tuple[str, Labels], float]:
-        """All that must never fall."""
+        """Returns the samples that must never decrease."""
         families = {f"{name}{part}" for name, kind in self.kinds.items() if kind != "gauge" for part in PARTS[kind]}
         return {key: value for key, value in self.samples.items() if key[0] in families}
 
 
 def parse(text: str) -> Page:
-    """Read a page as strictly as the format is written: a family is HELP, TYPE, then its samples, all in one place."""
+    """Parses a page strictly: each family is HELP, TYPE, then all its samples."""
     assert text.endswith("\n") and "\r" not in text
     page, family, helped = Page(), "", ""
     for line in text.splitlines():
@@ -121,7 +121,7 @@ def complete(served: Served, prompt: list[int], tokens: int, **more: Any) -> Any
 
 
 def gained(before: Page, after: Page) -> dict[str, float]:
-    """How far the counters rose, those that did."""
+    """Returns the increase of each counter that rose."""
     falls = {key for key, value in before.counters().items() if after.counters()[key] < value}
     assert not falls
     return {key[0].removeprefix("deltic_"): value - before.counters()[key]
@@ -311,7 +311,7 @@ def test_a_key_is_asked_for() -> None:
 
 
 def test_metrics_after_the_engine_has_ended() -> None:
-    """What happened remains to be seen when nothing is served any more."""
+    """The counters stay readable."""
     llm = LLM(max_context=256, memory="8MiB", threads=1)
     with serving(llm) as served:
         llm.close()

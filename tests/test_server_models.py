@@ -1,4 +1,4 @@
-"""Several models in one server: chosen by name, loaded when they are asked for, unloaded when nobody uses them."""
+"""Several models in one server: chosen by name, loaded on demand, unloaded when unused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deltic.server.models import ModelSet, ModelSource
 
 @dataclass
 class Shelf:
-    """Scripted models, which say their own names, and what became of them."""
+    """Scripted models that answer with their own names, and a record of loads and closes."""
 
     loads: list[str] = field(default_factory=list)
     closes: list[str] = field(default_factory=list)
@@ -227,7 +227,7 @@ def test_the_command_line_names_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packed_weights_apply_to_gguf_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of models that share their options; without a file it is refused, as anywhere."""
+    """Models share their options; packed_weights=on is refused for other models."""
     file = tmp_path / "a.gguf"
     convert(open_model("tiny"), tiny_texts(), "a", file, "Q8_0", mtp="none")
     found: list[ModelSet] = []
@@ -250,7 +250,7 @@ def test_model_names_must_differ() -> None:
 
 
 def test_stored_bytes_counts_one_weight_format(tmp_path: Path) -> None:
-    """Only one of them is read."""
+    """Only one of the formats is loaded."""
     for name, size in (("pytorch_model-00001-of-00002.bin", 70), ("pytorch_model-00002-of-00002.bin", 30),
                        ("mtp.safetensors", 9), ("training_args.bin", 1000)):
         (tmp_path / name).write_bytes(b"0" * size)

@@ -52,7 +52,7 @@ def test_only_known_api_keys_are_accepted() -> None:
 
 
 def guess(served: Served, start: int) -> None:
-    """500 wrong keys over one connection."""
+    """Sends 500 wrong keys over one connection."""
     with served.connect() as raw:
         for number in range(start, start + 500, 50):
             raw.sendall(b"".join(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %d\r\n\r\n" % bogus
@@ -158,7 +158,7 @@ def trusting() -> ssl.SSLContext:
 
 
 def test_tls_serves_during_slow_and_broken_handshakes() -> None:
-    """A third of a hundred connections says nothing, a third plain HTTP, a third half of a handshake."""
+    """Of 99 connections, a third sends nothing, a third plain HTTP, and a third half of a handshake."""
     with served_with_tls(Scripted("one two three"), max_connections=20) as served:
         assert served.url.startswith("https://")
         hello = b"\x16\x03\x01\x00\x05\x01"

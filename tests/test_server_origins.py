@@ -1,5 +1,4 @@
-"""Web pages use the server only where they may, and what clients that are configured a little wrong send is understood
-or answered with the fix."""
+"""Access of web pages, and requests of slightly misconfigured clients, which are understood or explained."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def post(served: Served, path: str = CHAT, body: bytes = json.dumps(BODY).encode
 ])
 def test_other_web_pages_are_refused(served: Served, origin: str | None, host: str, site: str | None,
                                                       status: int) -> None:
-    """same-origin: said by the browser, behind a proxy that sends its own Host."""
+    """same-origin: sent by the browser behind a proxy that changes the Host."""
     headers = {"host": host, **({"origin": origin} if origin is not None else {}),
                **({"sec-fetch-site": site} if site else {})}
     for kind in ("application/json", "text/plain"):

@@ -1,4 +1,4 @@
-"""Owners of API keys share nothing: no hidden thinking, and no trace of what another's prompts begin with."""
+"""Owners of API keys share nothing: no hidden thinking, and no cached prefixes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def body_of(wire: str, messages: list[dict[str, Any]], **more: Any) -> dict[str,
 
 
 def prompt_text(served: Served, engine: Scripted, key: str | None, wire: str, body: dict[str, Any]) -> str:
-    """The prompt that the model gets, or that the client is told."""
+    """Returns the prompt that the model gets, or that /tokenize returns."""
     answer = post(served, key, WIRES[wire][0], body)
     ids = answer["tokens"] if wire == "tokenize" else engine.seen[-1].ids
     return str(tiny().chat_processor.tokenizer.decode(ids, skip_special=False))
@@ -62,7 +62,7 @@ def thinking(keys: dict[str, str | None], **options: Any) -> Iterator[tuple[Serv
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shares", [False, True], ids=["apart", "shared prefixes"])
 def test_thinking_stays_with_its_owner(wire: str, shares: bool) -> None:
-    """Also where prefixes are shared: these tell whether a guess is right, thinking would be told outright."""
+    """Also if prefixes are shared: a prefix can only confirm a guess, thinking would be readable."""
     question = f"{ASKED} {wire} {shares}"  # that no other test asks
     with thinking(KEYS, share_prefix_cache=shares) as (served, engine):
         post(served, "first", "/v1/chat/completions", body_of("chat", [{"role": "user", "content": question}]))
@@ -84,7 +84,7 @@ def test_salts_separate_thinking_without_api_keys(wire: str) -> None:
 
 
 def test_equal_answers_of_another_owner_are_not_ambiguous() -> None:
-    """Bob's same words with other thoughts do not cost Ann hers."""
+    """Ann keeps her thinking if Bob gets the same answer with other thinking."""
     question = f"{ASKED} By two."
     with thinking(KEYS) as (served, engine):
         for key, text in (("first", SECRET), ("third", "Bob's own thoughts.")):

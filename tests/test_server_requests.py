@@ -1,4 +1,4 @@
-"""What is said of requests: the list of those that run, their end on demand, and the log."""
+"""The list of running requests, cancelling, and the request log."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_keys_see_only_their_own_requests() -> None:
 
 
 def test_prompt_progress() -> None:
-    """Looked at before each step."""
+    """The list is read before each step."""
     seen: list[list[dict[str, Any]]] = []
     prompt = [*range(100, 1100)]
     with serving(tiny()) as served:
@@ -290,7 +290,7 @@ def test_responses_have_request_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("remade", [False, True])
 def test_a_rotated_log_is_reopened(tmp_path: Path, remade: bool) -> None:
-    """As logrotate does it, with and without `create`."""
+    """logrotate renames the file, with and without `create`."""
     path, old = tmp_path / "log", tmp_path / "log.1"
     log = RequestLog(str(path))
     log.write({"id": "first"})

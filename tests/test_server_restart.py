@@ -1,4 +1,4 @@
-"""A server that is restarted, or killed, goes on with the conversations that it knew; pinned prompts are there."""
+"""Conversations continue after a restart or kill -9; pinned prompts are cached at start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def served(*options: str, end: int = signal.SIGTERM) -> Iterator[httpx.Client]:
 
 
 def ask(client: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> dict[str, int]:
-    """Answer a conversation, to which the answer is added; returns prompt and cached tokens."""
+    """Gets an answer and adds it to the conversation. Returns prompt and cached tokens."""
     body = {"messages": messages, "max_tokens": 24, "temperature": 0, "enable_thinking": True, **more}
     response = client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
@@ -54,14 +54,14 @@ def conversation(question: str) -> list[dict[str, Any]]:
 
 
 def stored(client: httpx.Client) -> int:
-    """Bytes that the directory holds."""
+    """Returns the bytes on disk."""
     line, = (line for line in client.get("/metrics").text.splitlines() if line.startswith("deltic_cache_bytes{")
              and 'tier="disk"' in line)
     return int(float(line.split()[-1]))
 
 
 def wait_until_stored(client: httpx.Client, before: int) -> None:
-    """What is just being written when a process is killed may be lost."""
+    """Waits until nothing is being written, which a kill may lose."""
     seen = [before]
     while seen[-1] == before or len({*seen[-3:]}) > 1:
         time.sleep(0.2)

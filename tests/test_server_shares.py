@@ -35,7 +35,7 @@ def as_client(served: Served, key: str) -> httpx.Client:
 
 
 class Block:
-    """Calls with the word SLOW in an argument wait until they may go on."""
+    """Blocks calls with the word SLOW in an argument until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         self.begun, self.free, original = threading.Event(), threading.Event(), getattr(owner, name)
@@ -113,7 +113,7 @@ def test_clients_are_charged_for_their_own_use() -> None:
 
 
 class Crowded(Scripted):
-    """It runs only so many answers of the flood; all others at once."""
+    """Runs a limited number of answers of the flood, and all others at once."""
 
     places = 0
 
@@ -132,7 +132,7 @@ class Crowded(Scripted):
 @contextmanager
 def full(engine: Crowded, requests: list[dict[str, Any]], **limits: Any
          ) -> Iterator[tuple[Served, list[Future[httpx.Response]], httpx.Client, httpx.Client]]:
-    """A server with these requests of the flood in it, and its two clients."""
+    """Yields a server with these requests of the flood, and two clients."""
     with serving(engine.model(**limits), api_keys=KEYS) as served, as_client(served, "key-a") as flood, \
             as_client(served, "key-b") as other, ThreadPoolExecutor(len(requests)) as pool:
         asked = list[Future[httpx.Response]]()
@@ -150,7 +150,7 @@ def full(engine: Crowded, requests: list[dict[str, Any]], **limits: Any
 
 
 def test_a_new_client_gets_a_place_in_a_full_queue() -> None:
-    """Four requests for 128 answers each, and one for as many as run: they fill the batch and the room."""
+    """One request fills the batch, and four requests for 128 answers each fill the queue."""
     engine, short = Crowded(), {"prompt": "x", "max_tokens": 2}
     engine.places = batch = tiny().runtime.memory.max_batch
     with full(engine, [{"prompt": "x", "n": n} for n in (batch, 128, 128, 128, 128)]) as (served, asked, flood, other):

@@ -1,4 +1,4 @@
-"""The embedded model's sight: its pictures and questions, its tower in training and in the engine, what it says."""
+"""Vision of the embedded model: its training pictures, its tower in training and in the engine, its answers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_questions_match_their_scenes() -> None:
 
 @pytest.mark.parametrize("way", evaluate_pictures.WAYS)
 def test_pictures_show_their_scenes(way: str) -> None:
-    """In the middle of a shape is its colour, and what is drawn depends on the seed alone."""
+    """The middle of a shape has its colour, and drawings depend on the seed alone."""
     right = total = 0
     for scene, rng in scenes(40 if way == "drawn" else 24):
         state = rng.getstate()
@@ -134,7 +134,7 @@ def test_the_tower_equals_the_trained_one(backend: str) -> None:
 
 
 def test_training_reads_conversations_as_inference_does(llm: LLM) -> None:
-    """The same ids and positions, and the same first choice behind them."""
+    """Ids, positions and labels are equal."""
     [(scene, rng)] = scenes(1)
     image = drawings.draw(scene, rng, 150, 130)
     prompt = llm.chat_processor.chat([shown(image, "What is this?")]).request.prompt
@@ -163,7 +163,7 @@ def test_a_red_circle(llm: LLM) -> None:
 
 @pytest.mark.parametrize("way", evaluate_pictures.WAYS)
 def test_answers_about_pictures(llm: LLM, way: str) -> None:
-    """A few of those of the slow test below."""
+    """A sample of the slow test below."""
     check(llm, way, 20, 0.85)
 
 

@@ -1,4 +1,4 @@
-"""Conversations with pictures: from Python and over all wires, with what is read and encoded counted."""
+"""Conversations with pictures: in Python, in every API and on the command line."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_too_many_pictures(llm: LLM, directory: Path) -> None:
 
 
 def test_every_api_takes_pictures(served: Served, llm: LLM) -> None:
-    """A picture first, one in a tool's result, with the same words and the same tokens counted."""
+    """A picture in a question and one in a tool result give equal answers and token counts."""
     one, two, name = drawing(5), drawing(6), llm.runtime.name.rsplit("/", 1)[-1]
     more = {"ignore_eos": True, "enable_thinking": False}
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -185,7 +185,7 @@ def test_unreadable_videos(llm: LLM, video: dict[str, Any], message: str) -> Non
 
 
 def test_image_command_of_chat(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """/image shows a picture with the next message alone; what is saved can be sent to a server."""
+    """/image adds a picture to the next message only; saved conversations can be sent to a server."""
     drawing(7).save(tmp_path / "it.png")
     chat = ChatState(llm, Namespace(think=None, system=None, thinking_output=True), GREEDY)
     chat.take(f"/image {tmp_path / 'it.png'}")

@@ -1,5 +1,5 @@
-"""Pictures in prompts, through the engine: the same tokens as transformers gives, whatever the schedule and the cache,
-and nothing read or encoded twice."""
+"""Pictures in prompts: the tokens equal those of transformers for any schedule and cache, and nothing is prefilled or
+encoded twice."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Pair:
         return picture([image], PICTURES, self.vision)
 
     def prompt(self, text: list[int | Pixels]) -> Prompt:
-        """Of token ids and pictures."""
+        """Builds a prompt from token ids and pictures."""
         ids = [part if isinstance(part, int) else self.vision.image_token_id for part in text]
         return with_pictures(ids, [part for part in text if isinstance(part, Pixels)], self.vision)[0]
 
     def expected(self, text: list[int | Pixels], count: int) -> tuple[list[int], torch.Tensor]:
-        """Greedy tokens of transformers, and the probability of each."""
+        """Returns the greedy tokens of transformers and their log-probabilities."""
         prompt, seen = self.prompt(text), [part for part in text if isinstance(part, Pixels)]
         ids, kinds = list(prompt.ids), [int(key < 0) for key in prompt.keys or ()]
         patches = torch.cat([torch.from_numpy(patches_of(each, PICTURES, self.vision)) for each in seen])
@@ -87,7 +87,7 @@ def runtime(pair: Pair) -> ModelRunner:
 
 
 def ask(prompt: Prompt, count: int = 12, name: str = "a", **more: Any) -> EngineRequest:
-    """Never answered by a token that stands for pictures."""
+    """A request whose answer contains no placeholder tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=count, logprobs=0, ignore_eos=True,
                             logit_bias=dict.fromkeys(range(250, 307), -100.0))
     return EngineRequest(name, prompt, replace(params, **more))
@@ -133,7 +133,7 @@ def test_answers_equal_transformers(pair: Pair, runtime: ModelRunner, name: str)
 
 
 def test_moe_answers_equal_transformers(tmp_path: Path) -> None:
-    """The form with a mixture of experts."""
+    """The architecture with a mixture of experts."""
     theirs = transformers_vision_model(tmp_path, family="qwen3_5_moe")
     files = open_model(str(tmp_path))
     assert files.vision and files.config.experts
@@ -143,7 +143,7 @@ def test_moe_answers_equal_transformers(tmp_path: Path) -> None:
 
 
 def test_video_answers_equal_transformers(pair: Pair, runtime: ModelRunner) -> None:
-    """A picture, and a video of three parts that share nothing but the video."""
+    """A picture and a video of three parts."""
     vision, still = pair.vision, pair.pixels(17, 60, 2)
     frames = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 40, 3), dtype=np.uint8))
               for seed in range(6)]
@@ -239,7 +239,7 @@ def test_two_pictures_of_one_size_never_match(pair: Pair) -> None:
 
 
 def test_image_embeds_are_evicted(pair: Pair) -> None:
-    """A hundred, in two prompts at a time: rows that were read make room for others."""
+    """A hundred pictures in two prompts: embeddings that were prefilled make room for others."""
     engine = Engine(pair.load(max_context=4096, memory="256MiB"))
     assert engine.pictures
     engine.pictures._room = 40_000
@@ -256,7 +256,7 @@ def test_image_embeds_are_evicted(pair: Pair) -> None:
 
 
 def test_decoding_continues_while_a_picture_is_encoded(pair: Pair) -> None:
-    """One slice of the work between two steps of theirs, where a slice takes long."""
+    """At most one slow slice runs between two steps."""
     runtime = pair.load()
     encode, slices = runtime.encode, list[int]()
     assert encode
@@ -326,7 +326,7 @@ WAYS: dict[str, dict[str, Any]] = {"plain": {"speculate": "off"}, "drafts": {"sp
 
 @pytest.fixture(scope="module")
 def cold(pair: Pair) -> dict[str, list[list[int]]]:
-    """Of each place: three drawn answers, and the next turn's, by a cache that keeps nothing."""
+    """For each position: three sampled answers and that of the next turn, without a prefix cache."""
     texts, found, runtime = conversations(pair), dict[str, list[list[int]]](), pair.load(prefix_cache=False)
     for name in PLACES:
         drawn = tokens_of(Engine(runtime), several(pair.prompt(texts[name])))
@@ -347,7 +347,7 @@ def next_turn(text: list[int | Pixels], answer: list[int]) -> list[int | Pixels]
 @pytest.mark.parametrize("place", PLACES)
 def test_answers_do_not_depend_on_cached_parts(pair: Pair, cold: dict[str, list[list[int]]], tmp_path: Path, place: str,
                                              way: str) -> None:
-    """Wherever the picture is: cold, warm, exact, forked, and from disk; with drafts and without."""
+    """For each position of a picture: cold, warm, exact, forked and from disk, with and without drafts."""
     text, wanted = conversations(pair)[place], cold[place]
     prompt, turn = pair.prompt(text), pair.prompt(next_turn(text, wanted[0]))
     options = {**WAYS[way], "cache_dir": str(tmp_path)}
@@ -372,7 +372,7 @@ def test_answers_do_not_depend_on_cached_parts(pair: Pair, cold: dict[str, list[
 
 @pytest.mark.parametrize("budget", [512, 7])
 def test_session_with_pictures(pair: Pair, runtime: ModelRunner, budget: int) -> None:
-    """Pictures, and embeddings that somebody else assembled: the logits of transformers, also after a return."""
+    """Pictures and assembled embeddings give the logits of transformers, also after a restore."""
     text = [*words(1, 5), pair.pixels(40, 24, 1), *words(2, 6)]
     tokens, logprobs = pair.expected(text, 6)
     session = Session(str(pair.directory), dtype="float32", memory="64MiB", threads=1, token_budget=budget,

@@ -1,4 +1,4 @@
-"""Pictures behind URLs: from public addresses alone, looked up once, within bounds; and only where it was allowed."""
+"""Pictures behind URLs: public addresses only, resolved once, within limits, and only if allowed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_public_addresses() -> None:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """What the paths say."""
+    """Answers by path."""
 
     picture = png(drawing(1))
 
@@ -68,7 +68,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def internet(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A server that passes for a public one, and the names that were looked up."""
+    """A server that appears to be public. Yields the names that were resolved."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         asked = list[str]()
@@ -131,7 +131,7 @@ def test_slow_servers_and_many_urls(internet: list[str], monkeypatch: pytest.Mon
 
 
 def test_by_tls(internet: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only from a server that shows a certificate for its name."""
+    """The certificate must be valid for the name."""
     tls, trusting = Path(__file__).parent / "tls", ssl.create_default_context
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -142,7 +142,7 @@ def vision_shape(**changes: Any) -> VisionConfig:
 
 
 def test_patches_equal_transformers() -> None:
-    """Of 210 sizes: the grid, and each value to 1e-6."""
+    """210 sizes: equal grids, and values within 1e-6."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     random = Random(5)
@@ -166,7 +166,7 @@ def test_patches_equal_transformers() -> None:
 @pytest.mark.parametrize("said", [{}, {"cap_pixels_per_frame": True, "max_video_tokens": 20},
                                   {"cap_pixels_per_frame": True}])
 def test_video_frame_sizes_equal_transformers(said: dict[str, Any]) -> None:
-    """An odd number of frames counts as it is, although the last one is shown twice."""
+    """An odd number of frames is counted without the repeated last one."""
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     random, vision = Random(7), vision_shape(patch_size=2)
@@ -201,7 +201,7 @@ def test_digest_depends_on_pixels_and_grid() -> None:
 
 
 def test_positions_equal_transformers(models: dict[str, tuple[Any, Path]]) -> None:
-    """Of 500 random conversations with pictures and videos, each part of which is a run of its own."""
+    """500 random conversations with pictures and videos."""
     model, _ = models["even"]
     random = Random(9)
     for _ in range(500):
@@ -247,7 +247,7 @@ SAID: dict[str, Any] = {"size": {"shortest_edge": 4096, "longest_edge": 65536}, 
 
 
 def test_preprocessor_config_files(models: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
-    """In a file for pictures and one for videos, or in one for both, which goes before them."""
+    """One file each for images and videos, or one for both, which takes precedence."""
     for file in models["even"][1].iterdir():
         (tmp_path / file.name).symlink_to(file)
     other = {**SAID, "size": {"shortest_edge": 1024, "longest_edge": 2048}}

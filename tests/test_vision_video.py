@@ -1,4 +1,4 @@
-"""Video files: the frames that transformers selects, rotated, within bounds; and files that are no videos."""
+"""Video files: frames as transformers samples them, rotation, limits, and invalid files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["directory", "llm"]
 
 
 def video_file(path: Path, frames: int, rate: int = 5, codec: str = "mpeg4", size: tuple[int, int] = (64, 48)) -> Path:
-    """Each frame a shade of grey of its own."""
+    """Each frame has its own shade of grey."""
     with av.open(str(path), "w") as file:
         stream = file.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
@@ -120,7 +120,7 @@ def test_video_preprocessor_configs(tmp_path: Path, said: dict[str, Any], number
 
 
 def test_a_number_of_frames_and_a_rate_exclude_each_other() -> None:
-    """transformers refuses each video then."""
+    """transformers refuses such configs."""
     with pytest.raises(ModelError, match="num_frames and fps exclude each other"):
         VideoConfig.from_hf({"num_frames": 3, "fps": 2.0})
 
