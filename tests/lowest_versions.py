@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 AS_INSTALLED = ("torch",)
-CORE = ("test_cli_run", "test_hub_downloads", "test_guide", "test_server_errors", "test_server_health",
+CORE = ("test_cli_run", "test_hub_downloads", "test_guide", "test_server_errors", "test_server_life",
         "test_server_chat", "test_chat_tokenizer", "test_chat_template", "test_cli_connect", "test_vision_images",
         "test_documents", "test_limits_http", "test_cli_hints", "test_cli_chat")
 """Files of tests that use each of the dependencies, and nothing that needs newer ones (transformers)."""

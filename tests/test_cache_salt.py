@@ -1,6 +1,6 @@
-"""What is kept of one client's prompts helps no other: requests of different salts share nothing, wherever it is kept.
+"""Requests with different salts share no cached prefix, in any tier.
 
-`cached_tokens` and the time to the first token would say else whether a prompt of somebody begins with a guess.
+Otherwise `cached_tokens` and the time to the first token would confirm a guess of how another prompt begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def asked(name: str, prompt: tuple[int, ...] = TEXT, salt: str = "", **params: o
 
 
 def cached(engine: Engine, *requests: EngineRequest) -> list[int]:
-    """Prompt tokens that each found; what they answer is what they would without."""
+    """Returns the cached prompt tokens of each request. Answers equal the reference."""
     found = serve(engine, *requests)
     for request in requests:
         same_tokens(reference(odd_runtime(), request.ids, COUNT), found[request.id, 0].tokens)
@@ -44,7 +44,7 @@ def cached(engine: Engine, *requests: EngineRequest) -> list[int]:
 
 
 def test_in_memory() -> None:
-    """The tree, with the logits of prompts' ends."""
+    """The prefix tree, with the logits at the end of prompts."""
     engine = Engine(runtime_of(odd_runtime()))
     assert [cached(engine, asked(f"{place}", salt=salt))[0] for place, salt in
             enumerate(["mine", "yours", "", "mine", "yours", ""])] == [0, 0, 0, 150, 150, 150]
@@ -74,8 +74,8 @@ def test_several_choices_and_vectors() -> None:
         assert vector.usage.cached_tokens == 0, "a state is kept at the end alone, which is no vector"
 
 
-def test_nobody_waits_for_what_another_is_reading() -> None:
-    """Those that come together read a prefix once, each salt for itself."""
+def test_requests_with_different_salts_do_not_wait_for_each_other() -> None:
+    """Requests that arrive together prefill a prefix once per salt."""
     engine = Engine(runtime_of(odd_runtime(), budget=64))
     rest = [numbers(10 + place, 20, 500) for place in range(4)]
     requests = [asked(f"{place}", (*TEXT, *more), salt) for place, (more, salt) in
@@ -95,7 +95,7 @@ def test_nobody_waits_for_what_another_is_reading() -> None:
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_in_tiers(kind: str, tmp_path: Path) -> None:
-    """Of a disk after a restart too."""
+    """A disk tier is checked after a restart."""
     host = HostStore(64 << 20)
 
     def started() -> Engine:
@@ -124,7 +124,7 @@ def drafting(kind: str, runtime: ModelRunner) -> Proposer:
 
 @pytest.mark.parametrize("kind", ["ngram", "model", "head"])
 def test_drafters(kind: str) -> None:
-    """A model that drafts has a cache of its own."""
+    """The draft model has its own cache."""
     runtime = runtime_of(headed() if kind == "head" else odd_runtime())
     drafter = drafting(kind, runtime)
     engine, read = Engine(runtime, drafter, FixedDraftLength(3)), list[int]()
@@ -146,8 +146,8 @@ def test_prompts_with_pictures() -> None:
 
 
 @pytest.mark.parametrize("pin", [True, False])
-def test_a_pinned_prompt_is_for_all(pin: bool) -> None:
-    """What the operator pins is no secret; what comes after it is."""
+def test_a_pinned_prompt_is_shared_by_all_salts(pin: bool) -> None:
+    """A pinned prompt is no secret, but its continuation is."""
     engine, opening = Engine(runtime_of(odd_runtime())), TEXT[:70]
     serve(engine, EngineRequest("opening", opening, SamplingParams(max_tokens=0), (70,)))
     if pin:
@@ -160,8 +160,8 @@ def test_a_pinned_prompt_is_for_all(pin: bool) -> None:
     assert checkpoint.pinned == pin
 
 
-def test_a_pinned_prompt_by_itself() -> None:
-    """Its answers are nobody else's."""
+def test_answers_to_a_pinned_prompt_are_private() -> None:
+    """Another salt does not reuse the answer."""
     engine, opening = Engine(runtime_of(odd_runtime())), TEXT[:70]
     serve(engine, EngineRequest("opening", opening, SamplingParams(max_tokens=0), (70,)))
     engine.pin(opening)
@@ -171,8 +171,8 @@ def test_a_pinned_prompt_by_itself() -> None:
     assert usage_of(found, "yours").cached_tokens == 70
 
 
-def test_the_second_salt_costs_what_the_first_did() -> None:
-    """Steps and tokens of a guess are those of a stranger's prompt: time tells nothing."""
+def test_another_salt_costs_as_much_as_an_unknown_prompt() -> None:
+    """Steps and prefilled tokens are the same for a correct guess and for an unknown prompt."""
     def costs(salt: str) -> tuple[int, int]:
         engine = Engine(runtime_of(odd_runtime()))
         serve(engine, asked("a", salt="mine"))
@@ -191,8 +191,8 @@ def test_keys_of_salts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_many_salts_at_once_in_a_small_cache(seed: int) -> None:
-    """They push each other out, pause, end early and find no more than what their own salt has left."""
+def test_random_salts_in_a_small_cache(seed: int) -> None:
+    """Requests evict each other, pause and end early, and reuse prefixes of their own salt only."""
     draw, engine = Random(seed), Engine(runtime_of(odd_runtime(), pages=40, slots=10, batch=3, budget=40))
     answers, told = Answers(), dict[str, list[EngineRequest]]()
     for number in range(14):

@@ -9,7 +9,7 @@ import pytest
 
 from deltic.config import Limits
 from deltic.errors import RequestError
-from deltic.vision.documents import NO_TEXT, pdf_text, read_pages
+from deltic.vision.decoder_process import NO_TEXT, pdf_text, read_pages
 
 Objects = list[bytes]
 

@@ -1,4 +1,4 @@
-"""Connections: none waits without end, and there are only so many."""
+"""Connections: their time limits and their number."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import errno
 import json
 import logging
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +14,10 @@ from typing import Any
 import pytest
 from test_server_harness import Scripted, read_all, serving, wait_until
 
-from deltic.server import connections
-from deltic.server.connections import ConnectionAcceptor
+from deltic.config import Limits
+from deltic.server import run as server_run
+from deltic.server.connections import ConnectionLimiter
+from deltic.server.run import ConnectionAcceptor
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 WHOLE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -26,7 +26,7 @@ MESSAGES = BODY.replace(b"completions", b"messages")
 
 
 def answer(raw: socket.socket) -> bytes:
-    """One whole answer of a connection that stays."""
+    """Reads one answer of a connection that stays open."""
     head, _, body = b"", b"", b""
     while b"\r\n\r\n" not in head:
         piece = raw.recv(1)
@@ -38,7 +38,7 @@ def answer(raw: socket.socket) -> bytes:
     return head + body
 
 
-def test_a_connection_that_waits_too_long_ends() -> None:
+def test_connections_that_wait_too_long_are_closed() -> None:
     with serving(Scripted("one").model(header_seconds=1, keep_alive_seconds=1)) as served:
         waiting = [(sent, served.connect()) for sent in (b"", HALF, BODY, WHOLE + HALF, WHOLE, WHOLE + WHOLE,
                                                            MESSAGES)]
@@ -56,29 +56,31 @@ def test_a_connection_that_waits_too_long_ends() -> None:
 PIECES = b"POST /v1/%s HTTP/1.1\r\nhost: %s\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize(("sent", "statuses"), [
+INVALID: list[tuple[tuple[bytes, ...], list[int]]] = [
     ((b"hello\r\n\r\n",), [400]), ((WHOLE + b"hello\r\n\r\n",), [200, 400]),
     ((PIECES % (b"completions", b"x"), b"zz\r\n"), [400]), ((PIECES % (b"messages", b"x"), b"2\r\n{}zz\r\n"), [400]),
     ((PIECES % (b"completions", b"elsewhere") + b"zz\r\n",), [400]),  # found out before the request is refused
     ((PIECES % (b"nowhere", b"x"), b"zz\r\n"), [404]), ((PIECES % (b"nowhere", b"x") + b"2\r\n{}\r\nzz\r\n",), [400]),
-])
-def test_what_is_no_http_is_told_so_once(sent: tuple[bytes, ...], statuses: list[int],
-                                         caplog: pytest.LogCaptureFixture) -> None:
+]
+
+
+def test_invalid_http_gets_one_answer(caplog: pytest.LogCaptureFixture) -> None:
     with serving(Scripted("one").model(), allowed_hosts=["x"]) as served, caplog.at_level(logging.ERROR):
-        raw = served.connect()
-        for piece in sent:
-            raw.sendall(piece)
-            time.sleep(0.1)
-        answers = read_all(raw).split("HTTP/1.1 ")[1:]
-        assert [int(said[:3]) for said in answers] == statuses
-        told = json.loads(answers[-1].rpartition("\r\n\r\n")[2])
-        assert ("no valid HTTP" in told["error"]["message"]) == (statuses[-1] == 400)
-        assert ("type" in told) == (b"/messages" in sent[0])
-        assert served.health()[0] == 200
+        for sent, statuses in INVALID:
+            raw = served.connect()
+            for piece in sent:
+                raw.sendall(piece)
+                time.sleep(0.1)
+            answers = read_all(raw).split("HTTP/1.1 ")[1:]
+            assert [int(answer[:3]) for answer in answers] == statuses, sent
+            body = json.loads(answers[-1].rpartition("\r\n\r\n")[2])
+            assert ("no valid HTTP" in body["error"]["message"]) == (statuses[-1] == 400), sent
+            assert ("type" in body) == (b"/messages" in sent[0]), sent
+        assert served.http.get("/health", headers={"host": "x"}).status_code == 200
     assert not caplog.records
 
 
-def test_a_header_may_not_drip() -> None:
+def test_slow_headers_are_cut_off() -> None:
     with serving(Scripted("one").model(header_seconds=1, keep_alive_seconds=30)) as served:
         raw, pieces = served.connect(), 0
         raw.sendall(HALF)
@@ -91,9 +93,9 @@ def test_a_header_may_not_drip() -> None:
     assert 5 < pieces < 60
 
 
-def test_what_goes_on_is_not_cut_off() -> None:
-    """A body in slow pieces, an answer that takes long, and a connection in use for long."""
-    engine = Scripted("one two three four five six seven eight nine ten", pause=0.15)
+def test_slow_but_active_connections_stay_open() -> None:
+    """A body in slow pieces, a slow answer, and a connection that is used for long."""
+    engine = Scripted("one two three four five six seven eight nine ten", pause=0.12)
     with serving(engine.model(header_seconds=1, keep_alive_seconds=1)) as served, served.connect() as raw:
         data = b'{"prompt": "x", "max_tokens": 50}'
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data))
@@ -107,7 +109,7 @@ def test_what_goes_on_is_not_cut_off() -> None:
             assert b'"ok"' in answer(raw)
 
 
-def test_the_oldest_that_waits_gives_way() -> None:
+def test_max_connections_closes_the_longest_waiting() -> None:
     with serving(Scripted("one").model(max_connections=4)) as served:
         waiting = []
         for sent in (b"", HALF, WHOLE, BODY):
@@ -128,7 +130,7 @@ def test_the_oldest_that_waits_gives_way() -> None:
             raw.close()
 
 
-def test_where_all_are_busy_a_new_one_is_refused() -> None:
+def test_max_connections_refuses_new_ones_if_all_are_busy() -> None:
     engine = Scripted(pause=0.01)
     with serving(engine.model(max_connections=3)) as served:
         busy = [served.send("/v1/completions", prompt="x", stream=True, max_tokens=1 << 20) for _ in range(3)]
@@ -158,15 +160,16 @@ class Empty:
         raise OSError(errno.EMFILE, "Too many open files")
 
 
-def test_without_files_it_waits_and_says_so_once(monkeypatch: pytest.MonkeyPatch,
+def test_acceptor_without_file_descriptors_retries_and_logs_once(monkeypatch: pytest.MonkeyPatch,
                                                  caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(connections, "_RETRY", 0.02)
+    monkeypatch.setattr(server_run, "_RETRY", 0.02)
 
     async def run() -> int:
         loop, listener, ready = asyncio.get_running_loop(), Empty(), set[Callable[[], Any]]()
         monkeypatch.setattr(loop, "add_reader", lambda _, call: ready.add(call))
         monkeypatch.setattr(loop, "remove_reader", lambda _: ready.clear())
-        acceptor = ConnectionAcceptor(listener, lambda _: pytest.fail("made"))  # type: ignore[arg-type]
+        limiter = ConnectionLimiter(Limits(), lambda *_: None)
+        acceptor = ConnectionAcceptor(listener, lambda _: pytest.fail("made"), limiter)  # type: ignore[arg-type]
         acceptor.start()
         turns = 0
         while listener.tries < 5:
@@ -182,36 +185,7 @@ def test_without_files_it_waits_and_says_so_once(monkeypatch: pytest.MonkeyPatch
     assert turns > 5 and len(caplog.records) == 1 and "Too many open files" in caplog.text
 
 
-FEW_FILES = """
-import resource, sys; sys.path.insert(0, "tests")
-from test_server_harness import Scripted
-from deltic.server.app import serve
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
-serve(Scripted("one").model(), port=0, allowed_hosts=["x"])
-"""
-
-
-def test_more_clients_than_files() -> None:
-    process = subprocess.Popen([sys.executable, "-c", FEW_FILES], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)
-    assert process.stdout and process.stderr
-    try:
-        host, port = process.stdout.readline().split("http://")[1].split("/v1")[0].split(":")
-        many = [socket.create_connection((host, int(port)), 20) for _ in range(300)]
-        with socket.create_connection((host, int(port)), 20) as raw:
-            raw.sendall(WHOLE)
-            assert b'"ok"' in answer(raw)
-        for raw in many:
-            raw.close()
-        process.terminate()
-        log = process.stderr.read()
-        assert "no more than 64 connections" in log and log.count("\n") < 5, log
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_dead_connections_are_forgotten() -> None:
+def test_closed_connections_are_removed() -> None:
     with serving(Scripted("one").model()) as served:
         for _ in range(50):
             served.connect().close()

@@ -1,5 +1,5 @@
-"""HTTP that is allowed and costs more than it says: tiny chunks, floods of headers and of pipelined requests, and
-answers to requests that are still on their way."""
+"""Expensive but valid HTTP: tiny chunks, floods of headers and of pipelined requests, and answers before the end of a
+request."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import pytest
 from test_limits_connections import answer
 from test_server_harness import Scripted, Served, read_all, serving, wait_until
 
-from deltic.server.connections import RequestTurns
-from deltic.server.http_protocol import LEAST_HEADER, MOST_PIPELINED, HttpProtocol
+from deltic.server.connections import LEAST_HEADER, MOST_PIPELINED, Connection, RequestTurns
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -33,7 +32,7 @@ def served() -> Iterator[Served]:
 
 
 def counting(name: str, call: Callable[..., None], counts: Counter[str]) -> Callable[..., None]:
-    def counted(protocol: HttpProtocol, *found: bytes) -> None:
+    def counted(protocol: Connection, *found: bytes) -> None:
         counts[name] += 1
         call(protocol, *found)
     return counted
@@ -41,10 +40,10 @@ def counting(name: str, call: Callable[..., None], counts: Counter[str]) -> Call
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the parser has called back, by what it found."""
+    """Counts the callbacks of the parser by name."""
     counts: Counter[str] = Counter()
     for name in ("on_chunk_header", "on_header", "on_headers_complete"):
-        monkeypatch.setattr(HttpProtocol, name, counting(name, getattr(HttpProtocol, name), counts))
+        monkeypatch.setattr(Connection, name, counting(name, getattr(Connection, name), counts))
     return counts
 
 
@@ -54,7 +53,7 @@ def chunks(body: bytes, size: int) -> bytes:
 
 
 def flood(raw: socket.socket, piece: bytes) -> tuple[int, str]:
-    """Send for as long as the other side takes it: how much that was, and what came."""
+    """Sends until the server closes. Returns the bytes sent and the answer."""
     sent = 0
     raw.settimeout(20)
     try:
@@ -87,11 +86,12 @@ def test_a_body_in_tiny_chunks_is_refused(served: Served, calls: Counter[str], h
     assert calls["on_chunk_header"] <= 4096 + 4096 // 64 + 2
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("head", [CHUNKED, NOWHERE])
 @pytest.mark.parametrize("piece", [b"1\r\n \r\n" * 10_000, b"1;" + b"e" * 60_000, b"0\r\n" + b"a: b\r\n" * 10_000,
                                    b"40\r\n" + b" " * 64 + b"\r\n"], ids=["chunks", "extension", "trailer", "fair"])
-def test_a_body_without_end_ends(served: Served, calls: Counter[str], head: bytes, piece: bytes) -> None:
-    """Answered before all of it came, it is thrown away for a while, unread."""
+def test_endless_bodies_are_cut_off(served: Served, calls: Counter[str], head: bytes, piece: bytes) -> None:
+    """After an early answer the rest is discarded for a while."""
     raw = served.connect()
     raw.sendall(head)
     wait_until(lambda: calls["on_headers_complete"] == 1)
@@ -100,8 +100,8 @@ def test_a_body_without_end_ends(served: Served, calls: Counter[str], head: byte
     assert served.health()[0] == 200
 
 
-def test_an_answer_before_the_end_of_the_request_is_the_last(served: Served, calls: Counter[str]) -> None:
-    """What the client still sends is not parsed, and the answer reaches one that reads after it has sent all."""
+def test_an_early_answer_closes_the_connection(served: Served, calls: Counter[str]) -> None:
+    """The rest of the request is not parsed, and a client that reads after sending gets the answer."""
     raw = served.connect()
     raw.sendall(NOWHERE)
     text = b""
@@ -127,19 +127,20 @@ def test_an_answer_before_the_end_of_the_request_is_the_last(served: Served, cal
     assert read_all(raw).startswith("HTTP/1.1 401")
 
 
-@pytest.mark.parametrize(("size", "length"), [(1, 4000), (64, 500_000), (1000, 500_000)])
-def test_bodies_in_fair_chunks_are_served(served: Served, size: int, length: int) -> None:
+def test_bodies_in_ordinary_chunks_are_served(served: Served) -> None:
     head = CHUNKED.replace(b"host", b"connection: close\r\nx-api-key: secret\r\nhost")
-    text = ask(served, head + chunks(BODY + b" " * (length - len(BODY)), size))
-    assert text.startswith("HTTP/1.1 200"), text
+    for size, length in ((1, 4000), (64, 500_000), (1000, 500_000)):
+        text = ask(served, head + chunks(BODY + b" " * (length - len(BODY)), size))
+        assert text.startswith("HTTP/1.1 200"), (size, text)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("flood", [
     b"".join(b"a%d: b\r\n" % number for number in range(9000)), b"a: " + b"b" * 20_000 + b"\r\n",
     b"a" * 20_000 + b": b\r\n", b"a:\r\n" * 60_000], ids=["many", "long", "name", "empty"])
 @pytest.mark.parametrize("size", [1 << 20, 4000])
 def test_floods_of_headers_are_refused(served: Served, calls: Counter[str], flood: bytes, size: int) -> None:
-    """Sent at once, or piece by piece and never to the end."""
+    """Headers are sent at once, or in pieces without an end."""
     raw, sent = served.connect(), HEAD + flood + b"\r\n"
     for at in range(0, min(len(sent), 6 * size) - (size == 4000), size):
         raw.sendall(sent[at:at + size])
@@ -154,21 +155,21 @@ def test_a_long_target_is_refused(served: Served) -> None:
     assert ask(served, b"\r\n" * 10_000).startswith("HTTP/1.1 431"), "empty lines before a request count, too"
 
 
-def test_headers_that_are_allowed_are_read(served: Served) -> None:
+def test_large_headers_within_the_limit_are_accepted(served: Served) -> None:
     many = b"".join(b"a%d: b\r\n" % number for number in range(200))
     long = b"cookie: " + b"c" * 15_000 + b"\r\n"
     for headers in (many, long):
         assert "200 OK" in ask(served, GET[:-2] + b"connection: close\r\n" + headers + b"\r\n")
 
 
-def test_a_flood_of_pipelined_requests_is_cut_off(served: Served, calls: Counter[str]) -> None:
+def test_too_many_pipelined_requests_are_cut_off(served: Served, calls: Counter[str]) -> None:
     text = ask(served, GET * 5000)
     assert MOST_PIPELINED < text.count("200 OK") < MOST_PIPELINED + 2 and text.count("connection: close") == 1
     assert calls["on_headers_complete"] <= MOST_PIPELINED + 2
 
 
-def test_each_client_has_its_turn() -> None:
-    """However many requests another one sends over however many connections."""
+def test_request_turns_alternate_between_clients() -> None:
+    """One request of each client starts per turn, for any number of requests and connections."""
     begun: list[str] = []
 
     async def run() -> None:
@@ -181,7 +182,6 @@ def test_each_client_has_its_turn() -> None:
         assert begun == ["many 0", "few 0"], "one of each in a turn of the loop"
         for _ in range(60):
             await asyncio.sleep(0)
-        assert not len(turns)
 
     asyncio.run(run())
     assert begun[2:4] == ["many 1", "few 1"] and begun[4:] == [f"many {number}" for number in range(2, 50)]
@@ -195,16 +195,15 @@ def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
     assert statuses == ["200", "200", "404", "200", "200"]
 
 
-@pytest.mark.parametrize(("bad", "statuses"), [
-    (b"hello\r\n\r\n", "200 200 400"), (CHUNKED + b"zz", "200 200 400"),
-    (CHUNKED + b"1\r\n \r\n" * 9000, "200 200 400"), (HEAD + b"a:\r\n" * 900, "200 200 431")])
-def test_what_cannot_be_read_is_told_after_the_answers_before_it(served: Served, bad: bytes, statuses: str) -> None:
-    text = ask(served, GET + GET + bad)
-    assert " ".join(piece[:3] for piece in text.split("HTTP/1.1 ")[1:]) == statuses
+def test_an_unreadable_request_is_answered_after_those_before_it(served: Served) -> None:
+    for bad, statuses in ((b"hello\r\n\r\n", "200 200 400"), (CHUNKED + b"zz", "200 200 400"),
+                          (CHUNKED + b"1\r\n \r\n" * 9000, "200 200 400"), (HEAD + b"a:\r\n" * 900, "200 200 431")):
+        text = ask(served, GET + GET + bad)
+        assert " ".join(piece[:3] for piece in text.split("HTTP/1.1 ")[1:]) == statuses, bad[:60]
 
 
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
-def test_an_upgrade_is_not_taken_up(served: Served, upgrade: bytes) -> None:
+def test_upgrades_are_ignored(served: Served, upgrade: bytes) -> None:
     """Java's client asks for h2c with every first request, with a body or without."""
     asked = b"\r\nconnection: upgrade, http2-settings\r\nupgrade: %s\r\nhttp2-settings: AAM\r\nhost" % upgrade
     raw = served.connect()
@@ -219,19 +218,23 @@ def test_an_upgrade_is_not_taken_up(served: Served, upgrade: bytes) -> None:
     raw.close()
 
 
-@pytest.mark.parametrize(("sent", "said"), [
+INVALID = (
     (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n", "CONNECT"), (b"GET / HTTP/2.0\r\nhost: a\r\n\r\n", "HTTP/2.0"),
     (b"GET / HTTP/1.1\r\n\r\n", "one Host"), (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", "one Host"),
     (b"GET /\r\n\r\n", "HTTP/0.9"), (HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n", "Content-Length"),
     (HEAD + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", "Transfer-Encoding"),
     (HEAD + b"transfer-encoding: gzip\r\n\r\n", "Transfer-Encoding"), (HEAD + b"a: b\0\r\n\r\n", "header value"),
-])
-def test_what_is_no_request_is_said(served: Served, sent: bytes, said: str) -> None:
-    text = ask(served, sent)
-    assert text.startswith("HTTP/1.1 400 Bad Request") and said in message(text) and text.count("HTTP/1.1 4") == 1
+)
 
 
-def test_who_expects_to_be_told_to_go_on_is(served: Served) -> None:
+def test_invalid_requests_are_explained(served: Served) -> None:
+    for sent, reason in INVALID:
+        text = ask(served, sent)
+        assert text.startswith("HTTP/1.1 400 Bad Request") and reason in message(text), sent
+        assert text.count("HTTP/1.1 4") == 1, sent
+
+
+def test_expect_100_continue(served: Served) -> None:
     expecting = HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n" % len(BODY)
     raw = served.connect()
     raw.sendall(expecting + b"x-api-key: secret\r\n\r\n")
@@ -252,7 +255,7 @@ def test_a_get_may_have_a_body(served: Served) -> None:
     raw.close()
 
 
-def test_a_client_that_leaves_with_requests_in_its_pipeline_is_noticed() -> None:
+def test_disconnect_with_pipelined_requests_is_noticed() -> None:
     engine = Scripted(pause=0.01)
     with serving(engine.model()) as served:
         body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000}'

@@ -1,6 +1,6 @@
-"""Pictures that are small files and large pictures: what decoding them may cost, and that it costs their sender alone.
+"""Small files that contain large pictures: the cost of decoding is bounded, and only their sender pays it.
 
-What a child process takes is read from the system: its peak of memory and its processor time.
+Memory and processor time of child processes are read from the system.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from test_server_harness import Served, read_all, serving, wait_until
-from vision_models import data_url, directory, drawing, png
+from vision_models import data_url, drawing, png
 
 from deltic import LLM
 from deltic.config import Limits
@@ -29,11 +29,8 @@ from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import BusyError, DelticError, RequestError
 from deltic.server.pictures import DECODER_MIB, HeldBytes, PictureDecoder, PictureShare
 from deltic.vision.decoder_process import DecoderProcess
-from deltic.vision.images import DecodeJob, PixelBudget, decode
-from deltic.vision.preprocess import Pixels, target_size
+from deltic.vision.images import DecodeJob, PixelBudget, Pixels, decode, target_size
 from deltic.vision.prompt import Reading
-
-__all__ = ["directory"]
 
 TOWER = VisionConfig(2, 48, 100, 4, 64, 36, 3, 16, 2, 2, 1e4, 1, 2)
 SMALL = Vision(TOWER, ImageConfig(64 * 64, 512 * 512))
@@ -58,6 +55,7 @@ PLAIN: dict[str, Make] = {
     "jpeg": lambda size: saved(Image.new("L", size), "JPEG", quality=5),
 }
 """A picture of one colour."""
+KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind in ("gif", "webp", "bmp") else kind for kind in PLAIN]
 
 
 def job(data: bytes, vision: Vision = SMALL) -> DecodeJob:
@@ -70,8 +68,23 @@ def decoded(process: DecoderProcess, data: bytes, vision: Vision = SMALL, second
     return np.frombuffer(raw, np.uint8).reshape(*about["size"], 3)
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[DecoderProcess]:
+    with DecoderProcess(DECODER_MIB) as process:
+        yield process
+
+
+@pytest.fixture
+def process(shared: DecoderProcess) -> DecoderProcess:
+    """A running child whose peak of memory starts anew."""
+    decoded(shared, png(drawing(1)))
+    assert shared._child
+    Path(f"/proc/{shared._child.pid}/clear_refs").write_text("5")
+    return shared
+
+
 def peak(process: DecoderProcess) -> int:
-    """MiB that the child has had in memory at most."""
+    """Returns the child's peak of memory in MiB."""
     assert process._child
     status = Path(f"/proc/{process._child.pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) >> 10
@@ -81,34 +94,31 @@ def peak(process: DecoderProcess) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:Image size")
-@pytest.mark.parametrize("kind", PLAIN)
-def test_a_large_picture_is_refused_by_its_header(kind: str) -> None:
-    with DecoderProcess(DECODER_MIB) as process:
-        with pytest.raises(RequestError, match=r"9,000 x 7,500 pixels.*max_picture_megapixels.*scale it") as caught:
-            decoded(process, PLAIN[kind](WIDE))
-        assert caught.value.field == "messages[0].content[0]"
-        assert peak(process) < 200 or kind == "webp", "nothing is decoded; WebP's library allocates before"
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_picture_is_refused_by_its_header(process: DecoderProcess, kind: str) -> None:
+    with pytest.raises(RequestError, match=r"9,000 x 7,500 pixels.*max_picture_megapixels.*scale it") as caught:
+        decoded(process, PLAIN[kind](WIDE))
+    assert caught.value.field == "messages[0].content[0]"
+    assert peak(process) < 200 or kind == "webp", "nothing is decoded; WebP's library allocates before"
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_a_picture_within_the_limit_is_read_in_bounded_memory(kind: str) -> None:
-    """30 megapixels have 4 bytes each in Pillow; two of these at a time, and what the decoder itself takes."""
-    with DecoderProcess(DECODER_MIB) as process:
-        assert decoded(process, PLAIN[kind](FITS)).shape == (*target_size(5_000, 6_000, SMALL.pictures, TOWER), 3)
-        assert peak(process) < 550
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_within_the_limit_is_read_in_bounded_memory(process: DecoderProcess, kind: str) -> None:
+    """30 megapixels take 4 bytes each in Pillow. Two copies exist at a time, beside the memory of the decoder."""
+    assert decoded(process, PLAIN[kind](FITS)).shape == (*target_size(5_000, 6_000, SMALL.pictures, TOWER), 3)
+    assert peak(process) < 550
 
 
-def test_a_large_jpeg_is_decoded_at_the_size_that_is_needed() -> None:
+def test_a_large_jpeg_is_decoded_at_the_size_that_is_needed(process: DecoderProcess) -> None:
     photo = drawing(1, 60, 50).resize(FITS, Image.Resampling.BILINEAR)
-    with DecoderProcess(DECODER_MIB) as process:
-        found = decoded(process, saved(photo, "JPEG", quality=60))
-        assert peak(process) < 100, "30 megapixels would be 120 MiB in full"
+    found = decoded(process, saved(photo, "JPEG", quality=60))
+    assert peak(process) < 100, "30 megapixels would be 120 MiB in full"
     tall, wide = found.shape[:2]
     exact = np.asarray(photo.resize((wide, tall), Image.Resampling.BICUBIC), float)
     assert np.abs(found - exact).mean() < 3
 
 
-def test_the_pictures_of_a_request_have_a_limit_together() -> None:
+def test_max_request_megapixels() -> None:
     limits = Limits(max_request_megapixels=1)
     budget, data = PixelBudget.of(limits), png(Image.new("RGB", (800, 500)))
     for _ in range(2):
@@ -123,7 +133,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def with_chunks(*more: bytes) -> bytes:
-    """A picture in PNG with these chunks after its header."""
+    """Returns a PNG with these chunks after its header."""
     plain = png(drawing(1))
     return plain[:33] + b"".join(more) + plain[33:]
 
@@ -134,7 +144,7 @@ HOSTILE = {
     "texts": lambda: with_chunks(*[chunk(b"zTXt", b"key%d\0\0" % number + ZEROS) for number in range(20)]),
     "data": lambda: png(drawing(1))[:33] + chunk(b"IDAT", ZEROS) * 10 + chunk(b"IEND", b""),
     "frames": lambda: saved(drawing(1), "GIF", save_all=True, append_images=[
-        drawing(seed, 99, 99) for seed in range(2, 40)]),
+        drawing(seed, 99, 99) for seed in range(2, 16)]),
     "sizes": lambda: PLAIN["jpeg"]((64, 64)).replace(struct.pack(">HH", 64, 64), struct.pack(">HH", 7_000, 7_000)),
     "rows": lambda: b"BM" + struct.pack("<IIIIiiHHIIiiII", 1 << 30, 0, 54, 40, 7_000, 7_000, 1, 8, 1, 0, 0, 0, 0, 0),
     "tags": lambda: b"II*\0\x08\0\0\0" + struct.pack("<H", 60_000) + b"\0\1\4\0\xff\xff\xff\x7f\0\0\0\0" * 60_000,
@@ -145,22 +155,20 @@ HOSTILE = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_file_ends_within_its_bounds(kind: str) -> None:
-    """It is read, or refused by the field that has it."""
-    with DecoderProcess(DECODER_MIB) as process:
-        try:
-            decoded(process, HOSTILE[kind](), seconds=3.0)
-        except RequestError as error:
-            assert error.field in (None, "messages[0].content[0]")
-        assert decoded(process, png(drawing(1))).size, "the next one is read"
-        assert peak(process) < DECODER_MIB
+def test_a_hostile_file_is_read_or_refused_within_bounds(process: DecoderProcess, kind: str) -> None:
+    try:
+        decoded(process, HOSTILE[kind](), seconds=1.0)
+    except RequestError as error:
+        assert error.field in (None, "messages[0].content[0]")
+    assert decoded(process, png(drawing(1))).size, "the next one is read"
+    assert peak(process) < DECODER_MIB
 
 
 # The same pixels as before
 
 
 def plainly(data: bytes, vision: Vision) -> np.ndarray[Any, Any]:
-    """In full, without any strip, reduction or other process."""
+    """Decodes at full size, without strips, reduction or a child process."""
     with Image.open(io.BytesIO(data)) as opened:
         image = ImageOps.exif_transpose(opened)
     if image.mode.startswith("I;16"):
@@ -180,11 +188,11 @@ def turned(orientation: int) -> bytes:
 
 
 def ordinary() -> dict[str, bytes]:
-    photo = drawing(2, 90, 70).resize((600, 700), Image.Resampling.BICUBIC)
+    photo = drawing(2, 90, 70).resize((540, 560), Image.Resampling.BICUBIC)
     clear, grey = photo.copy(), photo.convert("L")
     clear.putalpha(grey)
     deep = Image.fromarray(np.arange(300 * 200, dtype=np.uint16).reshape(200, 300))
-    strips = clear.resize((2_100, 2_300))  # more than one
+    strips = clear.resize((2_100, 2_010))  # more than one
     return {"png": png(photo), "strips": saved(strips, "TIFF", exif=turned(5)),
             "jpeg": saved(photo, "JPEG"), "webp": saved(photo, "WEBP", method=0),
             "gif": saved(photo, "GIF"), "bmp": saved(photo, "BMP"), "tiff": saved(photo, "TIFF"),
@@ -196,44 +204,40 @@ def ordinary() -> dict[str, bytes]:
             "png turned": saved(photo, "PNG", exif=turned(8)), "tiff turned": saved(photo, "TIFF", exif=turned(6))}
 
 
-def test_ordinary_pictures_keep_their_pixels() -> None:
-    with DecoderProcess(DECODER_MIB) as process:
-        for kind, data in ordinary().items():
-            for vision in (SMALL, *([Vision(TOWER, ImageConfig())] if kind in ("png", "strips", "cmyk") else [])):
-                found = decoded(process, data, vision)
-                assert np.array_equal(found, plainly(data, vision)), kind
-                assert np.array_equal(found, np.asarray(job(data, vision).run())), kind
+def test_ordinary_pictures_keep_their_pixels(process: DecoderProcess) -> None:
+    for kind, data in ordinary().items():
+        for vision in (SMALL, *([Vision(TOWER, ImageConfig())] if kind in ("png", "cmyk") else [])):
+            found = decoded(process, data, vision)
+            assert np.array_equal(found, plainly(data, vision)), kind
+            assert kind != "png" or np.array_equal(found, np.asarray(job(data, vision).run()))
 
 
 # A process that can be ended
 
 
-def test_processor_time_has_a_limit_within_native_code() -> None:
-    with DecoderProcess(DECODER_MIB) as process:
-        decoded(process, png(drawing(1)))  # libraries are loaded
-        data = PLAIN["tiff"](FITS)
-        with pytest.raises(RequestError, match=r"0.1 seconds of processor time.*picture_seconds"):
-            decoded(process, data, seconds=0.1)
-        assert decoded(process, png(drawing(1))).size, "it starts again"
-
-
-def test_what_a_crashed_or_closed_process_says() -> None:
-    process = DecoderProcess(DECODER_MIB)
-    decoded(process, png(drawing(1)))
+def test_a_process_that_times_out_or_crashes_starts_again(shared: DecoderProcess) -> None:
+    process, data = shared, PLAIN["tiff"](FITS)
+    decoded(process, png(drawing(1)))  # libraries are loaded
+    with pytest.raises(RequestError, match=r"0.1 seconds of processor time.*picture_seconds"):
+        decoded(process, data, seconds=0.1)  # within native code
+    assert decoded(process, png(drawing(1))).size
     assert process._child
     process._child.kill()
     process._child.wait()
     with pytest.raises(RequestError, match="damaged or was cancelled"):
         decoded(process, png(drawing(1)))
-    decoded(process, png(drawing(1)))
-    child = process._child
+
+
+def test_a_closed_process_is_not_used() -> None:
+    process = DecoderProcess(DECODER_MIB)
+    child = process._start()
     process.close()
     assert child.poll() is not None
     with pytest.raises(DelticError, match="closed"):
         decoded(process, png(drawing(1)))
 
 
-def test_memory_has_a_limit() -> None:
+def test_decoder_memory_is_limited() -> None:
     with DecoderProcess(120) as process, pytest.raises(RequestError, match=r"memory|damaged"):
         decoded(process, PLAIN["png"](FITS))
 
@@ -253,8 +257,8 @@ def url(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("floods", [1, 2])
-def test_one_clients_pictures_do_not_keep_anothers_waiting(floods: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted by the files that are decoded before the other client's is. Two floods have both processes."""
+def test_clients_take_turns_at_decoding(floods: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most three files of the flood are decoded before the other client's file. Two floods use both processes."""
     order, call = list[str](), DecoderProcess.call
     begun = threading.Event()
 
@@ -284,8 +288,8 @@ def test_one_clients_pictures_do_not_keep_anothers_waiting(floods: int, monkeypa
     asyncio.run(work())
 
 
-def test_work_ends_when_nobody_wants_it() -> None:
-    """A file that would take long is given up within native code, and its client's next one is read."""
+def test_cancelled_decoding_is_killed() -> None:
+    """Decoding ends within native code, and the next file of the client is decoded."""
     slow = url(PLAIN["tiff"]((7_000, 7_000)))
 
     async def work() -> None:
@@ -306,7 +310,7 @@ def test_work_ends_when_nobody_wants_it() -> None:
     asyncio.run(work())
 
 
-def test_seconds_are_those_of_all_pictures_of_a_request() -> None:
+def test_picture_seconds_bounds_all_pictures_of_a_request() -> None:
     async def work() -> None:
         decoder = PictureDecoder(Limits(picture_seconds=0.6))
         try:
@@ -319,8 +323,8 @@ def test_seconds_are_those_of_all_pictures_of_a_request() -> None:
     asyncio.run(work())
 
 
-def test_decoded_pictures_of_all_requests_have_a_limit() -> None:
-    """A client may hold as much as stays free; what it holds ends with what it belongs to."""
+def test_max_pictures_mib() -> None:
+    """A client may hold at most as much as stays free. Pictures count until they are garbage."""
     limits = Limits(max_pictures_mib=4)
     large = Vision(TOWER, ImageConfig(512 * 512, 512 * 512))  # 768 KiB each
 
@@ -347,7 +351,7 @@ def test_decoded_pictures_of_all_requests_have_a_limit() -> None:
     asyncio.run(work())
 
 
-def test_what_is_held_is_counted_once() -> None:
+def test_held_bytes_are_counted_once() -> None:
     held = HeldBytes(99)
     assert held.take("two", 20)
     with pytest.raises(BusyError), PictureShare(held, "one") as share:
@@ -362,8 +366,8 @@ def test_what_is_held_is_counted_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(directory: Path) -> Any:
-    with LLM(str(directory), dtype="float32", memory="64MiB", threads=1) as model:
+def llm() -> Any:
+    with LLM(dtype="float32", memory="64MiB", threads=1) as model:
         yield model
 
 
@@ -383,7 +387,7 @@ BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/tiff
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
-def test_every_door_names_the_picture_that_is_too_large(served: Served, path: str) -> None:
+def test_every_api_names_the_picture_that_is_too_large(served: Served, path: str) -> None:
     data = base64.b64encode(PLAIN["tiff"](WIDE)).decode()
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": asking(data_url(drawing(1)), f"data:;base64,{data}"),
@@ -399,8 +403,8 @@ def test_every_door_names_the_picture_that_is_too_large(served: Served, path: st
     assert " 400 " in answer and "max_picture_megapixels" in answer and f"{place}[0].content[1]" in answer
 
 
-def test_small_files_cost_the_server_no_memory(served: Served) -> None:
-    """12 requests of six TIFFs of 49 megapixels; decoded here, each would take 200 MiB and more."""
+def test_decompression_bombs_cost_the_server_no_memory(served: Served) -> None:
+    """12 requests of six TIFFs of 49 megapixels. Decoded in the server, each would take more than 200 MiB."""
     small = url(PLAIN["tiff"]((7_000, 7_000)))
     before = memory()
     flood = [served.send("/v1/chat/completions", **asking(*[small] * 6)) for _ in range(12)]
@@ -415,11 +419,11 @@ def test_small_files_cost_the_server_no_memory(served: Served) -> None:
 
 
 def memory() -> int:
-    """MiB of this process."""
+    """Returns the MiB of this process."""
     return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) >> 10
 
 
-def test_a_server_that_stops_waits_for_no_picture(llm: LLM) -> None:
+def test_shutdown_does_not_wait_for_pictures(llm: LLM) -> None:
     slow = url(PLAIN["tiff"]((7_000, 7_000)))
     with serving(llm) as stopping:
         waiting = [stopping.send("/v1/chat/completions", **asking(*[slow] * 6)) for _ in range(4)]
@@ -431,6 +435,6 @@ def test_a_server_that_stops_waits_for_no_picture(llm: LLM) -> None:
         raw.close()
 
 
-def test_a_picture_behind_a_url_is_not_fetched_unasked(served: Served) -> None:
+def test_urls_are_not_fetched_by_default(served: Served) -> None:
     answer = read_all(served.send("/v1/chat/completions", **asking("http://127.0.0.1/it.png")))
     assert " 400 " in answer and "allow_image_urls" in answer

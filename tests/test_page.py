@@ -1,4 +1,4 @@
-"""The chat page without a browser: routes, headers, what its files may say, and that a wheel has them."""
+"""The chat page without a browser: routes, headers, contents of its files, and the wheel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def policy(client: TestClient) -> dict[str, str]:
     return {name: values for name, _, values in (part.partition(" ") for part in parts)}
 
 
-def test_the_page_is_mounted_and_asks_for_no_key() -> None:
+def test_page_needs_no_api_key() -> None:
     model = Scripted("Hi").model()
     with TestClient(create_app(model, api_keys={"secret": "me"})) as client:
         assert client.get("/").status_code == 200 and client.get("/page/app.js").status_code == 200
@@ -49,7 +49,7 @@ def test_the_page_is_mounted_and_asks_for_no_key() -> None:
     model.close()
 
 
-def test_every_file_that_is_named_is_served(client: TestClient) -> None:
+def test_referenced_files_are_served(client: TestClient) -> None:
     html = client.get("/").text
     named = set(re.findall(r'(?:src|href)="(page/[^"]+)"', html))
     imported = {f"page/{name}" for path in SCRIPTS
@@ -76,7 +76,7 @@ def test_headers(client: TestClient, path: str, kind: str) -> None:
 
 
 def test_caching(client: TestClient) -> None:
-    """Libraries lie under their version and are kept; what can change is asked for again, and sent only if it has."""
+    """Libraries have versions in their paths and are cached; other files are revalidated."""
     own, library = client.get("/page/app.js"), client.get("/page/vendor/marked-18.2.1/marked.esm.js")
     assert own.headers["cache-control"] == "no-cache" and "immutable" in library.headers["cache-control"]
     tag = own.headers["etag"]
@@ -90,11 +90,11 @@ def test_caching(client: TestClient) -> None:
 @pytest.mark.parametrize("name", [
     "", "index", "../__init__.py", "..%2f__init__.py", "%2e%2e/__init__.py", "/etc/passwd", "vendor",
     "vendor/README.md", "vendor/katex-0.19.1/LICENSE", "app.js/", "app.js%00"])
-def test_nothing_else_is_served(client: TestClient, name: str) -> None:
+def test_other_paths_are_not_served(client: TestClient, name: str) -> None:
     assert client.get(f"/page/{name}").status_code == 404
 
 
-def test_the_policy_lets_no_text_become_a_script(client: TestClient) -> None:
+def test_content_security_policy(client: TestClient) -> None:
     parts = policy(client)
     assert parts["default-src"] == "'none'" and parts["script-src"] == parts["style-src"] == "'self'"
     assert parts["require-trusted-types-for"] == "'script'" and parts["trusted-types"] == "'none'"
@@ -110,8 +110,8 @@ def test_the_html_has_no_inline_code() -> None:
     assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", html))
 
 
-def test_own_scripts_make_no_html() -> None:
-    """The sinks that read text as HTML or code: the policy refuses them, and they are not even tried."""
+def test_own_scripts_write_no_html() -> None:
+    """Scripts do not use the functions that parse text as HTML or code, which the policy refuses, too."""
     sinks = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment"
                        r"|srcdoc|setHTML|\beval\b|new Function|setTimeout\([\"'`]")
     found = [f"{path.name}: {line.strip()}" for path in SCRIPTS for line in path.read_text("utf-8").splitlines()
@@ -119,13 +119,13 @@ def test_own_scripts_make_no_html() -> None:
     assert not found
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
+def test_page_loads_nothing_from_other_hosts() -> None:
     for path in OWN:
         named = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", path.read_text("utf-8")))
         assert named <= {"http://www.w3.org/2000/svg"}, path.name
 
 
-def test_what_the_page_proposes_is_answered_right_by_the_embedded_model() -> None:
+def test_suggested_prompts_work_with_the_embedded_model() -> None:
     text = (STATIC / "app.js").read_text("utf-8")
     found = re.search(r"const IDEAS = \[(.*?)\];", text, re.DOTALL)
     assert found
@@ -137,13 +137,13 @@ def test_what_the_page_proposes_is_answered_right_by_the_embedded_model() -> Non
         assert all(word in text for text in sampled), (idea, sampled)
 
 
-def test_every_meter_has_a_name() -> None:
+def test_meters_have_labels() -> None:
     for path in SCRIPTS:
         for meter in re.findall(r'el\("meter", \{(.*?)\}\)', path.read_text("utf-8"), re.DOTALL):
             assert "aria-label" in meter, path.name
 
 
-def test_fingers_get_44_pixels() -> None:
+def test_touch_targets_have_44_pixels() -> None:
     """The rule for phones; test_page_browser.py measures."""
     style = (STATIC / "style.css").read_text("utf-8")
     rule = style.partition("@media (max-width: 760px), (pointer: coarse)")[2]
@@ -151,7 +151,7 @@ def test_fingers_get_44_pixels() -> None:
 
 
 def test_scripts_are_valid() -> None:
-    """As far as node, where it is, reads them."""
+    """Node parses them, if it is installed."""
     if node := which("node"):
         for path in SCRIPTS:
             done = subprocess.run([node, "--input-type=module", "--check"], input=path.read_text("utf-8"), text=True,
@@ -168,7 +168,7 @@ console.log(JSON.stringify(wire(nodes, "")));
 """
 
 
-def test_files_go_as_parts_of_the_message(tmp_path: Path) -> None:
+def test_files_are_sent_as_message_parts(tmp_path: Path) -> None:
     node = which("node")
     if node is None:
         assert "file_data" in (STATIC / "conversation.js").read_text("utf-8")
@@ -185,13 +185,13 @@ def test_files_go_as_parts_of_the_message(tmp_path: Path) -> None:
     assert first[1]["text"].startswith("File a.txt:") and first[3]["text"] == "Hi" and len(third) == 1
 
 
-def test_files_are_small_and_light() -> None:
+def test_page_files_are_small() -> None:
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in OWN}
     assert max(lines.values()) <= 500, lines
     assert sum(path.stat().st_size for path in STATIC.rglob("*") if path.is_file()) < 1_000_000
 
 
-def test_the_libraries_are_what_their_notes_say() -> None:
+def test_vendored_libraries_match_their_notes() -> None:
     vendor = STATIC / "vendor"
     notes = (vendor / "README.md").read_text("utf-8")
     sums = dict(re.findall(r"^\| `([^`]+)` .*`([0-9a-f]{64})` \|$", notes, re.MULTILINE))
@@ -202,7 +202,7 @@ def test_the_libraries_are_what_their_notes_say() -> None:
 
 
 def test_a_wheel_has_the_page(tmp_path: Path) -> None:
-    """What hatchling would pack; the kernels are left out, as they take a while to compile."""
+    """The files that hatchling would pack, without compiling the kernels."""
     program = ("from hatchling.builders.wheel import WheelBuilder; import sys\n"
                "builder = WheelBuilder('.'); builder.config.build_config['hooks'] = {}\n"
                "builder.get_build_hooks = lambda directory: {}\n"

@@ -40,7 +40,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A tab, which must have seen no error, no refusal of its policy, and no other server."""
+    """A tab. Errors, violations of its policy and requests to other servers fail the test."""
     with tab(browser) as page:
         page.origin = ""
         yield page
@@ -76,7 +76,7 @@ def stage() -> Iterator[tuple[Served, Scripted]]:
 
 @pytest.fixture
 def played(stage: tuple[Served, Scripted]) -> Any:
-    """Lets the scripted engine answer so, and returns the server."""
+    """Sets the answer of the scripted engine, and returns the server."""
     served, engine = stage
 
     def play(text: str | None, **options: Any) -> tuple[Served, Scripted]:
@@ -93,7 +93,7 @@ def visit(page: Page, url: str) -> Page:
 
 
 def say(page: Page, text: str, wait: bool = True) -> None:
-    """Write a message and wait for the whole answer."""
+    """Sends a message and waits for the whole answer."""
     page.click("#input")
     page.type(text)
     page.press("Enter")
@@ -125,7 +125,7 @@ def background(page: Page) -> str:
 
 
 def test_a_conversation(page: Page, live: str) -> None:
-    """Sent, answered, continued, regenerated from the cache, edited; and there after a reload."""
+    """Send, continue, regenerate from the cache, edit, reload."""
     visit(page, live)
     assert page.text("#model") == "tiny" and "tokens" in page.text("#model-note")
     say(page, "What is the capital of France?")
@@ -162,7 +162,7 @@ def test_a_conversation(page: Page, live: str) -> None:
     assert answers(page) == shown and page.count(".pager") == 2
 
 
-def test_the_engine_shows_its_numbers(page: Page, live: str) -> None:
+def test_engine_panel_shows_metrics(page: Page, live: str) -> None:
     visit(page, live)
     say(page, "1+1=")
     page.press("e", ALT, "KeyE")
@@ -202,7 +202,7 @@ def test_an_answer_streams_and_stops(page: Page, played: Any) -> None:
     assert page.text(".answer .pager") == "2 / 2"
 
 
-def test_an_answer_goes_on_while_another_conversation_is_shown(page: Page, played: Any) -> None:
+def test_an_answer_continues_in_the_background(page: Page, played: Any) -> None:
     served, _ = played("word " * 60, pause=0.01)
     visit(page, served.url)
     say(page, "First", wait=False)
@@ -284,7 +284,7 @@ def test_rich_text(page: Page, played: Any) -> None:
 
 
 def test_hostile_answers_stay_text(page: Page, played: Any) -> None:
-    """As an answer, as thinking, and as arguments of a call; the page's fixture looks at what was asked for."""
+    """In an answer, in thinking, and in arguments of a call. The fixture of the page checks all requests."""
     hostile = "\n\n".join(HOSTILE)
     served, engine = played(f"<think>\n{hostile}\n</think>\n\n{hostile}")
     visit(page, served.url)
@@ -339,7 +339,7 @@ def test_long_nonsense_does_not_stop_the_page(page: Page, stage: tuple[Served, S
         assert took < 10_000, piece
 
 
-def test_errors_are_said_and_tried_again(page: Page, played: Any) -> None:
+def test_errors_are_shown_and_retried(page: Page, played: Any) -> None:
     served, engine = played("A long answer that breaks", error="the model fell over")
     visit(page, served.url)
     say(page, "Hi")
@@ -351,7 +351,7 @@ def test_errors_are_said_and_tried_again(page: Page, played: Any) -> None:
     assert answers(page) == ["Better."]
 
 
-def test_a_key_is_asked_for_and_kept(page: Page) -> None:
+def test_the_page_asks_for_an_api_key_and_keeps_it(page: Page) -> None:
     with serving(Scripted("Hello.").model(), api_keys={"secret": "me"}) as served:
         visit(page, served.url)
         page.wait("document.querySelector('#settings').open")
@@ -366,7 +366,7 @@ def test_a_key_is_asked_for_and_kept(page: Page) -> None:
 
 
 def test_light_and_dark(page: Page, stage: tuple[Served, Scripted]) -> None:
-    """As the system has it, until the button says otherwise, also after a reload."""
+    """The system decides, until the button overrides it, also after a reload."""
     page.prefer("light")
     visit(page, stage[0].url)
     light = background(page)
@@ -411,7 +411,7 @@ def test_the_engine_on_a_phone(page: Page, live: str) -> None:
     assert not page.eval("document.querySelector('#engine').checkVisibility()")
 
 
-def test_conversations_are_found_renamed_deleted_and_brought_back(page: Page, played: Any) -> None:
+def test_conversation_list(page: Page, played: Any) -> None:
     served, _ = played("Yes.")
     visit(page, served.url)
     for text in ("About apples", "About pears"):
@@ -437,7 +437,7 @@ def test_conversations_are_found_renamed_deleted_and_brought_back(page: Page, pl
     assert page.count(".talk") == 2
 
 
-def test_everything_that_is_pressed_on_a_phone_has_44_pixels(page: Page, played: Any) -> None:
+def test_phone_touch_targets_have_44_pixels(page: Page, played: Any) -> None:
     served, _ = played(RICH)
     page.size(360, 740, 2, phone=True)
     visit(page, served.url)
@@ -481,7 +481,7 @@ FILES = """(async () => {
 })()"""
 
 
-def test_text_files_go_with_a_message(page: Page, played: Any) -> None:
+def test_text_files_are_attached(page: Page, played: Any) -> None:
     served, _ = played("Plum.")
     visit(page, served.url)
     page.eval(FILES)
@@ -509,7 +509,7 @@ BRING = """(async () => {
 
 
 def test_pictures(page: Page, served: Served, llm: LLM) -> None:
-    """Pasted, dropped, chosen; taken away again; sent, shown, and sent again in the next turn."""
+    """Paste, drop, choose, remove, send, show, and send again in the next turn."""
     pictures = llm.engine.pictures
     assert pictures
     visit(page, served.url)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support import odd_shape
 
 from deltic import LLM, Prompt, RandomModel, SamplingParams, Session
 from deltic.errors import ModelError, RequestError
@@ -32,12 +33,12 @@ def shown(image: Any, text: str) -> list[dict[str, Any]]:
 
 
 def spelled(llm: LLM, messages: list[dict[str, Any]]) -> str:
-    """The prompt of a conversation as text, each picture one token."""
+    """Returns the prompt of a conversation as text, with one token for each picture."""
     ids = llm.chat_processor.chat(messages).request.ids
     return PADS.sub(r"\1", llm.chat_processor.tokenizer.decode(list(ids), skip_special=False))
 
 
-def test_a_raw_prompt_with_a_picture_is_the_conversation_s(llm: LLM) -> None:
+def test_a_raw_prompt_with_a_picture_equals_the_chat_prompt(llm: LLM) -> None:
     messages = shown(PIXELS, "What is it?")
     raw = spelled(llm, messages)
     assert raw.count("<|image_pad|>") == 1
@@ -53,7 +54,7 @@ def test_a_raw_prompt_with_a_picture_is_the_conversation_s(llm: LLM) -> None:
     assert int(first.argmax()) == llm.generate([prompt], GREEDY)[0].choices[0].tokens[0]
 
 
-def test_pixels_are_the_picture_that_they_are_in_a_file(llm: LLM) -> None:
+def test_pixel_arrays_equal_image_files(llm: LLM) -> None:
     file = io.BytesIO()
     Image.fromarray(PIXELS).save(file, "PNG")
     text = "a <__media__> b <__media__>"
@@ -66,11 +67,11 @@ def test_pixels_are_the_picture_that_they_are_in_a_file(llm: LLM) -> None:
     assert llm.prompt("<__media__>", [clear]) == llm.prompt("<__media__>", [PIXELS])
 
 
-def test_a_prompt_of_text_is_what_a_text_is(llm: LLM) -> None:
+def test_a_prompt_without_pictures_equals_its_text(llm: LLM) -> None:
     prompt = llm.prompt("Once upon")
     assert not prompt.pictures and prompt.ids == tuple(llm.chat_processor.tokenizer.encode("Once upon"))
     assert llm.generate([prompt], GREEDY)[0].text == llm.generate(["Once upon"], GREEDY)[0].text
-    with LLM(RandomModel(layers=2), memory="64MiB") as bare:
+    with LLM(RandomModel(shape=odd_shape()), memory="8MiB", dtype="float32") as bare:
         ids = Prompt((1, 2, 3))
         one, other = bare.generate([ids, Prompt((1, 2, 3))], GREEDY)
         expected = bare.generate([[1, 2, 3]], GREEDY)[0].choices[0].tokens
@@ -87,12 +88,12 @@ def test_a_prompt_of_text_is_what_a_text_is(llm: LLM) -> None:
     ("<__media__>", [PIXELS.transpose(2, 0, 1)], r"must be an array of uint8 \[height, width, 3\]"),
     ("<__media__>", [5], r"images\[0\]"), ("<__media__>" * 2, [PIXELS, "x.png"], r"images\[1\]"),
     ("<__media__>", 5, "images must be a list"), ("<__media__>", PIXELS, "images must be a list"), (5, [], "prompt")])
-def test_l8_what_is_no_prompt_with_pictures_is_explained(llm: LLM, text: Any, images: Any, words: str) -> None:
+def test_l8_invalid_prompts_with_pictures_are_explained(llm: LLM, text: Any, images: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         llm.prompt(text, images)
 
 
-def test_l8_pictures_that_a_model_cannot_see_are_refused(llm: LLM) -> None:
+def test_l8_text_only_models_refuse_pictures(llm: LLM) -> None:
     with LLM(vision=False, memory="16MiB") as blind:
         for images, text in (([PIXELS], "a"), ([], "<__media__>")):
             with pytest.raises(RequestError, match="reads text only"):

@@ -20,8 +20,7 @@ from deltic.errors import RequestError
 from deltic.server.content import ContentReader
 from deltic.server.documents import DocumentTexts, digest
 from deltic.server.routing import IGNORED_HEADER
-from deltic.vision.decoder_process import DecoderProcess
-from deltic.vision.documents import reader_process
+from deltic.vision.decoder_process import DecoderProcess, reader_process
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 pytestmark = pytest.mark.usefixtures("script_server")

@@ -1,4 +1,4 @@
-"""Clients that vanish or sleep, and servers that end."""
+"""Disconnects, pauses and shutdown, and /health when the engine hangs or breaks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,10 +20,12 @@ import pytest
 from openai import AsyncOpenAI
 from test_server_harness import USER, Scripted, Served, read_all, serving, tiny, wait_until
 
-from deltic.errors import ConfigError, DelticError, UnavailableError
+from deltic.cli import main
+from deltic.config import Limits
+from deltic.errors import ConfigError, DelticError
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
 from deltic.server.app import serve
-from deltic.server.async_engine import AsyncEngine, QueueLimits, RequestHandle
+from deltic.server.async_engine import AsyncEngine, RequestHandle
 from deltic.server.run import listen
 
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
@@ -41,30 +44,26 @@ async def one_of_many(client: AsyncOpenAI, number: int) -> str:
     return text
 
 
-def test_64_streams_a_third_of_which_vanish(capsys: pytest.CaptureFixture[str]) -> None:
+def test_disconnects_do_not_change_other_streams() -> None:
     async def all_of_them(url: str) -> list[str]:
-        limits = httpx.Limits(max_connections=64)
+        limits = httpx.Limits(max_connections=40)
         async with httpx.AsyncClient(limits=limits, timeout=60) as http, AsyncOpenAI(
                 base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as client:
-            return await asyncio.gather(*(one_of_many(client, number) for number in range(64)))
+            return await asyncio.gather(*(one_of_many(client, number) for number in range(40)))
 
     cache = tiny().engine.runtime.cache
     with serving(tiny()) as served:
-        began = time.monotonic()
         texts = asyncio.run(all_of_them(served.url))
-        spent = time.monotonic() - began
-        assert sum(text == "gone" for text in texts) == 22 and all(texts)
+        assert sum(text == "gone" for text in texts) == 14 and all(texts)
         served.wait_idle()
         wait_until(lambda: served.health()[0] == 200)
         tiny().worker.call(lambda engine: (engine.check(), cache.clear()))
         assert cache.pages.free == cache.pages.size and cache.slots.free == cache.slots.size
         undisturbed = asyncio.run(all_of_them(served.url))
     assert undisturbed == texts, "vanishing neighbours change nothing"
-    with capsys.disabled():
-        print(f" [64 streams: {spent:.1f} s]", end="")
 
 
-def test_a_vanished_stream_ends_within_a_step_or_two() -> None:
+def test_a_disconnected_stream_ends_within_two_steps() -> None:
     engine = Scripted(pause=0.05)
     with serving(engine.model()) as served:
         stream = served.client.chat.completions.create(**ENDLESS)
@@ -75,7 +74,7 @@ def test_a_vanished_stream_ends_within_a_step_or_two() -> None:
         assert engine.stats.steps - steps <= 3
 
 
-def test_a_client_that_waits_for_a_whole_answer_may_vanish_too() -> None:
+def test_disconnect_during_a_whole_answer() -> None:
     engine = Scripted(pause=0.02)
     with serving(engine.model()) as served:
         with pytest.raises(httpx.ReadTimeout):
@@ -84,7 +83,7 @@ def test_a_client_that_waits_for_a_whole_answer_may_vanish_too() -> None:
         assert len(engine.seen) == 1 and served.wait_idle() < 2 and served.health()[0] == 200
 
 
-def test_a_client_that_vanishes_before_it_is_admitted() -> None:
+def test_disconnect_before_admission() -> None:
     engine, gate = Scripted(), threading.Event()
     with serving(engine.model()) as served:
         engine.before_step = gate.wait
@@ -97,7 +96,7 @@ def test_a_client_that_vanishes_before_it_is_admitted() -> None:
         wait_until(lambda: not engine.running, 2)
 
 
-def test_a_sleeping_client_stalls_nobody_and_loses_nothing() -> None:
+def test_a_client_that_pauses_reading_gets_its_whole_answer() -> None:
     count, engine = 8000, Scripted()
     with serving(engine.model()) as served:
         sleeper = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=count, logprobs=1)
@@ -133,7 +132,7 @@ def test_shutdown_ends_running_requests_with_an_error(stream: bool) -> None:
     assert "shutting down" in said[0]
 
 
-def test_a_second_signal_takes_the_grace_away() -> None:
+def test_a_second_signal_ends_draining() -> None:
     engine = Scripted(pause=0.01)
     with serving(engine.model(), drain_seconds=30) as served:
         stream = served.client.chat.completions.create(**ENDLESS)
@@ -147,7 +146,7 @@ def test_a_second_signal_takes_the_grace_away() -> None:
         stream.close()
 
 
-def test_a_big_prompt_does_not_hold_up_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparing_a_large_prompt_does_not_delay_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, begun, go = Scripted("one"), threading.Event(), threading.Event()
     with serving(engine.model()) as served:
         processor = tiny().chat_processor
@@ -170,11 +169,6 @@ def test_a_big_prompt_does_not_hold_up_another_client(monkeypatch: pytest.Monkey
             slow.join()
 
 
-def test_the_package_does_not_need_the_server() -> None:
-    program = "import deltic, sys; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
 def test_shutdown_lets_short_answers_end() -> None:
     engine = Scripted("one two three four five six", pause=0.05)
     with serving(engine.model(), drain_seconds=5) as served:
@@ -185,7 +179,7 @@ def test_shutdown_lets_short_answers_end() -> None:
         served.thread.join(5)
 
 
-def test_addresses_that_cannot_be_had() -> None:
+def test_unavailable_addresses() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -200,39 +194,47 @@ def test_addresses_that_cannot_be_had() -> None:
 
 
 SERVE_TWICE = """
-import sys; sys.path.insert(0, "tests")
+import resource, sys; sys.path.insert(0, "tests")
 from test_server_harness import Scripted
 from deltic.server.app import serve
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
 for _ in range(2):
     serve(Scripted(pause=0.01).model(), port=0, drain_seconds=0.2)
 print("end")
 """
 
 
-def test_signals_end_the_server_and_not_the_process() -> None:
-    process = subprocess.Popen([sys.executable, "-c", SERVE_TWICE], stdout=subprocess.PIPE, text=True)
+def test_a_process_with_few_files_serves_until_a_signal() -> None:
+    """More clients than files do not keep a new one out. A signal ends the server, but not the process."""
+    process = subprocess.Popen([sys.executable, "-c", SERVE_TWICE], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
     body = {"prompt": "x", "stream": True, "max_tokens": 99999}
     try:
-        assert process.stdout
+        assert process.stdout and process.stderr
         for number in (signal.SIGTERM, signal.SIGINT):
             url = process.stdout.readline().split("is ready: ")[1].split("/v1")[0]
+            host, port = url.partition("://")[2].split(":")
+            many = [socket.create_connection((host, int(port)), 20) for _ in range(300)]
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+            for raw in many:
+                raw.close()
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
                 lines = response.iter_lines()
                 next(lines)
                 process.send_signal(number)
                 assert "shutting down" in "".join(lines)
         assert process.wait(10) == 0 and process.stdout.read() == "end\n"
+        log = process.stderr.read()
+        assert "no more than 64 connections" in log and log.count("\n") < 9, log
     finally:
         process.kill()
         process.communicate()
 
 
-@pytest.mark.parametrize("turns", range(4))
-def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> None:
-    """Whoever reads is cancelled so many turns of the loop after an event: it ends, or was done before."""
-    async def read() -> bool:
-        limits = QueueLimits(1, 0, 1, unread=64, unread_seconds=60)
-        handle = RequestHandle([EngineRequest("r", (1,), SamplingParams())], limits, abort=lambda _: None,
+def test_a_reader_that_is_cancelled_during_an_event_ends() -> None:
+    """It is cancelled some turns of the loop after an event: it ends, or had ended before."""
+    async def read(turns: int) -> bool:
+        handle = RequestHandle([EngineRequest("r", (1,), SamplingParams())], Limits(), abort=lambda _: None,
                                pause=lambda *_: None)
         reader = asyncio.ensure_future(anext(handle))
         for _ in range(3):
@@ -245,41 +247,124 @@ def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> No
         await asyncio.wait([reader])
         return reader.cancelled() == cancelled
 
-    assert asyncio.run(read())
+    for turns in range(4):
+        assert asyncio.run(read(turns)), turns
 
 
-def test_a_server_that_cannot_start_says_so_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
+def test_a_server_that_cannot_start_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def start(engine: AsyncEngine) -> None:
         raise RuntimeError("no more threads")
 
     monkeypatch.setattr(AsyncEngine, "start", start)
-    model = Scripted("one").model()
-    with pytest.raises(UnavailableError, match="the server did not start: no more threads"):
-        serve(model, port=0, on_ready=said.append)
-    assert not said
+    assert main(["serve", "tiny", "--port", "0", "--memory", "64MiB"]) != 0
+    shown = capsys.readouterr()
+    assert "is ready" not in shown.out
+    assert shown.err.strip().splitlines()[-1].endswith("the server did not start: no more threads"), shown.err
 
 
-FAILING = """
-import sys; sys.path.insert(0, "tests")
-from deltic.cli import main
-from deltic.server.async_engine import AsyncEngine
-def start(engine): raise RuntimeError("no more threads")
-AsyncEngine.start = start
-sys.exit(main(["serve", "tiny", "--port", "0", "--memory", "64MiB"]))
-"""
-
-
-def test_a_start_that_failed_is_no_success() -> None:
-    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "is ready" not in done.stdout
-    assert done.stderr.strip().splitlines()[-1].endswith("the server did not start: no more threads"), done.stderr
-
-
-def test_a_signal_that_comes_before_it_is_ready_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_during_startup_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     start = AsyncEngine.start
     monkeypatch.setattr(AsyncEngine, "start", lambda engine: (start(engine), signal.raise_signal(signal.SIGTERM)))
     serve(Scripted("one").model(), port=0, drain_seconds=0, on_ready=said.append)
     assert not said
+
+
+# Health
+
+
+def test_health_fails_while_the_engine_is_stuck() -> None:
+    engine, gate = Scripted("one two three"), threading.Event()
+    with serving(engine.model(), stuck_after=0.3) as served:
+        engine.before_step = gate.wait
+        stream = served.client.chat.completions.create(**ENDLESS)
+        assert served.health()[0] == 200
+        wait_until(lambda: served.health()[0] == 503, 3)
+        assert "finished no step" in served.health()[1]["reason"]
+        gate.set()
+        assert len(list(stream)) > 2
+        wait_until(lambda: served.health() == (200, {"status": "ok", "requests": 0}), 3)
+        time.sleep(0.5)
+        assert served.health()[0] == 200, "idle is healthy"
+
+
+def test_health_fails_while_steps_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted("one two three")
+    with serving(engine.model(), stuck_after=0.3) as served:
+        monkeypatch.setattr(engine, "step", list)
+        stream = served.client.chat.completions.create(**ENDLESS)
+        used = time.process_time()
+        wait_until(lambda: served.health()[0] == 503, 3)
+        assert time.process_time() - used < 0.25, "a step that does nothing must not spin"
+        monkeypatch.undo()
+        assert len(list(stream)) > 2
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_goes_on() -> None:
+    engine = Scripted("one two three")
+
+    def fail_once() -> None:
+        engine.before_step = lambda: None
+        raise RuntimeError("kernel exploded")
+
+    with serving(engine.model()) as served:
+        engine.before_step = fail_once
+        with pytest.raises(openai.InternalServerError, match="kernel exploded"):
+            served.client.chat.completions.create(model="tiny", messages=USER, n=2)
+        assert not engine.running
+        answer = served.client.chat.completions.create(model="tiny", messages=USER)
+        assert answer.choices[0].message.content == "one two three" and served.health()[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_health_reports_a_broken_engine(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    engine = Scripted()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of everything")
+
+    with serving(engine.model()) as served:
+        monkeypatch.setattr(engine, "step", broken)
+        monkeypatch.setattr(engine, "abort", broken)
+        with pytest.raises(openai.APIError, match="out of everything"):
+            list(served.client.chat.completions.create(**ENDLESS | {"stream": stream}))
+        wait_until(lambda: served.health()[0] == 503, 3)
+        assert "out of everything" in served.health()[1]["reason"]
+        again = served.post("/v1/chat/completions", messages=USER)
+        assert again.status_code == 503 and again.json()["error"]["type"] == "server_error"
+
+
+def test_idle_check_finds_wrong_accounts() -> None:
+    engine = Scripted("one")
+
+    def leak() -> None:
+        raise AssertionError("page 7 has no owner")
+
+    with serving(engine.model()) as served:
+        engine.check = leak
+        assert served.post("/v1/completions", prompt="x").status_code == 200
+        wait_until(lambda: served.health()[0] == 503, 3)
+        assert "page 7 has no owner" in served.health()[1]["reason"]
+
+
+def test_an_idle_server_uses_no_processor_time() -> None:
+    with serving(Scripted("one").model()) as served:
+        served.post("/v1/completions", prompt="x")
+        time.sleep(0.3)
+        used = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - used < 0.1
+
+
+# Load
+
+
+@pytest.mark.slow
+def test_load_with_disconnects_and_clients_that_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench/clients.py`, shortened."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "bench"))
+    import clients
+
+    found = clients.run(clients.Load(clients=100, deaf=6, minutes=0.4, memory="128MiB"))
+    assert all(found["holds"].values()), found
+    assert found["answers"] > 100 and found["vanished"] > 30

@@ -1,4 +1,4 @@
-"""Answers are remembered beside the event loop, one after another, and before their clients can go on."""
+"""Answers are recorded outside the event loop, in order, and before their streams end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltic.chat.history import History
 
 
 class Slow:
-    """Remembers as slowly as a disk may be."""
+    """Records as slowly as a slow disk."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.running, self.most, self.done = seconds, 0, 0, list[Any]()
@@ -27,7 +27,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_remembering_takes_its_time_elsewhere(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_recorded_outside_the_event_loop(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, engine = Slow(0.4), Scripted("one two")
     monkeypatch.setattr(History, "remember", lambda *given: slow(*given))
     with serving(engine.model()) as served, served.lateness() as late:
@@ -37,7 +37,7 @@ def test_remembering_takes_its_time_elsewhere(stream: bool, monkeypatch: pytest.
     assert max(late) < 0.3 and slow.most == 1
 
 
-def test_the_end_comes_when_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_ends_after_its_answer_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, began = threading.Event(), threading.Event()
     monkeypatch.setattr(History, "remember", lambda *_: (began.set(), gate.wait(20)))
     with serving(Scripted("one two").model()) as served:
@@ -52,7 +52,7 @@ def test_the_end_comes_when_it_is_remembered(monkeypatch: pytest.MonkeyPatch) ->
         assert len(ends) == 1
 
 
-def test_a_client_that_leaves_meanwhile_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnect_while_an_answer_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, began = threading.Event(), threading.Event()
     monkeypatch.setattr(History, "remember", lambda *_: (began.set(), gate.wait(20)))
     with serving(Scripted("one two").model()) as served:
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_meanwhile_harms_nobody(monkeypatch: pytest.MonkeyP
         assert served.post("/v1/chat/completions", messages=USER).status_code == 200
 
 
-def test_what_was_seen_of_an_answer_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_off_answers_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(0.0)
     monkeypatch.setattr(History, "remember", lambda *given: slow(*given))
     with serving(Scripted(pause=0.01).model()) as served:
@@ -78,7 +78,7 @@ def test_what_was_seen_of_an_answer_is_remembered(monkeypatch: pytest.MonkeyPatc
     assert finish == "abort" and tokens
 
 
-def test_the_next_prompt_builds_on_the_last_answer() -> None:
+def test_the_next_prompt_resumes_from_the_last_answer() -> None:
     with serving(tiny()) as served:
         messages, cached = list[Any](USER), []
         for question in ("And?", "So?", "Then?"):

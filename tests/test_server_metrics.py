@@ -1,4 +1,4 @@
-"""/metrics can be read by Prometheus at any time, and its figures are those of the requests that were made."""
+"""/metrics is valid for Prometheus at any time, and its numbers match the requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deltic.server.app import create_encoder_app
 from deltic.server.body import BodyReader
 from deltic.server.embeddings import EmbeddingService, Services
 from deltic.server.metrics import ended_early, exposition
-from deltic.server.request_log import RequestLog
+from deltic.server.records import RequestLog
 
 SAMPLE = re.compile(r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)')
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"(,|$)')
@@ -37,7 +37,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass
 class Page:
-    """A page of metrics: kind of each family, value of each sample."""
+    """A page of metrics: the kind of each family and the value of each sample."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     samples: dict[tuple[str, Labels], float] = field(default_factory=dict)
@@ -46,19 +46,19 @@ class Page:
         return self.of(name)
 
     def of(self, name: str, **labels: str) -> float:
-        """The one sample of this name that has these labels."""
+        """Returns the only sample with this name and these labels."""
         [value] = [value for (found, given), value in self.samples.items()
                    if found == f"deltic_{name}" and labels.items() <= dict(given).items()]
         return value
 
     def counters(self) -> dict[tuple[str, Labels], float]:
-        """All that must never fall."""
+        """Returns the samples that must never decrease."""
         families = {f"{name}{part}" for name, kind in self.kinds.items() if kind != "gauge" for part in PARTS[kind]}
         return {key: value for key, value in self.samples.items() if key[0] in families}
 
 
 def parse(text: str) -> Page:
-    """Read a page as strictly as the format is written: a family is HELP, TYPE, then its samples, all in one place."""
+    """Parses a page strictly: each family is HELP, TYPE, then all its samples."""
     assert text.endswith("\n") and "\r" not in text
     page, family, helped = Page(), "", ""
     for line in text.splitlines():
@@ -121,7 +121,7 @@ def complete(served: Served, prompt: list[int], tokens: int, **more: Any) -> Any
 
 
 def gained(before: Page, after: Page) -> dict[str, float]:
-    """How far the counters rose, those that did."""
+    """Returns the increase of each counter that rose."""
     falls = {key for key, value in before.counters().items() if after.counters()[key] < value}
     assert not falls
     return {key[0].removeprefix("deltic_"): value - before.counters()[key]
@@ -141,14 +141,14 @@ def served() -> Iterator[Served]:
         tiny().worker.call(lambda engine: engine.check())
 
 
-def test_a_server_of_encoders_tells_of_lost_lines(tmp_path: Path) -> None:
+def test_encoder_server_counts_lost_log_lines(tmp_path: Path) -> None:
     log = RequestLog(str(tmp_path / "log"))
     log.lost = 3
     with TestClient(create_encoder_app((), Limits(), request_log=log)) as http:
         assert parse(http.get("/metrics").text)["request_log_lost_total"] == 3
 
 
-def test_the_page_of_the_server_names_all_metrics_and_no_others() -> None:
+def test_server_docs_list_every_metric() -> None:
     experts = ExpertStatistics((1,), (1,), 1, 1, 1, 1, 1, 1.0, 1.0)
     now = snapshot(tiny().engine)
     tiers = (*now.tiers, TierUsage("disk", 0, 0, 0, 0, 0, 0))
@@ -171,7 +171,7 @@ def test_every_sample_names_the_model(served: Served) -> None:
     assert served.http.head("/metrics").status_code == 200
 
 
-def test_the_figures_are_those_of_the_requests(served: Served) -> None:
+def test_metrics_match_the_requests(served: Served) -> None:
     before = scrape(served)
     assert before["requests_running"] == before["requests_waiting"] == 0
     usage = complete(served, [*range(100, 150)], 8)
@@ -202,7 +202,7 @@ def test_each_choice_counts(served: Served) -> None:
     assert rose["time_to_first_token_seconds_count"] == 1, "one request, however many answers"
 
 
-def test_latencies_and_ends_are_counted(served: Served) -> None:
+def test_latencies_and_finish_reasons_are_counted(served: Served) -> None:
     before = scrape(served)
     complete(served, [*range(400, 430)], 6, n=2)
     answer = served.post("/v1/completions", prompt=[*range(40)], max_tokens=50, temperature=0, stop=["e", "a", "o"])
@@ -225,7 +225,7 @@ def test_latencies_and_ends_are_counted(served: Served) -> None:
     assert 0 < rose["inter_token_latency_seconds_sum"] < rose["e2e_request_latency_seconds_sum"]
 
 
-def test_choices_that_never_began_end_too() -> None:
+def test_choices_that_never_began_are_counted() -> None:
     meter = TokenMeter()
     meter.end(SimpleNamespace(times=SimpleNamespace(arrived=0.0), finish="abort"), 2)  # type: ignore[arg-type]
     assert meter.finishes == {"stop": 0, "length": 0, "abort": 3, "error": 0}
@@ -249,12 +249,12 @@ def test_responses_are_counted_by_status(served: Served) -> None:
     assert (rose["404"], rose["400"], rose["200"]) == (3, 2, 1)
 
 
-def test_the_build_is_named(served: Served) -> None:
+def test_build_info(served: Served) -> None:
     version = deltic.__version__
     assert scrape(served).of("build_info", version=version, python=platform.python_version(), torch=torch.__version__)
 
 
-def test_memory_in_use_is_what_the_ledgers_say(served: Served) -> None:
+def test_cache_metrics_match_the_pools(served: Served) -> None:
     complete(served, [*range(300, 340)], 3)
     page, cache = scrape(served), tiny().engine.runtime.cache
     assert page["cache_pages_used"] == cache.pages.size - cache.pages.free > 0
@@ -268,7 +268,7 @@ def test_memory_in_use_is_what_the_ledgers_say(served: Served) -> None:
                                                     + page["cache_slots_used"] * slot_bytes)
 
 
-def test_scraping_amid_16_streams_never_fails(served: Served) -> None:
+def test_scraping_during_streams_never_fails(served: Served) -> None:
     before, busy = scrape(served), []
     body = {"max_tokens": 60, "stream": True, "ignore_eos": True}
 
@@ -310,8 +310,8 @@ def test_a_key_is_asked_for() -> None:
         assert served.health()[0] == 200
 
 
-def test_a_page_of_a_server_that_has_ended_its_engine() -> None:
-    """What happened remains to be seen when nothing is served any more."""
+def test_metrics_after_the_engine_has_ended() -> None:
+    """The counters stay readable."""
     llm = LLM(max_context=256, memory="8MiB", threads=1)
     with serving(llm) as served:
         llm.close()
@@ -322,7 +322,7 @@ def test_a_page_of_a_server_that_has_ended_its_engine() -> None:
 # Figures that an engine may have: tiers below the device, and durations
 
 
-def test_a_prefix_that_came_back_from_host_memory() -> None:
+def test_metrics_of_a_prefix_restored_from_host_memory() -> None:
     llm = LLM(max_context=256, memory="8MiB", host_memory="16MiB", threads=1, dtype="float32")
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     prompt = [*range(100, 150)]
@@ -338,7 +338,7 @@ def test_a_prefix_that_came_back_from_host_memory() -> None:
     assert after["cache_restored_prefixes_total"] == 1
 
 
-def test_lower_tiers_have_samples_of_their_own() -> None:
+def test_each_tier_has_samples() -> None:
     host = TierUsage("host", bytes=70, budget=1000, checkpoints=3, evictions=2, restored=5, restored_tokens=400)
     now = snapshot(tiny().engine)
     page = parse(exposition({"m": replace(now, tiers=(now.tiers[0], host))}, {}))
@@ -362,7 +362,7 @@ def test_a_histogram() -> None:
     assert page["queue_time_seconds_count"] == 5 and page["queue_time_seconds_sum"] == pytest.approx(62.15)
 
 
-def test_the_pace_is_that_of_the_last_whole_seconds() -> None:
+def test_pace_counts_whole_seconds() -> None:
     pace = Pace()
     assert pace.read(1000.0) == 0
     for _ in range(30):

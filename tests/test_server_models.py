@@ -1,4 +1,4 @@
-"""Several models in one server: chosen by name, loaded when they are asked for, unloaded when nobody uses them."""
+"""Several models in one server: chosen by name, loaded on demand, unloaded when unused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deltic.server.models import ModelSet, ModelSource
 
 @dataclass
 class Shelf:
-    """Scripted models, which say their own names, and what became of them."""
+    """Scripted models that answer with their own names, and a record of loads and closes."""
 
     loads: list[str] = field(default_factory=list)
     closes: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ CODEX = ("slug display_name description supported_reasoning_levels shell_type vi
 """Fields that Codex has to find."""
 
 
-def test_codex_finds_its_catalogue(served: Served) -> None:
+def test_codex_model_catalogue(served: Served) -> None:
     plain = served.http.get("/v1/models").json()
     listed = served.http.get("/v1/models?client_version=0.99.0").json()
     model, = listed.pop("models")
@@ -88,7 +88,7 @@ def test_codex_finds_its_catalogue(served: Served) -> None:
     assert model["input_modalities"] == ["text", "image"] and len(model["base_instructions"]) > 200
 
 
-def test_requests_choose(shelf: Shelf) -> None:
+def test_requests_choose_a_model(shelf: Shelf) -> None:
     with serving(shelf.set("one", "two")) as served:
         assert not shelf.loads
         listed = served.http.get("/v1/models").json()["data"]
@@ -116,7 +116,7 @@ def test_requests_choose(shelf: Shelf) -> None:
     assert sorted(shelf.closes) == ["one", "two"]
 
 
-def test_a_model_is_loaded_once_for_all_who_ask(shelf: Shelf) -> None:
+def test_concurrent_requests_load_a_model_once(shelf: Shelf) -> None:
     shelf.seconds = 0.3
     with serving(shelf.set("one", "two")) as served, ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(said, served, "one") for _ in range(4)]
@@ -126,7 +126,7 @@ def test_a_model_is_loaded_once_for_all_who_ask(shelf: Shelf) -> None:
     assert shelf.loads == ["one"]
 
 
-def test_models_give_way_but_for_those_that_run(shelf: Shelf) -> None:
+def test_only_unused_models_are_unloaded_for_memory(shelf: Shelf) -> None:
     models = ModelSet((shelf.source("endless", 60, None), shelf.source("two", 60), shelf.source("three", 30)),
                       memory=100)
     with serving(models) as served:
@@ -147,7 +147,7 @@ def test_models_give_way_but_for_those_that_run(shelf: Shelf) -> None:
         assert said(served, "two") == "two"
 
 
-def test_a_model_that_cannot_be_loaded_harms_no_other(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_to_load_does_not_affect_others(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf.broken = {"two"}
     with serving(shelf.set("one", "two", memory=100, size=50)) as served:
         for _ in range(2):
@@ -169,7 +169,7 @@ def test_idle_models_are_unloaded(shelf: Shelf) -> None:
     assert shelf.loads == ["one", "one"] and len(shelf.closes) == 2
 
 
-def test_a_client_that_leaves_while_it_is_loaded_is_forgotten(shelf: Shelf) -> None:
+def test_disconnect_while_a_model_loads(shelf: Shelf) -> None:
     shelf.seconds = 0.3
     with serving(shelf.set("one", idle_unload=0.2)) as served:
         raw = served.send("/v1/chat/completions", messages=USER)
@@ -179,7 +179,7 @@ def test_a_client_that_leaves_while_it_is_loaded_is_forgotten(shelf: Shelf) -> N
         assert said(served, "one") == "one"
 
 
-def test_a_server_that_ends_waits_for_what_is_being_loaded(shelf: Shelf) -> None:
+def test_shutdown_waits_for_a_load(shelf: Shelf) -> None:
     shelf.seconds = 0.5
     with serving(shelf.set("one", "two")) as served:
         raw = served.send("/v1/chat/completions", messages=USER)
@@ -188,7 +188,7 @@ def test_a_server_that_ends_waits_for_what_is_being_loaded(shelf: Shelf) -> None
     assert shelf.closes == ["one"]
 
 
-def test_an_unloaded_model_leaves_no_memory() -> None:
+def test_an_unloaded_model_frees_its_memory() -> None:
     models: list[weakref.ref[Any]] = []
 
     def load() -> LLM:
@@ -208,7 +208,7 @@ def test_an_unloaded_model_leaves_no_memory() -> None:
     (["--model", "a=/no/such"], "no directory"), (["--idle-unload", "0"], "must be a number of seconds"),
     (["--models-memory", "much"], "models_memory"), (["--models-memory", "1MiB", "--memory", "64MiB"], "models_memory"),
     (["--model", "a=tiny", "--served-name", "b"], "--served-name")])
-def test_what_cannot_be_served_is_refused_at_once(argv: list[str], text: str,
+def test_invalid_model_options_are_refused_at_start(argv: list[str], text: str,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "0", *argv]) == 2
     assert text in capsys.readouterr().err
@@ -226,8 +226,8 @@ def test_the_command_line_names_models(monkeypatch: pytest.MonkeyPatch) -> None:
         assert json.loads(ask(served, "b").text)["model"] == "b"
 
 
-def test_weights_stay_quantized_in_those_that_are_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of models that share their options; without a file it is refused, as anywhere."""
+def test_packed_weights_apply_to_gguf_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models share their options; packed_weights=on is refused for other models."""
     file = tmp_path / "a.gguf"
     convert(open_model("tiny"), tiny_texts(), "a", file, "Q8_0", mtp="none")
     found: list[ModelSet] = []
@@ -244,13 +244,13 @@ def test_weights_stay_quantized_in_those_that_are_files(tmp_path: Path, monkeypa
         none.sources[1].load()
 
 
-def test_names_are_told_apart() -> None:
+def test_model_names_must_differ() -> None:
     with pytest.raises(ConfigError, match="two models"):
         Shelf().set("one", "one")
 
 
-def test_weights_on_disk_are_counted_in_either_form(tmp_path: Path) -> None:
-    """Only one of them is read."""
+def test_stored_bytes_counts_one_weight_format(tmp_path: Path) -> None:
+    """Only one of the formats is loaded."""
     for name, size in (("pytorch_model-00001-of-00002.bin", 70), ("pytorch_model-00002-of-00002.bin", 30),
                        ("mtp.safetensors", 9), ("training_args.bin", 1000)):
         (tmp_path / name).write_bytes(b"0" * size)

@@ -1,4 +1,4 @@
-"""Who may use the server and how it is reached: keys, hosts, TLS, Unix sockets, and how it ends."""
+"""Access to the server: API keys, hosts, TLS, Unix sockets, and how it ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ask(served: Served, key: str, **body: Any) -> httpx.Response:
 # Keys
 
 
-def test_each_key_lets_in_and_two_thousand_others_do_not() -> None:
+def test_only_known_api_keys_are_accepted() -> None:
     with serving(Scripted("one two").model(), api_keys=KEYS) as served, served.lateness(time.process_time) as late:
         threads = [threading.Thread(target=guess, args=(served, start)) for start in range(0, 2000, 500)]
         for thread in threads:
@@ -47,18 +47,12 @@ def test_each_key_lets_in_and_two_thousand_others_do_not() -> None:
             assert served.http.get("/v1/models", headers={"x-api-key": key}).status_code == 200
         for wrong in ("x", "firs", "firstx", "first second", "ann"):
             assert ask(served, wrong).status_code == 401
-
-
-@pytest.mark.parametrize("scheme", ["bearer", "BEARER"])
-def test_the_scheme_of_a_key_is_written_in_any_case(scheme: str) -> None:
-    with serving(Scripted("x").model(), api_keys=KEYS) as served:
-        for key, status in (("first", 200), ("wrong", 401)):
-            headers = {"authorization": f"{scheme} {key}"}
-            assert served.http.get("/v1/models", headers=headers).status_code == status
+        for header, status in (("bearer first", 200), ("BEARER first", 200), ("bearer wrong", 401)):
+            assert served.http.get("/v1/models", headers={"authorization": header}).status_code == status, header
 
 
 def guess(served: Served, start: int) -> None:
-    """500 wrong keys over one connection."""
+    """Sends 500 wrong keys over one connection."""
     with served.connect() as raw:
         for number in range(start, start + 500, 50):
             raw.sendall(b"".join(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %d\r\n\r\n" % bogus
@@ -69,7 +63,7 @@ def guess(served: Served, start: int) -> None:
             assert seen.count(b"HTTP/1.1 401") == 50
 
 
-def test_a_key_has_a_bound_and_others_do_not_notice() -> None:
+def test_max_running_per_key() -> None:
     engine = Scripted(pause=0.01)
     with serving(engine.model(max_running_per_key=2), api_keys=KEYS) as served:
         two = [served.http.stream("POST", "/v1/chat/completions", json=ENDLESS, headers={"x-api-key": key})
@@ -93,7 +87,7 @@ def test_a_key_has_a_bound_and_others_do_not_notice() -> None:
         wait_until(lambda: ask(served, "first", max_tokens=3).status_code == 200)
 
 
-def test_a_bound_for_keys_needs_keys() -> None:
+def test_max_running_per_key_needs_api_keys() -> None:
     with pytest.raises(ConfigError, match="max_running_per_key needs API keys"):
         create_app(Scripted("x").model(max_running_per_key=1))
 
@@ -101,13 +95,13 @@ def test_a_bound_for_keys_needs_keys() -> None:
 @pytest.mark.parametrize(("text", "said"), [
     ("# nothing\n\n", "no API keys"), ("a ann\nb\na bob", "line 3 of keys"), ("a " + "n" * 200, "line 1 of keys"),
 ])
-def test_files_of_keys_that_are_wrong(text: str, said: str) -> None:
+def test_invalid_key_files(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         read_keys(text, "keys")
     assert "ann" not in str(error.value)
 
 
-def test_files_of_keys() -> None:
+def test_key_files() -> None:
     assert read_keys("# ours\nsk-1  Ann of X \r\n\n sk-2\n", "keys") == {"sk-1": "Ann of X", "sk-2": None}
     for owners, said in (({"": "x"}, "empty"), ({str(number): "x" for number in range(1001)}, "at most 1000")):
         with pytest.raises(ConfigError, match=said):
@@ -117,45 +111,31 @@ def test_files_of_keys() -> None:
 # Hosts
 
 
-@pytest.mark.parametrize(("host", "status"), [
+HOSTS = (
     ("localhost", 200), ("LOCALHOST.:8000", 200), ("chat.localhost", 200), ("127.0.0.1:1", 200), ("[::1]:8000", 200),
     ("192.168.0.7", 200), ("page.evil", 403), ("localhost.evil", 403), ("evil:localhost", 403), ("xlocalhost", 403),
     ("127.0.0.1.evil", 403), ("[evil", 403), ("", 403), ("ours.lan", 200), ("a.ours.lan", 403), ("a.b.all.lan", 200),
     ("all.lan", 403), ("örtlich", 403),
-])
-def test_hosts(host: str, status: int) -> None:
-    with served_for_hosts() as served:
-        assert served.http.get("/health", headers={b"host": host.encode()}).status_code == status
-        said = served.http.post("/v1/messages", json={}, headers={b"host": host.encode()}).json()
-        assert said["type"] == "error" and (said["error"]["type"] == "permission_error") == (status == 403)
-
-
-@pytest.mark.parametrize(("target", "status"), [
+)
+TARGETS = (
     ("http://localhost/health", "200"), ("HTTPS://localhost:1/v1/models?x=y", "200"), ("http://localhost", "200"),
-    ("http://localhost/nowhere", "404"), ("/http://localhost/health", "404")])
-def test_a_whole_url_may_be_asked_for(target: str, status: str) -> None:
-    with served_for_hosts() as served:
-        raw = served.connect()
-        raw.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
-        assert read_all(raw).split()[1] == status
+    ("http://localhost/nowhere", "404"), ("/http://localhost/health", "404"))
 
 
-_HOSTS: list[Served] = []
-
-
-@contextmanager
-def served_for_hosts() -> Iterator[Served]:
-    yield _HOSTS[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _host_server() -> Iterator[None]:
+def test_allowed_hosts_and_absolute_urls() -> None:
     with serving(Scripted("x").model(), allowed_hosts=[*LOCAL_NAMES, "ours.lan", "*.all.lan"]) as served:
-        _HOSTS[:] = [served]
-        yield
+        for host, status in HOSTS:
+            assert served.http.get("/health", headers={b"host": host.encode()}).status_code == status, host
+            body = served.http.post("/v1/messages", json={}, headers={b"host": host.encode()}).json()
+            assert body["type"] == "error", host
+            assert (body["error"]["type"] == "permission_error") == (status == 403), host
+        for target, expected in TARGETS:
+            raw = served.connect()
+            raw.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+            assert read_all(raw).split()[1] == expected, target
 
 
-def test_which_hosts_are_allowed_by_default() -> None:
+def test_default_allowed_hosts() -> None:
     with listen("127.0.0.1", 0) as near, listen("0.0.0.0", 0) as far:
         assert hosts_of(near, [], "127.0.0.1") == (*LOCAL_NAMES, "127.0.0.1")
         assert hosts_of(far, [], "0.0.0.0") == ("*",)
@@ -177,8 +157,8 @@ def trusting() -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(TLS / "certificate.pem"))
 
 
-def test_tls_amid_slow_and_broken_handshakes() -> None:
-    """A third of a hundred connections says nothing, a third plain HTTP, a third half of a handshake."""
+def test_tls_serves_during_slow_and_broken_handshakes() -> None:
+    """Of 99 connections, a third sends nothing, a third plain HTTP, and a third half of a handshake."""
     with served_with_tls(Scripted("one two three"), max_connections=20) as served:
         assert served.url.startswith("https://")
         hello = b"\x16\x03\x01\x00\x05\x01"
@@ -198,7 +178,7 @@ def test_tls_amid_slow_and_broken_handshakes() -> None:
         wait_until(lambda: len(served.server.door) == 0)
 
 
-def test_a_slow_handshake_is_not_waited_for() -> None:
+def test_slow_handshakes_are_cut_off() -> None:
     with served_with_tls(Scripted("x"), header_seconds=1) as served, served.connect() as raw:
         raw.sendall(b"\x16\x03\x01")
         assert raw.recv(1) == b""
@@ -219,7 +199,7 @@ def test_clients_with_tls_that_do_not_read_are_closed() -> None:
     ("key.pem", "key.pem", "cannot be used"), ("certificate.pem", "certificate.pem", "cannot be used"),
     ("certificate.pem", "nowhere.pem", "No such file"), ("certificate.pem", "locked.pem", "has a passphrase"),
 ])
-def test_tls_files_that_are_wrong(certificate: str, key: str, said: str) -> None:
+def test_invalid_tls_files(certificate: str, key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         tls_context(TLS / certificate, TLS / key)
 
@@ -247,7 +227,7 @@ def served_on_unix(path: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_what_is_at_a_unix_sockets_path(tmp_path: Path) -> None:
+def test_existing_files_at_a_unix_socket_path(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
@@ -272,7 +252,7 @@ def test_what_is_at_a_unix_sockets_path(tmp_path: Path) -> None:
 # The end
 
 
-def test_while_it_drains_it_is_not_ready_and_says_so() -> None:
+def test_a_draining_server_is_not_ready() -> None:
     engine = Scripted("one two three four five six seven eight", pause=0.1)
     with serving(engine.model(), drain_seconds=30) as served:
         assert served.http.get("/ready").json() == {"status": "ready", "requests": 0}
@@ -306,3 +286,38 @@ def test_an_idle_server_ends_at_once() -> None:
     with serving(Scripted("x").model(), drain_seconds=1000) as served:
         served.server.handle_exit(signal.SIGTERM, None)
         wait_until(lambda: not served.thread.is_alive(), 5)
+
+
+def names(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir())
+
+
+def test_a_closed_unix_socket_leaves_no_files(tmp_path: Path) -> None:
+    with listen_unix(tmp_path / "s"):
+        assert names(tmp_path) == ["s", "s.lock"]
+        with pytest.raises(ConfigError, match="another server uses it"):
+            listen_unix(tmp_path / "s")
+        assert names(tmp_path) == ["s", "s.lock"]
+    assert names(tmp_path) == []
+
+
+def test_a_refused_unix_socket_leaves_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    for name, said in (("file", "no socket"), ("x" * 150, "too long")):
+        with pytest.raises(ConfigError, match=said):
+            listen_unix(tmp_path / name)
+        assert names(tmp_path) == ["file"]
+
+
+def test_an_existing_file_is_not_deleted_as_lock(tmp_path: Path) -> None:
+    (tmp_path / "poetry.lock").write_text("precious")
+    listen_unix(tmp_path / "poetry").close()
+    assert names(tmp_path) == ["poetry.lock"] and (tmp_path / "poetry.lock").read_text() == "precious"
+
+
+def test_a_lock_removed_by_its_owner_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.lock"
+    monkeypatch.setattr("fcntl.flock", lambda file, kind: path.unlink())
+    with pytest.raises(ConfigError, match="another server uses it"):
+        listen_unix(tmp_path / "s")
+    assert names(tmp_path) == []

@@ -1,5 +1,4 @@
-"""Web pages use the server only where they may, and what clients that are configured a little wrong send is understood
-or answered with the fix."""
+"""Access of web pages, and requests of slightly misconfigured clients, which are understood or explained."""
 
 from __future__ import annotations
 
@@ -39,9 +38,9 @@ def post(served: Served, path: str = CHAT, body: bytes = json.dumps(BODY).encode
     ("file://", "localhost:8000", None, 403), ("https://friend.example", "localhost:8000", None, 200),
     ("https://friend.example.evil.example", "localhost:8000", None, 403),
 ])
-def test_a_page_from_elsewhere_may_not_use_the_server(served: Served, origin: str | None, host: str, site: str | None,
+def test_other_web_pages_are_refused(served: Served, origin: str | None, host: str, site: str | None,
                                                       status: int) -> None:
-    """same-origin: said by the browser, behind a proxy that sends its own Host."""
+    """same-origin: sent by the browser behind a proxy that changes the Host."""
     headers = {"host": host, **({"origin": origin} if origin is not None else {}),
                **({"sec-fetch-site": site} if site else {})}
     for kind in ("application/json", "text/plain"):
@@ -54,7 +53,7 @@ def test_a_page_from_elsewhere_may_not_use_the_server(served: Served, origin: st
         assert ("access-control-allow-origin" in response.headers) == (origin == "https://friend.example")
 
 
-def test_all_pages_may_where_all_are_allowed() -> None:
+def test_cors_origin_star_allows_all_pages() -> None:
     with serving(Scripted("one").model(), cors_origins=["*"]) as served:
         for origin in (PAGE, "null"):
             assert post(served, origin=origin, content_type="application/json")[0] == 200
@@ -63,57 +62,63 @@ def test_all_pages_may_where_all_are_allowed() -> None:
             assert served.http.options(CHAT, headers=asked).status_code == 200
 
 
-@pytest.mark.parametrize(("kind", "status"), [
+KINDS = (
     ("application/json", 200), ("application/json; charset=utf-8", 200), ("Application/JSON", 200), ("text/json", 200),
     ("application/vnd.api+json", 200), ("", 200), ("application/x-www-form-urlencoded", 200),
     ("text/plain", 415), ("text/plain;charset=UTF-8", 415), ("multipart/form-data; boundary=x", 415),
     ("application/octet-stream", 415), ("application/xml", 415),
-])
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions", "/tokenize"])
-def test_bodies_are_json_by_their_type(served: Served, path: str, kind: str, status: int) -> None:
+)
+
+
+def test_content_types_of_bodies(served: Served) -> None:
     body = {"/v1/responses": {"input": "x"}, "/v1/completions": {"prompt": "x"}, "/tokenize": {"prompt": "x"}}
-    found, said = post(served, path, json.dumps(body.get(path, BODY)).encode(), content_type=kind)
-    assert found == status and (status == 200 or "send JSON, as application/json" in said)
+    for path in (CHAT, "/v1/messages", *body):
+        for kind, status in KINDS:
+            found, said = post(served, path, json.dumps(body.get(path, BODY)).encode(), content_type=kind)
+            assert found == status and (status == 200 or "send JSON, as application/json" in said), (path, kind)
 
 
-def test_a_form_of_a_page_is_no_request(served: Served) -> None:
+def test_html_forms_are_refused(served: Served) -> None:
     form = {"origin": "http://localhost:8000", "host": "localhost:8000",
             "content_type": "application/x-www-form-urlencoded"}
     assert post(served, **form)[0] == 415
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-def test_a_byte_order_mark_is_no_part_of_the_body(served: Served, path: str) -> None:
-    assert post(served, path, b"\xef\xbb\xbf" + json.dumps(BODY).encode())[0] == 200
+def test_a_byte_order_mark_is_skipped(served: Served) -> None:
+    for path in (CHAT, "/v1/messages"):
+        assert post(served, path, b"\xef\xbb\xbf" + json.dumps(BODY).encode())[0] == 200, path
 
 
-@pytest.mark.parametrize("path", ["//v1/chat/completions", "///v1/chat/completions"])
-def test_a_base_url_may_end_with_a_slash(served: Served, path: str) -> None:
-    raw = served.connect()
+def test_a_base_url_may_end_with_a_slash(served: Served) -> None:
     body = json.dumps(BODY).encode()
-    raw.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-    assert raw.recv(100).startswith(b"HTTP/1.1 200")
-    raw.close()
+    for path in ("//v1/chat/completions", "///v1/chat/completions"):
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        with served.connect() as raw:
+            raw.sendall(head.encode() + body)
+            assert raw.recv(100).startswith(b"HTTP/1.1 200"), path
 
 
-@pytest.mark.parametrize(("path", "meant"), [
+PATHS = (
     ("/v1/chat/completions/", CHAT), ("/chat/completions", CHAT), ("/v1/v1/messages", "/v1/messages"),
     ("/api/v1/chat/completions", CHAT), ("/messages", "/v1/messages"), ("/v1/v1/chat/completions/", CHAT),
     ("/v1//chat//completions", CHAT), ("/v1/tokenize", "/tokenize"), ("/chat/completions/v1/x", None),
     ("/v1/engines", None), ("/" + "a/" * 500, None),
-])
-def test_a_path_that_is_a_little_wrong_is_told_the_right_one(served: Served, path: str, meant: str | None) -> None:
-    status, said = post(served, path)
-    assert status == 404 and said.partition(" is not served here: ")[2] == (
-        f"do you mean {meant}?" if meant else "Not Found")
+)
 
 
-@pytest.mark.parametrize("host", ["host.docker.internal:8000", "gateway.docker.internal"])
-def test_containers_know_this_machine_by_another_name(served: Served, host: str) -> None:
-    assert post(served, host=host)[0] == 200
+def test_an_unknown_path_is_answered_with_a_suggestion(served: Served) -> None:
+    for path, meant in PATHS:
+        status, said = post(served, path)
+        assert status == 404 and said.partition(" is not served here: ")[2] == (
+            f"do you mean {meant}?" if meant else "Not Found"), path
 
 
-def test_functions_are_tools_as_they_were_called_before(served: Served) -> None:
+def test_names_of_the_host_inside_containers(served: Served) -> None:
+    for host in ("host.docker.internal:8000", "gateway.docker.internal"):
+        assert post(served, host=host)[0] == 200, host
+
+
+def test_deprecated_function_calls_are_read_as_tool_calls(served: Served) -> None:
     call = {"name": "f", "arguments": '{"a": 1}'}
     old = [*USER, {"role": "assistant", "content": None, "function_call": call},
            {"role": "function", "name": "f", "content": "x"}]

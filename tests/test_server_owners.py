@@ -1,4 +1,4 @@
-"""Owners of API keys share nothing: no hidden thinking, and no trace of what another's prompts begin with."""
+"""Owners of API keys share nothing: no hidden thinking, and no cached prefixes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def body_of(wire: str, messages: list[dict[str, Any]], **more: Any) -> dict[str,
 
 
 def prompt_text(served: Served, engine: Scripted, key: str | None, wire: str, body: dict[str, Any]) -> str:
-    """The prompt that the model gets, or that the client is told."""
+    """Returns the prompt that the model gets, or that /tokenize returns."""
     answer = post(served, key, WIRES[wire][0], body)
     ids = answer["tokens"] if wire == "tokenize" else engine.seen[-1].ids
     return str(tiny().chat_processor.tokenizer.decode(ids, skip_special=False))
@@ -62,7 +62,7 @@ def thinking(keys: dict[str, str | None], **options: Any) -> Iterator[tuple[Serv
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shares", [False, True], ids=["apart", "shared prefixes"])
 def test_thinking_stays_with_its_owner(wire: str, shares: bool) -> None:
-    """Also where prefixes are shared: these tell whether a guess is right, thinking would be told outright."""
+    """Also if prefixes are shared: a prefix can only confirm a guess, thinking would be readable."""
     question = f"{ASKED} {wire} {shares}"  # that no other test asks
     with thinking(KEYS, share_prefix_cache=shares) as (served, engine):
         post(served, "first", "/v1/chat/completions", body_of("chat", [{"role": "user", "content": question}]))
@@ -72,7 +72,7 @@ def test_thinking_stays_with_its_owner(wire: str, shares: bool) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_without_keys_all_are_one_owner_and_salts_tell_apart(wire: str) -> None:
+def test_salts_separate_thinking_without_api_keys(wire: str) -> None:
     question = f"{ASKED} {wire}, asked by anybody"
     with thinking({}) as (served, engine):
         for salt, found in ((None, {None}), ("mine", {"mine"})):
@@ -83,8 +83,8 @@ def test_without_keys_all_are_one_owner_and_salts_tell_apart(wire: str) -> None:
             assert told == found
 
 
-def test_another_ones_answer_makes_nothing_ambiguous() -> None:
-    """Bob's same words with other thoughts do not cost Ann hers."""
+def test_equal_answers_of_another_owner_are_not_ambiguous() -> None:
+    """Ann keeps her thinking if Bob gets the same answer with other thinking."""
     question = f"{ASKED} By two."
     with thinking(KEYS) as (served, engine):
         for key, text in (("first", SECRET), ("third", "Bob's own thoughts.")):
@@ -103,7 +103,7 @@ def model(place: Path | None = None) -> LLM:
     return LLM(max_context=1024, memory="32MiB", max_batch=4, threads=1, dtype="float32", **more)
 
 
-BEGINNING = " ".join(f"{number} is a number that I count." for number in range(40))
+BEGINNING = " ".join(f"{number} is a number that I count." for number in range(20))
 
 
 def cached(served: Served, key: str | None, kind: str, **more: Any) -> int:
@@ -122,7 +122,7 @@ def cached(served: Served, key: str | None, kind: str, **more: Any) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-KINDS = pytest.mark.parametrize("kind", ["completions", "chat", "messages", "responses"])
+KINDS = ("completions", "chat", "messages", "responses")
 
 
 @pytest.fixture(scope="module")
@@ -135,29 +135,29 @@ def forget(llm: LLM) -> None:
     llm.worker.call(lambda engine: engine.runtime.cache.clear())
 
 
-@KINDS
 @pytest.mark.parametrize("shares", [False, True], ids=["apart", "shared"])
-def test_prefixes_of_owners(llm: LLM, kind: str, shares: bool) -> None:
-    forget(llm)
+def test_prefixes_of_owners(llm: LLM, shares: bool) -> None:
     with serving(limited(llm), api_keys=KEYS, share_prefix_cache=shares) as served:
-        assert cached(served, "first", kind) == 0
-        found = {key: cached(served, key, kind) > 100 for key in ("third", "second", "first")}
-    assert found == {"third": shares, "second": True, "first": True}
+        for kind in KINDS if not shares else KINDS[:1]:
+            forget(llm)
+            assert cached(served, "first", kind) == 0, kind
+            found = {key: cached(served, key, kind) > 100 for key in ("third", "second", "first")}
+            assert found == {"third": shares, "second": True, "first": True}, kind
 
 
-@KINDS
-def test_cache_salt(llm: LLM, kind: str) -> None:
-    forget(llm)
+def test_cache_salt(llm: LLM) -> None:
     with serving(limited(llm)) as served:
-        found = [cached(served, None, kind, **({"cache_salt": salt} if salt else {})) > 100
-                 for salt in ("a", "b", None, "a", "b", None)]
-        assert found == [False] * 3 + [True] * 3
+        for kind in KINDS:
+            forget(llm)
+            found = [cached(served, None, kind, **({"cache_salt": salt} if salt else {})) > 100
+                     for salt in ("a", "b", None, "a", "b", None)]
+            assert found == [False] * 3 + [True] * 3, kind
     with serving(limited(llm), api_keys=KEYS) as served:
-        assert cached(served, "first", kind, cache_salt="a") == 0, "who knows another's salt knows nothing by that"
+        assert cached(served, "first", kind, cache_salt="a") == 0, "an owner's salt is not another owner's"
 
 
 @pytest.mark.parametrize("salt", ["", 5, ["a"]])
-def test_what_is_no_salt(salt: Any) -> None:
+def test_invalid_salts(salt: Any) -> None:
     with serving(Scripted("x").model()) as served:
         for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/messages", {"messages": [], "max_tokens": 3}),
                            ("/v1/responses", {"input": "x"})):
@@ -166,29 +166,21 @@ def test_what_is_no_salt(salt: Any) -> None:
             assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
 
 
-def test_after_a_restart(tmp_path: Path) -> None:
-    """What lies on disk has its owner still."""
-    with model(tmp_path) as llm, serving(limited(llm), api_keys=KEYS) as served:
-        assert cached(served, "first", "chat") == 0
-    with model(tmp_path) as llm, serving(limited(llm), api_keys=KEYS) as served:
-        wait_for_disk(llm)
-        assert [cached(served, key, "chat") > 100 for key in ("third", "second")] == [False, True]
-
-
-def test_keys_without_names_are_owners_wherever_they_stand(tmp_path: Path) -> None:
-    """A key that is put before them, as by a line of the file, finds nothing of what another had in its place."""
+def test_data_on_disk_keeps_its_owner_after_a_restart(tmp_path: Path) -> None:
+    """A key without a name owns its data at any position in the list, and a new key at that position does not."""
     asked = {"input": "Hi", "max_output_tokens": 4, "temperature": 0}
-    with model(tmp_path) as llm, serving(llm, api_keys={"one": None, "two": None}) as served:
-        assert [cached(served, key, "chat") for key in ("one", "two")] == [0, 0]
+    with model(tmp_path) as llm, serving(llm, api_keys={"one": None, "two": None, **KEYS}) as served:
+        assert [cached(served, key, "chat") for key in ("one", "two", "first")] == [0, 0, 0]
         path = f"/v1/responses/{post(served, 'one', '/v1/responses', asked)['id']}"
-    with model(tmp_path) as llm, serving(llm, api_keys={"new": None, "two": None, "one": None}) as served:
+    with model(tmp_path) as llm, serving(llm, api_keys={"new": None, "two": None, "one": None, **KEYS}) as served:
         wait_for_disk(llm)
         assert [cached(served, key, "chat") > 100 for key in ("new", "one", "two")] == [False, True, True]
+        assert [cached(served, key, "chat") > 100 for key in ("third", "second")] == [False, True]
         found = {key: served.http.get(path, headers={"x-api-key": key}).status_code for key in ("new", "two", "one")}
         assert found == {"new": 404, "two": 404, "one": 200}
 
 
-def test_a_name_that_the_log_gives_to_another_is_no_owner() -> None:
+def test_log_names_of_unnamed_keys_are_not_owners() -> None:
     engine = Scripted(pause=0.01)
     with serving(engine.model(), api_keys={"one": None, "two": "key-1"}) as served:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -204,7 +196,7 @@ def wait_for_disk(llm: LLM) -> None:
     wait_until(lambda: llm.worker.call(lambda _: (tier.find(()), tier._there)[1]))
 
 
-def test_a_pinned_prompt_is_read_once_for_all(llm: LLM) -> None:
+def test_a_pinned_prompt_is_shared_by_all_owners(llm: LLM) -> None:
     forget(llm)
     pinned = llm.pin([{"role": "system", "content": f"{SECRET} {BEGINNING}"}])
     with serving(limited(llm), api_keys=KEYS) as served:
@@ -214,7 +206,7 @@ def test_a_pinned_prompt_is_read_once_for_all(llm: LLM) -> None:
 # From Python
 
 
-def test_salts_of_python() -> None:
+def test_cache_salt_in_python() -> None:
     with model() as llm:
         short = SamplingParams(temperature=0.0, max_tokens=4)
         text = f"{SECRET} {BEGINNING}"

@@ -14,7 +14,7 @@ from test_server_harness import CALL, THOUGHT, Scripted, Served, scripted, servi
 
 from deltic import LLM
 from deltic.config import Limits
-from deltic.server.request_log import RequestLog
+from deltic.server.records import RequestLog
 from deltic.server.response_store import ResponseStore
 from deltic.server.routing import IGNORED_HEADER
 

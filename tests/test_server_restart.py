@@ -1,4 +1,4 @@
-"""A server that is restarted, or killed, goes on with the conversations that it knew; pinned prompts are there."""
+"""Conversations continue after a restart or kill -9; pinned prompts are cached at start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def served(*options: str, end: int = signal.SIGTERM) -> Iterator[httpx.Client]:
 
 
 def ask(client: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> dict[str, int]:
-    """Answer a conversation, to which the answer is added; returns prompt and cached tokens."""
+    """Gets an answer and adds it to the conversation. Returns prompt and cached tokens."""
     body = {"messages": messages, "max_tokens": 24, "temperature": 0, "enable_thinking": True, **more}
     response = client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
@@ -54,14 +54,14 @@ def conversation(question: str) -> list[dict[str, Any]]:
 
 
 def stored(client: httpx.Client) -> int:
-    """Bytes that the directory holds."""
+    """Returns the bytes on disk."""
     line, = (line for line in client.get("/metrics").text.splitlines() if line.startswith("deltic_cache_bytes{")
              and 'tier="disk"' in line)
     return int(float(line.split()[-1]))
 
 
 def wait_until_stored(client: httpx.Client, before: int) -> None:
-    """What is just being written when a process is killed may be lost."""
+    """Waits until nothing is being written, which a kill may lose."""
     seen = [before]
     while seen[-1] == before or len({*seen[-3:]}) > 1:
         time.sleep(0.2)
@@ -71,8 +71,8 @@ def wait_until_stored(client: httpx.Client, before: int) -> None:
 
 @pytest.mark.parametrize(("end", "mode"), [
     (signal.SIGKILL, "preserve"), pytest.param(signal.SIGTERM, "template", marks=pytest.mark.slow)])
-def test_a_conversation_survives(end: int, mode: str, tmp_path: Path) -> None:
-    options = ("--cache-dir", str(tmp_path), "--history", mode)
+def test_a_conversation_survives_a_restart(end: int, mode: str, tmp_path: Path) -> None:
+    options = ("--cache-dir", str(tmp_path / "cache"), "--history", mode)
     messages = conversation("What is the capital of France?")
     with served(*options, end=end) as client:
         for question in ("And of Italy?", "And of Spain?"):
@@ -83,27 +83,25 @@ def test_a_conversation_survives(end: int, mode: str, tmp_path: Path) -> None:
         wait_until_stored(client, known)
     assert before["cached"] > 20
     messages.append({"role": "user", "content": "And of Greece?"})
-    with served(*options) as client:
+    pinned = [{"role": "system", "content": "You count the letters of each word."}]
+    sorting = [{"role": "system", "content": "You sort lists of words, longest first."}]
+    text, request = tmp_path / "system.txt", tmp_path / "request.json"
+    text.write_text(pinned[0]["content"])
+    request.write_text(json.dumps({"messages": [*sorting, {"role": "user", "content": "ignored"}]}))
+    with served(*options, "--pin-prompt", str(text), "--pin-prompt", str(request)) as client:
         after = ask(client, messages)
         metrics = client.get("/metrics").text
+        for known in (pinned, sorting):
+            first = ask(client, [*known, {"role": "user", "content": "b a"}])
+            assert first["cached"] > 10, "pinned prompts are known to the first request"
     assert after["cached"] > before["prompt"] - 20, f"{after} after a restart, {before} before"
     assert 'deltic_cache_restored_prefixes_total{model="tiny",tier="disk"} 1' in metrics
-
-
-def test_pinned_prompts_are_known_to_the_first_request(tmp_path: Path) -> None:
-    text, request = tmp_path / "system.txt", tmp_path / "request.json"
-    text.write_text(SYSTEM)
-    other = [{"role": "system", "content": "You sort lists of words, longest first."}]
-    request.write_text(json.dumps({"messages": [*other, {"role": "user", "content": "ignored"}]}))
-    with served("--pin-prompt", str(text), "--pin-prompt", str(request)) as client:
-        for messages in (conversation("1+1="), [*other, {"role": "user", "content": "b a"}]):
-            assert ask(client, messages)["cached"] > 10
 
 
 @pytest.mark.parametrize(("content", "message"), [
     ("[]", "form"), ("{", "JSON"), ('{"messages": 3}', "form"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "nothing to pin")])
-def test_what_cannot_be_pinned_is_refused_before_serving(content: str, message: str, tmp_path: Path,
+def test_invalid_pinned_prompts_are_refused_at_start(content: str, message: str, tmp_path: Path,
                                                          capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pin.json"
     path.write_text(content)

@@ -1,23 +1,29 @@
-"""No client takes another's share: of threads, of places that wait, of tokens that are live."""
+"""Clients share threads, waiting places and live tokens; which request is given up in a full queue."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_server_harness import USER, Scripted, Served, serving, tiny, wait_until
 
 from deltic.chat import structured as grammar_module
+from deltic.engine.policy import to_give_up
 from deltic.errors import GenerationError
 from deltic.params import EngineRequest, SamplingParams, TokenEvent
-from deltic.server.async_engine import QueueLimits, RequestHandle
+from deltic.server.async_engine import RequestHandle
 
 KEYS = {"key-a": "flood", "key-b": "other"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -29,7 +35,7 @@ def as_client(served: Served, key: str) -> httpx.Client:
 
 
 class Block:
-    """Calls with the word SLOW in an argument wait until they may go on."""
+    """Blocks calls with the word SLOW in an argument until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         self.begun, self.free, original = threading.Event(), threading.Event(), getattr(owner, name)
@@ -55,7 +61,7 @@ def flooding(served: Served, block: Block, path: str, **body: Any) -> Iterator[l
 
 
 @pytest.mark.parametrize("pad", [0, 1 << 16], ids=["small bodies", "large bodies"])
-def test_prompts_of_one_client_do_not_hold_up_others(pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_one_client_do_not_delay_others(pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(monkeypatch, type(tiny().chat_processor.tokenizer), "encode")
     with serving(Scripted("one").model(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
             flooding(served, block, TEXT, prompt="SLOW", user="x" * pad) as flood:
@@ -65,7 +71,7 @@ def test_prompts_of_one_client_do_not_hold_up_others(pad: int, monkeypatch: pyte
         assert not any(request.done() for request in flood)
 
 
-def test_grammars_of_one_client_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_of_one_client_do_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(monkeypatch, grammar_module, "_compile")
     with serving(tiny(), api_keys=KEYS) as served, as_client(served, "key-b") as other, \
             as_client(served, "key-a") as same, \
@@ -77,7 +83,7 @@ def test_grammars_of_one_client_do_not_hold_up_others(monkeypatch: pytest.Monkey
         assert formed.status_code == 200, formed.text
 
 
-def test_work_of_a_client_that_has_left_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_of_a_disconnected_client_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(monkeypatch, type(tiny().chat_processor.tokenizer), "encode")
     with serving(Scripted("one").model()) as served:
         executors = served.app.state.records.executors
@@ -97,7 +103,7 @@ def test_counting_tokens_compiles_no_grammar(monkeypatch: pytest.MonkeyPatch) ->
         assert served.post("/tokenize", messages=USER, guided_choice=["yes", "no"]).status_code == 200
 
 
-def test_a_clients_own_use_is_charged() -> None:
+def test_clients_are_charged_for_their_own_use() -> None:
     with serving(Scripted("one").model(), api_keys=KEYS) as served, as_client(served, "key-a") as client:
         executors = served.app.state.records.executors
         client.post("/tokenize", json={"prompt": "word " * 4000})
@@ -107,7 +113,7 @@ def test_a_clients_own_use_is_charged() -> None:
 
 
 class Crowded(Scripted):
-    """It runs only so many answers of the flood; all others at once."""
+    """Runs a limited number of answers of the flood, and all others at once."""
 
     places = 0
 
@@ -126,7 +132,7 @@ class Crowded(Scripted):
 @contextmanager
 def full(engine: Crowded, requests: list[dict[str, Any]], **limits: Any
          ) -> Iterator[tuple[Served, list[Future[httpx.Response]], httpx.Client, httpx.Client]]:
-    """A server with these requests of the flood in it, and its two clients."""
+    """Yields a server with these requests of the flood, and two clients."""
     with serving(engine.model(**limits), api_keys=KEYS) as served, as_client(served, "key-a") as flood, \
             as_client(served, "key-b") as other, ThreadPoolExecutor(len(requests)) as pool:
         asked = list[Future[httpx.Response]]()
@@ -143,8 +149,8 @@ def full(engine: Crowded, requests: list[dict[str, Any]], **limits: Any
             request.result(30)
 
 
-def test_a_newcomer_gets_a_place_in_a_full_room() -> None:
-    """Four requests for 128 answers each, and one for as many as run: they fill the batch and the room."""
+def test_a_new_client_gets_a_place_in_a_full_queue() -> None:
+    """One request fills the batch, and four requests for 128 answers each fill the queue."""
     engine, short = Crowded(), {"prompt": "x", "max_tokens": 2}
     engine.places = batch = tiny().runtime.memory.max_batch
     with full(engine, [{"prompt": "x", "n": n} for n in (batch, 128, 128, 128, 128)]) as (served, asked, flood, other):
@@ -158,7 +164,7 @@ def test_a_newcomer_gets_a_place_in_a_full_room() -> None:
         served.bridge.check_room("flood")  # alone it may have all again
 
 
-def test_a_stream_that_waits_is_told_that_its_place_is_gone() -> None:
+def test_a_displaced_stream_ends_with_an_error() -> None:
     engine, short = Crowded(), {"prompt": "x", "max_tokens": 2}
     batch = tiny().runtime.memory.max_batch
     streams = [{"prompt": "x", "stream": True, "n": n} for n in (1, 1, batch)]
@@ -170,7 +176,7 @@ def test_a_stream_that_waits_is_told_that_its_place_is_gone() -> None:
         assert served.bridge.displaced == 1
 
 
-def test_a_newcomer_gets_room_for_its_prompt() -> None:
+def test_a_new_client_gets_room_for_its_prompt() -> None:
     body = {"prompt": [5] * 250}
     with full(Crowded(), [body] * 4, max_live_tokens=1000) as (_, asked, flood, other):
         assert "max_live_tokens" in flood.post(TEXT, json={"prompt": [5], "max_tokens": 1}).text
@@ -180,12 +186,12 @@ def test_a_newcomer_gets_room_for_its_prompt() -> None:
         assert "max_live_tokens" in asked[-1].result().text
 
 
-def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
+def test_unread_answers_end_after_unread_seconds() -> None:
     async def work() -> None:
         ended, aborted, held = list[int](), list[RequestHandle](), list[bool]()
         handle = RequestHandle(
             [EngineRequest("r", (1,), SamplingParams())],
-            QueueLimits(1, 0, 1, unread=4, unread_seconds=0.02),
+            SimpleNamespace(max_unread_tokens=4, unread_seconds=0.02),  # type: ignore[arg-type]
             abort=aborted.append,
             pause=lambda _, hold: held.append(hold),
             on_unread=partial(ended.append, 1),
@@ -205,12 +211,12 @@ def test_answers_that_nobody_reads_end_and_give_their_places_back() -> None:
     asyncio.run(work())
 
 
-def test_a_reader_that_comes_back_in_time_loses_nothing() -> None:
+def test_a_reader_that_resumes_in_time_loses_nothing() -> None:
     async def work() -> None:
         ended = list[int]()
         handle = RequestHandle(
             [EngineRequest("r", (1,), SamplingParams())],
-            QueueLimits(1, 0, 1, unread=4, unread_seconds=0.05),
+            SimpleNamespace(max_unread_tokens=4, unread_seconds=0.05),  # type: ignore[arg-type]
             abort=lambda _: None,
             pause=lambda *_: None,
             on_unread=partial(ended.append, 1),
@@ -224,3 +230,77 @@ def test_a_reader_that_comes_back_in_time_loses_nothing() -> None:
         assert handle.open and not ended
 
     asyncio.run(work())
+
+
+@dataclass(eq=False)
+class One:
+    """A request."""
+
+    client: str
+    waiting: int
+    begun: int = 0
+
+
+def sized(*requests: One) -> list[tuple[One, int]]:
+    return [(request, request.waiting + request.begun) for request in requests]
+
+
+def test_a_single_client_may_fill_the_queue() -> None:
+    held = sized(*(One("a", 1) for _ in range(10)))
+    assert to_give_up(held[:9], "a", 1, 10) == []
+    assert to_give_up(held, "a", 1, 10) is None
+
+
+def test_the_newest_waiting_request_is_given_up() -> None:
+    running, old, new = One("a", 0, 4), One("a", 3), One("a", 3)
+    assert to_give_up(sized(running, old, new), "b", 1, 10) == [new]
+    assert to_give_up(sized(running, new, old), "b", 1, 10) == [old]
+
+
+def test_running_requests_are_never_given_up() -> None:
+    assert to_give_up(sized(One("a", 0, 10)), "b", 1, 10) is None
+
+
+def test_requests_that_have_begun_are_given_up_last() -> None:
+    waiting, begun = One("a", 2), One("a", 7, 1)
+    assert to_give_up(sized(waiting, begun), "b", 1, 10) == [waiting]
+    assert to_give_up(sized(begun), "b", 3, 10) == [begun]
+
+
+def test_an_oversized_request_is_accepted_alone() -> None:
+    assert to_give_up([], "a", 100, 10) == []
+    assert to_give_up(sized(One("b", 1)), "a", 100, 10) is None
+
+
+CLIENTS = "abcd"
+REQUESTS = st.lists(st.builds(One, st.sampled_from(CLIENTS), st.integers(0, 6), st.integers(0, 3)), max_size=20)
+
+
+@given(REQUESTS, st.sampled_from(CLIENTS), st.integers(1, 8))
+def test_a_new_client_never_holds_more_than_the_others(requests: list[One], client: str, size: int) -> None:
+    held = sized(*requests)
+    most = max(sum(taken for _, taken in held), 1)
+    going = to_give_up(held, client, size, most)
+    before = Counter[str]()
+    for request, taken in held:
+        before[request.client] += taken
+    after = Counter(before)
+    after[client] += size
+    if going is None:
+        return
+    assert len({id(request) for request in going}) == len(going)
+    for request in going:
+        assert request.client != client and request.waiting
+        assert after[request.client] > before[client] + size, "it holds more than the newcomer when it gives up one"
+        after[request.client] -= request.waiting + request.begun
+    if before:
+        assert sum(after.values()) <= most or not any(taken for _, taken in held)
+
+
+@settings(max_examples=40)
+@given(REQUESTS, st.integers(1, 3))
+def test_a_small_request_displaces_a_large_waiting_one(requests: list[One], size: int) -> None:
+    requests = [*requests, One("flood", 100)]
+    held = sized(*requests)
+    most = sum(taken for _, taken in held)
+    assert to_give_up(held, "newcomer", size, most)

@@ -1,4 +1,4 @@
-"""The embedded model's sight: its pictures and questions, its tower in training and in the engine, what it says."""
+"""Vision of the embedded model: its training pictures, its tower in training and in the engine, its answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import build_tower
 from deltic.ops import backends
 from deltic.params import Prompt
-from deltic.vision.preprocess import patches_of, target_size
+from deltic.vision.images import patches_of, target_size
 
 pytest.importorskip("safetensors.torch")
 
@@ -66,7 +66,7 @@ def shown(image: object, text: str) -> dict[str, object]:
     return {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}
 
 
-def test_scenes_are_what_questions_say() -> None:
+def test_questions_match_their_scenes() -> None:
     for scene, _ in scenes(400):
         assert min(scene.width, scene.height) == 1
         for number, piece in enumerate(scene.pieces):
@@ -88,7 +88,7 @@ def test_scenes_are_what_questions_say() -> None:
 
 @pytest.mark.parametrize("way", evaluate_pictures.WAYS)
 def test_pictures_show_their_scenes(way: str) -> None:
-    """In the middle of a shape is its colour, and what is drawn depends on the seed alone."""
+    """The middle of a shape has its colour, and drawings depend on the seed alone."""
     right = total = 0
     for scene, rng in scenes(40 if way == "drawn" else 24):
         state = rng.getstate()
@@ -121,7 +121,7 @@ def test_training_scales_and_cuts_pictures_as_inference_does() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_the_tower_is_the_one_that_was_trained(backend: str) -> None:
+def test_the_tower_equals_the_trained_one(backend: str) -> None:
     config, pictures = configs()
     tower = build_tower(config, {**load_tower(plan_tower(MODEL, config), "float32", "cpu")}, backends()[backend],
                         torch.float32)
@@ -134,7 +134,7 @@ def test_the_tower_is_the_one_that_was_trained(backend: str) -> None:
 
 
 def test_training_reads_conversations_as_inference_does(llm: LLM) -> None:
-    """The same ids and positions, and the same first choice behind them."""
+    """Ids, positions and labels are equal."""
     [(scene, rng)] = scenes(1)
     image = drawings.draw(scene, rng, 150, 130)
     prompt = llm.chat_processor.chat([shown(image, "What is this?")]).request.prompt
@@ -162,14 +162,14 @@ def test_a_red_circle(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("way", evaluate_pictures.WAYS)
-def test_it_tells_what_pictures_show(llm: LLM, way: str) -> None:
-    """A few of those of the slow test below."""
-    check(llm, way, 40, 0.85)
+def test_answers_about_pictures(llm: LLM, way: str) -> None:
+    """A sample of the slow test below."""
+    check(llm, way, 20, 0.85)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", evaluate_pictures.WAYS)
-def test_nine_in_ten_pictures_are_told_rightly(llm: LLM, way: str) -> None:
+def test_nine_in_ten_answers_about_pictures_are_right(llm: LLM, way: str) -> None:
     check(llm, way, 500, 0.9)
 
 

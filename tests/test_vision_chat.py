@@ -1,4 +1,4 @@
-"""Conversations with pictures: from Python and over all wires, with what is read and encoded counted."""
+"""Conversations with pictures: in Python, in every API and on the command line."""
 
 from __future__ import annotations
 
@@ -84,20 +84,20 @@ def test_ways_to_give_a_picture(llm: LLM, tmp_path: Path) -> None:
     (Path("/dev/null"), r"\('/dev/null'\) cannot be read: there is no such file"),
     (Path(__file__), r"\(.*\) is no picture that can be read"),
 ])
-def test_pictures_that_cannot_be_read(llm: LLM, image: Any, message: str) -> None:
+def test_unreadable_pictures(llm: LLM, image: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         llm.chat([shows(image)], GREEDY)
     assert str(caught.value.field).startswith("messages[0].content[0]")
 
 
-def test_what_is_no_film_is_shown(llm: LLM) -> None:
+def test_invalid_videos_are_named(llm: LLM) -> None:
     for odd in ("video.mp4", 5, []):
         with pytest.raises(RequestError, match=r"or in Python a pathlib.Path as video, not ") as caught:
             llm.chat([{"role": "user", "content": [{"type": "video", "video": odd}]}], GREEDY)
         assert str(caught.value).endswith(repr(odd)) and caught.value.field == "messages[0].content[0]"
 
 
-def test_words_that_look_like_pictures(llm: LLM) -> None:
+def test_placeholder_tokens_in_text(llm: LLM) -> None:
     processor, spelled = llm.chat_processor, "<|vision_start|><|image_pad|><|vision_end|><|video_pad|>"
     plain, quoted = (processor.chat([shows(drawing(1), text)]).request.prompt for text in ("", spelled))
     assert len(plain.pictures) == len(quoted.pictures) == 1
@@ -112,7 +112,7 @@ def test_words_that_look_like_pictures(llm: LLM) -> None:
     assert llm.chat([{"role": "user", "content": "<|image_pad|>"}], GREEDY).text is not None
 
 
-def test_too_many(llm: LLM, directory: Path) -> None:
+def test_too_many_pictures(llm: LLM, directory: Path) -> None:
     with (LLM(str(directory), dtype="float32", memory="64MiB", threads=1, max_context=100) as small,
           pytest.raises(RequestError, match="more than there is room for")):
         small.chat([shows(drawing(seed, 80, 24)) for seed in range(9)], GREEDY)
@@ -121,8 +121,8 @@ def test_too_many(llm: LLM, directory: Path) -> None:
         few.chat([shows(drawing(1))] * 4, GREEDY)
 
 
-def test_every_wire(served: Served, llm: LLM) -> None:
-    """A picture first, one in a tool's result, with the same words and the same tokens counted."""
+def test_every_api_takes_pictures(served: Served, llm: LLM) -> None:
+    """A picture in a question and one in a tool result give equal answers and token counts."""
     one, two, name = drawing(5), drawing(6), llm.runtime.name.rsplit("/", 1)[-1]
     more = {"ignore_eos": True, "enable_thinking": False}
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -176,7 +176,7 @@ def test_videos(llm: LLM) -> None:
     ({"video": "video.mp4"}, "of the form"), ({"video": []}, "of the form"),
     ({"video": [5]}, r"video\[0\] must be a data URL"),
     ({"video": [Image.new("RGB", (9, 9))], "fps": 0}, "fps must be"), ({"video_url": {"url": "data:"}}, "of the form")])
-def test_videos_that_cannot_be_read(llm: LLM, video: dict[str, Any], message: str) -> None:
+def test_unreadable_videos(llm: LLM, video: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.chat([{"role": "user", "content": [{"type": "video", **video}]}], GREEDY)
 
@@ -184,8 +184,8 @@ def test_videos_that_cannot_be_read(llm: LLM, video: dict[str, Any], message: st
 # The command line
 
 
-def test_in_a_conversation_on_the_command_line(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """/image shows a picture with the next message alone; what is saved can be sent to a server."""
+def test_image_command_of_chat(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """/image adds a picture to the next message only; saved conversations can be sent to a server."""
     drawing(7).save(tmp_path / "it.png")
     chat = ChatState(llm, Namespace(think=None, system=None, thinking_output=True), GREEDY)
     chat.take(f"/image {tmp_path / 'it.png'}")
@@ -206,7 +206,7 @@ def test_in_a_conversation_on_the_command_line(llm: LLM, tmp_path: Path, capsys:
         assert chat.failed and said in capsys.readouterr().err
 
 
-def test_shown_on_the_command_line(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_with_image(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing(7).save(tmp_path / "it.png")
     options = ["--dtype", "float32", "--memory", "64MiB", "--threads", "1", "--max-tokens", "6", "--temperature", "0",
                "--json"]
@@ -217,7 +217,7 @@ def test_shown_on_the_command_line(directory: Path, tmp_path: Path, capsys: pyte
     assert "it.mp4 cannot be read as a video" in (said := capsys.readouterr().err) or "deltic[video]" in said
 
 
-def test_what_is_no_picture_is_named(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_names_unreadable_images(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing(7).save(tmp_path / "it.png")
     Image.new("RGB", (1, 300)).save(tmp_path / "long.png")
     (tmp_path / "empty.png").touch()

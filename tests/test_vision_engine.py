@@ -1,5 +1,5 @@
-"""Pictures in prompts, through the engine: the same tokens as transformers gives, whatever the schedule and the cache,
-and nothing read or encoded twice."""
+"""Pictures in prompts: the tokens equal those of transformers for any schedule and cache, and nothing is prefilled or
+encoded twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deltic.loader.model_files import open_model
 from deltic.params import EngineRequest, Prompt, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 from deltic.session import Session
-from deltic.vision.preprocess import Pixels, Video, patches_of
+from deltic.vision.images import Pixels, Video, patches_of
 from deltic.vision.prompt import with_pictures
 
 PICTURES = ImageConfig(min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 40)
@@ -49,12 +49,12 @@ class Pair:
         return picture([image], PICTURES, self.vision)
 
     def prompt(self, text: list[int | Pixels]) -> Prompt:
-        """Of token ids and pictures."""
+        """Builds a prompt from token ids and pictures."""
         ids = [part if isinstance(part, int) else self.vision.image_token_id for part in text]
         return with_pictures(ids, [part for part in text if isinstance(part, Pixels)], self.vision)[0]
 
     def expected(self, text: list[int | Pixels], count: int) -> tuple[list[int], torch.Tensor]:
-        """Greedy tokens of transformers, and the probability of each."""
+        """Returns the greedy tokens of transformers and their log-probabilities."""
         prompt, seen = self.prompt(text), [part for part in text if isinstance(part, Pixels)]
         ids, kinds = list(prompt.ids), [int(key < 0) for key in prompt.keys or ()]
         patches = torch.cat([torch.from_numpy(patches_of(each, PICTURES, self.vision)) for each in seen])
@@ -87,7 +87,7 @@ def runtime(pair: Pair) -> ModelRunner:
 
 
 def ask(prompt: Prompt, count: int = 12, name: str = "a", **more: Any) -> EngineRequest:
-    """Never answered by a token that stands for pictures."""
+    """A request whose answer contains no placeholder tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=count, logprobs=0, ignore_eos=True,
                             logit_bias=dict.fromkeys(range(250, 307), -100.0))
     return EngineRequest(name, prompt, replace(params, **more))
@@ -121,7 +121,7 @@ def conversations(pair: Pair) -> dict[str, list[int | Pixels]]:
 
 
 @pytest.mark.parametrize("name", ["first", "middle", "last", "two", "one twice", "result"])
-def test_as_transformers(pair: Pair, runtime: ModelRunner, name: str) -> None:
+def test_answers_equal_transformers(pair: Pair, runtime: ModelRunner, name: str) -> None:
     text = conversations(pair)[name]
     tokens, logprobs = pair.expected(text, 12)
     engine = Engine(runtime)
@@ -132,8 +132,8 @@ def test_as_transformers(pair: Pair, runtime: ModelRunner, name: str) -> None:
     assert torch.allclose(ours, logprobs, atol=1e-4)
 
 
-def test_experts_as_transformers(tmp_path: Path) -> None:
-    """The form with a mixture of experts."""
+def test_moe_answers_equal_transformers(tmp_path: Path) -> None:
+    """The architecture with a mixture of experts."""
     theirs = transformers_vision_model(tmp_path, family="qwen3_5_moe")
     files = open_model(str(tmp_path))
     assert files.vision and files.config.experts
@@ -142,8 +142,8 @@ def test_experts_as_transformers(tmp_path: Path) -> None:
     assert tokens_of(Engine(pair.load()), ask(pair.prompt(text), 4))[0] == pair.expected(text, 4)[0]
 
 
-def test_videos_as_transformers(pair: Pair, runtime: ModelRunner) -> None:
-    """A picture, and a video of three parts that share nothing but the video."""
+def test_video_answers_equal_transformers(pair: Pair, runtime: ModelRunner) -> None:
+    """A picture and a video of three parts."""
     vision, still = pair.vision, pair.pixels(17, 60, 2)
     frames = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 40, 3), dtype=np.uint8))
               for seed in range(6)]
@@ -167,19 +167,25 @@ def test_videos_as_transformers(pair: Pair, runtime: ModelRunner) -> None:
     assert abs(event.logprobs.token - float(logits[0, -1].log_softmax(-1)[best])) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> list[list[int]]:
+    """The answers of all conversations, one at a time."""
+    return [tokens_of(Engine(pair.load(prefix_cache=False)), ask(pair.prompt(text)))[0]
+            for text in conversations(pair).values()]
+
+
 @pytest.mark.parametrize("options", [{"token_budget": 7}, {"ops": ("reference",)}, {"speculate": "ngram"},
                                      {"memory": "3MiB", "max_context": 192}, {"prefix_cache": False},
                                      {"packed_weights": "off", "ops": ("mlp=torch",)}], ids=str)
-def test_however_it_is_run(pair: Pair, runtime: ModelRunner, options: dict[str, Any]) -> None:
-    """Alone, and all at once, in whatever chunks, with drafts, and with a cache that is too small for all of them."""
+def test_answers_do_not_depend_on_options(pair: Pair, alone: list[list[int]], options: dict[str, Any]) -> None:
+    """One request at a time and all at once, in chunks, with drafts, and in a cache that is too small for all."""
     asked = {name: ask(pair.prompt(text), name=name) for name, text in conversations(pair).items()}
-    alone = [tokens_of(Engine(pair.load()), request)[0] for request in asked.values()]
     other = Engine(pair.load(**options))
     assert [tokens_of(other, replace(request, id=f"{name} again"))[0] for name, request in asked.items()] == alone
     assert tokens_of(other, *asked.values()) == alone
 
 
-def test_a_second_turn_encodes_and_reads_nothing_again(pair: Pair) -> None:
+def test_a_second_turn_reuses_pictures_and_prefix(pair: Pair) -> None:
     engine = Engine(pair.load())
     assert engine.pictures
     text = conversations(pair)["two"]
@@ -232,8 +238,8 @@ def test_two_pictures_of_one_size_never_match(pair: Pair) -> None:
     assert tokens_of(engine, ask(pair.prompt(other), name="again")) != found
 
 
-def test_more_pictures_than_there_is_room_for(pair: Pair) -> None:
-    """A hundred, in two prompts at a time: rows that were read make room for others."""
+def test_image_embeds_are_evicted(pair: Pair) -> None:
+    """A hundred pictures in two prompts: embeddings that were prefilled make room for others."""
     engine = Engine(pair.load(max_context=4096, memory="256MiB"))
     assert engine.pictures
     engine.pictures._room = 40_000
@@ -249,8 +255,8 @@ def test_more_pictures_than_there_is_room_for(pair: Pair) -> None:
     assert most < 40_000 + 2 * 15 * 40 * 4 * 3
 
 
-def test_others_answer_while_a_picture_is_encoded(pair: Pair) -> None:
-    """One slice of the work between two steps of theirs, where a slice takes long."""
+def test_decoding_continues_while_a_picture_is_encoded(pair: Pair) -> None:
+    """At most one slow slice runs between two steps."""
     runtime = pair.load()
     encode, slices = runtime.encode, list[int]()
     assert encode
@@ -286,7 +292,7 @@ def test_others_answer_while_a_picture_is_encoded(pair: Pair) -> None:
     assert len(slices) > 10 and sum(step == 0 for step in steps) <= 2, "one for each picture's last slice"
 
 
-def test_a_tower_that_fails_ends_its_request_alone(pair: Pair) -> None:
+def test_a_failing_tower_ends_only_its_request(pair: Pair) -> None:
     runtime = pair.load()
     encode = runtime.encode
     assert encode
@@ -307,7 +313,7 @@ def test_a_tower_that_fails_ends_its_request_alone(pair: Pair) -> None:
         assert len(answers["middle", 0].tokens) == 3
 
 
-def test_a_model_that_does_not_see(pair: Pair) -> None:
+def test_a_model_without_vision(pair: Pair) -> None:
     engine = Engine(pair.load(vision=False))
     with pytest.raises(RequestError, match="reads text only"):
         engine.add(ask(pair.prompt(conversations(pair)["first"])))
@@ -320,7 +326,7 @@ WAYS: dict[str, dict[str, Any]] = {"plain": {"speculate": "off"}, "drafts": {"sp
 
 @pytest.fixture(scope="module")
 def cold(pair: Pair) -> dict[str, list[list[int]]]:
-    """Of each place: three drawn answers, and the next turn's, by a cache that keeps nothing."""
+    """For each position: three sampled answers and that of the next turn, without a prefix cache."""
     texts, found, runtime = conversations(pair), dict[str, list[list[int]]](), pair.load(prefix_cache=False)
     for name in PLACES:
         drawn = tokens_of(Engine(runtime), several(pair.prompt(texts[name])))
@@ -339,9 +345,9 @@ def next_turn(text: list[int | Pixels], answer: list[int]) -> list[int | Pixels]
 
 @pytest.mark.parametrize("way", ["plain", "drafts", pytest.param("chunks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_same_answer_however_it_is_known(pair: Pair, cold: dict[str, list[list[int]]], tmp_path: Path, place: str,
+def test_answers_do_not_depend_on_cached_parts(pair: Pair, cold: dict[str, list[list[int]]], tmp_path: Path, place: str,
                                              way: str) -> None:
-    """Wherever the picture is: cold, warm, exact, forked, and from disk; with drafts and without."""
+    """For each position of a picture: cold, warm, exact, forked and from disk, with and without drafts."""
     text, wanted = conversations(pair)[place], cold[place]
     prompt, turn = pair.prompt(text), pair.prompt(next_turn(text, wanted[0]))
     options = {**WAYS[way], "cache_dir": str(tmp_path)}
@@ -365,8 +371,8 @@ def test_the_same_answer_however_it_is_known(pair: Pair, cold: dict[str, list[li
 
 
 @pytest.mark.parametrize("budget", [512, 7])
-def test_a_session_sees(pair: Pair, runtime: ModelRunner, budget: int) -> None:
-    """Pictures, and embeddings that somebody else assembled: the logits of transformers, also after a return."""
+def test_session_with_pictures(pair: Pair, runtime: ModelRunner, budget: int) -> None:
+    """Pictures and assembled embeddings give the logits of transformers, also after a restore."""
     text = [*words(1, 5), pair.pixels(40, 24, 1), *words(2, 6)]
     tokens, logprobs = pair.expected(text, 6)
     session = Session(str(pair.directory), dtype="float32", memory="64MiB", threads=1, token_budget=budget,
@@ -397,7 +403,7 @@ def test_a_session_sees(pair: Pair, runtime: ModelRunner, budget: int) -> None:
                                                            threads=1).prefill([1, 2, 3]))
 
 
-def test_what_a_session_cannot_take(pair: Pair) -> None:
+def test_session_refuses_invalid_input(pair: Pair) -> None:
     session = Session(str(pair.directory), dtype="float32", memory="64MiB", threads=1, vision=False)
     with pytest.raises(RequestError, match="reads text only"):
         session.prefill(pair.prompt(conversations(pair)["first"]))

@@ -1,4 +1,4 @@
-"""Files of pictures: each kind as it should look, and nothing that damaged or hostile ones could do."""
+"""Image files: formats, orientation, transparency, and damaged and hostile files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_formats(kind: str, options: dict[str, Any]) -> None:
     assert found.mode == "RGB" and alike(found, photo(), 12.0 if kind == "GIF" else 6.0)
 
 
-def test_turned_as_the_camera_was() -> None:
+def test_exif_orientation() -> None:
     turned = photo().transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 270 degrees
@@ -81,7 +81,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 @pytest.mark.filterwarnings("ignore:Image size")
 @pytest.mark.parametrize("side", [9_500, 14_000, 60_000])
 def test_bombs(side: int) -> None:
-    """Refused by what the header says, at once."""
+    """Refused by the header, without decoding."""
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     bomb = (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1 << 20)))
             + chunk(b"IEND", b""))
@@ -92,8 +92,8 @@ def test_bombs(side: int) -> None:
     assert time.perf_counter() - began < 1
 
 
-def test_no_other_programs_are_asked() -> None:
-    """Formats that Pillow hands to other programs or libraries are not read."""
+def test_no_external_programs_run() -> None:
+    """Formats that Pillow passes to other programs are refused."""
     for text in (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage", b"<svg/>", b"%PDF-1.4", b"GIF", b""):
         with pytest.raises(RequestError, match=r"no picture|damaged"):
             read_image(text)
@@ -101,7 +101,7 @@ def test_no_other_programs_are_asked() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_files() -> None:
-    """300: read, or refused; quickly, and within bounds."""
+    """300 files are decoded or refused, quickly and within limits."""
     random = Random(4)
     kinds = [saved(photo(200, 150), kind, **options) for kind, options in (
         ("PNG", {}), ("JPEG", {}), ("WEBP", {}), ("GIF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("BMP", {}))]

@@ -27,7 +27,7 @@ from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import VisionTower, build_tower
 from deltic.ops import backends
 from deltic.ops.quantized import QTensor
-from deltic.vision.preprocess import Video, patches_of, target_size
+from deltic.vision.images import Video, patches_of, target_size
 from deltic.vision.prompt import Reading, rotary_positions
 
 GRIDS = [(2, 2), (4, 6), (10, 2), (6, 14), (2, 8)]
@@ -116,7 +116,7 @@ def test_mistakes_are_noticed(models: dict[str, tuple[Any, Path]], part: str, mi
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_a_picture_alone_or_beside_others(models: dict[str, tuple[Any, Path]], backend: str) -> None:
+def test_batched_pictures_equal_single_ones(models: dict[str, tuple[Any, Path]], backend: str) -> None:
     tower = tower_of(models["even"][1], backend)
     patches = torch.randn(sum(r * c for r, c in GRIDS), tower.config.patch_values)
     sizes = [rows * columns for rows, columns in GRIDS]
@@ -141,8 +141,8 @@ def vision_shape(**changes: Any) -> VisionConfig:
     return replace(shape, **changes)
 
 
-def test_patches_are_those_of_transformers() -> None:
-    """Of 210 sizes: the grid, and each value to 1e-6."""
+def test_patches_equal_transformers() -> None:
+    """210 sizes: equal grids, and values within 1e-6."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     random = Random(5)
@@ -165,8 +165,8 @@ def test_patches_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("said", [{}, {"cap_pixels_per_frame": True, "max_video_tokens": 20},
                                   {"cap_pixels_per_frame": True}])
-def test_frames_of_videos_have_the_size_that_transformers_gives_them(said: dict[str, Any]) -> None:
-    """An odd number of frames counts as it is, although the last one is shown twice."""
+def test_video_frame_sizes_equal_transformers(said: dict[str, Any]) -> None:
+    """An odd number of frames is counted without the repeated last one."""
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     random, vision = Random(7), vision_shape(patch_size=2)
@@ -182,12 +182,12 @@ def test_frames_of_videos_have_the_size_that_transformers_gives_them(said: dict[
         assert sum(math.prod(part.grid) for part in found.parts) == patches, (count, width, height)
 
 
-def test_too_long_for_its_width() -> None:
+def test_extreme_aspect_ratios_are_refused() -> None:
     with pytest.raises(RequestError, match="1 x 201 pixels has an aspect ratio above 200"):
         target_size(201, 1, ImageConfig(), vision_shape())
 
 
-def test_a_picture_is_known_by_its_pixels_and_its_grid() -> None:
+def test_digest_depends_on_pixels_and_grid() -> None:
     config, vision = ImageConfig(min_pixels=1024), vision_shape()
     wide, tall = picture([drawing(64, 32)], config, vision), picture([drawing(32, 64)], config, vision)
     other = picture([drawing(64, 32, 1)], config, vision)
@@ -200,8 +200,8 @@ def test_a_picture_is_known_by_its_pixels_and_its_grid() -> None:
 # Positions
 
 
-def test_positions_are_those_of_transformers(models: dict[str, tuple[Any, Path]]) -> None:
-    """Of 500 random conversations with pictures and videos, each part of which is a run of its own."""
+def test_positions_equal_transformers(models: dict[str, tuple[Any, Path]]) -> None:
+    """500 random conversations with pictures and videos."""
     model, _ = models["even"]
     random = Random(9)
     for _ in range(500):
@@ -235,7 +235,7 @@ def test_positions_are_those_of_transformers(models: dict[str, tuple[Any, Path]]
     ({"out_hidden_size": 8}, "out_hidden_size is 8, but the text model's hidden_size"),
     ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes \\[1\\] is not supported"),
 ])
-def test_configs_that_cannot_be(models: dict[str, tuple[Any, Path]], change: dict[str, Any], message: str) -> None:
+def test_invalid_vision_configs(models: dict[str, tuple[Any, Path]], change: dict[str, Any], message: str) -> None:
     mapping = read_json(models["even"][1] / "config.json")
     with pytest.raises(ModelError, match=message):
         VisionConfig.from_hf({**mapping, "vision_config": {**mapping["vision_config"], **change}},
@@ -246,8 +246,8 @@ SAID: dict[str, Any] = {"size": {"shortest_edge": 4096, "longest_edge": 65536}, 
                         "image_std": [0.25] * 3}
 
 
-def test_where_a_model_says_how_pictures_are_prepared(models: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
-    """In a file for pictures and one for videos, or in one for both, which goes before them."""
+def test_preprocessor_config_files(models: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    """One file each for images and videos, or one for both, which takes precedence."""
     for file in models["even"][1].iterdir():
         (tmp_path / file.name).symlink_to(file)
     other = {**SAID, "size": {"shortest_edge": 1024, "longest_edge": 2048}}
@@ -268,7 +268,7 @@ def test_where_a_model_says_how_pictures_are_prepared(models: dict[str, tuple[An
 
 
 @pytest.mark.parametrize("left_out", [*SAID, None])
-def test_what_a_file_leaves_out_is_as_transformers_has_it(left_out: str | None) -> None:
+def test_missing_keys_have_transformers_defaults(left_out: str | None) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     said = {key: value for key, value in SAID.items() if left_out in SAID and key != left_out} | {"patch_size": 16}
@@ -277,7 +277,7 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it(left_out: str | None) 
     assert (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
 
 
-def test_older_keys_of_a_pictures_size_go_before_the_newer() -> None:
+def test_old_size_keys_take_precedence() -> None:
     """As in Qwen2VLImageProcessor: files of Qwen2-VL have both."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -292,7 +292,7 @@ def test_older_keys_of_a_pictures_size_go_before_the_newer() -> None:
     ({"resample": 2}, r"resample 2 is not supported, only 3 \(bicubic\)"),
     ({"do_normalize": False}, "do_normalize false is not supported"),
     ({"size": {"height": 224, "width": 224}}, "size must be an object of shortest_edge and longest_edge")])
-def test_pictures_that_cannot_be_prepared(change: dict[str, Any], message: str) -> None:
+def test_invalid_preprocessor_configs(change: dict[str, Any], message: str) -> None:
     fine = {**SAID, "resample": 3, "rescale_factor": 0.00392156862745098, "do_normalize": True}
     assert ImageConfig.from_hf(fine, fine).videos == VideoConfig((4096, 65536))
     for pair in ((change, {}), ({}, change)):

@@ -1,4 +1,4 @@
-"""Video files: the frames that transformers selects, rotated, within bounds; and files that are no videos."""
+"""Video files: frames as transformers samples them, rotation, limits, and invalid files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deltic.config import Limits
 from deltic.config.vision import VideoConfig
 from deltic.errors import ModelError, RequestError
 from deltic.params import Prompt
-from deltic.vision.preprocess import Video
+from deltic.vision.images import Video
 from deltic.vision.prompt import Reading
 from deltic.vision.video import frame_numbers, read_video
 
@@ -27,7 +27,7 @@ __all__ = ["directory", "llm"]
 
 
 def video_file(path: Path, frames: int, rate: int = 5, codec: str = "mpeg4", size: tuple[int, int] = (64, 48)) -> Path:
-    """Each frame a shade of grey of its own."""
+    """Each frame has its own shade of grey."""
     with av.open(str(path), "w") as file:
         stream = file.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
@@ -44,7 +44,7 @@ def shades(images: list[Image.Image]) -> list[int]:
     return [round((float(np.asarray(image).mean()) - 10) / 8) for image in images]
 
 
-def test_numbers_are_those_of_transformers() -> None:
+def test_frame_numbers_equal_transformers() -> None:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
     from transformers.video_utils import VideoMetadata
 
@@ -77,7 +77,7 @@ def test_like_a_list_of_frames(llm: LLM, tmp_path: Path) -> None:
     assert llm.chat([{"role": "user", "content": [{"type": "video", "video": path}]}], GREEDY).text is not None
 
 
-def test_what_is_no_video(llm: LLM, tmp_path: Path) -> None:
+def test_invalid_video_files(llm: LLM, tmp_path: Path) -> None:
     drawing(1).save(tmp_path / "it.png")
     (tmp_path / "text.mp4").write_text("no video")
     data = video_file(tmp_path / "it.mp4", 20).read_bytes()
@@ -111,7 +111,7 @@ def test_no_more_frames_than_pictures(tmp_path: Path) -> None:
     ({"do_sample_frames": False}, [*range(20)]), ({"do_sample_frames": False, "fps": None}, [*range(20)]),
     ({"num_frames": 3}, [0, 10, 19]), ({"num_frames": 25, "fps": None}, [*np.linspace(0, 19, 25).round()]),
     ({"do_sample_frames": None, "max_frames": 5}, [0, 5, 10, 14, 19])])
-def test_what_a_models_files_say_of_videos(tmp_path: Path, said: dict[str, Any], numbers: list[int]) -> None:
+def test_video_preprocessor_configs(tmp_path: Path, said: dict[str, Any], numbers: list[int]) -> None:
     """do_sample_frames and num_frames, as they would be read from video_preprocessor_config.json."""
     config = VideoConfig.from_hf(said)
     frames, times = read_video(video_file(tmp_path / "it.mkv", 20), config, 100, lambda image, count: image, "it")
@@ -120,12 +120,12 @@ def test_what_a_models_files_say_of_videos(tmp_path: Path, said: dict[str, Any],
 
 
 def test_a_number_of_frames_and_a_rate_exclude_each_other() -> None:
-    """transformers refuses each video then."""
+    """transformers refuses such configs."""
     with pytest.raises(ModelError, match="num_frames and fps exclude each other"):
         VideoConfig.from_hf({"num_frames": 3, "fps": 2.0})
 
 
-def test_how_fast_a_message_wants_a_video_goes_first(llm: LLM, tmp_path: Path) -> None:
+def test_fps_of_a_message_takes_precedence(llm: LLM, tmp_path: Path) -> None:
     vision = llm.runtime.vision
     assert vision
     path = video_file(tmp_path / "it.mp4", 20)

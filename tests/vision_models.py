@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from test_chat_support import QWEN_LIKE
 import deltic
 from deltic.config.vision import ImageConfig, VisionConfig
 from deltic.params import SamplingParams
-from deltic.vision.preprocess import Pixels, pixels, target_size
+from deltic.vision.images import Pixels, pixels, target_size
 
 TINY = Path(deltic.__file__).parent / "models" / "tiny"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -27,8 +28,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that sees, with the embedded one's words."""
-    place = tmp_path_factory.mktemp("sees")
+    """A random model that sees, with the embedded model's vocabulary. All files of tests share it: do not change it."""
+    return _seeing_model(tmp_path_factory.getbasetemp())
+
+
+@cache
+def _seeing_model(base: Path) -> Path:
+    place = base / "seeing-model"
+    place.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, place)
     tokens = json.loads((place / "tokenizer.json").read_text())

@@ -39,7 +39,7 @@ from deltic.config.vision import Vision
 from deltic.errors import ConfigError, RequestError, TemplateError, context_bound, show, valid_text
 from deltic.params import MOST_TOKENS, Constraint, EngineRequest, Finish, ForcedTokens, Prompt, SamplingParams
 from deltic.vision.fetch import Fetcher
-from deltic.vision.preprocess import Pixels, Video
+from deltic.vision.images import Pixels, Video
 from deltic.vision.prompt import Reading, Shown, UnreadImages, with_pictures
 
 _USUAL = f"\n{THINK_END}\n\n"

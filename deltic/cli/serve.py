@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from deltic.llm import LLM
     from deltic.server.embeddings import EmbeddingService
     from deltic.server.models import ModelSet
-    from deltic.server.request_log import RequestLog
+    from deltic.server.records import RequestLog
 
 _KEY_VARIABLE = "DELTIC_API_KEY"
 _HOST, _PORT = "127.0.0.1", 8000
@@ -176,7 +176,7 @@ def _request_log(args: argparse.Namespace) -> RequestLog | None:
         if args.log_text:
             raise UsageError("--log-text needs a log: give --request-log FILE, too")
         return None
-    from deltic.server.request_log import RequestLog
+    from deltic.server.records import RequestLog
 
     return RequestLog(args.request_log, args.log_text)
 

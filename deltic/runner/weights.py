@@ -35,7 +35,7 @@ from deltic.params import Auto, Draft, Mtp
 from deltic.runner.expert_offload import beside_card, check_experts, plain_store
 from deltic.runner.image_embeds import Encode
 from deltic.runner.packed_file import PackedFile
-from deltic.vision.preprocess import Pixels, patches_of
+from deltic.vision.images import Pixels, patches_of
 
 log = logging.getLogger("deltic")
 _FREE_SHARE = 0.85

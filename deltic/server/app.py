@@ -31,8 +31,7 @@ from deltic.server.errors import Problem, problem_of, refusal
 from deltic.server.generation import names_of, public_name
 from deltic.server.middleware import ApiKeyAuth, HostCheck
 from deltic.server.models import ModelRegistry, ModelSet, ModelSource, only
-from deltic.server.records import ID_HEADERS, ActiveRequests, RequestRecorder
-from deltic.server.request_log import RequestLog
+from deltic.server.records import ID_HEADERS, ActiveRequests, RequestLog, RequestRecorder
 from deltic.server.response_store import ResponseStore
 from deltic.server.routing import IGNORED_HEADER, Check
 from deltic.server.run import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of

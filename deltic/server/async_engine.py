@@ -17,6 +17,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
+from deltic.config import Limits
 from deltic.engine.policy import to_give_up
 from deltic.engine.stats import RequestProgress
 from deltic.engine.worker import Worker
@@ -45,32 +46,14 @@ class Health:
     requests: int
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Bounds of an engine's requests."""
-
-    answers: int
-    """Answers that run at once."""
-    waiting: int
-    """Answers that wait."""
-    tokens: int
-    """Prompt tokens of both."""
-    unread: int
-    """Events of a request that wait for its reader; then it pauses."""
-    unread_seconds: float
-    """Seconds that a request may pause; then it ends."""
-    wait: float | None = None
-    """Estimated seconds that a new request may have to wait."""
-
-
 class RequestHandle:
     """Iterates over the events of some requests. Close it when they are not needed any more.
 
-    If a reader stays away because its client does not read, its requests pause at a number of unread events, and free
-    their state slots. They resume when the reader has read half of the events. If it stays away too long, they end.
+    If a reader stays away because its client does not read, its requests pause at `max_unread_tokens` events, and free
+    their state slots. They resume when the reader has read half of the events. After `unread_seconds` they end.
     """
 
-    def __init__(self, requests: Sequence[EngineRequest], limits: QueueLimits, *, before: int = 0,
+    def __init__(self, requests: Sequence[EngineRequest], limits: Limits, *, before: int = 0,
                  abort: Callable[[RequestHandle], None], pause: Callable[[RequestHandle, bool], None],
                  on_unread: Callable[[], None] = lambda: None) -> None:
         """before: waiting requests that go first. abort: drops what is not finished. pause: pauses or resumes the
@@ -138,7 +121,7 @@ class RequestHandle:
         if not self._events and not self._left:
             raise StopAsyncIteration
         events = [self._events.popleft() for _ in range(min(TURN, len(self._events)))]
-        if len(self._events) <= self._limits.unread // 2:
+        if len(self._events) <= self._limits.max_unread_tokens // 2:
             self._hold(False)
         self._away = True
         return events
@@ -172,7 +155,7 @@ class RequestHandle:
             self._begun.add((event.request, event.choice))
         if event.finish and event.request in self._left:
             self._finish(event)
-        if self._away and len(self._events) > self._limits.unread:
+        if self._away and len(self._events) > self._limits.max_unread_tokens:
             self._hold(True)
         return first or event.finish is not None
 
@@ -263,13 +246,14 @@ class _Wakeups:
 class AsyncEngine:
     """Connects a worker to the event loop that calls `start`.
 
-    displaced, unread: requests that ended for other clients, and because they were not read.
+    places: answers that run at once. displaced, unread: requests that ended for other clients, and because they were
+    not read.
     """
 
-    def __init__(self, worker: Worker, limits: QueueLimits, stuck_after: float = STUCK_AFTER) -> None:
+    def __init__(self, worker: Worker, places: int, limits: Limits, stuck_after: float = STUCK_AFTER) -> None:
         self.displaced = self.unread = 0
         self._worker = worker
-        self._limits = limits
+        self._places, self._limits = places, limits
         self._stuck_after = stuck_after
         self._handles: dict[str, RequestHandle] = {}
         self._closed: str | None = "the engine has not been started"
@@ -333,32 +317,32 @@ class AsyncEngine:
         if self._draining:
             raise BusyError("the server is shutting down: try again later, or elsewhere")
         handles, limits = self.handles, self._limits
-        places = limits.answers + limits.waiting
+        places = self._places + limits.max_waiting
         displaced = to_give_up([(handle, handle.answers) for handle in handles], client, answers, places)
         if displaced is None:
             live = sum(handle.answers for handle in handles)
-            raise BusyError(f"{live} answers run or wait, and at most {limits.waiting} may wait (max_waiting): try "
-                            "again later")
+            raise BusyError(f"{live} answers run or wait, and at most {limits.max_waiting} may wait (max_waiting): "
+                            "try again later")
         left = [(handle, handle.prompt_tokens) for handle in handles if handle not in displaced]
-        more = to_give_up(left, client, prompt_tokens, limits.tokens)
+        more = to_give_up(left, client, prompt_tokens, limits.max_live_tokens)
         if more is None:
             tokens = sum(handle.prompt_tokens for handle in handles)
-            raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {limits.tokens} "
-                            "together (max_live_tokens): try again later")
+            raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have "
+                            f"{limits.max_live_tokens} together (max_live_tokens): try again later")
         return [*displaced, *more]
 
     def _before(self, answers: int, client: str) -> int:
         """Returns how many waiting requests go before new answers of a client: one of each other client, as they take
         turns, and all of its own. 0 if there is a free place, or no bound."""
-        handles = self.handles
-        if self._limits.wait is None or sum(handle.answers for handle in handles) + answers <= self._limits.answers:
+        handles, bounded = self.handles, self._limits.max_wait_seconds is not None
+        if not bounded or sum(handle.answers for handle in handles) + answers <= self._places:
             return 0
         waiting = Counter(handle.client for handle in handles if handle.first_token is None)
         return len(waiting) + max(waiting[client] - 1, 0)
 
     def _check_wait(self, before: int) -> None:
         """BusyError if a request behind so many others would probably wait too long."""
-        most = self._limits.wait
+        most = self._limits.max_wait_seconds
         if most is None or not self._paces or (wait := before * median(self._paces)) <= most:
             return
         raise BusyError(f"an answer would wait for about {wait:.0f} seconds, and may for {most:g} (max_wait_seconds): "

@@ -12,8 +12,7 @@ from typing import Final
 from deltic.chat.history_store import OwnedEntries
 from deltic.config import Limits
 from deltic.errors import RequestError
-from deltic.vision.decoder_process import DecoderProcess
-from deltic.vision.documents import pdf_text
+from deltic.vision.decoder_process import DecoderProcess, pdf_text
 
 _MOST_CHARACTERS: Final = 16_000_000
 """Characters of all cached texts."""

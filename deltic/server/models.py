@@ -24,7 +24,7 @@ from deltic.config import Limits
 from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import BusyError, ConfigError, DelticError, RequestError, UnavailableError, show
 from deltic.llm import LLM
-from deltic.server.async_engine import STUCK_AFTER, AsyncEngine, Health, QueueLimits
+from deltic.server.async_engine import STUCK_AFTER, AsyncEngine, Health
 from deltic.server.body import BodyReader, Prepared
 from deltic.server.content import documents_in
 from deltic.server.errors import ProblemError
@@ -32,7 +32,7 @@ from deltic.server.fields import Body
 from deltic.server.generation import ServedModel
 from deltic.server.pictures import PictureDecoder
 from deltic.server.records import ActiveRequests, RequestRecord, record_of
-from deltic.vision.documents import reader_process
+from deltic.vision.decoder_process import reader_process
 from deltic.vision.prompt import UnreadImages
 
 log = logging.getLogger("deltic")
@@ -150,16 +150,7 @@ class ModelRegistry:
         return served
 
     def _serve(self, llm: LLM, name: str) -> ServedModel:
-        limits = self.limits
-        queue = QueueLimits(
-            llm.runtime.memory.max_batch,
-            limits.max_waiting,
-            limits.max_live_tokens,
-            limits.max_unread_tokens,
-            limits.unread_seconds,
-            limits.max_wait_seconds,
-        )
-        engine = AsyncEngine(llm.worker, queue, self._stuck_after)
+        engine = AsyncEngine(llm.worker, llm.runtime.memory.max_batch, self.limits, self._stuck_after)
         return ServedModel(llm, engine, name, FairExecutor(1, "deltic-memory"), self._records)
 
     def entries(self) -> list[ModelEntry]:

@@ -18,8 +18,7 @@ from deltic.server.errors import ProblemError
 from deltic.server.http import json_response
 from deltic.server.metrics import CONTENT_TYPE, ended_early, exposition
 from deltic.server.models import ModelRegistry
-from deltic.server.records import ActiveRequests, RequestRecord, record_of
-from deltic.server.request_log import RequestLog
+from deltic.server.records import ActiveRequests, RequestLog, RequestRecord, record_of
 from deltic.server.routing import ApiRoute, Check
 
 Json = dict[str, Any]

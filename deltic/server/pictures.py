@@ -22,8 +22,7 @@ from deltic.engine.fair_executor import FairExecutor
 from deltic.errors import BusyError, RequestError, UnavailableError
 from deltic.vision.decoder_process import DecoderProcess
 from deltic.vision.fetch import fetch_all
-from deltic.vision.images import DecodeJob, decode
-from deltic.vision.preprocess import Frame, Video
+from deltic.vision.images import DecodeJob, Frame, Video, decode
 from deltic.vision.prompt import Reading, Shown, Steps
 
 DECODERS: Final = 2

@@ -6,6 +6,8 @@ import asyncio
 import errno
 import fcntl
 import gc
+import logging
+import math
 import os
 import signal
 import socket
@@ -19,17 +21,25 @@ from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
 from deltic.config import Limits
 from deltic.errors import ConfigError, UnavailableError
-from deltic.server.connections import Connection, ConnectionAcceptor, ConnectionLimiter
+from deltic.server.connections import LINGER, Connection, ConnectionLimiter
 from deltic.server.middleware import LOCAL_NAMES
 
+log = logging.getLogger("deltic")
+
 _BACKLOG = 2048
+_AT_ONCE = 16
+"""Connections that are accepted in a turn of the event loop."""
+_RETRY = 1.0
+"""Seconds until the acceptor tries again without file descriptors."""
+_QUIET = 10.0
+"""Seconds between two log lines about the same problem."""
 _SWITCH_INTERVAL = 0.0001
 """Seconds for which a thread keeps the interpreter. A step of the engine needs it dozens of times."""
 _FLUSH_SECONDS = 2
@@ -163,6 +173,63 @@ def hosts_of(listener: socket.socket, allowed: Sequence[str], host: str) -> Sequ
     return ("*",) if reachable and not allowed else (*allowed, *LOCAL_NAMES, host)
 
 
+class ConnectionAcceptor:
+    """Accepts connections, a few at a time. Without file descriptors it waits before it tries again.
+
+    asyncio's own acceptor cannot end a TLS handshake, and logs each failed try.
+    """
+
+    def __init__(self, listener: socket.socket, make: Callable[[asyncio.Task[Any] | None], Connection],
+                 limiter: ConnectionLimiter, tls: ssl.SSLContext | None = None) -> None:
+        """make: gets the task of the TLS handshake."""
+        self._listener, self._make, self._limiter = listener, make, limiter
+        self._loop = asyncio.get_running_loop()
+        seconds = float(limiter.limits.header_seconds)
+        self._tls: dict[str, Any] = {
+            "ssl": tls, "ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": LINGER} if tls else {}
+        self._opening: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._logged = -math.inf
+
+    def start(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def stop(self) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        if self._timer:
+            self._timer.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:
+                self._pause(error)
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._open(accepted))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        connection = self._make(asyncio.current_task() if self._tls else None)
+        try:
+            await self._loop.connect_accepted_socket(lambda: connection, accepted, **self._tls)
+        except (OSError, asyncio.CancelledError) as error:  # cancelled: another connection took its place
+            self._limiter.leave(connection)
+            accepted.close()
+            log.debug("a connection was lost while it was accepted: %s", error)
+
+    def _pause(self, error: OSError) -> None:
+        self.stop()
+        self._timer = self._loop.call_later(_RETRY, self.start)
+        if self._loop.time() - self._logged > _QUIET:
+            self._logged = self._loop.time()
+            log.error("no connection can be accepted: %s; trying again every %g seconds", error.strerror, _RETRY)
+
+
 class Draining(Protocol):
     """Runs the requests of a server."""
 
@@ -208,8 +275,9 @@ class Server(uvicorn.Server):
         make = partial(Connection, self.door, self.config, self.server_state, self.lifespan.state)
         for listener in sockets or ():
             listener.setblocking(False)
-            self._acceptors.append(ConnectionAcceptor(listener, make, self._tls))
-            self._acceptors[-1].start()
+            acceptor = ConnectionAcceptor(listener, make, self.door, self._tls)
+            acceptor.start()
+            self._acceptors.append(acceptor)
         self._watching = asyncio.create_task(self.door.watch())
         if not self.should_exit:
             self._on_ready()

@@ -1,4 +1,4 @@
-"""Decodes untrusted files in a child process.
+"""Decodes untrusted files in a child process, and extracts the text of PDF documents there with pypdf.
 
 Decoders hold the GIL, cannot be interrupted, and may allocate without bound. A process has its own limits for processor
 time and memory, and can be killed. Results are JSON and bytes: nothing that the child sends is unpickled.
@@ -6,6 +6,7 @@ time and memory, and can be killed. Results are JSON and bytes: nothing that the
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -15,14 +16,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from deltic.errors import RequestError, UnavailableError
 
+if TYPE_CHECKING:
+    from deltic.config import Limits
+
+NO_TEXT: Final = "[a PDF document without text, such as a scan: its pages cannot be read]"
+"""Replaces the text of a document that has none."""
+_MEMORY_MIB: Final = 512
 _NICE: Final = 5
 _START: Final = "import sys; sys.path[:] = {}; from deltic.vision.decoder_process import main; main({}, {})"
 
@@ -148,3 +155,52 @@ def _run(job: bytes) -> Decoded:
         return {"error": f"the file cannot be read: {type(error).__name__}: {str(error)[:200]}", "field": None}, b""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+# PDF documents
+
+
+def reader_process() -> DecoderProcess:
+    """Returns a process for several calls of `pdf_text`; `stop` ends it from any thread."""
+    return DecoderProcess(_MEMORY_MIB)
+
+
+def pdf_text(data: bytes, limits: Limits, field: str = "document", process: DecoderProcess | None = None) -> str:
+    """Returns the text of a PDF file, its pages separated by empty lines; `NO_TEXT` if there is none.
+
+    Blocks until a child process has read the file. process: one of `reader_process`, which the caller closes. Raises
+    RequestError with `field` if the file is damaged, encrypted, or exceeds `max_document_pages`,
+    `max_document_characters` or `document_seconds`.
+    """
+    try:
+        with nullcontext(process) if process else reader_process() as reader:
+            _, text = reader.call(read_pages, data, limits.max_document_pages, limits.max_document_characters,
+                                  seconds=limits.document_seconds, limit="document_seconds")
+    except RequestError as error:
+        raise RequestError(f"{field} is no PDF document that can be read: {error}", field) from error
+    return text.decode() or NO_TEXT
+
+
+def read_pages(data: bytes, max_pages: int, max_characters: int) -> Decoded:
+    """Returns the text of all pages in UTF-8. Runs in the child process. Raises RequestError."""
+    from pypdf import PdfReader
+    from pypdf.errors import DependencyError, FileNotDecryptedError
+
+    if b"%PDF-" not in data[:1024]:
+        raise RequestError("it does not begin as one")
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        count = len(reader.pages)
+        if count > max_pages:
+            raise RequestError(f"it has {count:,} pages, and at most {max_pages:,} are read (max_document_pages)")
+        texts, size = list[str](), 0
+        for page in reader.pages:
+            texts.append(page.extract_text().encode(errors="replace").decode().strip())
+            size += len(texts[-1])
+            if size > max_characters:
+                raise RequestError(f"it has more than {max_characters:,} characters (max_document_characters)")
+    except (FileNotDecryptedError, DependencyError) as error:
+        raise RequestError("it is encrypted: send it without a password") from error
+    except RecursionError as error:
+        raise RequestError("it is nested too deeply") from error
+    return {}, "\n\n".join(filter(None, texts)).encode()

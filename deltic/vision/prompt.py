@@ -13,8 +13,18 @@ from deltic.config import Limits
 from deltic.config.vision import VideoConfig, Vision, VisionConfig
 from deltic.errors import RequestError, show
 from deltic.params import Picture, Positions, Prompt, content_keys
-from deltic.vision.images import IN_PYTHON, DecodeJob, PixelBudget, named
-from deltic.vision.preprocess import Frame, Pixels, Size, Video, pixels, video_size
+from deltic.vision.images import (
+    IN_PYTHON,
+    DecodeJob,
+    Frame,
+    PixelBudget,
+    Pixels,
+    Size,
+    Video,
+    named,
+    pixels,
+    video_size,
+)
 from deltic.vision.video import read_video
 
 if TYPE_CHECKING:

@@ -1,17 +1,107 @@
-"""Clients that do not read: what waits for them is bounded, they hold nothing that others need, and they end."""
+"""Answers: limits for their number and size, and for clients that do not read them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
 from test_server_harness import USER, Scripted, limited, read_all, serving, tiny, wait_until
 
-from deltic.server.connections import Connection
-from deltic.server.http_protocol import Transport
-from deltic.server.sending import PIECE
+from deltic.config import Limits
+from deltic.params import EngineRequest, SamplingParams, TokenEvent
+from deltic.server import async_engine as handles
+from deltic.server.async_engine import RequestHandle
+from deltic.server.connections import Connection, Transport
+from deltic.server.http import PIECE
+
+UNBOUND = Limits(max_unread_tokens=1 << 20)
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    ("/v1/completions", {"prompt": ["x"] * 9}, "prompt"), ("/v1/completions", {"prompt": ["x"] * 3, "n": 3}, "n"),
+    ("/v1/completions", {"prompt": [[1]] * 2048, "n": 128}, "prompt"),
+    ("/v1/completions", {"prompt": "x", "n": 9}, "n"), ("/v1/chat/completions", {"messages": USER, "n": 9}, "n"),
+])
+def test_too_many_choices_are_refused_before_encoding(path: str, fields: dict[str, Any], param: str,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted("one")
+    with serving(engine.model(max_choices=8)) as served:
+        tokenizer = type(tiny().chat_processor.tokenizer)
+        for name in ("encode", "encode_batch"):
+            monkeypatch.setattr(tokenizer, name, lambda *_: pytest.fail("read"), raising=False)
+        response = served.post(path, **fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param) and "at most 8 (max_choices)" in error["message"]
+        monkeypatch.undo()
+        assert served.post("/v1/completions", prompt=["x"] * 4, n=2).status_code == 200
+        assert len(engine.seen) == 4
+
+
+def test_many_choices_do_not_block_the_event_loop() -> None:
+    engine = Scripted("one two three", pause=0.05)
+    with serving(engine.model(max_choices=1 << 20)) as served, served.lateness(time.process_time) as late:
+        body = {"prompt": [[1, 2, 3]] * 512, "n": 128, "stream": True}
+        with served.http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+        served.wait_idle()
+    assert len(engine.seen) == 512 and max(late) < 0.7, "65,536 answers at once took seconds"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_large_answers_do_not_block_the_event_loop(stream: bool) -> None:
+    engine = Scripted()
+    with serving(engine.model()) as served, served.lateness(time.process_time) as late:
+        response = served.post("/v1/completions", prompt="x", n=64, max_tokens=300, logprobs=2, stream=stream)
+        assert response.status_code == 200 and response.text.count("nan") + response.text.count('"na"') > 64 * 300
+    assert max(late) < 0.4, "19,200 tokens with their probabilities took as long as they took to be written"
+
+
+def test_large_answers_equal_small_ones() -> None:
+    with serving(Scripted().model()) as served:
+        small = served.post("/v1/completions", prompt="x", n=2, max_tokens=90, logprobs=2).json()["choices"]
+        big = served.post("/v1/completions", prompt="x", n=30, max_tokens=90, logprobs=2).json()["choices"]
+    assert [choice | {"index": index} for index, choice in enumerate(small * 15)] == big
+
+
+def test_echo_is_limited_by_max_body_mib() -> None:
+    engine, prompts = Scripted("one"), ["capital " * 1500, "capital " * 1400]
+    engine.max_context = 1 << 20
+    with serving(engine.model(max_body_mib=1)) as served:
+        choices = served.post("/v1/completions", prompt=prompts, n=2, echo=True).json()["choices"]
+        assert [choice["text"] for choice in choices] == [prompts[0] + "one"] * 2 + [prompts[1] + "one"] * 2
+        refused = served.post("/v1/completions", prompt=prompts, n=64, echo=True)
+    assert refused.status_code == 400 and "max_body_mib" in refused.json()["error"]["message"]
+
+
+def test_a_reader_with_many_events_yields_to_others() -> None:
+    async def read() -> tuple[list[int], int]:
+        handle = RequestHandle(
+            [EngineRequest("a", (1,), SamplingParams())], UNBOUND, abort=lambda _: None, pause=lambda *_: None
+        )
+        for _ in range(999):
+            handle.take(TokenEvent("a", 0, 5))
+        handle.take(TokenEvent("a", 0, 5, finish="length"))
+        turns, sizes = 0, []
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        async for events in handle:
+            sizes.append(len(events))
+        task.cancel()
+        return sizes, turns
+
+    sizes, turns = asyncio.run(read())
+    assert sum(sizes) == 1000 and max(sizes) <= handles.TURN and turns >= len(sizes) - 1
+
 
 LONG: dict[str, Any] = {"messages": USER, "stream": True, "max_tokens": 300, "temperature": 2.0, "logprobs": True,
                         "top_logprobs": 20, "ignore_eos": True}
@@ -23,19 +113,19 @@ def texts(answer: str) -> str:
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
-def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_do_not_read_do_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.server.run._SEND_BUFFER", 4096)  # that the kernel takes little is soon seen
     endless = {**LONG, "max_tokens": 400}  # none shall be over before it is noticed that nobody reads it
     with serving(limited(tiny(), max_unread_tokens=64)) as served:
-        asleep = [served.send("/v1/chat/completions", 4096, **endless, seed=seed) for seed in range(30)]
+        asleep = [served.send("/v1/chat/completions", 4096, **endless, seed=seed) for seed in range(20)]
         scheduler = tiny().engine.scheduler
-        wait_until(lambda: len(scheduler.paused) == 30, 60)
+        wait_until(lambda: len(scheduler.paused) == 20, 60)
         assert not scheduler.running and not scheduler.waiting
         waiting = [handle.unread for handle in served.bridge.handles]
-        assert len(waiting) == 30 and max(waiting) < 64 + 32
+        assert len(waiting) == 20 and max(waiting) < 64 + 32
         for _ in range(5):
             assert served.client.chat.completions.create(model="tiny", messages=USER, max_tokens=8).choices[0]
-        assert len(scheduler.paused) == 30 and served.health()[0] == 200
+        assert len(scheduler.paused) == 20 and served.health()[0] == 200
         awake = [texts(served.post("/v1/chat/completions", **endless, seed=seed).text) for seed in (3,)]
         slept = [texts(read_all(asleep[seed])) for seed in (3,)]
         for raw in asleep:
@@ -69,9 +159,9 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
         monkeypatch.setattr("deltic.server.connections.fcntl.ioctl", lambda *arguments: bytes(4))
     monkeypatch.setattr("deltic.server.run._SEND_BUFFER", 4096)  # the system shall not hold the rest of the answer
     checks, check, engine = list[Connection](), Connection.check, Scripted()
-    monkeypatch.setattr(Connection, "check", lambda known, limits: (check(known, limits), checks.append(known)))
+    monkeypatch.setattr(Connection, "check", lambda known: (check(known), checks.append(known)))
     with serving(engine.model(max_unread_tokens=16, unread_seconds=2)) as served:
-        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=4000, logprobs=1), b""
+        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=1500, logprobs=1), b""
         wait_until(lambda: bool(engine.paused))
         with served.clock() as advance:
             for turn in range(1, 7):
@@ -81,10 +171,10 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
                 advance(0.9)
                 wait_until(lambda: bool(checks))
         text = data.decode() + read_all(raw)
-    assert "data: [DONE]" in text and texts(text) == "na" * 4000
+    assert "data: [DONE]" in text and texts(text) == "na" * 1500
 
 
-def test_clients_that_read_are_never_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_read_are_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Scripted()
     monkeypatch.setattr(engine, "pause", lambda request: pytest.fail("paused"))
     with serving(engine.model(max_unread_tokens=1)) as served:
@@ -109,7 +199,7 @@ def test_a_large_answer_is_written_in_pieces(path: str, monkeypatch: pytest.Monk
     assert served.app.state.records.outbox.held == 0
 
 
-def test_answers_that_wait_to_be_read_are_bounded_together(monkeypatch: pytest.MonkeyPatch,
+def test_max_unsent_mib_bounds_unread_answers(monkeypatch: pytest.MonkeyPatch,
                                                            caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("deltic.server.run._SEND_BUFFER", 4096)
     body = {"prompt": ["x"] * 16, "max_tokens": 1000, "logprobs": 1}
