@@ -48,7 +48,8 @@ def test_l8_lists_maps_and_flags_of_a_wrong_type() -> None:
     for name, value in [("stop", 5), ("stop", b"x"), ("stop", {"x": 1}), ("stop_token_ids", 5), ("stop_token_ids", "5"),
                         ("logit_bias", [1, 2]), ("logit_bias", 5), ("ignore_eos", "yes"), ("ignore_eos", 1),
                         ("ignore_eos", None), ("stop_token_ids", (10 ** 400,)), ("stop_token_ids", (-1,)),
-                        ("logit_bias", {10 ** 400: 1.0}), ("logit_bias", {1: 10 ** 400}), ("logit_bias", {1: math.nan})]:
+                        ("logit_bias", {10 ** 400: 1.0}), ("logit_bias", {1: 10 ** 400}),
+                        ("logit_bias", {1: math.nan})]:
         error = refused(**{name: value})
         assert str(error).startswith(f"{name} must ") and error.field == name, (name, value)
 
