@@ -17,10 +17,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from deltic.chat.tokenizer import Tokenizer
 from deltic.llm import LLM
-from deltic.params import SamplingParams
+from deltic.params import PARAMETERS, SamplingParams
 
 _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=1)
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 Pair = tuple[Any, Sequence[int], Sequence[int]]
 """The request, the tokens of the context, and those of the continuation."""
@@ -117,9 +116,11 @@ class DelticLM(TemplateLM):  # type: ignore[misc]
         """Returns a task's sampling; greedy unless it samples."""
         stops = wanted.get("until") or ()
         most = wanted.get("max_gen_toks", wanted.get("max_tokens", self._max_tokens))
-        drawn = {name: wanted[name] for name in _SAMPLING if name in wanted} if wanted.get("do_sample") else {}
-        return SamplingParams(**{"temperature": 0.0, **drawn}, max_tokens=int(most),
-                              stop=tuple([stops] if isinstance(stops, str) else stops))
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if wanted.get("do_sample"):
+            shared = [name for name, parameter in PARAMETERS.items() if parameter.shared]
+            drawn |= {name: wanted[name] for name in shared if name in wanted}
+        return SamplingParams(**drawn, max_tokens=int(most), stop=tuple([stops] if isinstance(stops, str) else stops))
 
     @property
     def _words(self) -> Tokenizer:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 from deltic.errors import RequestError, show
 
@@ -56,73 +56,98 @@ class Draft:
 Speculation = Auto | Mtp | Ngram | Draft | None
 """How tokens are drafted for the model to verify; None: not at all. Changes only the speed of answers."""
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_k": (0, 1 << 31),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "seed": (-(1 << 63), (1 << 64) - 1),
-    "min_tokens": (0, MOST_TOKENS),
-    "max_tokens": (0, MOST_TOKENS),
-    "logprobs": (0, 20),
-    "prompt_logprobs": (0, 20),
-    "n": (1, 128),
-    "max_repeat": (0, MOST_TOKENS),
-}
-_INTEGERS = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "n", "max_repeat"})
 MAX_LOGIT_BIAS = 100
 MAX_STOPS = 64
+_FEW = 20
+"""The most alternatives that logprobs report for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The declaration of a numeric sampling parameter, from which the APIs and the command line derive theirs.
+
+    kind, optional: the type; optional parameters may be None. low, high: the range, both ends included.
+    help: one line. metavar: of its command-line option; "": there is no option.
+    shared: all APIs have the field by this name. aliases: names that other servers use for the field.
+    """
+
+    low: float
+    high: float
+    help: str
+    metavar: str = ""
+    shared: bool = False
+    aliases: tuple[str, ...] = ()
+    name: str = ""
+    kind: type[int] | type[float] = float
+    optional: bool = False
+
+    def read(self, value: Any) -> Any:
+        """Returns a number of any type (also numpy's) as Python's own. RequestError if it is wrong."""
+        return None if value is None and self.optional else _number(self.name, value, self.low, self.high, self.kind)
+
+
+def _parameter(default: float | None, low: float, high: float, help: str, *, metavar: str = "", shared: bool = False,
+               aliases: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"": Parameter(low, high, help, metavar, shared, aliases)})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. `None`: as in the model's generation_config.json, otherwise neutral.
 
-    temperature: 0 is greedy.
-    top_k: 0 keeps all tokens. The order is: penalties, logit_bias, temperature, top_k, top_p, min_p, then one draw.
-    repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt or answer.
-    presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens of the answer (OpenAI).
+    The order is: penalties, logit_bias, temperature, top_k, top_p, min_p, then one draw.
+
+    repetition_penalty: divides positive (multiplies negative) logits.
     logit_bias: added to the logit of a token id; -100 and below forbids it.
     seed: draws are a function of (seed, choice, position), so equal requests give equal answers; `None` draws a seed
         per request.
     stop: strings that end the answer and are not part of it; one may be given alone.
     stop_token_ids: ids that do the same. `None` is none, here and for stop and logit_bias.
-    min_tokens: end-of-text tokens and stop ids are masked until so many tokens exist.
-    max_tokens: `None` is as many as the context holds.
-    logprobs: number of most probable tokens to report per position (0: the chosen token only; None: nothing).
-    prompt_logprobs: the same for the tokens of the prompt except the first; the whole prompt is then processed slowly,
-        without the prefix cache.
-    n: independent answers; the prompt is processed once.
+    logprobs: 0 reports the chosen token only, None nothing.
+    prompt_logprobs: of all tokens except the first; the whole prompt is then processed slowly, without the
+        prefix cache.
+    n: the prompt is processed once.
     max_repeat: the answer ends, with reason "length", when it ends in the same group of 1 to 128 tokens so many times
         in a row. Groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of dashes
-        is no such end. 0: never, otherwise at least 2; `None`: as in the engine's options.
+        is no such end. `None`: as in the engine's options.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float | None = _parameter(
+        None, 0, 100, "0 always takes the most probable token", metavar="T", shared=True)
+    top_k: int | None = _parameter(
+        None, 0, 1 << 31, "draw from the K most probable tokens; 0: from all", metavar="K", shared=True)
+    top_p: float | None = _parameter(
+        None, 0, 1, "draw from the most probable tokens that together reach P", metavar="P", shared=True)
+    min_p: float | None = _parameter(
+        None, 0, 1, "drop tokens less probable than P times the most probable one", metavar="P", shared=True)
+    repetition_penalty: float | None = _parameter(
+        None, 0.01, 100, "make tokens of prompt and answer less probable; 1 is neutral", metavar="X", shared=True,
+        aliases=("repeat_penalty",))
+    presence_penalty: float = _parameter(
+        0.0, -2, 2, "subtract X from the logit of every token in the answer", metavar="X", shared=True)
+    frequency_penalty: float = _parameter(
+        0.0, -2, 2, "subtract X for each time that a token is in the answer", metavar="X", shared=True)
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    seed: int | None = None
+    seed: int | None = _parameter(
+        None, -(1 << 63), (1 << 64) - 1, "make the draws repeatable", metavar="N", shared=True)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    max_tokens: int | None = None
+    min_tokens: int = _parameter(
+        0, 0, MOST_TOKENS, "mask end-of-text tokens and stop ids until the answer has N tokens", shared=True,
+        aliases=("min_new_tokens",))
+    max_tokens: int | None = _parameter(
+        None, 0, MOST_TOKENS, "maximum length of the answer (default: the rest of the context)", metavar="N",
+        aliases=("n_predict", "num_predict", "max_new_tokens"))
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    max_repeat: int | None = None
+    logprobs: int | None = _parameter(None, 0, _FEW, "report the N most probable tokens of each position")
+    prompt_logprobs: int | None = _parameter(None, 0, _FEW, "report the N most probable tokens at each prompt token")
+    n: int = _parameter(1, 1, 128, "number of independent answers", aliases=("n_cmpl",))
+    max_repeat: int | None = _parameter(
+        None, 0, MOST_TOKENS, "end an answer that repeats its last tokens N times in a row; 0: never", shared=True)
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            object.__setattr__(self, name, _number(name, getattr(self, name), low, high))
+        for name, parameter in PARAMETERS.items():
+            object.__setattr__(self, name, parameter.read(getattr(self, name)))
         if self.max_tokens == 0 and self.n > 1:
             raise RequestError("n needs max_tokens of at least 1", "n")
         if self.max_repeat == 1:
@@ -131,15 +156,15 @@ class SamplingParams:
             raise RequestError(f"ignore_eos must be True or False, not {show(self.ignore_eos)}", "ignore_eos")
         object.__setattr__(self, "stop", _listed("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         _check_stops(self.stop)
-        object.__setattr__(self, "stop_token_ids", tuple(_number("stop_token_ids", token, 0, 1 << 31, integer=True)
-                                                         for token in _listed("stop_token_ids", self.stop_token_ids)))
-        if self.logit_bias is None:
-            object.__setattr__(self, "logit_bias", {})
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias must map token ids to numbers, not {show(self.logit_bias)}", "logit_bias")
+        object.__setattr__(self, "stop_token_ids", tuple(
+            _number("stop_token_ids", token, 0, 1 << 31, int)
+            for token in _listed("stop_token_ids", self.stop_token_ids)))
+        biases = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(biases, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, not {show(biases)}", "logit_bias")
         object.__setattr__(self, "logit_bias", {
-            _number("logit_bias", token, 0, 1 << 31, integer=True):
-            _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for token, bias in self.logit_bias.items()})
+            _number("logit_bias", token, 0, 1 << 31, int):
+            _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, float) for token, bias in biases.items()})
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Fills every `None` for which `defaults` has a value."""
@@ -148,16 +173,17 @@ class SamplingParams:
         return replace(self, **missing) if missing else self
 
 
-def _number(name: str, value: Any, low: float, high: float, integer: bool = False) -> Any:
-    """Returns a number of any kind (also numpy's) as Python's own; None where it is allowed."""
-    if value is None and name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
-                                  "max_tokens", "logprobs", "prompt_logprobs", "max_repeat"):
-        return None
-    whole = integer or name in _INTEGERS
-    kind: Any = Integral if whole else Real
-    if isinstance(value, bool) or not isinstance(value, kind):
-        expected = "an integer" if whole else "a number"
-        raise RequestError(f"{name} must be {expected}, not {show(value)}", name)
+PARAMETERS: Final[Mapping[str, Parameter]] = {
+    each.name: replace(each.metadata[""], name=each.name, kind=int if "int" in each.type else float,
+                       optional="None" in each.type)
+    for each in fields(SamplingParams) if each.metadata}
+"""The numeric sampling parameters by name."""
+
+
+def _number(name: str, value: Any, low: float, high: float, kind: type[int] | type[float]) -> Any:
+    accepted: Any = Integral if kind is int else Real
+    if isinstance(value, bool) or not isinstance(value, accepted):
+        raise RequestError(f"{name} must be {'an integer' if kind is int else 'a number'}, not {show(value)}", name)
     if not low <= value <= high:  # integers are compared as such, however large
         raise RequestError(f"{name} must be between {low:,} and {high:,}, not {show(value)}", name)
     return int(value) if isinstance(value, Integral) else float(value)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_server_harness import Served, serving, tiny
+from test_server_harness import Served, each, serving, tiny
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -95,7 +95,7 @@ def test_what_has_no_effect_is_named(served: Served, wanted: dict[str, Any], nam
     assert answer.status_code == 200 and answer.headers["x-deltic-ignored"] == name
 
 
-@pytest.mark.parametrize("form", [
+@each("form", [
     {"type": "json_object", "schema": SCHEMA}, {"type": "json_schema", "name": "x", "schema": SCHEMA},
     {"type": "regex", "pattern": r'\{"a":[0-9]\}'}])
 def test_responses(served: Served, form: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from support import (
     small_runtime,
     stepwise_logits,
 )
-from test_server_harness import USER, Served, serving, tiny
+from test_server_harness import USER, Served, each, serving, tiny
 
 from deltic import SamplingParams
 from deltic.engine.engine import Engine
@@ -48,7 +48,7 @@ def alone(runtime: ModelRunner, prompt: tuple[int, ...], **more: Any) -> Found:
     return found_in(serve(small_runtime(runtime), [asking("x", prompt, **more)]))
 
 
-@pytest.mark.parametrize("name", RUNTIMES)
+@each("name", RUNTIMES)
 def test_they_are_those_of_a_plain_forward(name: str) -> None:
     runtime = RUNTIMES[name]()
     for seed, length in enumerate((1, 2, 33, 100)):
@@ -171,8 +171,8 @@ def reference(ids: list[int]) -> torch.Tensor:
     return stepwise_logits(session_over(tiny().runtime, batch=1), ids).double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("text", ["Once upon a time, there was a cat.", "größer 日本 🙂 as", "x"])
-@pytest.mark.parametrize("as_ids", [False, True])
+@each("text", ["Once upon a time, there was a cat.", "größer 日本 🙂 as", "x"])
+@each("as_ids", [False, True])
 def test_echo_and_logprobs_as_evaluations_ask_for_them(served: Served, text: str, as_ids: bool) -> None:
     ids = list(tiny().chat_processor.tokenizer.encode(text))
     spell = tiny().chat_processor.tokenizer.token_bytes
@@ -235,7 +235,7 @@ def test_the_same_from_python() -> None:
     assert tiny().generate([[5, 6, 7]], SamplingParams(max_tokens=1))[0].choices[0].prompt_logprobs is None
 
 
-@pytest.mark.parametrize(("path", "fields", "field"), [
+@each(("path", "fields", "field"), [
     ("completions", {"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, "echo"),
     ("completions", {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ("completions", {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),

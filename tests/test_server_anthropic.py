@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import Anthropic
-from test_server_harness import CALL, THOUGHT, Scripted, Served, scripted, serving, tiny
+from test_server_harness import CALL, THOUGHT, Scripted, Served, each, scripted, serving, tiny
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOLS: list[Any] = [{"name": "weather", "description": "Says how it is.", "input_schema": {
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_a_stream_says_what_the_whole_says(name: str) -> None:
     text, more = CASES[name]
     with scripted(text.removeprefix("<think>\n") if "thinking" in more else text) as (served, _):
@@ -103,7 +103,7 @@ def test_thinking_calls_and_reasons() -> None:
     assert list(dict.fromkeys(deltas)) == ["thinking_delta", "signature_delta", "text_delta", "input_json_delta"]
 
 
-@pytest.mark.parametrize(("more", "reason", "sequence"), [
+@each(("more", "reason", "sequence"), [
     ({}, "end_turn", None), ({"max_tokens": 2}, "max_tokens", None), ({"stop_sequences": ["wo", "x"]},
                                                                      "stop_sequence", "wo")])
 def test_why_it_ended(more: dict[str, Any], reason: str, sequence: str | None) -> None:
@@ -208,7 +208,7 @@ def test_the_next_turn_reads_only_what_is_new(served: Served) -> None:
     assert second.usage.cache_read_input_tokens >= before + first.usage.output_tokens - 1
 
 
-@pytest.mark.parametrize("sent", [True, False])
+@each("sent", [True, False])
 def test_a_tool_loop_goes_on_from_the_very_ids(sent: bool) -> None:
     """With the thinking sent back as it came."""
     asked: dict[str, Any] = {"tools": TOOLS, "thinking": THINKING}
@@ -275,7 +275,7 @@ def user(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@each(("fields", "said"), [
     ({"messages": []}, "messages must have"), ({"messages": 5}, "messages must be"), ({"messages": None}, "messages"),
     ({"messages": [5]}, r"messages[0].role"), ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     (user(5), "messages[0].content must be"), (user([5]), "messages[0].content[0] must be"),
@@ -316,7 +316,7 @@ def user(content: Any) -> dict[str, Any]:
      "only an assistant"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
     ({"thread": {"type": "create"}}, "thread is not supported"), ({"output_format": {"type": "x"}}, "output_config.f"),
 ])
-@pytest.mark.parametrize("streamed", [False, True])
+@each("streamed", [False, True])
 def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], said: str, streamed: bool) -> None:
     body = {"messages": USER, "max_tokens": 2, "stream": streamed} | fields
     response = served.http.post("/v1/messages", content=json.dumps(body))

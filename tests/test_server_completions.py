@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from test_server_harness import Scripted, Served, serving, tiny
+from test_server_harness import Scripted, Served, each, serving, tiny
 
 from deltic import LLM, RandomModel
 
@@ -34,7 +34,7 @@ def test_several_prompts_and_choices_are_numbered_through(served: Served) -> Non
     assert together.usage and together.usage.completion_tokens == 36
 
 
-@pytest.mark.parametrize("prompt", ["Once upon", tiny().chat_processor.tokenizer.encode("Once upon")])
+@each("prompt", ["Once upon", tiny().chat_processor.tokenizer.encode("Once upon")])
 def test_echo(served: Served, prompt: Any) -> None:
     plain = served.client.completions.create(**LIMITS, prompt=prompt).choices[0].text
     echoed = served.client.completions.create(**LIMITS, prompt=prompt, echo=True).choices[0].text
@@ -65,7 +65,7 @@ def test_sixteen_tokens_are_the_default(served: Served) -> None:
     assert answer.usage and answer.usage.completion_tokens == 16
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each("stream", [False, True])
 def test_legacy_logprobs(served: Served, stream: bool) -> None:
     asked = LIMITS | {"prompt": "Once upon", "logprobs": 2, "stream": stream}
     answer = served.client.completions.create(**asked)
@@ -102,7 +102,7 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
             served.client.chat.completions.create(model="default", messages=[{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize(("fields", "param"), [
+@each(("fields", "param"), [
     ({"suffix": "end"}, "suffix"), ({"best_of": 3, "stream": True}, "best_of"),
     ({"best_of": 1000}, "n"), ({"n": 2, "best_of": 1}, "best_of"),
     ({"echo": True, "logprobs": 1, "stream": True}, "echo"), ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"),

@@ -17,7 +17,7 @@ import openai
 import pytest
 from encoder_models import save_encoder, save_recipe
 from starlette.testclient import TestClient
-from test_server_harness import serving, tiny
+from test_server_harness import each, serving, tiny
 
 from deltic import Encoder
 from deltic.config import Limits
@@ -95,7 +95,7 @@ def test_prompts_by_kind(http: httpx.Client, encoders: SimpleNamespace) -> None:
                                       encoders.vectors.encode("w1", kind=name))
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+@each("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 def test_rerank(http: httpx.Client, encoders: SimpleNamespace, path: str) -> None:
     ranked = encoders.judge.rank("w9", TEXTS)
     body = {"model": "judge", "query": "w9", "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]}
@@ -164,7 +164,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "one no text": ("score", {"text_1": "a", "text_2": ["a", 5]}, 400, "text_2 must be text or a list")}
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each("case", WRONG)
 def test_refusals(http: httpx.Client, case: str) -> None:
     path, body, status, message = WRONG[case]
     answer = http.post(f"/v1/{path}", json=body)
@@ -180,7 +180,7 @@ def test_long_texts_are_cut_where_that_is_asked_for(http: httpx.Client, encoders
     assert http.post("/v1/rerank", json={"query": "w1", "documents": [LONG], "model": "judge"}).status_code == 200
 
 
-@pytest.mark.parametrize(("fields", "same"), [
+@each(("fields", "same"), [
     ({"truncate_prompt_tokens": -1, "input": LONG}, {"truncate": True, "input": LONG}),
     ({"truncate_prompt_tokens": 5, "input": "w1 w2 w3 w4 w5 w6 w7"}, {"input": "w1 w2 w3"}),
     ({"truncate_prompt_tokens": 500, "input": LONG}, {"truncate": True, "input": LONG}),

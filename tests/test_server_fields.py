@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from anthropic import Anthropic
 from test_server_harness import CALL as WEATHER_CALL
-from test_server_harness import THOUGHT, USER, Scripted, scripted, serving, tiny
+from test_server_harness import THOUGHT, USER, Scripted, Served, each, scripted, serving, tiny
 
 from deltic import __version__
 from deltic.chat.markers import closes_thinking
@@ -28,14 +29,20 @@ RESPONSES = "/v1/responses"
 pytestmark = pytest.mark.usefixtures("script_server")
 
 
-@pytest.mark.parametrize(("field", "value"), [
+@pytest.fixture(scope="module")
+def lenient() -> Iterator[Served]:
+    with serving(Scripted("x").model(), lenient=True) as running:
+        yield running
+
+
+@each(("field", "value"), [
     ("cache_prompt", True), ("add_special_tokens", False), ("skip_special_tokens", True), ("keep_alive", "5m"),
     ("provider", {"order": ["x"]}), ("transforms", []), ("id_slot", -1), ("repeat_last_n", 64), ("resendFiles", True),
     ("promptPrefix", "x"), ("timings_per_token", True), ("separate_reasoning", True), ("priority", 0),
     ("mirostat_tau", 5.0), ("samplers", ["top_k"]), ("drop_params", True), ("length_penalty", 1.0), ("do_sample", True),
 ])
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_other_servers_know_is_ignored_and_named(field: str, value: Any, stream: bool) -> None:
+@each("stream", [False, True])
+def test_fields_of_other_servers_are_ignored_and_named(field: str, value: Any, stream: bool) -> None:
     with scripted("x") as (served, _):
         response = served.post(CHAT, messages=USER, stream=stream, **{field: value})
         assert response.status_code == 200 and response.headers[IGNORED_HEADER] == field
@@ -43,7 +50,7 @@ def test_what_other_servers_know_is_ignored_and_named(field: str, value: Any, st
         assert plain.status_code == 200 and IGNORED_HEADER not in plain.headers
 
 
-def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_an_ignored_field_once(caplog: pytest.LogCaptureFixture) -> None:
     with scripted("x") as (served, _), caplog.at_level(logging.WARNING, "deltic"):
         for _ in range(2):
             assert served.post(CHAT, messages=USER, num_gpu=1).status_code == 200
@@ -51,7 +58,7 @@ def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
         "a client sends the field 'num_gpu', which has no effect here") == 1
 
 
-@pytest.mark.parametrize(("path", "fields", "sampling"), [
+@each(("path", "fields", "sampling"), [
     (CHAT, {"max_tokens": -1}, {"max_tokens": None}), (CHAT, {"max_completion_tokens": -1}, {"max_tokens": None}),
     (TEXT, {"n_predict": -1}, {"max_tokens": None}), (TEXT, {"n_predict": 7}, {"max_tokens": 7}),
     (CHAT, {"top_k": -1}, {"top_k": 0}), (MESSAGES, {"top_k": -1, "max_tokens": 5}, {"top_k": 0}),
@@ -60,7 +67,7 @@ def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
     (CHAT, {"do_sample": False}, {"temperature": 0.0}),
     (CHAT, {"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}), (CHAT, {"min_new_tokens": 2}, {"min_tokens": 2}),
 ])
-def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: dict[str, Any]) -> None:
+def test_aliases_of_fields(path: str, fields: dict[str, Any], sampling: dict[str, Any]) -> None:
     asked = {"prompt": "x"} if path == TEXT else {"messages": USER}
     with scripted("a b c d e f g h i") as (served, engine):
         response = served.post(path, **asked, **fields)
@@ -68,19 +75,19 @@ def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: 
     assert {name: getattr(engine.seen[-1].output, name) for name in sampling} == sampling
 
 
-@pytest.mark.parametrize(("fields", "ignored"), [
+@each(("fields", "ignored"), [
     ({"max_new_tokens": 7, "max_tokens": 5}, "max_new_tokens"), ({"n_predict": 5, "num_predict": 7}, "num_predict"),
     ({"max_tokens": 5, "do_sample": False, "temperature": 0.5}, "do_sample"),
     ({"max_tokens": 5, "reasoning": {"effort": "high", "enabled": True}, "enable_thinking": False}, "reasoning"),
 ])
-def test_of_two_fields_that_differ_ours_counts_and_the_other_is_named(fields: dict[str, Any], ignored: str) -> None:
+def test_own_field_overrides_an_alias_with_another_value(fields: dict[str, Any], ignored: str) -> None:
     with scripted("a b c d e f g h i") as (served, engine):
         response = served.post(CHAT, messages=USER, **fields)
     assert response.status_code == 200 and response.headers[IGNORED_HEADER] == ignored
     assert engine.seen[-1].output.max_tokens == 5
 
 
-def test_a_budget_within_thinking_counts() -> None:
+def test_budget_tokens_within_thinking() -> None:
     thinking = {"type": "enabled", "budget_tokens": 2}
     with serving(tiny()) as served:
         answers = [served.post(CHAT, messages=USER, temperature=0, max_tokens=60, **fields).json()["choices"]
@@ -103,8 +110,8 @@ def asked(path: str) -> dict[str, Any]:
     return {"input": USER} if path == RESPONSES else {"messages": USER, "max_tokens": 9}
 
 
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-def test_how_tokens_are_chosen_is_said_in_the_same_way_everywhere(path: str) -> None:
+@each("path", [RESPONSES, MESSAGES])
+def test_sampling_fields_are_the_same_in_all_apis(path: str) -> None:
     with scripted("a b c") as (served, engine):
         for each in (CHAT, path):
             assert served.post(each, **asked(each), **CHOOSING, speculate=False).status_code == 200
@@ -119,8 +126,8 @@ def test_how_tokens_are_chosen_is_said_in_the_same_way_everywhere(path: str) -> 
             assert said.json()["error"]["message"] == expected.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-def test_variables_of_the_template_and_forms_are_said_in_the_same_way_everywhere(path: str) -> None:
+@each("path", [RESPONSES, MESSAGES])
+def test_template_variables_and_formats_are_the_same_in_all_apis(path: str) -> None:
     variables = {"chat_template_kwargs": {"enable_thinking": True}}
     with scripted("a") as (served, engine):
         for each in (CHAT, path):
@@ -134,13 +141,13 @@ def test_variables_of_the_template_and_forms_are_said_in_the_same_way_everywhere
         assert served.post(counting, **sent, **variables).json()["input_tokens"] == len(thinking.prompt)
 
 
-@pytest.mark.parametrize(("fields", "same"), [
+@each(("fields", "same"), [
     ({"think": True}, {"enable_thinking": True}), ({"think": "high"}, {"reasoning_effort": "high"}),
     ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}), ({"reasoning": {"enabled": True}},
                                                                        {"enable_thinking": True}),
     ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
 ])
-def test_other_ways_to_ask_for_thinking(fields: dict[str, Any], same: dict[str, Any]) -> None:
+def test_fields_that_switch_thinking(fields: dict[str, Any], same: dict[str, Any]) -> None:
     with scripted("x") as (served, engine):
         for asked in (fields, same):
             assert served.post(CHAT, messages=USER, **asked).status_code == 200
@@ -155,8 +162,8 @@ SAYS_SO = [(CHAT, {"enable_thinking": True}, True), (CHAT, {"enable_thinking": F
            (MESSAGES, {"max_tokens": 5, "thinking": {"type": "adaptive"}}, True)]
 
 
-@pytest.mark.parametrize("default", [None, True, False])
-def test_the_server_says_whether_to_think_where_the_request_does_not(default: bool | None) -> None:
+@each("default", [None, True, False])
+def test_thinking_default_of_the_server(default: bool | None) -> None:
     engine = Scripted("x")
     model = engine.model()
     model.chat_processor = ChatProcessor(tiny().chat_processor.tokenizer, thinking=default)
@@ -169,7 +176,7 @@ def test_the_server_says_whether_to_think_where_the_request_does_not(default: bo
         assert [thinks(path, **fields) for path, fields, _ in SAYS_SO] == [wanted for *_, wanted in SAYS_SO]
 
 
-def test_what_is_pinned_is_what_prompts_begin_with_where_the_server_says_whether_to_think() -> None:
+def test_pinned_prefix_matches_prompts_with_a_thinking_default() -> None:
     template = "{{ enable_thinking }} {% for message in messages %}{{ message.content }}\n{% endfor %}"
     processor = ChatProcessor(tiny().chat_processor.tokenizer, template, thinking=False)
     system = [{"role": "system", "content": "Be kind."}]
@@ -177,8 +184,8 @@ def test_what_is_pinned_is_what_prompts_begin_with_where_the_server_says_whether
     assert pinned and processor.chat([*system, *USER]).request.ids[:len(pinned)] == pinned
 
 
-@pytest.mark.parametrize("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
-def test_thinking_that_is_not_wanted_is_left_out(fields: dict[str, Any]) -> None:
+@each("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
+def test_answer_without_reasoning(fields: dict[str, Any]) -> None:
     with scripted(THOUGHT + "Yes.") as (served, _):
         whole = served.post(CHAT, messages=USER, **fields).json()
         text = served.post(CHAT, messages=USER, stream=True, **fields).text
@@ -187,9 +194,9 @@ def test_thinking_that_is_not_wanted_is_left_out(fields: dict[str, Any]) -> None
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0 and "see" not in text
 
 
-@pytest.mark.parametrize("fields", [{}, {"include_reasoning": False}])
-@pytest.mark.parametrize("stream", [False, True])
-def test_thinking_that_is_not_wanted_has_no_scores(fields: dict[str, Any], stream: bool) -> None:
+@each("fields", [{}, {"include_reasoning": False}])
+@each("stream", [False, True])
+def test_logprobs_without_reasoning(fields: dict[str, Any], stream: bool) -> None:
     with scripted(THOUGHT + "Yes.") as (served, _):
         answer = served.client.chat.completions.create(
             model="tiny", messages=USER, n=2, logprobs=True, stream=stream, extra_body=fields)  # type: ignore[call-overload]
@@ -215,7 +222,7 @@ def test_thoughts_are_counted() -> None:
     assert none["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
-@pytest.mark.parametrize(("field", "value"), [
+@each(("field", "value"), [
     ("use_beam_search", True), ("lora_path", "x"), ("allowed_token_ids", [1]),
     ("bad_words", ["x"]), ("chat_template", "{{ 1 }}"), ("include_stop_str_in_output", True),
     ("logits_processors", ["x"]), ("watermark", True), ("mirostat", 2),
@@ -223,7 +230,7 @@ def test_thoughts_are_counted() -> None:
     ("typical_p", 0.9), ("top_a", 0.2), ("tfs_z", 0.95), ("top_n_sigma", 1.5), ("no_repeat_ngram_size", 3),
     ("min_keep", 5), ("mirostat", "off"), ("typical_p", []),
 ])
-def test_what_would_change_the_answer_is_refused(field: str, value: Any) -> None:
+def test_unsupported_fields_are_refused(field: str, value: Any) -> None:
     with scripted("x") as (served, _):
         error = served.post(CHAT, messages=USER, **{field: value}).json()["error"]
         others = [served.post(path, **asked(path), **{field: value}) for path in (RESPONSES, MESSAGES)]
@@ -231,25 +238,24 @@ def test_what_would_change_the_answer_is_refused(field: str, value: Any) -> None
     assert {other.json()["error"]["message"] for other in others} == {error["message"]}
 
 
-@pytest.mark.parametrize("fields", [
+@each("fields", [
     {"mirostat": 0, "mirostat_mode": 0, "dry_multiplier": 0, "xtc_probability": 0.0, "dynatemp_range": 0, "top_a": 0.0,
      "typical_p": 1.0, "typ_p": 1, "tfs_z": 1, "tfs": 1.0, "top_n_sigma": -1, "min_keep": 0, "watermark": False},
     {"top_n_sigma": 0, "mirostat": None, "typical_p": None, "no_repeat_ngram_size": 0, "guidance_scale": 1},
 ])
-def test_what_is_switched_off_asks_for_nothing(fields: dict[str, Any]) -> None:
+def test_unsupported_fields_with_neutral_values_are_accepted(fields: dict[str, Any]) -> None:
     with scripted("x") as (served, _):
         response = served.post(CHAT, messages=USER, **fields)
     assert response.status_code == 200 and IGNORED_HEADER not in response.headers
 
 
-def test_a_lenient_server_ignores_what_would_change_the_answer_and_says_so() -> None:
+def test_lenient_server_ignores_and_names_unsupported_fields(lenient: Served) -> None:
     fields = {"mirostat": 2, "xtc_probability": 0.5, "bad_words": ["x"], "top_a": 0}
-    with serving(Scripted("x").model(), lenient=True) as lenient:
-        response = lenient.post(CHAT, messages=USER, **fields)
+    response = lenient.post(CHAT, messages=USER, **fields)
     assert response.status_code == 200 and response.headers[IGNORED_HEADER] == "mirostat, xtc_probability, bad_words"
 
 
-def test_unknown_fields_are_named_and_misspelt_ones_refused_unless_the_server_is_lenient() -> None:
+def test_unknown_fields_are_named_and_misspelt_ones_refused(lenient: Served) -> None:
     body = {"messages": USER, "max_tokns": 5, "stream_options": {"often": 1}}
     with scripted("x") as (served, _):
         for path, refused in ((CHAT, {"max_tokns": 5}), (RESPONSES, {"response_format": {"type": "json_object"}}),
@@ -258,15 +264,14 @@ def test_unknown_fields_are_named_and_misspelt_ones_refused_unless_the_server_is
             assert served.post(path, **asked(path), **refused).status_code == 400
         response = served.post(CHAT, messages=USER, wanted=1, stream_options={"often": 1})
         assert response.headers[IGNORED_HEADER] == "wanted, stream_options.often" and response.status_code == 200
-    with serving(Scripted("x").model(), lenient=True) as lenient:
-        response = lenient.post(CHAT, **body, **{"\u00fc\n": 1})
-        assert response.status_code == 200
-        assert response.headers[IGNORED_HEADER] == "max_tokns, %C3%BC%0A, stream_options.often"
-        many = lenient.post(MESSAGES, messages=USER, max_tokens=5, **{f"field_{index}": 1 for index in range(5000)})
-        assert many.status_code == 200 and len(many.headers[IGNORED_HEADER]) < 1000
+    response = lenient.post(CHAT, **body, **{"\u00fc\n": 1})
+    assert response.status_code == 200
+    assert response.headers[IGNORED_HEADER] == "max_tokns, %C3%BC%0A, stream_options.often"
+    many = lenient.post(MESSAGES, messages=USER, max_tokens=5, **{f"field_{index}": 1 for index in range(5000)})
+    assert many.status_code == 200 and len(many.headers[IGNORED_HEADER]) < 1000
 
 
-@pytest.mark.parametrize(("path", "field", "meant"), [
+@each(("path", "field", "meant"), [
     (RESPONSES, "max_tokens", "max_output_tokens"), (RESPONSES, "max_completion_tokens", "max_output_tokens"),
     (RESPONSES, "reasoning_effort", "reasoning"), (RESPONSES, "inputs", "input"), (RESPONSES, "nipt", None),
     (RESPONSES, "minput", "input"), (RESPONSES, "output", None), (CHAT, "max_tokns", "max_tokens"),
@@ -274,7 +279,7 @@ def test_unknown_fields_are_named_and_misspelt_ones_refused_unless_the_server_is
     (CHAT, "sampler", None), (CHAT, "x", None), (CHAT, "_", None), (MESSAGES, "stop_sequence", "stop_sequences"),
     ("/v1/embeddings", "dimension", "dimensions"),
 ])
-def test_only_near_misses_get_a_suggestion(path: str, field: str, meant: str | None) -> None:
+def test_suggestions_for_unknown_fields(path: str, field: str, meant: str | None) -> None:
     schemas = {CHAT: ChatRequest, RESPONSES: ResponsesRequest, MESSAGES: MessagesRequest}
     said = str(unknown_field("", field, schemas.get(path, EmbeddingsRequest).model_fields))
     assert said == f"unknown field '{field}'" + (f": do you mean '{meant}'?" if meant else "")
@@ -304,8 +309,8 @@ WITHIN: list[tuple[str, str, Any]] = [  # path, place of the object that gets an
 ]
 
 
-@pytest.mark.parametrize(("path", "place", "given"), WITHIN)
-def test_fields_within_messages_and_tools(path: str, place: str, given: Any) -> None:
+@each(("path", "place", "given"), WITHIN)
+def test_unknown_fields_within_messages_and_tools(lenient: Served, path: str, place: str, given: Any) -> None:
     """Named if they have no effect, whatever they hold; refused if they are misspelt."""
     name, *steps = place.replace("]", "").replace(".", "[").split("[")
     given = json.loads(json.dumps(given))
@@ -325,24 +330,23 @@ def test_fields_within_messages_and_tools(path: str, place: str, given: Any) -> 
         target[f"{known}x"] = 5
         refused = served.post(path, **body)
         assert refused.status_code == 400 and f"unknown field '{place}.{known}x': do you mean" in refused.text
-    with serving(Scripted("x").model(), lenient=True) as lenient:
-        response = lenient.post(path, **body)
+    response = lenient.post(path, **body)
     assert {*response.headers[IGNORED_HEADER].split(", ")} == {f"{plain}.foo", f"{plain}.{known}x"}
 
 
-@pytest.mark.parametrize(("message", "hint"), [
+@each(("message", "hint"), [
     ({**ASSISTANT, "prefix": True}, "continue_final_message"), ({**USER[0], "images": ["AA=="]}, "image_url"),
     ({**ASSISTANT, "tool_call": []}, None),
     ({**ASSISTANT, "tool_call": [CALL]}, "do you mean 'messages[1].tool_calls'"),
 ])
-def test_what_a_message_cannot_say_is_refused(message: dict[str, Any], hint: str | None) -> None:
+def test_unsupported_fields_of_messages_are_refused(message: dict[str, Any], hint: str | None) -> None:
     with scripted("x") as (served, _):
         response = served.post(CHAT, messages=[*USER, message, *USER])
     assert response.status_code == (400 if hint else 200), response.text
     assert hint is None or hint in response.json()["error"]["message"]
 
 
-def test_what_a_template_reads_is_no_unknown_field() -> None:
+def test_fields_that_the_template_reads_are_known() -> None:
     from deltic.chat.processor import ChatProcessor
     template = "{% for m in messages %}{{ m.mood }}{{ m['tone'] }}: {{ m.content }}{% endfor %}"
     model = Scripted("x").model()
@@ -354,7 +358,7 @@ def test_what_a_template_reads_is_no_unknown_field() -> None:
         assert response.headers[IGNORED_HEADER] == "messages.moo"
 
 
-def test_answers_are_taken_back_as_libraries_spell_them() -> None:
+def test_answers_of_client_libraries_are_accepted_as_history() -> None:
     tools: list[Any] = [{"type": "function", "function": {"name": "weather"}}]
     with scripted(THOUGHT + "I look.\n" + WEATHER_CALL) as (served, _):
         said = served.client.chat.completions.create(model="tiny", messages=USER, tools=tools)  # type: ignore[arg-type]
@@ -382,7 +386,7 @@ def test_answers_are_taken_back_as_libraries_spell_them() -> None:
         assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
 
 
-def test_an_effort_that_the_template_does_not_know() -> None:
+def test_reasoning_effort_unknown_to_the_template() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}|{% if enable_thinking is defined %}" \
                "{{ enable_thinking }}{% endif %}|{{ documents }}"
     llm = tiny()
@@ -445,7 +449,7 @@ def test_tokens_and_back() -> None:
         assert served.http.get("/version").json() == {"version": __version__}
 
 
-@pytest.mark.parametrize(("path", "body", "param"), [
+@each(("path", "body", "param"), [
     ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "x", "messages": USER}, "prompt"),
     ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"messages": [5]}, "messages[0]"),
     ("/tokenize", {"promt": "x"}, "promt"), ("/detokenize", {}, "tokens"),
@@ -455,7 +459,7 @@ def test_tokens_and_back() -> None:
     (CHAT, {"messages": USER, "reasoning": {"effort": 5}}, "reasoning_effort"),
     (CHAT, {"messages": USER, "documents": [1] * 5000}, "documents"),
 ])
-def test_a_bad_field_is_named(path: str, body: dict[str, Any], param: str) -> None:
+def test_wrong_field_is_named(path: str, body: dict[str, Any], param: str) -> None:
     with scripted("x") as (served, _):
         response = served.http.post(path, content=json.dumps(body))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)

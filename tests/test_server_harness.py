@@ -7,10 +7,11 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from inspect import Signature, signature
 from ssl import SSLContext
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,28 @@ THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 def tiny() -> LLM:
     # float32: that equal requests get equal words in any batch is promised for it alone (L6)
     return LLM(max_context=2048, memory="64MiB", max_batch=16, threads=1, dtype="float32")
+
+
+def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs all cases in one test, where a set-up for each would cost more than the case; a failure names its case."""
+    words = (names,) if isinstance(names, str) else names
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
+            for case in cases:
+                values = (case,) if isinstance(names, str) else case
+                try:
+                    test(**dict(zip(words, values, strict=True)), **fixtures)
+                except BaseException as error:
+                    error.add_note(f"case: {case!r:.200}")
+                    raise
+
+        rest = [each for name, each in signature(test).parameters.items() if name not in words]
+        run.__signature__ = Signature(rest)  # type: ignore[attr-defined]
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        return run
+
+    return decorate
 
 
 def limited(model: Any, **limits: Any) -> Any:

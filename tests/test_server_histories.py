@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from PIL import Image
 from test_documents import document
-from test_server_harness import USER, Scripted, scripted, serving, tiny, wait_until
+from test_server_harness import USER, Scripted, each, scripted, serving, tiny, wait_until
 
 from deltic.chat.processor import ChatProcessor
 from deltic.config import Limits
 from deltic.errors import RequestError
-from deltic.server.content import ContentReader
-from deltic.server.documents import DocumentTexts, digest
+from deltic.server.content import ContentReader, DocumentTexts, digest
 from deltic.server.routing import IGNORED_HEADER
 from deltic.vision.decoder_process import DecoderProcess, reader_process
 
@@ -60,7 +59,7 @@ SEARCH = ({"type": "server_tool_use", "id": "srv_1", "name": "web_search", "inpu
               "type": "web_search_result", "title": "Glomma", "url": "https://r.example", "encrypted_content": "zzz"}]})
 
 
-@pytest.mark.parametrize(("messages", "read", "hidden", "ignored"), [
+@each(("messages", "read", "hidden", "ignored"), [
     (result({"type": "tool_reference", "tool_name": "mcp__x"}), "[tool_reference] mcp__x", "toolu", ""),
     (later(*SEARCH, {"type": "text", "text": "done"}), "[web_search_tool_result] Glomma\nhttps://r.example", "zzz", ""),
     (later(*SEARCH), "[server_tool_use] web_search\nquery: rivers of Norway", "srv_1", ""),
@@ -84,7 +83,7 @@ def test_blocks_of_other_servers_in_messages(messages: list[Any], read: str, hid
     assert read in prompt and hidden not in prompt and named == ignored
 
 
-@pytest.mark.parametrize(("item", "read", "ignored"), [
+@each(("item", "read", "ignored"), [
     ({"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "rivers"}},
      "[web_search_call] type: search\nquery: rivers", ""),
     ({"type": "image_generation_call", "id": "ig", "status": "completed", "result": "AAAA"},
@@ -106,7 +105,7 @@ def test_items_of_other_servers_in_responses(item: dict[str, Any], read: str, ig
     assert prompt_of(RESPONSES, [user, item])[1] == ignored  # also as the newest
 
 
-@pytest.mark.parametrize(("kind", "more"), [("local_shell_call", {"action": {"type": "exec", "command": ["ls"]}}),
+@each(("kind", "more"), [("local_shell_call", {"action": {"type": "exec", "command": ["ls"]}}),
                                             ("apply_patch_call", {"operation": {"path": "a.py"}})])
 def test_calls_of_the_clients_own_machine_are_calls(kind: str, more: dict[str, Any]) -> None:
     turn = [*USER, {"type": kind, "id": "l1", "call_id": "c1", "status": "completed", **more},
@@ -126,7 +125,7 @@ def test_output_of_a_foreign_call_that_is_no_text_is_read() -> None:
     assert "[shell_call_output] README.md" in prompt_of(RESPONSES, turn)[0]
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@each("path", [CHAT, RESPONSES, MESSAGES])
 def test_old_pictures_behind_urls_are_placeholders_where_nothing_is_fetched(path: str) -> None:
     url = "https://pictures.example/a.png"
     picture = {CHAT: {"type": "image_url", "image_url": {"url": url}}, RESPONSES: {
@@ -152,7 +151,7 @@ def test_a_screenshot_that_a_call_gave_is_seen() -> None:
     assert engine.seen[-1].prompt.pictures  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("part", "same"), [
+@each(("part", "same"), [
     ({"type": "output_text", "text": "Hm."}, {"content": "Hm.Paris."}),
     ({"type": "thinking", "thinking": "Hm."}, {"content": "Paris.", "reasoning_content": "Hm."}),
     ({"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
@@ -168,7 +167,7 @@ def test_parts_of_other_wires_in_chat(part: dict[str, Any], same: dict[str, Any]
     assert prompts[0] == prompts[1]
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@each("path", [CHAT, RESPONSES, MESSAGES])
 def test_the_newest_message_may_be_spelled_as_on_other_wires(path: str) -> None:
     assert prompt_of(path, [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]) == prompt_of(
         path, USER)
@@ -180,8 +179,8 @@ def file_part(path: str, data: str, name: str) -> dict[str, Any]:
             MESSAGES: {"type": "document", "title": name, "source": {"type": "base64", "data": data}}}[path]
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-@pytest.mark.parametrize("url", [True, False])
+@each("path", [CHAT, RESPONSES, MESSAGES])
+@each("url", [True, False])
 def test_files_are_read(path: str, url: bool) -> None:
     kind = {"a.pdf": "application/pdf", "a.csv": "text/csv"}
     for name, data in (("a.pdf", PDF), ("a.csv", base64.b64encode(b"city,rain\nOslo,3").decode())):
@@ -191,8 +190,8 @@ def test_files_are_read(path: str, url: bool) -> None:
         assert f"{name}\n" in prompt and ("4711" in prompt or "Oslo,3" in prompt) and not ignored
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-@pytest.mark.parametrize("data", ["JVBERi0xLjQK", "gAAA", "?", ""])
+@each("path", [CHAT, RESPONSES, MESSAGES])
+@each("data", ["JVBERi0xLjQK", "gAAA", "?", ""])
 def test_a_new_file_that_cannot_be_read_is_refused_and_an_old_one_replaced(path: str, data: str) -> None:
     turn = {"role": "user", "content": [file_part(path, data, "a.pdf")]}
     with scripted("Yes.") as (served, _):
@@ -203,7 +202,7 @@ def test_a_new_file_that_cannot_be_read_is_refused_and_an_old_one_replaced(path:
     assert f"[{kind}: not shown] a.pdf" in prompt and ignored == f"content.{kind}"
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@each("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_model_that_only_reads_shows_old_pictures_as_placeholders(path: str) -> None:
     engine = Scripted("Yes.")
     model = engine.model()
@@ -220,7 +219,7 @@ def test_a_model_that_only_reads_shows_old_pictures_as_placeholders(path: str) -
             assert served.post(path, **asked(path, result(PICTURE))).status_code == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@each("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_model_that_sees_is_never_said_to_read_text_only(path: str) -> None:
     for part in ({"type": "input_image", "file_id": "file_1"}, {"type": "audio", "data": "x"}, {"type": "txt"}):
         with scripted("Yes.") as (served, _):
@@ -256,7 +255,7 @@ def test_a_document_is_read_once_for_its_owner(monkeypatch: pytest.MonkeyPatch) 
             raise RequestError(f"{field} is damaged", field)
         return "x" * 4_000_000
 
-    monkeypatch.setattr("deltic.server.documents.pdf_text", counted)
+    monkeypatch.setattr("deltic.server.content.pdf_text", counted)
     documents = DocumentTexts()
     for owner in ("me", "me", "you", None, "me"):
         assert len(str(documents.read(owner, [b"a", b"a"], Limits(), reader_process())[digest(b"a")])) == 4_000_000
@@ -277,8 +276,8 @@ def test_all_documents_of_a_request_share_their_time(monkeypatch: pytest.MonkeyP
         now[0] += limits.document_seconds
         raise RequestError(f"{field} takes too long", field)
 
-    monkeypatch.setattr("deltic.server.documents.pdf_text", slow)
-    monkeypatch.setattr("deltic.server.documents.monotonic", lambda: now[0])
+    monkeypatch.setattr("deltic.server.content.pdf_text", slow)
+    monkeypatch.setattr("deltic.server.content.monotonic", lambda: now[0])
     documents = DocumentTexts()
     data = [bytes([index]) for index in range(9)]
     texts = documents.read("me", data, Limits(document_seconds=2.0), reader_process())
@@ -300,7 +299,7 @@ def test_documents_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert go.wait(30)
         return "It says so."
 
-    monkeypatch.setattr("deltic.server.documents.pdf_text", slow)
+    monkeypatch.setattr("deltic.server.content.pdf_text", slow)
     files = [base64.b64encode(b"%PDF-" + bytes([65 + index])).decode() for index in range(10)]
     turns = [[{"role": "user", "content": [file_part(CHAT, data, "a.pdf")]}] for data in files]
     with scripted("Yes.") as (served, _), ThreadPoolExecutor(12) as pool:
@@ -330,7 +329,7 @@ def test_documents_are_given_up_when_their_client_leaves(monkeypatch: pytest.Mon
             raise
         return "read"
 
-    monkeypatch.setattr("deltic.server.documents.pdf_text", noted)
+    monkeypatch.setattr("deltic.server.content.pdf_text", noted)
     files = [base64.b64encode(b"%PDF- left " + bytes([65 + index])).decode() for index in range(3)]
     turn = {"role": "user", "content": [file_part(CHAT, data, "a.pdf") for data in files]}
     with scripted("Yes.") as (served, _):

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from test_server_harness import USER, Scripted, limited, scripted, serving, tiny
+from test_server_harness import USER, Scripted, each, limited, scripted, serving, tiny
 
 from deltic.chat.control_tokens import Infill
 from deltic.chat.processor import ChatProcessor
@@ -16,28 +16,28 @@ CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v
 pytestmark = pytest.mark.usefixtures("script_server")
 
 
-@pytest.mark.parametrize("fields", [
+@each("fields", [
     {"grammar": ""}, {"ebnf": ""}, {"json_schema": {}}, {"best_of": 1}, {"echo": False}, {"stop_regex": None},
     {"custom_params": None}, {"backend_sampling": False}, {"reasoning_budget": -1}, {"thinking_token_budget": None},
     {"thinking_token_budget": -1}, {"verbosity": "medium"}, {"service_tier": "auto"}, {"store": False}, {"suffix": ""},
     {"truncate_prompt_tokens": None}, {"n_cmpl": 1}, {"stream_options": {"continuous_usage_stats": False}},
 ])
-def test_values_that_ask_for_nothing_are_taken_in_silence(fields: dict[str, Any]) -> None:
+def test_neutral_values_are_accepted_silently(fields: dict[str, Any]) -> None:
     with scripted("x") as (served, _):
         response = served.post(CHAT, messages=USER, **fields)
     assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
 
 
-@pytest.mark.parametrize(("fields", "ignored"), [
+@each(("fields", "ignored"), [
     ({"store": True}, "store"), ({"service_tier": "flex"}, "service_tier"), ({"verbosity": "low"}, "verbosity"),
     ({"backend_sampling": True}, "backend_sampling"), ({"media_io_kwargs": {"video": {}}}, "media_io_kwargs")])
-def test_what_changes_no_token_is_named(fields: dict[str, Any], ignored: str) -> None:
+def test_fields_without_effect_are_named(fields: dict[str, Any], ignored: str) -> None:
     with scripted("x") as (served, _):
         response = served.post(CHAT, messages=USER, **fields)
     assert (response.status_code, response.headers[IGNORED_HEADER]) == (200, ignored)
 
 
-def test_a_template_is_told_the_verbosity_that_it_knows() -> None:
+def test_verbosity_reaches_a_template_that_reads_it() -> None:
     model, tokenizer = limited(tiny()), tiny().chat_processor.tokenizer
     template = "{{ verbosity }}:{% for message in messages %}{{ message.content }}{% endfor %}"
     model.chat_processor = ChatProcessor(tokenizer, template)
@@ -50,7 +50,7 @@ def test_a_template_is_told_the_verbosity_that_it_knows() -> None:
     assert tokenizer.decode(ids) == "low:Hi"
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), [
+@each(("path", "fields", "param"), [
     (CHAT, {"grammar": "root ::= ("}, "grammar"), (CHAT, {"regex": "("}, "regex"),
     (CHAT, {"n_predict": -2}, "n_predict"),
     (CHAT, {"think": 5}, "think"), (CHAT, {"repeat_penalty": 0}, "repeat_penalty"), (CHAT, {"best_of": 2}, "best_of"),
@@ -60,7 +60,7 @@ def test_a_template_is_told_the_verbosity_that_it_knows() -> None:
     (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     (RESPONSES, {"text": {"verbosity": "often"}}, "text.verbosity"),
 ])
-def test_a_refusal_names_the_field_that_was_sent(path: str, fields: dict[str, Any], param: str) -> None:
+def test_error_names_the_field_as_it_was_sent(path: str, fields: dict[str, Any], param: str) -> None:
     asked = {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, RESPONSES: {"input": "x"}}[path]
     with scripted("x") as (served, _):
         response = served.post(path, **asked, **fields)
@@ -68,10 +68,10 @@ def test_a_refusal_names_the_field_that_was_sent(path: str, fields: dict[str, An
     assert (response.status_code, error["param"]) == (400, param) and param in error["message"], error
 
 
-@pytest.mark.parametrize(("path", "field", "meant"), [
+@each(("path", "field", "meant"), [
     (RESPONSES, "response_format", "text.format"), (RESPONSES, "messages", "input"), (CHAT, "input", "messages"),
     (MESSAGES, "response_format", "output_config.format"), (TEXT, "messages", "prompt")])
-def test_fields_of_other_wires_are_told_their_names_here(path: str, field: str, meant: str) -> None:
+def test_suggestions_for_fields_of_other_apis(path: str, field: str, meant: str) -> None:
     asked = {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, RESPONSES: {"input": "x"},
              MESSAGES: {"messages": USER, "max_tokens": 5}}[path]
     with scripted("x") as (served, _):
@@ -79,17 +79,17 @@ def test_fields_of_other_wires_are_told_their_names_here(path: str, field: str, 
     assert f"do you mean '{meant}'?" in message
 
 
-@pytest.mark.parametrize("name", ["thinking_budget", "thinking_token_budget", "thinking_budget_tokens",
+@each("name", ["thinking_budget", "thinking_token_budget", "thinking_budget_tokens",
                                   "reasoning_budget"])
-def test_the_budget_of_thinking_has_many_names(name: str) -> None:
+def test_aliases_of_thinking_budget(name: str) -> None:
     with scripted("x") as (served, engine):
         response = served.post(CHAT, messages=USER, enable_thinking=True, **{name: 0})
     assert response.status_code == 200 and IGNORED_HEADER not in response.headers
     assert engine.seen[-1].guide is not None
 
 
-@pytest.mark.parametrize(("path", "asked"), [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x", "max_tokens": 20})])
-def test_every_event_may_have_the_usage_so_far(path: str, asked: dict[str, Any]) -> None:
+@each(("path", "asked"), [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x", "max_tokens": 20})])
+def test_continuous_usage_stats(path: str, asked: dict[str, Any]) -> None:
     def chunks(**options: Any) -> list[dict[str, Any]]:
         text = served.post(path, **asked, stream=True, stream_options=options).text
         return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
@@ -107,12 +107,12 @@ def test_every_event_may_have_the_usage_so_far(path: str, asked: dict[str, Any])
 LONG = "word " * 6000
 
 
-@pytest.mark.parametrize(("path", "asked", "field"), [
+@each(("path", "asked", "field"), [
     ("/tokenize", {"prompt": LONG}, "count"), ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "count"),
     ("/v1/responses/input_tokens", {"input": LONG}, "input_tokens"),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}, "input_tokens"),
 ])
-def test_what_is_beyond_the_context_is_counted(path: str, asked: dict[str, Any], field: str) -> None:
+def test_prompts_beyond_the_context_are_counted(path: str, asked: dict[str, Any], field: str) -> None:
     with scripted("x") as (served, _):
         counted = served.post(path, **asked)
         assert counted.status_code == 200 and counted.json()[field] > 6000, counted.text
@@ -120,7 +120,7 @@ def test_what_is_beyond_the_context_is_counted(path: str, asked: dict[str, Any],
         assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_counting_has_a_limit() -> None:
+def test_limit_of_counted_tokens() -> None:
     with serving(Scripted("x").model(max_counted_tokens=5000)) as served:
         for path, asked in (("/tokenize", {"prompt": LONG}), (TEXT, {"prompt": LONG, "truncate_prompt_tokens": 5}),
                             ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]})):
@@ -129,7 +129,7 @@ def test_counting_has_a_limit() -> None:
         assert served.post("/tokenize", prompt="word " * 4000).json()["count"] > 4000
 
 
-def test_prompts_are_cut_to_their_last_tokens() -> None:
+def test_truncate_prompt_tokens() -> None:
     with scripted("x") as (served, engine):
         for wanted, length in ((5, 5), (-1, 2048 - 40), (100_000, 2047)):
             for path, asked in ((TEXT, {"prompt": LONG}), (CHAT, {"messages": [{"role": "user", "content": LONG}]})):
@@ -143,7 +143,7 @@ def test_prompts_are_cut_to_their_last_tokens() -> None:
         assert len(engine.seen[-1].prompt) < 5
 
 
-def test_an_answer_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fill_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny().chat_processor.tokenizer
     form = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")  # stand in for tokens that the vocabulary lacks
     monkeypatch.setattr("deltic.chat.control_tokens._FORMS", (form,))
@@ -154,7 +154,7 @@ def test_an_answer_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {start, end, pad} <= set(request.output.stop_token_ids)  # type: ignore[union-attr]
 
 
-def test_a_salt_of_ollama_s_clients_is_honoured() -> None:
+def test_cache_salt_of_ollama_clients() -> None:
     user = [{"role": "user", "content": "Hi"}]
     for path, body in (("/api/chat", {"messages": user}), ("/api/generate", {"prompt": "Hi"}),
                        ("/api/generate", {"prompt": "Hi", "raw": True})):
@@ -165,7 +165,7 @@ def test_a_salt_of_ollama_s_clients_is_honoured() -> None:
             assert len({request.cache_salt for request in engine.seen[-3:]}) == 3
 
 
-def test_a_text_to_fill_in_begins_as_the_tokenizer_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fill_in_the_middle_begins_with_bos(monkeypatch: pytest.MonkeyPatch) -> None:
     """As /v1/completions does: a bos token before all, once, and none around token ids or without special tokens."""
     tokenizer = tiny().chat_processor.tokenizer
     form = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -183,9 +183,9 @@ def test_a_text_to_fill_in_begins_as_the_tokenizer_wants(monkeypatch: pytest.Mon
             assert engine.seen[-1].prompt == (*before, start, *plain, end, *behind, pad), body
 
 
-@pytest.mark.parametrize("form", [("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+@each("form", [("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
                                   ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>",
                                    "<\uff5cfim\u2581end\uff5c>")])
-def test_vocabularies_that_fill_in_the_middle(form: tuple[str, str, str]) -> None:
+def test_fill_in_the_middle_tokens_of_vocabularies(form: tuple[str, str, str]) -> None:
     infill = Infill.of({token: id for id, token in enumerate(("<x>", *form, "<|file_sep|>"))})
     assert infill.ids([7], [8, 9]) == [1, 7, 2, 8, 9, 3] and infill.ends == (1, 2, 3, 4)

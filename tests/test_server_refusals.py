@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server_harness import USER, Served, serving, tiny
+from test_server_harness import USER, Served, each, serving, tiny
 
 from deltic.config import Limits
 
@@ -40,27 +40,27 @@ def served() -> Iterator[Served]:
         yield running
 
 
-def test_there_are_rows_for_all_paths() -> None:
+def test_page_has_rows_for_all_paths() -> None:
     assert len(ROWS) >= 60 and {row[0] for row in ROWS} == set(ASKED)
 
 
-@pytest.mark.parametrize(("path", "fields", "status", "said"), ROWS)
-def test_a_row(served: Served, path: str, fields: str, status: str, said: str) -> None:
+@each(("path", "fields", "status", "said"), ROWS)
+def test_rows_of_bad_inputs(served: Served, path: str, fields: str, status: str, said: str) -> None:
     response = served.http.post(path, content=json.dumps(ASKED[path] | json.loads(fields)))
     assert (response.status_code, response.json()["error"]["message"].replace("|", "/")) == (int(status), said)
 
 
-def test_there_are_rows_of_refusals() -> None:
+def test_page_has_rows_for_all_statuses() -> None:
     assert {row[3] for row in REFUSALS} == {"401", "403", "404", "405", "415"}
 
 
-@pytest.mark.parametrize(("method", "path", "headers", "status", "said"), REFUSALS)
-def test_a_row_of_refusals(locked: Served, method: str, path: str, headers: str, status: str, said: str) -> None:
+@each(("method", "path", "headers", "status", "said"), REFUSALS)
+def test_rows_of_refusals(locked: Served, method: str, path: str, headers: str, status: str, said: str) -> None:
     response = locked.http.request(method, path, headers=json.loads(headers))
     assert (response.status_code, response.json()["error"]["message"]) == (int(status), said)
 
 
-def test_the_table_of_limits_has_all_of_them_and_their_defaults() -> None:
+def test_table_of_limits_has_all_defaults() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("\n## Limits\n")[2]
     found = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", section, re.MULTILINE))
     assert {name: None if said in ("none", "the context") else float(said.replace(",", ""))

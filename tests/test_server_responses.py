@@ -10,7 +10,7 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel
-from test_server_harness import CALL, THOUGHT, Scripted, Served, scripted, serving, wait_until
+from test_server_harness import CALL, THOUGHT, Scripted, Served, each, scripted, serving, wait_until
 
 from deltic import LLM
 from deltic.config import Limits
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_a_stream_says_what_the_whole_says(name: str) -> None:
     text, more = CASES[name]
     with scripted(text) as (served, _):
@@ -150,7 +150,7 @@ def test_tools_of_namespaces_are_the_clients_own() -> None:
     assert after[:len(first) + len(engine.script)] == (*first, *engine.script) and same == first
 
 
-@pytest.mark.parametrize("way", ["kept", "sent", "named", "sealed", "unthought"])
+@each("way", ["kept", "sent", "named", "sealed", "unthought"])
 def test_a_tool_loop_goes_on_from_the_very_ids(way: str) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "extra_body": {"enable_thinking": True}}
     if way == "sealed":
@@ -274,7 +274,7 @@ def test_a_response_is_of_the_owner_of_its_key_alone() -> None:
             client.close()
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each("stream", [False, True])
 def test_cancel(stream: bool) -> None:
     with scripted(None, pause=0.005) as (served, engine):
         found: list[Any] = []
@@ -330,7 +330,7 @@ def test_what_has_no_effect_is_named() -> None:
     assert with_tools == same != none == without
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each("stream", [False, True])
 def test_a_name_beyond_ascii_is_named(stream: bool) -> None:
     with scripted("x") as (served, engine):
         response = served.post(PATH, input="Hi", include=["\u00fc"], stream=stream)
@@ -355,7 +355,7 @@ def user(content: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": content}]}
 
 
-@pytest.mark.parametrize(("fields", "param"), [
+@each(("fields", "param"), [
     ({"input": None}, "input"), ({"input": 5}, "input"), ({"input": [5]}, "input[0]"),
     ({"input": [{"role": "alien", "content": "x"}]}, "input[0].role"), (user(5), "input[0].content"),
     (user([IMAGE]), "input[0].content[0]"), (user([{"type": "input_text"}]), "input[0].content[0].text"),
@@ -388,7 +388,7 @@ def user(content: Any) -> dict[str, Any]:
     ({"previous_response_id": "resp_x"}, "previous_response_id"),
     ({"instruction": "x"}, "instruction"), ({"max_tokens": 5}, "max_tokens"), ({"history": "all"}, "history"),
 ])
-@pytest.mark.parametrize("stream", [False, True])
+@each("stream", [False, True])
 def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], param: str, stream: bool) -> None:
     body = {"input": "Hi", "max_output_tokens": 2, "stream": stream} | fields
     response = served.http.post(PATH, content=json.dumps(body))
@@ -396,7 +396,7 @@ def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], param: str
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
 
 
-@pytest.mark.parametrize(("query", "param"), [
+@each(("query", "param"), [
     ("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("limit=\u0663", "limit"),
     ("limit=" + "9" * 5000, "limit"), ("order=up", "order")])
 def test_a_bad_query_is_named(query: str, param: str) -> None:
@@ -462,7 +462,7 @@ def test_chains() -> None:
     assert store.items("b", 100) is None
 
 
-@pytest.mark.parametrize("damage", [
+@each("damage", [
     lambda data: data[:-1], lambda data: b"", lambda data: b"[" * 100_000, lambda data: b"[]", lambda data: b"\xff",
     lambda data: data.replace(b'"id": "a"', b'"id": "b"'), lambda data: data.replace(b'["oa"]', b"5")])
 def test_what_is_damaged_is_not_there(damage: Any) -> None:

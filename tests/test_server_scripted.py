@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from test_server_harness import CALL, THOUGHT, USER, Served, scripted, wait_until
+from test_server_harness import CALL, THOUGHT, USER, Served, each, scripted, wait_until
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "strict": True, "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}}]
@@ -51,7 +51,7 @@ def test_tool_call_deltas() -> None:
         assert json.loads(text) == {"city": "Oslo", "days": 3}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each("stream", [False, True])
 def test_one_call_where_parallel_ones_are_not_wanted(stream: bool) -> None:
     """The model goes no further than the first; what it said so far is one call and a whole answer."""
     with scripted("Once only.\n" + CALL + "\n" + CALL.replace("Oslo", "Rome")) as (served, _):
@@ -99,7 +99,7 @@ def test_tool_choice_none_neither_shows_tools_nor_reads_calls() -> None:
     assert without == bare and len(shown) > len(bare)
 
 
-@pytest.mark.parametrize("choice", ["any", 5, {"type": "function"}, {"type": "function", "function": {"name": "no"}}])
+@each("choice", ["any", 5, {"type": "function"}, {"type": "function", "function": {"name": "no"}}])
 def test_other_tool_choices_are_refused(choice: Any) -> None:
     with scripted(CALL) as (served, _), pytest.raises(openai.BadRequestError) as refusal:
         ask(served, tools=TOOLS, tool_choice=choice)
@@ -124,7 +124,7 @@ def test_thinking_is_a_template_variable_only_if_asked_for() -> None:
     assert on != off and same == on and default in (on, off)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each("stream", [False, True])
 def test_preserved_history_repeats_what_was_generated(stream: bool) -> None:
     """The client sends no reasoning back, and arguments as its own library writes them."""
     first_words = [{"role": "user", "content": f"Hi, streamed: {stream}"}]  # that no other test says

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from deltic.cli.output import bytes_bar, gib
 from deltic.cli.parser import UsageError, existing_file, flag, option_hint, read_text, text, whole
 from deltic.config import PRESETS, EngineConfig, Limits, ModelConfig, available_memory
-from deltic.params import SamplingParams
+from deltic.params import PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
     from deltic.llm import LLM
@@ -23,17 +23,8 @@ COMMON = ("device", "dtype", "threads", "memory", "gpu_memory_utilization", "kv_
           "cache_dir", "mmproj", "quant", "expert_memory", "speculate")
 """Engine options that the short help shows."""
 MODEL = "a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the embedded demo model"
-SAMPLING: dict[str, tuple[type, str, str]] = {
-    "temperature": (float, "T", "0 always takes the most probable token"),
-    "top_p": (float, "P", "draw from the most probable tokens that together reach P"),
-    "top_k": (int, "K", "draw from the K most probable tokens; 0: from all"),
-    "min_p": (float, "P", "drop tokens less probable than P times the most probable one"),
-    "seed": (int, "N", "make the draws repeatable"),
-    "max_tokens": (int, "N", "maximum length of the answer (default: the rest of the context)"),
-    "repetition_penalty": (float, "X", "make tokens of prompt and answer less probable; 1 is neutral"),
-    "presence_penalty": (float, "X", "subtract X from the logit of every token in the answer"),
-    "frequency_penalty": (float, "X", "subtract X for each time that a token is in the answer"),
-}
+SAMPLING = {name: (parameter.kind, parameter.metavar, parameter.help) for name, parameter in PARAMETERS.items()
+            if parameter.metavar}
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool = False) -> None:

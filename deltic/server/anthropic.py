@@ -294,8 +294,6 @@ class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: int
     stream: bool | None = None
     stop_sequences: list[Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     structured_outputs: Any = None  # as in a chat request
@@ -307,7 +305,7 @@ class MessagesRequest(CountRequest, SamplingFields):
                                "thread", NO_THREADS)
         if self.max_tokens < 0:  # 0 prefills the prompt for a later request
             raise RequestError(f"max_tokens must be at least 0, not {show(self.max_tokens)}", "max_tokens")
-        return {**self.same("max_tokens", "temperature", "top_p", "structured_outputs"), "stop": self.stop_sequences}
+        return {**self.same("max_tokens", "structured_outputs"), "stop": self.stop_sequences}
 
 
 def _tool_choice(choice: Mapping[str, Any] | None) -> Json:

@@ -23,7 +23,7 @@ from starlette.routing import Match, Route
 from deltic.config import Limits
 from deltic.errors import ConfigError
 from deltic.llm import LLM
-from deltic.server import anthropic, embeddings, model_routes, ollama, openai, openapi, operations, page, responses
+from deltic.server import anthropic, embeddings, model_routes, ollama, openai, operations, page, responses
 from deltic.server.async_engine import STUCK_AFTER
 from deltic.server.body import BodyReader
 from deltic.server.embeddings import EmbeddingService, Services
@@ -33,7 +33,7 @@ from deltic.server.middleware import ApiKeyAuth, HostCheck
 from deltic.server.models import ModelRegistry, ModelSet, ModelSource, only
 from deltic.server.records import ID_HEADERS, ActiveRequests, RequestLog, RequestRecorder
 from deltic.server.response_store import ResponseStore
-from deltic.server.routing import IGNORED_HEADER, Check
+from deltic.server.routing import IGNORED_HEADER, Check, openapi_route
 from deltic.server.run import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of
 
 __all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", "create_encoder_app", "listen",
@@ -164,7 +164,7 @@ def _application(routes: list[Route], records: ActiveRequests, options: AppOptio
         exposed = [*ID_HEADERS, "retry-after", IGNORED_HEADER]
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
                                      expose_headers=exposed))
-    app = Starlette(routes=[*routes, openapi.route(routes, check)], lifespan=lifespan, middleware=middleware,
+    app = Starlette(routes=[*routes, openapi_route(routes, check)], lifespan=lifespan, middleware=middleware,
                     exception_handlers={HTTPException: _on_error})
     app.router.redirect_slashes = False
     app.state.records = records

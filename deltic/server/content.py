@@ -11,12 +11,18 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from time import monotonic
 from typing import Any, Final
 
+from deltic.chat.history_store import OwnedEntries
+from deltic.config import Limits
 from deltic.errors import RequestError, show
-from deltic.server.documents import TextOf, digest
+from deltic.vision.decoder_process import DecoderProcess, pdf_text
 
 Part = Mapping[str, Any]
 
@@ -44,6 +50,18 @@ _MISSPELT: Final = 0.85
 _LONGEST: Final = 64
 _MOST_TYPES: Final = 100
 """Bounds of the types that are compared."""
+
+_MOST_CACHED: Final = 16_000_000
+"""Characters of all cached texts."""
+_ENTRY_COST: Final = 1000
+"""Characters that an entry counts for in addition."""
+_ALL_DOCUMENTS: Final = 3
+"""All documents of a request may take this many times the seconds of one."""
+
+Texts = Mapping[bytes, str | RequestError]
+"""Texts of documents by `digest`, or why they cannot be read."""
+TextOf = Callable[[bytes], str | RequestError | None]
+"""Returns the text of a document by its digest; None if it was not read."""
 
 
 class ContentReader:
@@ -285,3 +303,63 @@ def _texts(value: Any, all_fields: bool = False, depth: int = 0) -> Iterator[str
                 yield from (f"{name}: {text}" for text in _texts(inner, True, depth + 1))
             elif name in _SPOKEN or name in _READABLE:
                 yield from _texts(inner, name in _SPOKEN, depth + 1)
+
+
+# Documents
+
+
+class DocumentTexts:
+    """The texts of PDF documents, cached because agents send them with every turn. Used by all threads.
+
+    Each owner has its own entries: otherwise the time that a document takes would show that another owner has it. If
+    there are too many, the owner with the most loses its oldest.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OwnedEntries[str | RequestError] = OwnedEntries(_MOST_CACHED)
+        self._lock = threading.Lock()
+
+    def read(self, owner: str | None, documents: Sequence[bytes], limits: Limits, process: DecoderProcess) -> Texts:
+        """Returns the texts of a request's documents that can be read in its time. process: from `reader_process`; it
+        is closed at the end, and stopping it ends the work."""
+        end = monotonic() + _ALL_DOCUMENTS * limits.document_seconds
+        found = dict[bytes, str | RequestError]()
+        with process:
+            for name, data in {digest(data): data for data in documents}.items():
+                text = self._text(owner, name, data, limits, end - monotonic(), process)
+                if text is not None:
+                    found[name] = text
+        return found
+
+    def known(self, owner: str | None, name: bytes) -> str | RequestError | None:
+        """Returns the text of a cached document."""
+        with self._lock:
+            return self._kept.get(owner, name)
+
+    def _text(self, owner: str | None, name: bytes, data: bytes, limits: Limits, seconds: float,
+              process: DecoderProcess) -> str | RequestError | None:
+        known = self.known(owner, name)
+        if known is not None or seconds <= 0 or process.closed:
+            return known
+        hurried = seconds < limits.document_seconds
+        found = _read_pdf(data, replace(limits, document_seconds=max(seconds, 0.01)) if hurried else limits, process)
+        if isinstance(found, str) or not (hurried or process.closed):  # with more time it may be readable
+            with self._lock:
+                self._kept.put(owner, name, found, _cached_size(found))
+        return found
+
+
+def digest(data: bytes) -> bytes:
+    """Returns the key of a document."""
+    return blake2b(data, digest_size=32).digest()
+
+
+def _cached_size(found: str | RequestError) -> int:
+    return _ENTRY_COST + (len(found) if isinstance(found, str) else 0)
+
+
+def _read_pdf(data: bytes, limits: Limits, process: DecoderProcess) -> str | RequestError:
+    try:
+        return pdf_text(data, limits, "it", process)
+    except RequestError as error:
+        return RequestError(str(error).removeprefix("it "))

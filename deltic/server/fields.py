@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from deltic.config import Limits
 from deltic.errors import RequestError, show, valid_text
+from deltic.params import PARAMETERS
 from deltic.server.http import dump
 
 _COUNTED: Final[Mapping[str, str]] = {
@@ -276,15 +277,12 @@ def _usage(value: Any) -> Json:
 
 
 _TRANSLATED: Final[Mapping[str, Translate]] = {
-    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), _same("max_tokens")),
+    **{alias: _same(name) for name, parameter in PARAMETERS.items() for alias in parameter.aliases},
     **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"), _same("thinking_budget")),
     **dict.fromkeys(("regex", "regex_pattern"), _same("guided_regex")),
     **dict.fromkeys(("grammar", "grammar_string"), _grammar),
     "ebnf": _same("guided_grammar"),
-    "min_new_tokens": _same("min_tokens"),
-    "repeat_penalty": _same("repetition_penalty"),
     "stop_sequences": _same("stop"),
-    "n_cmpl": _same("n"),
     "output_dimension": _same("dimensions"),
     "truncation": _same("truncate"),
     "return_text": _same("return_documents"),

@@ -23,7 +23,7 @@ from deltic.errors import GenerationError, RequestError
 from deltic.llm import LLM
 from deltic.params import Event, SamplingParams, Usage
 from deltic.server.async_engine import AsyncEngine, RequestHandle
-from deltic.server.documents import DocumentTexts, TextOf
+from deltic.server.content import DocumentTexts, TextOf
 from deltic.server.fields import renamed, sent_name
 from deltic.server.http import while_connected
 from deltic.server.records import ActiveRequests, RequestRecord, record_of, salt_of

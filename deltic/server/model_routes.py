@@ -1,18 +1,17 @@
-"""Descriptions of the served models, in OpenAI's and Anthropic's form, and their tokens, by vLLM's routes."""
+"""Descriptions of the served models in the forms of OpenAI, Anthropic and Codex, and vLLM's routes for tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.errors import RequestError
-from deltic.server.codex import catalogue
 from deltic.server.embeddings import Services
 from deltic.server.errors import anthropic_error, openai_error
 from deltic.server.fields import Fields
@@ -23,6 +22,21 @@ from deltic.server.openai_schema import MESSAGES_SCHEMA, ChatRequest, prepare_ch
 from deltic.server.routing import ApiRoute, Check, Endpoint, answering
 
 Json = dict[str, Any]
+
+CODEX_INSTRUCTIONS: Final = """\
+You are a coding agent in the Codex CLI, on the user's computer. You work in the user's repository until the task is
+done.
+
+- Read before you write: look at the files that matter, with `rg`, `sed -n` or `cat`.
+- Run commands with the shell tool. Say in one line what you are about to do.
+- Edit files with the tool for patches where there is one, else with the shell. Change no more than the task needs, in
+  the style of the code around it.
+- Run the tests or the program after a change, and correct what fails.
+- Do not commit, and undo nothing that you did not do, unless you are asked to.
+- Follow AGENTS.md files: one holds for all files below its folder.
+- End with a short report: what you changed and where, and what you could not do.
+"""
+"""Codex takes its instructions from the catalogue."""
 
 
 class TokenizeRequest(ChatRequest):
@@ -88,7 +102,7 @@ class _ModelEndpoints:
             return json_response({"data": [self._anthropic(entry) for entry in entries], "has_more": False,
                                   "first_id": entries[0].name, "last_id": entries[-1].name})
         data = [*map(_openai, entries), *(service.fields() for service in self.services)]
-        codex = {"models": catalogue(entries)} if "client_version" in request.query_params else {}
+        codex = {"models": _codex_catalogue(entries)} if "client_version" in request.query_params else {}
         return json_response({"object": "list", "data": data, **codex})
 
     async def model(self, request: Request) -> Response:
@@ -125,6 +139,24 @@ def _openai(entry: ModelEntry) -> Json:
     return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "deltic",
             "max_model_len": entry.context, "loaded": entry.loaded,
             "modalities": None if entry.sees is None else {"vision": entry.sees}}
+
+
+def _codex_catalogue(entries: list[ModelEntry]) -> list[dict[str, Any]]:
+    """Returns the models in Codex's form. Reasoning summaries are declared, because Codex sends thinking back only
+    then."""
+    return [_codex_model(entry, place) for place, entry in enumerate(entries)]
+
+
+def _codex_model(entry: ModelEntry, place: int) -> dict[str, Any]:
+    return {
+        "slug": entry.name, "display_name": entry.name, "description": None, "priority": place, "visibility": "list",
+        "supported_in_api": True, "upgrade": None, "base_instructions": CODEX_INSTRUCTIONS, "shell_type": "default",
+        "apply_patch_tool_type": None, "experimental_supported_tools": [], "supports_parallel_tool_calls": True,
+        "default_reasoning_level": None, "supported_reasoning_levels": [], "supports_reasoning_summaries": True,
+        "support_verbosity": False, "default_verbosity": None,
+        "truncation_policy": {"mode": "bytes", "limit": 10_000},
+        "context_window": entry.context, "effective_context_window_percent": 95,
+        "input_modalities": ["text", "image"] if entry.sees else ["text"]}
 
 
 def _tokens(served: ServedModel, body: TokenizeRequest) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from deltic.errors import RequestError, show
 from deltic.server.fields import Body, Fields, SaltedFields, read_fields, renamed, unknown_field
 from deltic.server.openai_schema import MESSAGES_SCHEMA, ChatRequest, CompletionRequest, SamplingFields
 
-_OPTIONS: Final = frozenset((*SamplingFields.model_fields, "temperature", "top_p", "stop"))
+_OPTIONS: Final = frozenset((*SamplingFields.model_fields, "stop"))
 """Options that have the same name in a chat request. Others, such as `num_predict`, are translated for all APIs."""
 
 Json = dict[str, Any]

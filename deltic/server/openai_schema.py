@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from pydantic import create_model
 
 from deltic.chat.control_tokens import Infill
 from deltic.chat.processor import PreparedRequest, prompt_bound
@@ -17,15 +19,12 @@ from deltic.chat.response_format import GUIDED, OutputFormat, only_format, respo
 from deltic.chat.tool_grammar import AnswerForm, ToolChoice
 from deltic.config import Limits
 from deltic.errors import RequestError, of_prompt, show, valid_text
-from deltic.params import Prompt, SamplingParams
+from deltic.params import PARAMETERS, Prompt, SamplingParams
 from deltic.server.content import ContentReader
 from deltic.server.fields import Fields, Known, SaltedFields, check_within, renamed, usable_tools
 from deltic.server.generation import ServedModel
 from deltic.server.records import salt_of
 
-_SAMPLING: Final = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "n", "max_repeat", "prompt_logprobs")
 _COMPLETION_TOKENS: Final = 16
 
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -57,20 +56,19 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(SaltedFields):
-    """Sampling parameters that all APIs have by the same names."""
+if TYPE_CHECKING:
+    _SharedParameters = SaltedFields
+else:
+    _SharedParameters = create_model("_SharedParameters", __base__=SaltedFields, **{
+        name: (parameter.kind | None, None) for name, parameter in PARAMETERS.items() if parameter.shared})
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+
+class SamplingFields(_SharedParameters):
+    """Sampling parameters that all APIs have by the same names: the shared ones of `PARAMETERS`, and these."""
+
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
     stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
     ignore_eos: bool | None = None
-    max_repeat: int | None = None
     speculate: bool | None = None
 
     def same(self, *names: str) -> dict[str, Any]:
@@ -85,8 +83,6 @@ class _CommonFields(SamplingFields):
     n: int | None = None
     stop: Any = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -134,9 +130,10 @@ class _CommonFields(SamplingFields):
                 raise RequestError(f"{name} is not supported{shown}{_INSTEAD.get(name, '')}", name)
 
     def _sampling(self, limits: Limits, **more: Any) -> SamplingParams:
+        """more: parameters that the APIs spell differently, always `logprobs`."""
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed: leave out stream", "prompt_logprobs")
-        given = {name: getattr(self, name) for name in _SAMPLING}
+        given = {name: getattr(self, name) for name in (*PARAMETERS, "stop_token_ids", "ignore_eos")}
         given["stop"] = _stops(self.stop, limits.max_stop_characters)
         given["logit_bias"] = _biases(self.logit_bias or {})
         given |= more

@@ -110,8 +110,6 @@ class ResponsesRequest(SamplingFields):
     reasoning: dict[str, Any] | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
@@ -175,7 +173,7 @@ class ResponsesRequest(SamplingFields):
             messages.append({"role": "user", "content": ""})
         tools, choice = self._tools(names)
         check_within(self, _KNOWN)
-        same = self.same("model", "temperature", "top_p", "stop", "structured_outputs", "enable_thinking",
+        same = self.same("model", "stop", "structured_outputs", "enable_thinking",
                          "thinking_budget", "chat_template_kwargs", "history", "parallel_tool_calls", "service_tier")
         return ChatRequest(messages=messages, tools=tools, tool_choice=choice, max_tokens=self.max_output_tokens,
                            **self._format(), **self._effort(), **same), names
