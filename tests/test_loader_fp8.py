@@ -27,7 +27,7 @@ from deltic.loader.model_files import open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, quantize_tensors
-from deltic.ops.cuda.quantized_tiles import Tiles, tiles_form
+from deltic.ops.cuda.quantized import Tiles, tiles_form
 from deltic.runner.input_batch import build
 
 

@@ -92,7 +92,7 @@ def test_sums(hidden: int, size: int, level: int) -> None:
 
 
 @pytest.mark.parametrize(("hidden", "size"), SIZES[1:4])
-def test_a_tokens_bits_are_its_own(hidden: int, size: int) -> None:
+def test_token_bits_do_not_depend_on_batch(hidden: int, size: int) -> None:
     request, found = Request(hidden, MAX_TOKENS), list[Tensor]()
     for threads in (1, 2, 3, 4):
         of = beside(hidden, size, threads)
@@ -104,7 +104,7 @@ def test_a_tokens_bits_are_its_own(hidden: int, size: int) -> None:
     assert all(same_bits(other, found[0]) for other in found)
 
 
-def test_nobody_wants_anything() -> None:
+def test_request_without_experts() -> None:
     of = beside(64, 8)
     of.ask(0, 0)
     request = Request(64, 3)
@@ -113,7 +113,7 @@ def test_nobody_wants_anything() -> None:
     of.close()
 
 
-def test_what_was_computed_is_counted() -> None:
+def test_computed_experts_are_counted() -> None:
     of, request = beside(64, 8), Request(64, MAX_TOKENS)
     request.ask(of, 0, everyone(request))
     known = len({expert for mine in request.experts for expert in mine})
@@ -125,7 +125,7 @@ def test_what_was_computed_is_counted() -> None:
 
 
 @pytest.mark.parametrize("change", [("counts", MOST + 1), ("counts", -1), ("experts", EXPERTS), ("experts", -1)])
-def test_a_request_without_sense_is_answered_with_nan(change: tuple[str, int]) -> None:
+def test_invalid_request_returns_nan(change: tuple[str, int]) -> None:
     of, request = beside(64, 8), Request(64, 2)
     well = request.ask(of, 0, [0, 1])
     getattr(of, change[0]).view(-1)[0] = change[1]
@@ -139,7 +139,7 @@ def test_a_request_without_sense_is_answered_with_nan(change: tuple[str, int]) -
     of.close()
 
 
-def test_threads_that_slept_are_there_again() -> None:
+def test_sleeping_threads_wake_up() -> None:
     of, request = beside(192, 40, 3), Request(192, 5)
     wanted = request.ask(of, 0, everyone(request))
     for pause in (0.002, 0.03, 0.0, 0.1):
@@ -148,7 +148,7 @@ def test_threads_that_slept_are_there_again() -> None:
     of.close()
 
 
-def test_who_naps_hears_a_request_of_which_nobody_told() -> None:
+def test_napping_thread_sees_an_unannounced_request() -> None:
     """A step that was launched long ago may ask late."""
     of, request = beside(64, 8), Request(64, 1)
     wanted = request.ask(of, 0, [0])
@@ -162,7 +162,7 @@ def test_who_naps_hears_a_request_of_which_nobody_told() -> None:
     of.close()
 
 
-def test_who_listens_in_vain_takes_little_time() -> None:
+def test_idle_threads_use_little_time() -> None:
     of, request = beside(64, 8, 4), Request(64, 1)
     request.ask(of, 0, [0])
     time.sleep(0.1)
@@ -172,7 +172,7 @@ def test_who_listens_in_vain_takes_little_time() -> None:
     of.close()
 
 
-def test_two_at_once() -> None:
+def test_two_stores_at_once() -> None:
     one, other = beside(64, 8, 2), beside(192, 40, 3)
     first, second = Request(64, 5), Request(192, 5)
     wanted = first.ask(one, 0, [0, 1]), second.ask(other, 1, [3, 4])
@@ -202,7 +202,7 @@ def test_threads_end() -> None:
         assert not threads_of_this_process() - others
 
 
-def test_the_interpreter_ends_while_threads_listen() -> None:
+def test_interpreter_exits_while_threads_listen() -> None:
     code = ("import torch, os; from deltic.ops.cpu.experts import OffloadedExperts\n"
             "of = OffloadedExperts([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (3, 0))\n"
             "of.ask(0, 0)\n"
@@ -213,12 +213,12 @@ def test_the_interpreter_ends_while_threads_listen() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "0 None"), done.stderr
 
 
-def test_a_level_that_is_not_there() -> None:
+def test_unknown_level_is_refused() -> None:
     with pytest.raises(MemoryError):
         beside(64, 8, level=99)
 
 
-def test_the_rate() -> None:
+def test_rate() -> None:
     of = beside(64, 8)
     assert of.rate() > 0 and of.computed() == 4 * MOST
     of.close()

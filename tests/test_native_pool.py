@@ -97,7 +97,7 @@ def test_many_small_calls(pool: int) -> None:
     in_time(lambda: many(pool, 600))
 
 
-def test_while_others_take_all_cores(pool: int) -> None:
+def test_calls_on_a_busy_machine(pool: int) -> None:
     program = "print(flush=True)\nwhile True: pass"
     others = [subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE)
               for _ in range(2 * (os.cpu_count() or 1))]
@@ -127,7 +127,7 @@ def test_pools_work_side_by_side(pool: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_of_python_may_call_at_once(threads: int) -> None:
+def test_concurrent_calls_of_python_threads(threads: int) -> None:
     """One model, used by three: each call has its turn."""
     weight, x, wanted = alone()
     shared = ThreadPool(best_level(), threads)
@@ -141,7 +141,7 @@ def test_threads_of_python_may_call_at_once(threads: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
-def test_threads_begin_with_the_first_call_and_end_with_the_pool() -> None:
+def test_thread_lifetime() -> None:
     weight, x, _ = alone()
     known = len(os.listdir("/proc/self/task"))
     for _ in range(5):
@@ -155,13 +155,13 @@ def test_threads_begin_with_the_first_call_and_end_with_the_pool() -> None:
             assert time.monotonic() < end
 
 
-def test_a_level_that_is_not_there_makes_no_pool() -> None:
+def test_unknown_level_is_refused() -> None:
     assert not library().deltic_pool_new(1, -1)
     assert not library().deltic_pool_new(1, best_level() + 1)
 
 
 @pytest.mark.parametrize("threads", [-1, 0, 1, 2, 9])
-def test_pools_come_and_go(threads: int) -> None:
+def test_many_pools_in_turn(threads: int) -> None:
     """Also before their threads have begun, and right after a call."""
     weight, x, wanted = alone()
 
@@ -199,7 +199,7 @@ if child:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_forked_process_goes_on(threads: int) -> None:
+def test_forked_process_keeps_computing(threads: int) -> None:
     """Its pool has no threads but the one that calls. It ends as processes do, too."""
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, str(threads)], cwd=Path(__file__).parent,
                             capture_output=True, text=True, check=False, timeout=PATIENCE)

@@ -118,7 +118,7 @@ def reused(scenario: str, capsys: Any, *options: str) -> list[tuple[str, int, in
 @pytest.mark.parametrize("option", ["--dtype float32", "--dtype bfloat16", "--quant q8_0"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.covering
-def test_scenarios_reuse_what_they_reuse_on_other_backends(scenario: str, option: str, capsys: Any) -> None:
+def test_scenarios_reuse_as_on_other_backends(scenario: str, option: str, capsys: Any) -> None:
     wanted = reused(scenario, capsys, "--dtype", "float32", "--ops", "torch")
     assert sum(cached for _, _, cached in wanted) > 0
     assert reused(scenario, capsys, *option.split(), "--ops", "cpu") == wanted

@@ -87,7 +87,7 @@ def test_in_float64() -> None:
 
 @pytest.mark.parametrize("dim", [32, 80, 7])
 @at_every_level
-def test_float16_is_rounded_and_read_as_torch_does(dim: int) -> None:
+def test_float16_rounding_equals_torch(dim: int) -> None:
     """All its numbers, and numbers between them: subnormal ones, ties, those that become infinite, NaN."""
     every = torch.arange(1 << 16).to(torch.int16).view(torch.float16).float()
     between = torch.cat([every, every * (1 + 2**-11), every * (1 + 2**-12), torch.tensor([65519.9, 65520.0, 1e9])])

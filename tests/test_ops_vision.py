@@ -97,7 +97,7 @@ def run(threads: ThreadPool, x: Tensor, weights: VisionWeights, scene: Scene, wa
 
 @pytest.mark.skipif(bool(missing()), reason=str(missing()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_do_not_depend_on_slices_and_neighbours(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_slices_or_other_images(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, plain, scene = tower(3, 64, 96, (481, 1500), dtype)
     weights, alone = packed(plain), x[481:].clone()
     together = x.clone()

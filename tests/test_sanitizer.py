@@ -211,7 +211,7 @@ def not_understood(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_faults_are_found(tool: str, tmp_path: Path) -> None:
+def test_injected_faults_are_found(tool: str, tmp_path: Path) -> None:
     text = run(tmp_path, tool, "-c", FAULTS.replace("TOOL", tool))
     assert f"k_{tool}" in blamed(text), text
 

@@ -37,9 +37,8 @@ from deltic.model.mtp_head import build_head
 from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
-from deltic.ops.cuda import quantized_tiles, serves_delta_logs
-from deltic.ops.cuda.expert_cache import GpuExpertCache
-from deltic.ops.cuda.expert_stores import TileStore
+from deltic.ops.cuda import quantized, serves_delta_logs
+from deltic.ops.cuda.expert_offload import GpuExpertCache, TileStore
 from deltic.ops.memory import memory_for
 from deltic.ops.quantized import host_form
 from deltic.ops.types import MoeWeights, Weight
@@ -228,7 +227,7 @@ def _unpacks(loaded: _Loaded) -> bool:
     if loaded.experts:
         return isinstance(loaded.experts.store, TileStore)
     layers = loaded.decoder.weights.layers
-    return any(isinstance(block, quantized_tiles.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
+    return any(isinstance(block, quantized.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
                for part in layer.mlp.parts[:1] for block in (part.down,))
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError
-from deltic.ops.mtp import MtpStep
 from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
@@ -28,6 +27,7 @@ from deltic.ops.types import (
     KvView,
     MlpWeights,
     MoeWeights,
+    MtpStep,
     MtpWeights,
     Rope,
     RopeSpec,

@@ -21,9 +21,8 @@ from deltic.ops import Ops
 from deltic.ops.cpu import missing, pool_of
 from deltic.ops.cpu.experts import ExpertStore, OffloadedExperts, expert_bytes
 from deltic.ops.cpu.library import ThreadPool
-from deltic.ops.cuda.expert_cache import GpuExpertCache, HostExperts
-from deltic.ops.cuda.expert_stores import PinnedExpertStore as PlainStore
-from deltic.ops.cuda.expert_stores import TileStore, take_stacks
+from deltic.ops.cuda.expert_offload import GpuExpertCache, HostExperts, TileStore, take_stacks
+from deltic.ops.cuda.expert_offload import PinnedExpertStore as PlainStore
 from deltic.ops.cuda.moe import ExpertsShape
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.stored import ExpertStatistics

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from deltic.model.mtp_head import MtpHead
-from deltic.ops.mtp import Drafted, MtpStep
 from deltic.ops.types import (
     PAGE,
     Batch,
     CacheViews,
+    Drafted,
     Layout,
+    MtpStep,
     Sampling,
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltic.cache.handles import SequenceCache
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
-from deltic.ops.mtp import Drafted
+from deltic.ops.types import Drafted
 from deltic.runner.input_batch import DeviceTokens
 
 Wants = List[tuple[Sequence, int]]
