@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,15 @@ class Way:
         return found
 
 
+@cache
+def resident_answers() -> tuple[tuple[EngineRequest, ...], dict[tuple[str, int], list[int]]]:
+    """Returns requests, and their answers with all experts in memory."""
+    requests = [greedy((*numbers(1, 48, 509), *numbers(i, 5 + i, 509)), 16, f"r{i}") for i in range(4)]
+    wanted = {name: answer.tokens for name, answer in serve(moe_runtime(), requests).items()}
+    assert len({*map(tuple, wanted.values())}) >= 3
+    return tuple(requests), wanted
+
+
 WAYS = [Way(*way) for way in product((1, 2, 5, 10, 11), (1, 8), (5, 300), ("nothing", "prefixes", "disk"),
                                      ("off", "ngram", "mtp"))]
 FEW_WAYS = [*pairwise(WAYS, astuple)]
@@ -147,11 +157,9 @@ FEW_WAYS = [*pairwise(WAYS, astuple)]
 @pytest.mark.parametrize("way", [*(pytest.param(way, id=str(number)) for number, way in enumerate(FEW_WAYS)),
                                  *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way not in FEW_WAYS)])
 def test_same_answers_with_every_option(way: Way, tmp_path: Path) -> None:
-    """Prompts that begin alike, twice; experts are exchanged in every step."""
-    requests = [greedy((*numbers(1, 48, 509), *numbers(i, 5 + i, 509)), 16, f"r{i}") for i in range(4)]
-    wanted = {name: answer.tokens for name, answer in serve(moe_runtime(), requests).items()}
-    assert len({*map(tuple, wanted.values())}) >= 3
-    for found in way.answers(requests, str(tmp_path)):
+    """Prompts with a common prefix, served twice; experts are exchanged in every step."""
+    requests, wanted = resident_answers()
+    for found in way.answers(list(requests), str(tmp_path)):
         assert {name: answer.tokens for name, answer in found.items()} == wanted
 
 

@@ -1,5 +1,5 @@
-"""Experts that threads of the host compute when they are asked through shared memory: the right sums, a token's
-own bits whoever else asks and however many threads there are, and threads that sleep, wake and end."""
+"""Experts that host threads compute on requests through shared memory: right sums, bits that do not depend on other
+tokens or the number of threads, and threads that sleep, wake and end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def beside(hidden: int, size: int, threads: int = 2, level: int | None = None) -
 
 
 class Request:
-    """For `tokens`, of which every third has no experts; one token has an expert twice."""
+    """A request of `tokens`; every third has no experts, and one has an expert twice."""
 
     def __init__(self, hidden: int, tokens: int) -> None:
         rng = torch.Generator().manual_seed(tokens)
@@ -47,7 +47,7 @@ class Request:
             self.experts[3][1] = self.experts[3][0]
 
     def ask(self, of: OffloadedExperts, layer: int, tokens: list[int]) -> Tensor:
-        """The sums of these tokens; NaN where nothing was written."""
+        """Returns the sums of these tokens; NaN where nothing was written."""
         of.sums.fill_(torch.nan)
         for row, token in enumerate(tokens):
             mine = self.experts[token]
@@ -75,20 +75,22 @@ def everyone(request: Request) -> list[int]:
     return list(range(len(request.input)))
 
 
-@pytest.mark.parametrize("level", range(0 if missing() else best_level() + 1))
 @pytest.mark.parametrize(("hidden", "size"), SIZES)
-def test_sums(hidden: int, size: int, level: int) -> None:
-    of = beside(hidden, size, level=level)
-    for layer in range(LAYERS):
-        for tokens in (1, 2, 5, MAX_TOKENS):
-            request = Request(hidden, tokens)
-            found, wanted = request.ask(of, layer, everyone(request)).double(), request.wanted(of._weights[layer], size)
+def test_sums(hidden: int, size: int) -> None:
+    """At every level of the processor."""
+    weights, requests = weights_of(hidden, size), [Request(hidden, tokens) for tokens in (1, 2, 5, MAX_TOKENS)]
+    cases = [(layer, request, request.wanted(weights[layer], size)) for layer in range(LAYERS) for request in requests]
+    for level in range(best_level() + 1):
+        of = beside(hidden, size, level=level)
+        for layer, request, wanted in cases:
+            found = request.ask(of, layer, everyone(request)).double()
             for token, mine in enumerate(request.experts):
+                case = level, layer, len(request.input), token
                 if mine:
-                    assert (found[token] - wanted[token]).norm() < 3e-3 * wanted[token].norm(), (tokens, token)
+                    assert (found[token] - wanted[token]).norm() < 3e-3 * wanted[token].norm(), case
                 else:
-                    assert bool(found[token].isnan().all()), "a token without experts was written"
-    of.close()
+                    assert bool(found[token].isnan().all()), case
+        of.close()
 
 
 @pytest.mark.parametrize(("hidden", "size"), SIZES[1:4])
@@ -149,7 +151,7 @@ def test_sleeping_threads_wake_up() -> None:
 
 
 def test_napping_thread_sees_an_unannounced_request() -> None:
-    """A step that was launched long ago may ask late."""
+    """A step may ask long after its launch."""
     of, request = beside(64, 8), Request(64, 1)
     wanted = request.ask(of, 0, [0])
     time.sleep(0.05)
