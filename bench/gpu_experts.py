@@ -27,7 +27,7 @@ from gpu import _request
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
-from deltic.ops.cuda.expert_cache import GpuExpertCache
+from deltic.ops.cuda.expert_offload import GpuExpertCache
 from deltic.params import TokenEvent
 from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.model_runner import ModelRunner

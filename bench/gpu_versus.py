@@ -23,7 +23,7 @@ from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda import driver
-from deltic.ops.cuda.graph import record as record_graph
+from deltic.ops.cuda.driver import record as record_graph
 from deltic.ops.cuda.kernel_config import shapes_of
 from deltic.ops.types import Batch
 from deltic.runner.input_batch import decoding, step_of

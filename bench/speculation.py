@@ -35,7 +35,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.sequence import Sequence as Running
-from deltic.ops.mtp import Drafted
+from deltic.ops.types import Drafted
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.launch import InFlight
 from deltic.runner.model_runner import ModelRunner

@@ -62,7 +62,7 @@ def _memory(runtime: ModelRunner) -> tuple[torch.Tensor, ...]:
 
 
 @torch.inference_mode()
-def test_a_padded_step_is_the_step(runtime: ModelRunner) -> None:
+def test_padded_step_equals_plain_step(runtime: ModelRunner) -> None:
     rows, (before,) = prompts(runtime, (1, 0, 40, 17, 300))
     plan = StepPlan(tuple(sorted(rows, key=lambda row: row.slot)))
     assert decodes(plan)
@@ -80,7 +80,7 @@ def test_a_padded_step_is_the_step(runtime: ModelRunner) -> None:
         torch.testing.assert_close(tensor, wanted, rtol=0, atol=2e-4)
 
 
-def test_what_a_bucket_holds() -> None:
+def test_bucket_contents() -> None:
     rows = tuple(PlannedRow((5 + index,), 20 * index, (3, 4, 7), index, 1, rotary=-index) for index in range(3))
     batch = decoding(StepPlan(rows), CPU)
     padded = batch.padded
@@ -94,7 +94,7 @@ def test_what_a_bucket_holds() -> None:
     assert batch.positions.tolist() == [[0, 19, 38]] * 3 and batch.span is None
 
 
-def test_all_steps_of_a_bucket_have_one_layout() -> None:
+def test_steps_of_a_bucket_share_a_layout() -> None:
     """Whatever their rows, contexts and positions are."""
     def layout(*lengths: int) -> Layout:
         rows = (
@@ -108,7 +108,7 @@ def test_all_steps_of_a_bucket_have_one_layout() -> None:
     assert len({layout(3, 40, 255), layout(3, 40), layout(3, 40, 256), layout(3, 40, 255, 9, 9)}) == 4
 
 
-def test_steps_one_after_another_have_the_memory_of_their_bucket() -> None:
+def test_bucket_memory_is_reused() -> None:
     """Each holds what one of its own would, whatever came before; a token that is not known comes from what was drawn.
     A second memory writes to the same places on the device, where a graph reads them."""
     draw, places = Random(4), dict[tuple[int, int, int | None], torch.Tensor]()
@@ -146,13 +146,13 @@ def test_steps_one_after_another_have_the_memory_of_their_bucket() -> None:
 
 @pytest.mark.parametrize("change", [{"tokens": (1, 2)}, {"logits": 0}, {"checkpoints": ((21, 3),)}, {"append": True},
                                     {"base": 18}])
-def test_what_has_no_bucket(change: dict[str, object]) -> None:
+def test_steps_without_bucket(change: dict[str, object]) -> None:
     row = PlannedRow((1,), 20, (0, 1), 0, 1)
     assert decodes(StepPlan((row,)))
     assert not decodes(StepPlan((row, replace(row, **change))))
 
 
-def test_what_a_bucket_of_drafts_holds() -> None:
+def test_draft_bucket_contents() -> None:
     """Rows of several tokens and of one, tokens and rows beyond the real ones, which have nothing."""
     rows = (
         PlannedRow((5,), 20, (3, 4), 1, 1, base=18, delta_log=7),
@@ -178,7 +178,7 @@ def test_what_a_bucket_of_drafts_holds() -> None:
         assert not verifies(StepPlan((rows[0], replace(rows[1], **change))))
 
 
-def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
+def test_unseen_drafts_are_gathered_on_the_device() -> None:
     rows = (PlannedRow((6, -1, -1), 14, (5, 6), 2, 3, base=9, delta_log=8, append=True, drafts=2),
             PlannedRow((9, -1), 30, (7, 8), 4, 2, base=30, delta_log=9, append=True, drafts=1))
     numbers = torch.arange(100, 120)
@@ -190,7 +190,7 @@ def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
         assert step_of(batch.padded).ids[5:].tolist() == [100 + places[-1]] * 3, "those that fill up are the last one"
 
 
-def test_what_a_bucket_over_rings_holds() -> None:
+def test_delta_log_bucket_contents() -> None:
     """Of many rows of one token, which may be behind, and leave this one in their rings."""
     rows = tuple(PlannedRow((row,), 20 + row, (row, 20 + row, 40 + row), row, 1, 50 + row if row % 5 == 0 else None,
                      base=20 + row - row % 5, delta_log=60 + row, append=row % 5 > 0) for row in range(17))
@@ -213,7 +213,7 @@ def test_what_a_bucket_over_rings_holds() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-def test_tokens_that_are_not_known_behind_a_step() -> None:
+def test_unseen_tokens_behind_a_step() -> None:
     """Few rows over rings have no bucket for them, and rows of prompts beside them keep their own tokens."""
     device, drawn = torch.device("cuda"), torch.tensor([70, 80, 90], device="cuda")
     plain = tuple(PlannedRow((-1,), 20, (row, 20 + row), row, 1, target=9 + row, drawn=2 - row) for row in range(2))
@@ -242,7 +242,7 @@ def test_powers_of_two() -> None:
     assert [power_of_two(number) for number in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]
 
 
-def test_a_page_table_is_changed_by_what_has_changed() -> None:
+def test_page_table_updates_incrementally() -> None:
     """Rows come, go and change places; lists grow; the table is that which would be made anew."""
     draw, table, lists = Random(3), PageTable(), [[1, 2], [3]]
     for _ in range(300):
@@ -262,7 +262,7 @@ def test_a_page_table_is_changed_by_what_has_changed() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch finds no CUDA device"))])
 @pytest.mark.parametrize("count", [1, 40, 1024, 1025, 3000, MAX_NUMBERS, MAX_NUMBERS + 1])
-def test_numbers_come_to_their_place(count: int, device: str) -> None:
+def test_numbers_are_uploaded(count: int, device: str) -> None:
     """Again and again, with tokens among them that only the device knows, and without."""
     tokens = min(16, (count - 1) // 2)
     upload, generator = HostToDeviceBuffer(torch.zeros(count, dtype=torch.int64, device=device), tokens), Random(count)
@@ -282,7 +282,7 @@ def test_numbers_come_to_their_place(count: int, device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (2, MAX_NUMBERS // 2), (MAX_NUMBERS + 1,)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
-def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_small_tensors_are_copied_by_a_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """While copies of another stream are on their way, too, which it does not wait for; again and again."""
     device, beside = torch.device("cuda", 0), torch.cuda.Stream()
     host = [torch.randint(0, 2 if dtype == torch.bool else 99, shape).to(dtype) for _ in range(20)]
@@ -302,7 +302,7 @@ def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dty
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-def test_they_come_also_in_a_thread_that_has_asked_nothing_before() -> None:
+def test_upload_from_a_fresh_thread() -> None:
     on_device(torch.zeros(1), torch.device("cuda", 0))
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(on_device, torch.arange(5), torch.device("cuda", 0)).result()
@@ -310,7 +310,7 @@ def test_they_come_also_in_a_thread_that_has_asked_nothing_before() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-def test_numbers_are_read_before_others_get_their_memory() -> None:
+def test_staging_memory_is_not_reused_early() -> None:
     """Also where nobody keeps what has sent them, and the card is busy."""
     busy, places = torch.randn(4096, 4096, device="cuda"), []
     for turn in range(20):

@@ -9,14 +9,15 @@ import pytest
 import torch
 from device_abi import CUDA, LIBRARY, NO_MEMORY, Devices, refused
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 
 devices = pytest.fixture(device_abi.opened)
 
 
 @pytest.mark.parametrize("check", device_abi.CHECKS, ids=lambda check: check.__name__)
-def test_a_gpu_does_what_the_processor_does(devices: Devices, check: Callable[[Devices, int], None]) -> None:
+def test_gpu_passes_the_cpu_checks(devices: Devices, check: Callable[[Devices, int], None]) -> None:
     check(devices, 1)
 
 
@@ -26,7 +27,7 @@ def test_copies_between_all_devices(devices: Devices) -> None:
             device_abi.check_pairs(devices, (source, target))
 
 
-def test_properties_are_those_that_torch_says(devices: Devices) -> None:
+def test_properties_equal_torch(devices: Devices) -> None:
     assert devices.count() == 1 + torch.cuda.device_count()
     for index in range(torch.cuda.device_count()):
         found, expected = devices.get(1 + index), torch.cuda.get_device_properties(index)
@@ -35,14 +36,14 @@ def test_properties_are_those_that_torch_says(devices: Devices) -> None:
         assert found.cores == expected.multi_processor_count and found.memory_total == expected.total_memory
 
 
-def test_more_than_the_card_has_is_refused(devices: Devices) -> None:
+def test_too_large_allocation_is_refused(devices: Devices) -> None:
     total = devices.get(1).memory_total
     refused(NO_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", devices.allocate, 1, total)  # the context takes some of it
     refused(NO_MEMORY, f"has {total} bytes of memory", devices.allocate, 1, total + 1)
     device_abi.check_copies(devices, 1)  # the refusals left everything as it was
 
 
-def test_tensors_of_torch_come_and_go(devices: Devices) -> None:
+def test_copies_of_torch_tensors(devices: Devices) -> None:
     """Memory of torch is a source and a target; work of torch before is seen, and torch sees what was copied."""
     ours = torch.randn(1 << 20)
     theirs = ours.cuda() * 2
@@ -63,7 +64,7 @@ def test_tensors_of_torch_come_and_go(devices: Devices) -> None:
     assert torch.equal(pinned, ours * 2)
 
 
-def test_a_stream_does_one_copy_after_another(devices: Devices) -> None:
+def test_stream_orders_copies(devices: Devices) -> None:
     size, stream = 64 << 20, devices.stream(1)
     memory, found = devices.allocate(1, size), torch.zeros(size, dtype=torch.uint8).pin_memory()
     for value in range(8):
@@ -73,7 +74,7 @@ def test_a_stream_does_one_copy_after_another(devices: Devices) -> None:
     assert bool((found == 7).all())
 
 
-def test_torch_s_context_and_device_stay_current() -> None:
+def test_torch_context_stays_current() -> None:
     before, devices = torch.cuda.current_device(), Devices(LIBRARY)
     for device in range(1, devices.count()):
         devices.free(devices.allocate(device, 10))

@@ -31,7 +31,8 @@ from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.mtp import PendingDrafts
 from deltic.spec_decode.proposers import MtpProposer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 MODELS = {"0.8b": (SMALL, "none", 4000), "0.8b q4_k": (SMALL, "q4_k", 4000), "4b fp8": (LARGE, "fp8", 4000),
           "tiny": (None, "none", 128)}
 """Models, how their weights are quantized, and how many tokens their heads have."""
@@ -58,7 +59,7 @@ def known_by(vocabulary: DraftVocabulary) -> set[int]:
 
 
 @pytest.mark.parametrize("form", ["plain", *TYPES])
-def test_rows_are_copied_as_they_lie(form: str) -> None:
+def test_rows_are_copied_unchanged(form: str) -> None:
     whole: Any = randn(300, 512, dtype=torch.bfloat16) if form == "plain" else packed(form, 300, 512, device="cuda")[0]
     tokens, draw = draftable(64, 300), random.Random(1)
     assert tokens
@@ -75,7 +76,7 @@ def test_rows_are_copied_as_they_lie(form: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("width", [80, 501, 4000])
-def test_draws_are_of_the_rows_tokens(width: int, rows: int) -> None:
+def test_draws_map_to_vocabulary_tokens(width: int, rows: int) -> None:
     """Their noise is that of the tokens."""
     logits, draw = randn(rows, width), random.Random(width)
     ids = torch.tensor(draw.sample(range(250_000), width), device="cuda")
@@ -105,7 +106,7 @@ def drafts_of(runtime: ModelRunner, rows: tuple[PlannedRow, ...], count: int) ->
 
 
 @torch.inference_mode()
-def test_a_recorded_graph_drafts_with_the_rows_of_today(runtime: ModelRunner) -> None:
+def test_recorded_graph_uses_current_rows(runtime: ModelRunner) -> None:
     """The first draft is the best of the tokens that have rows then, as the torch ops say."""
     head, pools, vocabulary = runtime.mtp_runner, runtime.pools, vocabulary_of(runtime)
     assert head and head._step and pools.hidden is not None
@@ -137,7 +138,7 @@ def test_a_recorded_graph_drafts_with_the_rows_of_today(runtime: ModelRunner) ->
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_answers_stay_while_rows_change(runtime: ModelRunner, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_rows_change_no_answer(runtime: ModelRunner, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, with steps in flight behind steps with drafts; what was drafted had a row when it was drafted."""
     size, vocabulary, draw = runtime.config.vocab_size, vocabulary_of(runtime), random.Random(rows)
     requests = [replace(greedy(numbers(seed, 30 + seed, size), 60, str(seed)), output=SamplingParams(
@@ -176,7 +177,7 @@ def test_answers_stay_while_rows_change(runtime: ModelRunner, rows: int, monkeyp
     assert sum(engine.speculator.stats.drafted_at) > 50
 
 
-def test_the_embedded_models_head_learns_from_prompts() -> None:
+def test_embedded_head_learns_from_prompts() -> None:
     """A head of 128 tokens is right as often as on a CPU, and more often than one that is shown nothing."""
     shares = {}
     for name, device in (("cpu", "cpu"), ("cuda", "cuda"), ("blind", "cuda")):

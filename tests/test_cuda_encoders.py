@@ -15,9 +15,10 @@ from encoder_models import TEXTS, WORDS, edit_weights, save_encoder, save_m3, sa
 from deltic import LLM, Encoder, SamplingParams
 from deltic.embeddings.types import Item
 from deltic.errors import ConfigError
-from deltic.ops.cuda.graph import record
+from deltic.ops.cuda.driver import record
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 FAMILIES = ("bert", "xlm-roberta")
 LEAST = {"float32": 0.99999, "float16": 0.9999, "bfloat16": 0.995}
 """The cosine with float32 on a CPU; random weights amplify more than trained ones."""
@@ -84,7 +85,7 @@ def test_scores(tmp_path: Path, family: str) -> None:
         assert device.score("w1 w2", MANY) == pytest.approx(host.score("w1 w2", MANY), abs=2e-2)
 
 
-def test_nan_fails_the_text_that_meets_it(tmp_path: Path) -> None:
+def test_nan_fails_only_its_text(tmp_path: Path) -> None:
     save_encoder(tmp_path, "bert")
     edit_weights(tmp_path, lambda name, tensor: "word_embeddings" in name and tensor[6 + 20].fill_(torch.nan))  # w20
     with Encoder(tmp_path, device="cuda") as encoder:
@@ -97,7 +98,7 @@ def segments() -> int:
     return int(torch.cuda.memory_stats()["segment.all.allocated"])
 
 
-def test_memory_for_a_batch_is_taken_at_load(place: Path) -> None:
+def test_batch_memory_is_allocated_at_load(place: Path) -> None:
     """A chat model that is loaded later takes a share of what is left: nothing that runs asks for more."""
     torch.cuda.empty_cache()
     with Encoder(place / "bert", device="cuda", token_budget=4096) as encoder:
@@ -109,7 +110,7 @@ def test_memory_for_a_batch_is_taken_at_load(place: Path) -> None:
             assert likeness(encoder.encode(MANY), encoder.encode(MANY)) > LEAST["bfloat16"]
 
 
-def test_others_do_not_come_to_lie_in_its_memory(place: Path) -> None:
+def test_batch_memory_is_not_shared(place: Path) -> None:
     """What is loaded behind an encoder leaves the memory of its batches alone."""
     torch.cuda.empty_cache()
     with Encoder(place / "bert", device="cuda", token_budget=65536) as encoder:
@@ -120,7 +121,7 @@ def test_others_do_not_come_to_lie_in_its_memory(place: Path) -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-def test_one_goes_while_another_computes(place: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
+def test_unload_while_another_computes(place: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
     """Or while a graph is recorded, where torch would end the process. Its memory is given back behind that."""
     others = [Encoder(place / "bert", device="cuda", dtype="float32")]
 
@@ -148,7 +149,7 @@ def test_one_goes_while_another_computes(place: Path, monkeypatch: pytest.Monkey
         assert not others and torch.cuda.memory_reserved() < reserved
 
 
-def test_one_batch_is_computed_while_the_next_one_is_made(place: Path) -> None:
+def test_batches_are_pipelined(place: Path) -> None:
     with Encoder(place / "bert", device="cuda", token_budget=256) as encoder:
         items = [Item((2, 7 + number % 90, 3) * (1 + number % 20)) for number in range(300)]
         wanted = np.stack([encoder.submit([item]).future.result()[0].dense for item in items])
@@ -156,6 +157,6 @@ def test_one_batch_is_computed_while_the_next_one_is_made(place: Path) -> None:
         assert likeness(found, wanted) > LEAST["bfloat16"]
 
 
-def test_what_a_gpu_does_not_do(place: Path) -> None:
+def test_unsupported_options_are_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match="quant=q8_0 needs the compiled kernels"):
         Encoder(place / "bert", device="cuda", quant="q8_0")

@@ -45,7 +45,7 @@ def source(shape: ExpertsShape) -> str:
 
 
 @pytest.mark.parametrize("name", ["ExpertsGate", "ExpertsDown", "Route", "Group", "Grouped", "Combine"])
-def test_structs_are_the_kernels(name: str) -> None:
+def test_struct_layouts(name: str) -> None:
     found = [name for name, *_ in getattr(arguments, f"{name}Args")._fields_]
     assert found == members(name)
 
@@ -60,7 +60,7 @@ def test_blocks_fit(shape: ExpertsShape) -> None:
         assert first + second + 2048 <= MULTIPROCESSOR, "the second kernel has no room beside the first"
 
 
-def test_what_the_kernels_do_not_know() -> None:
+def test_unsupported_shapes() -> None:
     for change in ({"hidden": 100}, {"size": 44}, {"count": 2000}, {"per_token": 100}):
         assert not replace(TRUE, **change).known
 
@@ -182,7 +182,7 @@ def rows(*chunks: int, filling: int) -> RealTokens:
 
 @needs_card
 @pytest.mark.parametrize(("tokens", "real"), [(4, (1, 1, 1)), (8, (1, 3, 1)), (16, (1,) * 9), (16, (2, 1))], ids=str)
-def test_what_fills_up_chooses_no_experts(mixture: Mixture, tokens: int, real: tuple[int, ...]) -> None:
+def test_padding_chooses_no_experts(mixture: Mixture, tokens: int, real: tuple[int, ...]) -> None:
     residual, normed, logits = mixture.input(tokens)
     count, who = sum(real), rows(*real, filling=3)
     found = mixture.few(residual, logits, who)
@@ -196,7 +196,7 @@ def test_what_fills_up_chooses_no_experts(mixture: Mixture, tokens: int, real: t
 
 
 @needs_card
-def test_a_sick_token_harms_nobody(mixture: Mixture) -> None:
+def test_nan_token_changes_no_other_token(mixture: Mixture) -> None:
     residual, normed, logits = mixture.input(9)
     well = mixture.few(residual, logits)
     for bad in (NAN, float("inf")):
@@ -214,7 +214,7 @@ def test_a_sick_token_harms_nobody(mixture: Mixture) -> None:
 
 
 @needs_card
-def test_of_equals_the_first_is_chosen() -> None:
+def test_ties_choose_the_lower_expert() -> None:
     mixture = Mixture(ExpertsShape(64, 8, 60, 4, False, True))
     residual, _, logits = mixture.input(3)
     logits[:] = -5
@@ -254,7 +254,7 @@ def test_steps(runtime: ModelRunner, done: list[int]) -> None:
 
 @needs_card
 @torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: ModelRunner) -> None:
+def test_token_bits_do_not_depend_on_batch(runtime: ModelRunner) -> None:
     check_alone(runtime)
 
 
@@ -282,7 +282,7 @@ def test_prompts(runtime: ModelRunner) -> None:
 
 @needs_card
 @torch.inference_mode()
-def test_experts_beside_the_card() -> None:
+def test_offloaded_experts() -> None:
     """The same bits, whoever lies where, and while experts change places."""
     config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003,
                      experts=ExpertsConfig(60, 9, 40, 40))
@@ -327,7 +327,7 @@ def test_experts_beside_the_card() -> None:
 
 
 @needs_card
-def test_a_budget_without_room_for_experts_is_refused() -> None:
+def test_budget_without_room_for_experts_is_refused() -> None:
     config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003,
                      experts=ExpertsConfig(60, 9, 40, 40))
     options = EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_batch=4, max_context=256)

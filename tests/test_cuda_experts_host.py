@@ -24,10 +24,9 @@ from deltic.ops import reference
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.experts import OffloadedExperts
 from deltic.ops.cpu.library import library
-from deltic.ops.cuda import arguments, expert_cache
+from deltic.ops.cuda import arguments, expert_offload
 from deltic.ops.cuda.driver import Module, headers
-from deltic.ops.cuda.expert_cache import HostExperts
-from deltic.ops.cuda.expert_stores import PinnedExpertStore, hosted_experts
+from deltic.ops.cuda.expert_offload import HostExperts, PinnedExpertStore, hosted_experts
 from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, MoeOp, RealTokens, shape_of
 from deltic.ops.types import MoeWeights
 from deltic.runner.expert_offload import host_share
@@ -46,12 +45,12 @@ def source(shape: ExpertsShape) -> str:
 
 
 @pytest.mark.parametrize("name", ["AskHost", "AddHost"])
-def test_structs_are_the_kernels(name: str) -> None:
+def test_struct_layouts(name: str) -> None:
     assert [name for name, *_ in getattr(arguments, f"{name}Args")._fields_] == members(name)
 
 
 @pytest.mark.skipif(bool(missing()), reason=str(missing()))
-def test_kernels_are_told_where_the_mailbox_lies() -> None:
+def test_mailbox_addresses() -> None:
     threads = OffloadedExperts([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (1, 0))
     threads.counts[0] = 1
     threads.ask(0, 1)
@@ -68,7 +67,7 @@ def test_kernels_are_told_where_the_mailbox_lies() -> None:
     threads.close()
 
 
-def test_models_on_the_card_have_none_of_it() -> None:
+def test_resident_models_have_no_host_kernels() -> None:
     for shape in HOSTED:
         plain = replace(shape, host=False)
         assert "_host(" in source(shape) and "_host(" not in source(plain)
@@ -83,7 +82,7 @@ def test_sources_compile(shape: ExpertsShape, tmp_path: Path, monkeypatch: pytes
     compiles(source(shape), tmp_path, False)
 
 
-def test_who_is_the_hosts_is_spread_evenly() -> None:
+def test_host_experts_are_spread_evenly() -> None:
     for share in (0.0, 0.1, 0.4, 0.65, 1.0):
         found = hosted_experts(5, 256, share)
         assert (found == hosted_experts(5, 256, share)).all()
@@ -93,7 +92,7 @@ def test_who_is_the_hosts_is_spread_evenly() -> None:
     assert not hosted_experts(3, 60, 0.0).any() and hosted_experts(3, 60, 1.0).all()
 
 
-def test_the_share_of_the_host() -> None:
+def test_host_share() -> None:
     assert host_share(100e9, 25e9) == 0.8 and host_share(5e9, 55e9) == 0.0
     assert host_share(10e9, 90e9) == 0.1
 
@@ -183,7 +182,7 @@ def test_few_tokens(pair: tuple[Mixture, Mixture], tokens: int) -> None:
 
 @needs_card
 @pytest.mark.parametrize("tokens", [1, 5, 16])
-def test_who_wants_none_of_the_hosts_does_not_ask(tokens: int) -> None:
+def test_no_request_without_host_experts(tokens: int) -> None:
     shape = SHAPES[3]
     host, card = (Mixture(shape, share, slots=shape.per_token + 3) for share in (1.0, 0.0))
     residual, _, logits = host.input(tokens)
@@ -200,7 +199,7 @@ def test_who_wants_none_of_the_hosts_does_not_ask(tokens: int) -> None:
 
 
 @needs_card
-def test_wanted_experts_are_counted_whoever_computes_them() -> None:
+def test_host_and_gpu_experts_are_counted() -> None:
     host, card = (Mixture(SHAPES[3], share) for share in (0.5, 0.0))
     for tokens in (1, 16, 7):
         residual, _, logits = host.input(tokens)
@@ -212,7 +211,7 @@ def test_wanted_experts_are_counted_whoever_computes_them() -> None:
 
 @needs_card
 @pytest.mark.parametrize(("tokens", "real"), [(4, (1, 1, 1)), (8, (1, 3, 1)), (16, (1,) * 9), (16, (2, 1))], ids=str)
-def test_what_fills_up_chooses_no_experts(pair: tuple[Mixture, Mixture], tokens: int, real: tuple[int, ...]) -> None:
+def test_padding_chooses_no_experts(pair: tuple[Mixture, Mixture], tokens: int, real: tuple[int, ...]) -> None:
     host, _ = pair
     residual, _, logits = host.input(tokens)
     count = sum(real)
@@ -222,7 +221,7 @@ def test_what_fills_up_chooses_no_experts(pair: tuple[Mixture, Mixture], tokens:
 
 
 @needs_card
-def test_a_sick_token_harms_nobody(pair: tuple[Mixture, Mixture]) -> None:
+def test_nan_token_changes_no_other_token(pair: tuple[Mixture, Mixture]) -> None:
     host, _ = pair
     residual, _, logits = host.input(9)
     well = host.few(residual, logits)
@@ -235,7 +234,7 @@ def test_a_sick_token_harms_nobody(pair: tuple[Mixture, Mixture]) -> None:
 
 
 @needs_card
-def test_a_host_that_does_not_answer_costs_its_tokens_and_no_more() -> None:
+def test_silent_host_fails_only_its_tokens() -> None:
     shape = SHAPES[3]
     mixture = Mixture(shape, 1.0, slots=shape.per_token, patience=0.05)
     residual, _, logits = mixture.input(5)
@@ -306,7 +305,7 @@ def test_steps(runtimes: tuple[ModelRunner, ModelRunner], tokens: int) -> None:
 
 @needs_card
 @torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtimes: tuple[ModelRunner, ModelRunner]) -> None:
+def test_token_bits_do_not_depend_on_batch(runtimes: tuple[ModelRunner, ModelRunner]) -> None:
     wake(runtimes[0])
     check_alone(runtimes[0])
 
@@ -320,7 +319,7 @@ def test_replayed_steps(runtimes: tuple[ModelRunner, ModelRunner], rows: int) ->
 
 @needs_card
 @torch.inference_mode()
-def test_steps_of_many_tokens_are_the_cards(runtimes: tuple[ModelRunner, ModelRunner]) -> None:
+def test_large_steps_run_on_the_gpu(runtimes: tuple[ModelRunner, ModelRunner]) -> None:
     """To the bit."""
     found, before = [], [runtime.experts.store.statistics().computed for runtime in runtimes if runtime.experts]
     for runtime in runtimes:
@@ -383,8 +382,8 @@ def test_answers(record_property: Any) -> None:
 
 
 @needs_card
-def test_a_host_that_ends_is_an_error_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_cache, "HOST_TIMEOUT", 0.1)
+def test_dead_host_fails_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_offload, "HOST_TIMEOUT", 0.1)
     runtime = loaded(SOME_PASS, 5, "host")
     engine = Engine(runtime)
     for seed in range(3):

@@ -21,7 +21,8 @@ from deltic.runner.input_batch import decoding, step_of
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 
 @pytest.fixture(scope="module", params=["qwen3.5-0.8b", "qwen3.5-4b"])

@@ -25,7 +25,8 @@ from deltic.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -41,7 +42,7 @@ def _memory(runtime: ModelRunner) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @torch.inference_mode()
-def test_a_replayed_step_has_the_bits_of_the_step(runtime: ModelRunner, rows: int) -> None:
+def test_replay_has_the_bits_of_the_step(runtime: ModelRunner, rows: int) -> None:
     assert runtime.graphs
     for tensor in _memory(runtime):
         tensor.normal_(0, 0.1)
@@ -117,7 +118,7 @@ def _agreement(prompts: Iterable[Sequence[int]], context: int, ends: Container[i
     raise AssertionError(f"only {tokens} tokens")
 
 
-def test_greedy_answers_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_answers_equal_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """To conversations whose phrasings the model's training had not."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "tiny"))
     from data import heldout_set
@@ -131,7 +132,7 @@ def test_greedy_answers_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
     assert min(same[pair] for pair in combinations(("cpu", "exact", "cuda"), 2)) >= 9_950, same
 
 
-def test_greedy_tokens_are_those_of_the_cpu() -> None:
+def test_greedy_tokens_equal_the_cpu() -> None:
     """To tokens at random, where the model is hardly sure of anything. bfloat16 rounds differently here and there, so
     that both are compared with float32: neither is further from it than the other, but for chance, which moves a
     difference of counts by the root of their sum."""

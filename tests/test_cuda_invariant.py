@@ -16,7 +16,8 @@ from deltic.engine.loading import load
 from deltic.params import EngineRequest
 from deltic.runner.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +59,13 @@ def test_alone_and_among_many(runtime: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 7, 500])
-def test_however_prompts_are_cut(runtime: ModelRunner, budget: int) -> None:
+def test_any_prompt_chunks(runtime: ModelRunner, budget: int) -> None:
     asked = requests(runtime.config.vocab_size)[:6]
     other = replace(runtime, options=replace(runtime.options, token_budget=budget))
     check_same(serve(other, asked), serve(runtime, asked))
 
 
-def test_from_what_was_kept(runtime: ModelRunner) -> None:
+def test_from_cached_prefixes(runtime: ModelRunner) -> None:
     vocabulary = runtime.config.vocab_size
     begin = numbers(1, 150, vocabulary)
     first, second = greedy(begin, 30, "first"), greedy([*begin, *numbers(2, 33, vocabulary)], 40, "second", logprobs=1)

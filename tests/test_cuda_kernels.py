@@ -46,7 +46,7 @@ from deltic.ops.types import (
 from deltic.runner.input_batch import build, step_of
 from deltic.runner.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+__test__ = torch.cuda.is_available()  # without a device only the helpers below are of use
 NAN = float("nan")
 
 
@@ -395,12 +395,12 @@ def check_alone(runtime: ModelRunner) -> None:
 
 
 @torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: ModelRunner) -> None:
+def test_token_bits_do_not_depend_on_batch(runtime: ModelRunner) -> None:
     check_alone(runtime)
 
 
 @torch.inference_mode()
-def test_rows_that_fill_a_bucket_up_leave_nothing(runtime: ModelRunner) -> None:
+def test_padding_rows_write_nothing(runtime: ModelRunner) -> None:
     fill(runtime)
     before = runtime.pools.recurrent.clone()
     batch = batch_of([5, 9, 20, 30], 2)

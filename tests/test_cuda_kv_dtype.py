@@ -40,7 +40,8 @@ from deltic.session import Session
 from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.proposers import MtpProposer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 NAN = float("nan")
 MODELS = {"tiny": None, "0.8b": RandomModel("qwen3.5-0.8b", 4, initializer_range=0.05, head=True)}
 """Heads of 64 and of 256."""
@@ -103,7 +104,7 @@ DEVICE void convert(const Convert &a) {
 """
 
 
-def test_numbers_are_rounded_as_on_the_cpu() -> None:
+def test_rounding_equals_the_cpu() -> None:
     """By the instruction, without it, and by torch on the card."""
     module = Module(headers("kv") + CONVERT + entry("convert", "Convert", "256", "convert"), torch.device("cuda"))
     x = all_kinds()
@@ -269,7 +270,7 @@ def test_every_kernel_writes_the_same_bytes(runtime: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
+def test_verified_tokens_have_the_bits_of_single_tokens(model: str) -> None:
     given = {"dtype": "bfloat16", "device": "cuda", "kv_dtype": "fp8", "memory": "1GiB", "max_context": 1024,
              "speculate": "off"}
     size = MODELS[model]
@@ -316,7 +317,7 @@ def test_prompts_then_decode(runtime: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_torch_ops_serve_it_too(model: str) -> None:
+def test_torch_ops_support_it(model: str) -> None:
     """Where `--ops` says so; what the kernels give is as near to it as roundings of bfloat16 let it be."""
     own, theirs = (load(MODELS[model], options(max_batch=4, ops=ops)) for ops in ((), ("torch",)))
     assert own.step is not None and theirs.step is None and theirs.graphs is not None
@@ -326,7 +327,7 @@ def test_the_torch_ops_serve_it_too(model: str) -> None:
     assert len(serve(theirs, [greedy(numbers(1, 100, 500), 20)])["a", 0].tokens) == 20
 
 
-def test_a_cached_prefix_gives_the_same_answer(runtime: ModelRunner) -> None:
+def test_cached_prefix_gives_the_same_answer(runtime: ModelRunner) -> None:
     """From the card's own pages, by forks of one prompt, and among others."""
     kept, vocabulary = replace(runtime, cache=HybridCache(runtime.pools, True)), runtime.config.vocab_size
     requests = [greedy(numbers(seed, 50 + 60 * seed, vocabulary), 24, f"{seed}") for seed in range(6)]
@@ -340,7 +341,7 @@ def test_a_cached_prefix_gives_the_same_answer(runtime: ModelRunner) -> None:
     assert [answer.tokens for answer in serve(kept, [forked]).values()] == [wanted["5"]] * 3
 
 
-def test_a_prefix_comes_back_from_the_host_byte_by_byte() -> None:
+def test_prefix_from_host_memory_is_identical() -> None:
     loaded = load(None, options(memory="256MiB", host_memory="256MiB", max_batch=2))
     prompt = numbers(5, 700, loaded.config.vocab_size)
     told = serve(loaded, [greedy(prompt, 24)])["a", 0]
@@ -370,7 +371,7 @@ PROMPTS, TOKENS, SHARE = 12, 50, 0.93
 not rounded at all, and 99.7 % with K/V of bfloat16."""
 
 
-def test_greedy_tokens_are_mostly_those_over_bfloat16() -> None:
+def test_greedy_tokens_mostly_equal_bfloat16() -> None:
     """Each after bfloat16's own ones: of answers that have parted, nothing more would be learned."""
     plain, small = (load(None, options(kv_dtype=kv, max_batch=16, max_context=512)) for kv in ("auto", "fp8"))
     prompts = [numbers(seed, 60 + 20 * seed, 500) for seed in range(PROMPTS)]
@@ -407,7 +408,7 @@ def test_same_answers_with_drafts(drafting: ModelRunner, drafter: str) -> None:
     assert sum(stats.drafted_at) > 50 and sum(stats.accepted_at) > 10
 
 
-def test_the_head_keeps_its_own_as_float8_too(drafting: ModelRunner) -> None:
+def test_mtp_head_stores_float8(drafting: ModelRunner) -> None:
     """What it stores after a step of few tokens and after one of many."""
     assert len(drafting.pools.keys) == len(drafting.config.attention_layers) + 1
     for pool in drafting.pools.page_tensors:

@@ -28,13 +28,22 @@ from deltic.ops.cuda.arguments import EnterArgs
 from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.driver import Module, architecture, compile_source
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Shapes, gdn_slice
-from deltic.ops.cuda.quantized_gemm import PackedMultiply, launch, product_of, unpack
-from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, Tiles, tiles_form, tiles_of
+from deltic.ops.cuda.quantized import (
+    KINDS,
+    PLAIN_KINDS,
+    PackedMultiply,
+    Tiles,
+    launch,
+    product_of,
+    tiles_form,
+    tiles_of,
+    unpack,
+)
 from deltic.ops.types import GdnSpec
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+__test__ = torch.cuda.is_available()  # without a device only the helpers below are of use
 BLOCKS = 24
 """Few, so that every one has several rounds of units."""
 COLUMNS = (256, 1024, 2560, 9216)
@@ -231,7 +240,7 @@ def answers(runtime: ModelRunner, count: int) -> list[list[int]]:
     return list(found.values())
 
 
-def test_a_file_stays_quantized(file: Path) -> None:
+def test_file_stays_quantized(file: Path) -> None:
     packed, plain = load(str(file), options()), load(str(file), options(packed_weights="off"))
     assert isinstance(packed.step, DecodeStep) and isinstance(plain.step, DecodeStep)
     kinds = packed.decoder.weight_kinds()
@@ -245,7 +254,7 @@ def test_a_file_stays_quantized(file: Path) -> None:
     assert all(len(found) == 24 for found in answers(packed, 20))  # 17 rows and more: plain copies
 
 
-def test_a_model_in_float8(tmp_path: Path) -> None:
+def test_float8_model(tmp_path: Path) -> None:
     """Answers as of the same numbers in bfloat16, and the same alone and together."""
     sources = random_weights(SHAPE, "float32", initializer_range=0.08)
     rounded = {name: weight.dequantize() if isinstance(weight, Tiles) else weight
@@ -264,7 +273,7 @@ def test_a_model_in_float8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3.5-9b"])
 @pytest.mark.parametrize("quant", ["fp8", "q4_k"])
-def test_rows_whose_input_does_not_fit_at_once(name: str, quant: str) -> None:
+def test_input_larger_than_shared_memory(name: str, quant: str) -> None:
     """Weights of two kinds take each input in two forms: then 9 to 16 rows are multiplied in two parts."""
     shape = replace(ModelConfig.preset(name, 4), vocab_size=5003, intermediate_size=2560)
     model = RandomModel(shape=shape, initializer_range=0.05)
@@ -275,7 +284,7 @@ def test_rows_whose_input_does_not_fit_at_once(name: str, quant: str) -> None:
         assert answers(packed, count)[0] == alone, count
 
 
-def test_a_file_that_is_too_wide_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_file_too_wide_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                  caplog: pytest.LogCaptureFixture) -> None:
     """Its weights become bfloat16 at load where they fit; else torch dequantizes them in every step."""
     shape = replace(SHAPE, hidden_size=5120, intermediate_size=512)
@@ -293,6 +302,6 @@ def test_a_file_that_is_too_wide_for_the_kernels(tmp_path: Path, monkeypatch: py
     assert sum(same) > 0.7 * len(same)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_unsupported_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
         load(RandomModel(shape=SHAPE), options(quant="q4_k", dtype="float32"))

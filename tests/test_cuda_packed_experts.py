@@ -32,11 +32,11 @@ from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8_TYPE, quantize_tensors
 from deltic.model.decoder import build as build_decoder
 from deltic.ops import reference, select
-from deltic.ops.cuda import arguments, quantized_tiles
+from deltic.ops.cuda import arguments, quantized
 from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
 from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, RealTokens
+from deltic.ops.cuda.quantized import KINDS, Tiles, pack_stack
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape, knows_packed, scratch_bytes
-from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_stack
 from deltic.ops.types import Block, MlpWeights, MoeWeights
 from deltic.runner.input_batch import build
 from deltic.runner.memory import working_bytes
@@ -83,7 +83,7 @@ def source(shape: PackedShape) -> str:
 
 
 @pytest.mark.parametrize("name", ["PackedGate", "PackedDown", "UnpackExperts"])
-def test_structs_are_the_kernels(name: str) -> None:
+def test_struct_layouts(name: str) -> None:
     assert [name for name, *_ in getattr(arguments, f"{name}Args")._fields_] == members(name)
 
 
@@ -100,14 +100,14 @@ def test_blocks_fit(shape: PackedShape) -> None:
     assert all(1 <= shape.wide(kinds) <= 8 for kinds in shape.routed | shape.shared_one)
 
 
-def test_what_the_kernels_do_not_know() -> None:
+def test_unsupported_shapes() -> None:
     assert TRUE.most == 16 and knows_packed(2048, 512, 256, 8, 512) and knows_packed(2048, 512, 256, 8, 0)
     for sizes in ((2048 + 64, 512, 256, 8, 0), (2048, 384, 256, 8, 384), (2048, 512, 256, 8, 1024),
                   (8192, 512, 256, 8, 0), (2048, 4096, 256, 8, 0), (2048, 512, 2048, 8, 0)):
         assert not knows_packed(*sizes)
 
 
-def test_layers_of_several_types_are_served_by_one_kernel() -> None:
+def test_one_kernel_for_layers_of_several_types() -> None:
     other = replace(TRUE, routed=frozenset({kinds("Q4_K")}))
     both = TRUE.joined(other)
     assert isinstance(both, PackedShape) and both.routed == TRUE.routed | other.routed
@@ -132,7 +132,7 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("count_rows", [(3, 16), (2, 12)])
 @pytest.mark.parametrize("type", ["Q4_K", "Q6_K", "Q8_0", "Q4_0"])
-def test_stacks_of_tiles_are_the_blocks_numbers(type: str, count_rows: tuple[int, int]) -> None:
+def test_stacked_tiles_equal_the_blocks(type: str, count_rows: tuple[int, int]) -> None:
     count, rows = count_rows
     flat = random_blocks(type, count * rows, 512).reshape(-1)
     stack = pack_stack(type, BY_NAME[type].id, count, rows, 512, BY_NAME[type].size(512),
@@ -163,7 +163,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_experts_of_a_file_become_tiles(file: Path) -> None:
     """Also if they are quantized at load; and all layers have one set of kernels."""
-    form, opened = quantized_tiles.tiles_form("cpu"), GgufFile.open(file)
+    form, opened = quantized.tiles_form("cpu"), GgufFile.open(file)
     assert not unserved_experts(opened, form)
     weights = {"file": load_packed(opened, SMALL, form=form),
                "quantized": quantize_tensors(random_tensors(SMALL, "bfloat16"), "q4_k", SMALL, form)}
@@ -182,7 +182,7 @@ def test_experts_of_a_file_become_tiles(file: Path) -> None:
         assert {kinds.down for kinds in joined.routed} == {"Q4_K", "Q6_K"}
 
 
-def test_memory_for_plain_numbers_is_planned() -> None:
+def test_scratch_memory_is_planned() -> None:
     mixture = ModelConfig.preset("qwen3.5-35b-a3b")
     room = scratch_bytes(257, 512, 2048)
     assert 1.6e9 < room < 1.7e9
@@ -294,7 +294,7 @@ def test_few_tokens_in_several_passes(mixture: Mixture) -> None:
 
 @needs_card
 @pytest.mark.parametrize("blocks", [1, 7, 132])
-def test_blocks_change_no_bits(mixture: Mixture, blocks: int) -> None:
+def test_number_of_blocks_changes_no_bit(mixture: Mixture, blocks: int) -> None:
     residual, _, logits = mixture.input(5)
     wanted = mixture.few(residual, logits)
     other = QuantizedMoeOp(mixture.experts._module, mixture.shape, [mixture.weights], blocks)
@@ -318,7 +318,7 @@ def test_many_tokens(mixture: Mixture, tokens: int) -> None:
 
 
 @needs_card
-def test_what_fills_up_chooses_no_experts(mixture: Mixture) -> None:
+def test_padding_chooses_no_experts(mixture: Mixture) -> None:
     residual, _, logits = mixture.input(16)
     for real in ((1, 1, 1), (1, 3, 1), (1,) * 9):
         count = sum(real)
@@ -328,7 +328,7 @@ def test_what_fills_up_chooses_no_experts(mixture: Mixture) -> None:
 
 
 @needs_card
-def test_a_sick_token_harms_nobody(mixture: Mixture) -> None:
+def test_nan_token_changes_no_other_token(mixture: Mixture) -> None:
     residual, _, logits = mixture.input(9)
     well, others = mixture.few(residual, logits), [token for token in range(9) if token != 4]
     for bad in (NAN, float("inf")):
@@ -339,7 +339,7 @@ def test_a_sick_token_harms_nobody(mixture: Mixture) -> None:
 
 
 @needs_card
-def test_tiles_take_the_bytes_of_their_bits() -> None:
+def test_tile_memory() -> None:
     """And are not copied where the kernels are made ready: only a layer's plain numbers come to them."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
@@ -414,7 +414,7 @@ def test_replayed_steps(runtime: ModelRunner, rows: int) -> None:
 
 @needs_card
 @torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: ModelRunner) -> None:
+def test_token_bits_do_not_depend_on_batch(runtime: ModelRunner) -> None:
     check_alone(runtime)
 
 
@@ -426,7 +426,7 @@ def agreement(one: list[list[int]], other: list[list[int]], tokens: int) -> floa
 
 
 @needs_card
-def test_a_file_stays_quantized(tmp_path: Path) -> None:
+def test_file_stays_quantized(tmp_path: Path) -> None:
     """Prompts are rounded as steps of their size are; what is decoded from equal states is the same. All experts are
     passed: which of some are, rounding decides now and then, and then half of the tokens are others."""
     file = written(tmp_path, ALL_PASSED)
@@ -443,7 +443,7 @@ def test_a_file_stays_quantized(tmp_path: Path) -> None:
 
 
 @needs_card
-def test_what_cannot_be_is_refused() -> None:
+def test_unsupported_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"quant=q4_k is not possible.*experts of these sizes"):
         load(RandomModel(shape=replace(SMALL, experts=ExpertsConfig(24, 4, 320, 320))), options(quant="q4_k"))
     with pytest.raises(ConfigError, match="bfloat16"):

@@ -30,12 +30,12 @@ from deltic.loader.gguf.blocks import BY_NAME
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import load_packed
 from deltic.loader.quantize import quantize_tensors
-from deltic.ops.cuda import expert_cache, expert_stores, quantized_tiles
+from deltic.ops.cuda import expert_offload, quantized
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.expert_stores import TileStore, pack_pinned_stack, pinned_form, pointers_of, rows_of, take_stacks
+from deltic.ops.cuda.expert_offload import TileStore, pack_pinned_stack, pinned_form, pointers_of, rows_of, take_stacks
 from deltic.ops.cuda.moe import ALL_REAL, RealTokens, shape_of
+from deltic.ops.cuda.quantized import KINDS, Tiles, pack_stack
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape
-from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_stack
 from deltic.ops.types import MlpWeights, MoeWeights
 from deltic.runner.expert_offload import check_experts
 from deltic.runner.input_batch import build
@@ -67,7 +67,7 @@ def cardless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(expert_stores, "pinned", lambda rows, columns: torch.empty(rows, columns, dtype=torch.uint8))
+    monkeypatch.setattr(expert_offload, "pinned", lambda rows, columns: torch.empty(rows, columns, dtype=torch.uint8))
 
 
 def packed(kind: str, count: int, rows: int, columns: int, seed: int) -> tuple[tuple[Tiles, ...], tuple[Tiles, ...]]:
@@ -79,9 +79,9 @@ def packed(kind: str, count: int, rows: int, columns: int, seed: int) -> tuple[t
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_0"])
-def test_tiles_come_to_the_host_a_few_at_a_time(kind: str, cardless: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_packed_in_pieces(kind: str, cardless: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in (1, 3 * 16 * 512, 1 << 24):
-        monkeypatch.setattr(expert_stores, "WEIGHTS_PER_PIECE", piece)
+        monkeypatch.setattr(expert_offload, "WEIGHTS_PER_PIECE", piece)
         wanted, found = packed(kind, 7, 16, 512, 1)
         assert [(own.type, own.shape) for own in found] == [(own.type, own.shape) for own in wanted]
         lie = rows_of(found)
@@ -90,7 +90,7 @@ def test_tiles_come_to_the_host_a_few_at_a_time(kind: str, cardless: None, monke
         assert pointers_of([lie]).tolist() == [[own.data.data_ptr()] for own in found]
 
 
-def test_stacks_of_both_halves_lie_between_each_other(cardless: None) -> None:
+def test_interleaved_stacks(cardless: None) -> None:
     """As in files that have gates and ups in one tensor."""
     both, _ = packed("Q8_0", 6, 8, 256, 2)
     gates, ups = both[::2], both[1::2]
@@ -153,7 +153,7 @@ def test_experts_change_places(cardless: None) -> None:
     assert known.bytes == sum((known.misses[layer] + moved[layer]) * store.expert_bytes[layer] for layer in range(3))
 
 
-def test_who_has_their_tables(cardless: None) -> None:
+def test_tables_are_freed(cardless: None) -> None:
     """Experts of a store are known by its types; the bfloat16 kernels leave them alone."""
     store = cardless_store(24)
     shared = expert_on_host(Kinds("Q8_0", "Q8_0", "Q6_K"))
@@ -185,7 +185,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("gguf"), SMALL)
 
 
-def test_experts_are_taken_out_of_a_models_weights(file: Path, cardless: None) -> None:
+def test_experts_are_removed_from_the_weights(file: Path, cardless: None) -> None:
     device = torch.device("cpu")
     for weights in (load_packed(GgufFile.open(file), SMALL, form=pinned_form(device)),
                     quantize_tensors(random_tensors(SMALL, "bfloat16"), "q4_k", SMALL, pinned_form(device))):
@@ -197,13 +197,13 @@ def test_experts_are_taken_out_of_a_models_weights(file: Path, cardless: None) -
         check_tables(store)
 
 
-def test_memory_stays_pinned_as_long_as_somebody_has_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_pinned_while_referenced(monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[int] = []
     runtime = SimpleNamespace(cudaHostRegister=lambda address, size, flags: known.append(address) or 0,
                               cudaHostUnregister=known.remove)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     for size in (64, 8 << 20):
-        view = expert_cache.pinned(3, size).view(torch.bfloat16).chunk(3)[1].view(-1)[4:]
+        view = expert_offload.pinned(3, size).view(torch.bfloat16).chunk(3)[1].view(-1)[4:]
         gc.collect()
         assert len(known) == 1 and 0 < view.data_ptr() - known[0] < 2 * size
         del view
@@ -211,7 +211,7 @@ def test_memory_stays_pinned_as_long_as_somebody_has_some_of_it(monkeypatch: pyt
         assert not known
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda address, size, flags: 1)
     with pytest.raises(ModelError, match="8 MiB of the host's memory for experts cannot be pinned"):
-        expert_cache.pinned(1, 8 << 20)
+        expert_offload.pinned(1, 8 << 20)
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ NAMES = ["Q4_K", "Q5_K", "plain shared", "none shared, halves of two kinds"]
 def beside(stack: Sequence[Any]) -> list[Tiles]:
     """The same tiles in pinned memory of the host."""
     rows = stack[0].data.shape[0]
-    memory = expert_cache.pinned(rows * len(stack), stack[0].data.shape[1])
+    memory = expert_offload.pinned(rows * len(stack), stack[0].data.shape[1])
     for own, tile in zip(memory.chunk(len(stack)), stack, strict=True):
         own.copy_(tile.data)
     return [replace(tile, data=own) for own, tile in zip(memory.chunk(len(stack)), stack, strict=True)]
@@ -300,7 +300,7 @@ def mixture(request: pytest.FixtureRequest) -> Iterator[Mixture]:
 
 @needs_card
 @torch.inference_mode()
-def test_the_same_bits_wherever_experts_lie(mixture: Mixture) -> None:
+def test_residency_changes_no_bit(mixture: Mixture) -> None:
     """And what few and many tokens wanted is counted."""
     count = mixture.shape.count
     for slots in (1, max(2, count // 3), count):
@@ -428,7 +428,7 @@ def test_budgets(file: Path) -> None:
 
 
 @needs_card
-def test_what_cannot_be_is_refused(file: Path) -> None:
+def test_unsupported_options_are_refused(file: Path) -> None:
     host = options(expert_cap=3, expert_compute="host")
     plain = load(str(file), host)
     assert plain.decoder.weight_kinds().keys() == {"BF16", "F32"} and plain.experts, "not as without packed experts"
@@ -445,10 +445,10 @@ def test_what_cannot_be_is_refused(file: Path) -> None:
 
 
 @needs_card
-def test_loading_takes_little_of_the_card(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_needs_little_gpu_memory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than all experts do, and in the end none for them."""
-    monkeypatch.setattr(quantized_tiles, "WEIGHTS_PER_PIECE", 1 << 18)
-    monkeypatch.setattr(expert_stores, "WEIGHTS_PER_PIECE", 1 << 18)
+    monkeypatch.setattr(quantized, "WEIGHTS_PER_PIECE", 1 << 18)
+    monkeypatch.setattr(expert_offload, "WEIGHTS_PER_PIECE", 1 << 18)
     device = torch.device("cuda", torch.cuda.current_device())
     many = replace(SMALL, experts=ExpertsConfig(64, 4, 256, 256), num_hidden_layers=8,
                    layer_types=SMALL.layer_types * 2)

@@ -23,7 +23,8 @@ from deltic.errors import RequestError
 from deltic.loader.dummy import random_weights
 from deltic.runner.operator_profile import Profile
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 TINY = Path(deltic.__file__).parent / "models" / "tiny"
 NEAR = {"float32": 1e-3, "bfloat16": 6e-2}
 """The largest share by which numbers on the card may differ from those of a CPU in float32: those of bfloat16 are
@@ -95,7 +96,7 @@ def test_recurrent_states(ours: Session, theirs: Session) -> None:
     near(theirs, ours.step(3), theirs.step(3))
 
 
-def test_a_hook_sees_every_step(ours: Session, theirs: Session) -> None:
+def test_hook_is_called_every_step(ours: Session, theirs: Session) -> None:
     """Also those that are replays of a graph without it; what it sees is finished, in whatever way it looks."""
     theirs.reset()
     theirs.prefill(TOKENS[:70])
@@ -114,7 +115,7 @@ def test_a_hook_sees_every_step(ours: Session, theirs: Session) -> None:
     assert len(seen) == count
 
 
-def test_a_hook_steers(ours: Session, theirs: Session) -> None:
+def test_hook_changes_hidden_states(ours: Session, theirs: Session) -> None:
     """What it returns may lie on the CPU, and be of another dtype."""
     theirs.reset()
     direction = torch.linspace(-1, 1, ours.config.hidden_size, dtype=torch.float64)
@@ -131,7 +132,7 @@ def test_a_hook_steers(ours: Session, theirs: Session) -> None:
     assert (ours.prefill(TOKENS[:90]) - logits[0]).norm() > 0.1 * logits[0].norm()
 
 
-def test_a_hook_that_fails_leaves_the_session(ours: Session, theirs: Session) -> None:
+def test_failing_hook_keeps_the_session(ours: Session, theirs: Session) -> None:
     theirs.reset()
     for one in (ours, theirs):
         one.prefill(TOKENS[:20])

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from deltic.ops.cuda.expert_cache import Exchange, Residency
+from deltic.ops.cuda.expert_offload import Exchange, Residency
 
 LAYERS, COUNT, SLOTS = 3, 11, 4
 
@@ -18,7 +18,7 @@ def begun(scores: list[list[float]] | None = None) -> Residency:
     return residency
 
 
-def test_the_first_or_the_best_are_there_at_first() -> None:
+def test_initial_residency() -> None:
     assert begun().places.tolist() == [[*range(4 * layer, 4 * layer + 4), *[-1] * 7] for layer in range(LAYERS)]
     known = [[float(expert % 5) for expert in range(COUNT)]] * LAYERS
     residency = begun(known)
@@ -27,7 +27,7 @@ def test_the_first_or_the_best_are_there_at_first() -> None:
     assert residency.places[1, [4, 9, 3, 8]].tolist() == [4, 5, 6, 7]  # best first, of equals the first
 
 
-def test_hits_and_misses_are_those_since_the_last_look() -> None:
+def test_hits_and_misses_since_the_last_call() -> None:
     residency, wanted = begun(), np.zeros((LAYERS, COUNT), np.int64)
     wanted[0, [1, 7]], wanted[2, 10] = 3, 1
     assert residency.learn(wanted) == [3, 0, 1]
@@ -38,7 +38,7 @@ def test_hits_and_misses_are_those_since_the_last_look() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_exchanges_are_those_that_pay_the_best_first(seed: int) -> None:
+def test_exchanges_are_ordered_by_gain(seed: int) -> None:
     draw, residency = random.Random(seed), begun()
     wanted, free = np.zeros((LAYERS, COUNT), np.int64), [LAYERS * SLOTS, LAYERS * SLOTS + 1]
     scores = [[0.0] * COUNT for _ in range(LAYERS)]

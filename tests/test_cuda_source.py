@@ -33,7 +33,7 @@ from deltic.ops.cuda.kernel_config import (
     heads_product,
     states_at_once,
 )
-from deltic.ops.cuda.quantized_gemm import PackedMultiply
+from deltic.ops.cuda.quantized import PackedMultiply
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
 from deltic.ops.cuda.sample import source
 from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
@@ -112,13 +112,13 @@ def members(struct: str) -> list[str]:
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
                                   "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn", "TowerNorm"])
-def test_structs_are_the_kernels(name: str) -> None:
+def test_struct_layouts(name: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == members(name)
 
 
 @pytest.mark.parametrize("name", ["Verify", "OverRings"])
-def test_the_structs_of_rows_with_rings_begin_as_that_without(name: str) -> None:
+def test_derived_struct_layouts(name: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == [*members("Gdn"), *members(f"{name} : Gdn")]
 
@@ -160,7 +160,7 @@ def test_models_fit(name: str) -> None:
     assert prefill.scan_shared(shapes.gdn.key_dim) <= BLOCK
 
 
-def test_a_packed_mixture_fits() -> None:
+def test_quantized_mixture_fits() -> None:
     shapes = packed_mixture()
     assert shapes.experts and shapes.experts.known and shapes.shared <= BLOCK and not shapes.limits_registers
     text = shapes.source()
@@ -168,7 +168,7 @@ def test_a_packed_mixture_fits() -> None:
         assert text.count(f" {name}(") == 1, name
 
 
-def test_a_kernels_name_says_what_it_is() -> None:
+def test_kernel_names_are_unique() -> None:
     """One name, one source: what differs in the source differs in the name."""
     for name in MODELS:
         for product in shapes_of(name).products:
@@ -236,7 +236,7 @@ def test_sources_for_bfloat16_states_compile(name: str, tmp_path: Path, monkeypa
         compiles(text, tmp_path, text == prefill.source(shapes))
 
 
-def test_states_that_pass_through_a_block_fill_it() -> None:
+def test_whole_states_fill_a_block() -> None:
     """Whatever their numbers are: no second block finds room beside them."""
     gdn = MODELS["4B"][2]
     for dtype, state in STATES.items():
@@ -266,7 +266,7 @@ def test_blocks_are_whole_warps() -> None:
     assert WARPS * 32 == 256
 
 
-def test_torch_serves_where_a_kernel_is_broken_and_everybody_is_told(
+def test_broken_kernel_falls_back_to_torch(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     broken = tmp_path / "kernels"
     shutil.copytree(FOLDER, broken)

@@ -37,8 +37,8 @@ from deltic.runner.input_batch import decoding, power_of_two, step_of, verifying
 from deltic.runner.model_runner import ModelRunner
 from deltic.spec_decode.draft_length import FixedDraftLength
 
-needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-pytestmark = needs_card
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 BF16, NAN = torch.bfloat16, float("nan")
 MODELS = {"tiny": None, **{name: RandomModel(f"qwen3.5-{name}", 4, initializer_range=0.05) for name in ("0.8b", "4b")}}
 """Heads of 32 and of 128, the latter in slices of 16 and of 32 columns."""
@@ -233,7 +233,7 @@ def check_rings(runtime: ModelRunner, batch: Batch, rows: tuple[PlannedRow, ...]
 
 
 @torch.inference_mode()
-def test_folding(runtime: ModelRunner) -> None:
+def test_flushing(runtime: ModelRunner) -> None:
     """All layers at once, in place and to another slot; the bits that a kernel writes whose row finds its ring full."""
     fill(runtime)
     pools, states = runtime.pools, runtime.views.states
@@ -283,7 +283,7 @@ def test_prompts(pair: tuple[ModelRunner, ModelRunner], case: str, moved: bool) 
 # Through the engine
 
 
-def test_the_kernels_serve_it(runtime: ModelRunner) -> None:
+def test_kernels_support_it(runtime: ModelRunner) -> None:
     who = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
     assert who["step"] == "cuda" and runtime.graphs is not None
     assert served(runtime).prefill is not None and served(runtime).delta_log is not None
@@ -305,7 +305,7 @@ def test_prompts_then_decode(pair: tuple[ModelRunner, ModelRunner]) -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny", "0.8b"])
-def test_the_torch_ops_serve_it_too(model: str) -> None:
+def test_torch_ops_support_it(model: str) -> None:
     """Where `--ops` says so."""
     own, theirs = (load(MODELS[model], options(max_batch=4, memory="1GiB", ops=ops)) for ops in ((), ("torch",)))
     assert own.step is not None and theirs.step is None and theirs.graphs is not None
@@ -319,7 +319,7 @@ COUNT, TOKENS, SHARE = 12, 50, 0.96
 """Of greedy tokens so many at least are those over float32 states. On a CPU, in float32, 99.1 % are."""
 
 
-def test_greedy_tokens_are_mostly_those_over_float32() -> None:
+def test_greedy_tokens_mostly_equal_float32() -> None:
     """Each after those of float32 states: of answers that have parted, nothing more would be learned."""
     plain, small = (load(None, options(state_dtype=state, max_batch=16, max_context=512, memory="1GiB"))
                     for state in ("float32", "bfloat16"))
@@ -384,7 +384,7 @@ def test_drafts(drafter: str) -> None:
     assert sum(stats.drafted_at) > 50 and sum(stats.accepted_at) > 10
 
 
-def test_a_cached_prefix_gives_the_same_answer() -> None:
+def test_cached_prefix_gives_the_same_answer() -> None:
     """From the same kept state to the same tokens, by forks of one prompt, too."""
     loaded = load(None, options(memory="512MiB", max_batch=8, max_context=1024))
     kept = replace(loaded, cache=HybridCache(loaded.pools, True))
@@ -401,7 +401,7 @@ def test_a_cached_prefix_gives_the_same_answer() -> None:
     assert [answer.tokens for answer in serve(kept, [forked]).values()] == [wanted["5"].tokens] * 3
 
 
-def test_a_prefix_comes_back_from_the_host() -> None:
+def test_prefix_from_host_memory() -> None:
     loaded = load(None, options(memory="256MiB", host_memory="256MiB", max_batch=2, max_context=1024))
     prompt = numbers(5, 700, loaded.config.vocab_size)
     told = serve(loaded, [greedy(prompt, 24)])["a", 0]
@@ -423,7 +423,7 @@ def test_a_prefix_comes_back_from_the_host() -> None:
     assert agreement({"a": found[0]}, {"a": known.tokens}) > 0.2, "which may have gone on from a later state"
 
 
-def test_preempted_sequences_are_answered() -> None:
+def test_preempted_sequences_finish() -> None:
     """With pages for hardly two of four."""
     loaded = load(None, options(memory="256MiB", max_batch=4, max_context=256))
     small = small_runtime(loaded, batch=4, pages=14, context=200)
@@ -438,7 +438,7 @@ STEPS = 2048
 
 @pytest.mark.parametrize("written", [1, DEFERRED])
 @torch.inference_mode()
-def test_roundings_do_not_add_up(runtime: ModelRunner, written: int) -> None:
+def test_rounding_errors_do_not_accumulate(runtime: ModelRunner, written: int) -> None:
     """Against float64, with states that remember hundreds of tokens, rounded after every token or after every fifth:
     each rounding is forgotten as what it was made of is."""
     layer, state = runtime.decoder.weights.layers[0], runtime.views.states[0]

@@ -12,11 +12,12 @@ from deltic.cache.manager import HybridCache
 from deltic.config import EngineConfig
 from deltic.engine.loading import load
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 
 @pytest.mark.parametrize(("spans", "pinned"), [(32, True), (0, True), (32, False)])
-def test_what_comes_from_the_host_is_what_was_there(spans: int, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_prefix_is_identical(spans: int, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pages lie one after another, and as if they lay all over the pool; in pinned memory, and where there is
     none left."""
     monkeypatch.setattr("deltic.cache.tensors._SPANS", spans)
@@ -47,7 +48,7 @@ def test_what_comes_from_the_host_is_what_was_there(spans: int, pinned: bool, mo
     assert not any(runtime.pools.arriving.values())
 
 
-def test_two_that_come_at_once_are_what_was_there() -> None:
+def test_two_host_prefixes_at_once() -> None:
     """With a partial page of each, which is copied when it is there."""
     runtime = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", host_memory="256MiB",
                                       max_batch=2, max_context=4096, speculate="off"))

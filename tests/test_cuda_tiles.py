@@ -9,7 +9,7 @@ import torch
 from deltic.loader.files import GROUP
 from deltic.loader.gguf.blocks import BY_NAME, LAYOUTS, decode
 from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES
-from deltic.ops.cuda.quantized_tiles import KINDS, Tiles, pack_tiles, serves, tiles_of
+from deltic.ops.cuda.quantized import KINDS, Tiles, pack_tiles, serves, tiles_of
 
 TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL", "FP8")
 
@@ -50,7 +50,7 @@ def packed(type: str, rows: int, columns: int, seed: int = 0, device: str = "cpu
 
 @pytest.mark.parametrize("rows", [8, 3, 43])
 @pytest.mark.parametrize("type", TYPES)
-def test_tiles_are_the_blocks_numbers(type: str, rows: int) -> None:
+def test_tiles_equal_the_blocks(type: str, rows: int) -> None:
     assert serves(type, 512) and not serves(type, 512 + 32)
     tiles, wanted = packed(type, rows, 512)
     assert tiles.shape == (rows, 512) and tiles.data.shape == (-(-rows // 8), 2 * KINDS[tiles.type].nbytes)
@@ -65,7 +65,7 @@ def test_tiles_of_plain_numbers() -> None:
     assert torch.equal(tiles_of(weight).dequantize(), weight.float())
 
 
-def test_every_float8_number_is_one_of_bfloat16() -> None:
+def test_every_float8_number_is_exact_in_bfloat16() -> None:
     """Which the kernels make of it: its bits where bfloat16 has them, times 2^120."""
     codes = torch.arange(256, dtype=torch.int32)
     bits = (codes << 4 & 0x07f0 | codes << 8 & 0x8000).to(torch.int16)

@@ -29,7 +29,7 @@ from deltic.session import Session
 from deltic.spec_decode.draft_length import FixedDraftLength
 from deltic.spec_decode.proposers import MtpProposer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+__test__ = torch.cuda.is_available()  # without a device only the helpers below are of use
 SMALL, LARGE = (RandomModel(name, 4, initializer_range=0.05, head=True) for name in ("qwen3.5-0.8b", "qwen3.5-4b"))
 SIZES = {"tiny": (None, "none"), "0.8b": (SMALL, "none"), "4b": (LARGE, "none"), "0.8b q4_k": (SMALL, "q4_k"),
          "4b q4_k": (LARGE, "q4_k"), "4b fp8": (LARGE, "fp8")}
@@ -116,7 +116,7 @@ def test_rings(runtime: ModelRunner, case: str) -> None:
 
 
 @torch.inference_mode()
-def test_folding_has_the_bits_of_replaying(runtime: ModelRunner) -> None:
+def test_flush_has_the_bits_of_replay(runtime: ModelRunner) -> None:
     """What a row of one token finds after the ring was folded into its slot, and over the ring itself."""
     pools, ops = runtime.pools, runtime.decoder.ops
     for seed, tensor in enumerate((pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.delta_logs or ()))):
@@ -138,7 +138,7 @@ def test_folding_has_the_bits_of_replaying(runtime: ModelRunner) -> None:
 
 
 @torch.inference_mode()
-def test_prompts_beside_rows_that_are_behind(runtime: ModelRunner) -> None:
+def test_prompts_beside_rows_with_delta_logs(runtime: ModelRunner) -> None:
     """Against the torch ops: rows of one token, with and without tokens in their rings, and a prompt."""
     pools = runtime.pools
     tensors = (pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.delta_logs or ()))
@@ -163,7 +163,7 @@ def test_prompts_beside_rows_that_are_behind(runtime: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
+def test_verified_tokens_have_the_bits_of_single_tokens(model: str) -> None:
     options = {"dtype": "bfloat16", "device": "cuda", "memory": "1GiB", "max_context": 1024, "speculate": "off"}
     size, options["quant"] = SIZES[model]
     one, many = (Session(size and replace(size, head=False), **options) for _ in range(2))
@@ -213,7 +213,7 @@ PARAMS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(tem
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("pattern", [*PATTERNS, "head"])
 @pytest.mark.parametrize("depth", [1, 3, 7])
-def test_same_answers_whatever_is_drafted(embedded: ModelRunner, pattern: str, depth: int, params: str) -> None:
+def test_same_answers_with_any_drafts(embedded: ModelRunner, pattern: str, depth: int, params: str) -> None:
     """To the bit, with up to 16 tokens in a step; one who does not want drafts; twice."""
     requests = [replace(greedy(numbers(seed, 30 + seed, 500), 40, str(seed)), speculate=seed != 1, output=replace(
         PARAMS[params], seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(16 // (depth + 1))]
@@ -271,7 +271,7 @@ def test_same_answers_with_drafts(runtime: ModelRunner, rows: int) -> None:
 
 
 @torch.inference_mode()
-def test_drafts_are_those_of_the_torch_ops(runtime: ModelRunner) -> None:
+def test_drafts_equal_the_torch_ops(runtime: ModelRunner) -> None:
     """One by one from the same hidden states and K/V."""
     head, pools = runtime.mtp_runner, runtime.pools
     assert head and head._step and pools.hidden is not None
@@ -308,7 +308,7 @@ def test_drafts_are_those_of_the_torch_ops(runtime: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", "q4_k", "q8_0", "fp8"])
-def test_a_model_with_a_head_drafts_by_itself(quant: str) -> None:
+def test_model_with_a_head_drafts_by_default(quant: str) -> None:
     """With the default of `speculate`, whatever the model's own weights are."""
     loaded = load(SMALL, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=4, max_context=512,
                                       quant=quant))
@@ -323,7 +323,7 @@ def test_a_model_with_a_head_drafts_by_itself(quant: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_same_answers_whoever_rests(seed: int) -> None:
+def test_same_answers_with_idle_sequences(seed: int) -> None:
     """While steps are in flight, sequences lose their places and go on later; to the bit, as their states are kept."""
     loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", max_batch=4, max_context=512,
                                      speculate="mtp:3"))
@@ -361,7 +361,7 @@ class EndsAt:
         return self.left == 0
 
 
-def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state() -> None:
+def test_answer_ending_among_drafts_keeps_its_state() -> None:
     """While the next step is in flight already: whoever goes on there gets the same tokens, and as good drafts."""
     # no host memory: prefixes that the plain engine left there would have no K/V of the head
     loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", host_memory="0", max_batch=4,
@@ -394,7 +394,7 @@ QUESTION = "<|im_start|>user\nWhat is the capital of {}?<|im_end|>\n<|im_start|>
 COUNTRIES = ("France", "Italy", "Japan", "Peru", "Kenya", "Norway", "Chile", "Egypt", "Spain", "Poland")
 
 
-def test_the_embedded_models_head_is_nearly_always_right_about_what_it_knows() -> None:
+def test_embedded_head_predicts_training_text() -> None:
     """On a CPU, ahead of the host and after it."""
     tokenizer = Tokenizer.from_file(str(resolve(None) / "tokenizer.json"))
     for temperature in (0.0, 0.7):
@@ -424,7 +424,7 @@ class NowAndThen(FixedDraftLength):
         return self.limit if self.step % 3 == 0 else 0
 
 
-def test_drafts_come_and_go() -> None:
+def test_drafts_start_and_stop() -> None:
     """What was drafted behind a step is not verified where another one has come between."""
     loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_context=512,
                                      speculate="mtp:3"))
@@ -440,7 +440,7 @@ def test_drafts_come_and_go() -> None:
 
 
 @torch.inference_mode()
-def test_warm_up_records_what_steps_with_drafts_need() -> None:
+def test_warm_up_records_draft_steps() -> None:
     loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_batch=4, max_context=600,
                                      speculate="mtp:3"))
     loaded.warm_up()

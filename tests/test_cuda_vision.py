@@ -16,7 +16,8 @@ from deltic.loader.vision import load_tower, plan_tower
 from deltic.model.vision_tower import VisionTower, build_tower
 from deltic.ops import select
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
 __all__ = ["directory"]
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 
@@ -30,7 +31,7 @@ def tower_on(directory: Path, device: str, dtype: str) -> VisionTower:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_rows_are_those_of_a_cpu(directory: Path, dtype: str) -> None:
+def test_embeddings_equal_the_cpu(directory: Path, dtype: str) -> None:
     here, there = tower_on(directory, "cpu", "float32"), tower_on(directory, "cuda", dtype)
     patches = torch.randn(sum(r * c for r, c in GRIDS), here.config.patch_values)
     wanted, found = encode(here, patches, GRIDS), encode(there, patches.cuda(), GRIDS).cpu()
@@ -41,7 +42,7 @@ def test_rows_are_those_of_a_cpu(directory: Path, dtype: str) -> None:
     assert (found[:first // 4] - alone).norm() < TOLERANCE[dtype] * alone.norm()
 
 
-def test_an_answer_about_a_picture(directory: Path) -> None:
+def test_answer_about_an_image(directory: Path) -> None:
     texts = set()
     for device in ("cpu", "cuda"):
         with LLM(str(directory), device=device, dtype="float32", memory="64MiB") as llm:

@@ -31,13 +31,13 @@ def test_the_processor_is_device_0(devices: Devices, check: Callable[[Devices, i
     check(devices, 0)
 
 
-def test_its_properties_are_those_of_the_system(devices: Devices) -> None:
+def test_cpu_properties_equal_the_system(devices: Devices) -> None:
     found = devices.get(0)
     assert found.memory_total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert found.cores == len(os.sched_getaffinity(0))
 
 
-def test_copies_of_the_processor_may_overlap(devices: Devices) -> None:
+def test_overlapping_cpu_copies(devices: Devices) -> None:
     memory = devices.allocate(0, 100)
     ctypes.memmove(memory, bytes(range(100)), 100)
     devices.copy((0, memory + 1), (0, memory), 99, devices.stream(0))
@@ -58,7 +58,7 @@ def test_l8_null_pointers_are_refused(devices: Devices) -> None:
     assert b"deltic_devices_open" in devices.library.deltic_devices_error(None)
 
 
-def test_each_thread_has_the_reason_of_its_own_failure(devices: Devices) -> None:
+def test_errors_are_per_thread(devices: Devices) -> None:
     refused(NO_DEVICE, "no device -7", devices.get, -7)
     found = list[bytes]()
 
@@ -72,7 +72,7 @@ def test_each_thread_has_the_reason_of_its_own_failure(devices: Devices) -> None
     assert found == [b""] and b"no device -7" in devices.library.deltic_devices_error(devices.handle)
 
 
-def test_threads_may_use_one_layer_together(devices: Devices) -> None:
+def test_threads_share_a_layer(devices: Devices) -> None:
     failed = list[BaseException]()
 
     def use() -> None:
@@ -113,14 +113,14 @@ def over(place: Path, code: str, **environment: str) -> str:
 
 
 @needs_gcc
-def test_gpus_do_all_that_the_processor_does(driver: Path) -> None:
+def test_gpus_pass_the_cpu_checks(driver: Path) -> None:
     """And when the layer is closed, all is given back: memory, streams, contexts, and what was current before."""
     left = "print(check_all(path), ctypes.CDLL('libcuda.so.1').fake_left())"
     assert over(driver, left).split() == ["3", "0"]
 
 
 @needs_gcc
-def test_gpus_have_the_properties_that_the_driver_says(driver: Path) -> None:
+def test_gpu_properties_come_from_the_driver(driver: Path) -> None:
     shown = ("found = Devices(path).get(2)\n"
              "print(found.name.decode(), found.kind, found.number, found.major, found.minor, found.cores,\n"
              "      found.memory_total >> 20, found.memory_free >> 20)")
@@ -128,7 +128,7 @@ def test_gpus_have_the_properties_that_the_driver_says(driver: Path) -> None:
 
 
 @needs_gcc
-def test_what_the_driver_refuses_is_told_in_its_words(driver: Path) -> None:
+def test_driver_errors_are_reported(driver: Path) -> None:
     """An address that neither the layer nor the driver knows."""
     over(driver, "\n".join((
         "devices = Devices(path)",
@@ -145,7 +145,7 @@ def test_what_the_driver_refuses_is_told_in_its_words(driver: Path) -> None:
     (None, {"FAKE_INIT": "100"}, "the NVIDIA driver cannot be used: CUDA_ERROR"),
     ("int cuInit(unsigned flags) { return (int)flags; }", {}, "too old: libcuda.so.1 has no cuDeviceGetCount"),
     ("not a library", {}, "there is no NVIDIA driver: ")])
-def test_l8_without_a_usable_driver_the_processor_is_alone(driver: Path, source: str | None, tmp_path: Path,
+def test_l8_without_driver_only_the_cpu_remains(driver: Path, source: str | None, tmp_path: Path,
                                                            environment: dict[str, str], words: str) -> None:
     place = driver if source is None else tmp_path
     if source is not None:

@@ -11,8 +11,8 @@ import torch
 
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.ops.cuda.staging import row_keys
-from deltic.ops.mtp import Drafted
 from deltic.ops.noise import answer_key, sample_key
+from deltic.ops.types import Drafted
 from deltic.params import SamplingParams
 from deltic.runner.launch import InFlight, ScheduledSequence
 from deltic.spec_decode.mtp import PendingDrafts

@@ -24,9 +24,9 @@ from deltic.cache.offload.index import TierIndex
 from deltic.engine.engine import Engine
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import UNKNOWN, PlannedRow, StepPlan
-from deltic.ops.mtp import Drafted
 from deltic.ops.types import (
     Batch,
+    Drafted,
 )
 from deltic.params import PAGE, RING, EngineRequest
 from deltic.runner import launch

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("cap", [*range(1, COUNT + 1), 99])
 @pytest.mark.covering
-def test_the_same_bits_at_every_residency(model: tuple[str, EngineConfig, ModelConfig, Tensor], cap: int) -> None:
+def test_residency_changes_no_bit(model: tuple[str, EngineConfig, ModelConfig, Tensor], cap: int) -> None:
     where, options, config, wanted = model
     runtime = load(where, replace(options, expert_cap=cap, expert_predict=cap % 2 == 0, threads=1 + cap % 2))
     assert torch.equal(logits_of(runtime, config), wanted)
@@ -100,7 +101,7 @@ def test_the_same_bits_at_every_residency(model: tuple[str, EngineConfig, ModelC
 
 
 @pytest.mark.parametrize("refresh", [1, 2, 1000])
-def test_the_same_answers_in_any_company(refresh: int) -> None:
+def test_same_answers_in_any_batch(refresh: int) -> None:
     """Batches, chunks, reuse of prompts and drafts, with two of eleven experts in memory."""
     plain, few = moe_runtime(), pooled_runtime(refresh)
     requests = [greedy(numbers(i % 4, 20 + 13 * (i % 4), 509), 30 - i, f"r{i}") for i in range(7)]
@@ -139,6 +140,15 @@ class Way:
         return found
 
 
+@cache
+def resident_answers() -> tuple[tuple[EngineRequest, ...], dict[tuple[str, int], list[int]]]:
+    """Returns requests, and their answers with all experts in memory."""
+    requests = [greedy((*numbers(1, 48, 509), *numbers(i, 5 + i, 509)), 16, f"r{i}") for i in range(4)]
+    wanted = {name: answer.tokens for name, answer in serve(moe_runtime(), requests).items()}
+    assert len({*map(tuple, wanted.values())}) >= 3
+    return tuple(requests), wanted
+
+
 WAYS = [Way(*way) for way in product((1, 2, 5, 10, 11), (1, 8), (5, 300), ("nothing", "prefixes", "disk"),
                                      ("off", "ngram", "mtp"))]
 FEW_WAYS = [*pairwise(WAYS, astuple)]
@@ -146,12 +156,10 @@ FEW_WAYS = [*pairwise(WAYS, astuple)]
 
 @pytest.mark.parametrize("way", [*(pytest.param(way, id=str(number)) for number, way in enumerate(FEW_WAYS)),
                                  *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way not in FEW_WAYS)])
-def test_the_same_answers_every_way(way: Way, tmp_path: Path) -> None:
-    """Prompts that begin alike, twice; experts are exchanged in every step."""
-    requests = [greedy((*numbers(1, 48, 509), *numbers(i, 5 + i, 509)), 16, f"r{i}") for i in range(4)]
-    wanted = {name: answer.tokens for name, answer in serve(moe_runtime(), requests).items()}
-    assert len({*map(tuple, wanted.values())}) >= 3
-    for found in way.answers(requests, str(tmp_path)):
+def test_same_answers_with_every_option(way: Way, tmp_path: Path) -> None:
+    """Prompts with a common prefix, served twice; experts are exchanged in every step."""
+    requests, wanted = resident_answers()
+    for found in way.answers(list(requests), str(tmp_path)):
         assert {name: answer.tokens for name, answer in found.items()} == wanted
 
 
@@ -168,7 +176,7 @@ def test_stories_with_few_experts_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
 # What is counted
 
 
-def test_what_is_counted_is_what_was_read(tmp_path: Path) -> None:
+def test_counters_equal_the_reads(tmp_path: Path) -> None:
     where, options, config = made(tmp_path / "m", "split")
     runtime = load(where, replace(options, expert_cap=2, expert_refresh=1 << 30))
     assert runtime.experts
@@ -199,7 +207,7 @@ def test_metrics_of_experts() -> None:
     assert "expert" not in exposition({"m": snapshot(Engine(small_runtime(moe_runtime())))}, {})
 
 
-def test_those_that_are_wanted_come_into_memory_and_stay(tmp_path: Path) -> None:
+def test_wanted_experts_become_resident(tmp_path: Path) -> None:
     """The same token again and again: after the first time its experts are there."""
     where, options, _ = made(tmp_path / "m", "whole")
     runtime = load(where, replace(options, expert_cap=4))
@@ -214,7 +222,7 @@ def test_those_that_are_wanted_come_into_memory_and_stay(tmp_path: Path) -> None
     assert sum(after.hits) - sum(before.hits) > 0.6 * wanted > 0.6 * (4 / COUNT) * wanted
 
 
-def test_a_profile_says_who_comes_first(tmp_path: Path) -> None:
+def test_profile_orders_the_experts(tmp_path: Path) -> None:
     where, options, config = made(tmp_path / "m", "whole")
     profile = tmp_path / "profile.json"
     options = replace(options, expert_cap=2, expert_profile=str(profile))
@@ -238,7 +246,7 @@ def test_a_profile_says_who_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["changed", "shorter"])
-def test_a_file_that_changes_is_an_error_of_the_request(tmp_path: Path, harm: str) -> None:
+def test_changed_file_fails_the_request(tmp_path: Path, harm: str) -> None:
     where, options, _ = made(tmp_path / "m", "whole")
     runtime = load(where, replace(options, expert_cap=1))
     file = Path(where) / "model.safetensors"
@@ -269,7 +277,7 @@ def test_after_an_error_the_next_request_is_served(tmp_path: Path) -> None:
 # What cannot be
 
 
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where, options, _ = made(tmp_path / "m", "whole")
     (tmp_path / "g").mkdir()
     gguf = str(converted(tmp_path / "g", BLOCKS, "F32").paths[0])
@@ -303,7 +311,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["inspect", where, "--expert-cap", "2"]) == 2
 
 
-def test_what_the_budget_holds(tmp_path: Path) -> None:
+def test_budget(tmp_path: Path) -> None:
     where, options, _ = made(tmp_path / "m", "whole")
     one = load(where, replace(options, expert_cap=1)).experts
     assert one
@@ -316,7 +324,7 @@ def test_what_the_budget_holds(tmp_path: Path) -> None:
     assert runtime.experts and runtime.experts.store.slots == (5, 5, 5)
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_expert_is_named(tmp_path: Path) -> None:
     weights = split(random_weights(ODD, "float32"))
     del weights["model.layers.1.mlp.experts.4.up_proj.weight"]
     where = saved(tmp_path / "m", ODD, weights)

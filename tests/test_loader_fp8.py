@@ -26,7 +26,7 @@ from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head
 from deltic.loader.names import EMBEDDING, HEAD
 from deltic.loader.quantize import FP8, quantize_tensors
 from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, FLOAT8_LARGEST, Float8, quantize_fp8
-from deltic.ops.cuda.quantized_tiles import Tiles, tiles_form
+from deltic.ops.cuda.quantized import Tiles, tiles_form
 from deltic.runner.input_batch import build
 
 

@@ -1,5 +1,5 @@
-"""Experts that threads of the host compute when they are asked through shared memory: the right sums, a token's
-own bits whoever else asks and however many threads there are, and threads that sleep, wake and end."""
+"""Experts that host threads compute on requests through shared memory: right sums, bits that do not depend on other
+tokens or the number of threads, and threads that sleep, wake and end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def beside(hidden: int, size: int, threads: int = 2, level: int | None = None) -
 
 
 class Request:
-    """For `tokens`, of which every third has no experts; one token has an expert twice."""
+    """A request of `tokens`; every third has no experts, and one has an expert twice."""
 
     def __init__(self, hidden: int, tokens: int) -> None:
         rng = torch.Generator().manual_seed(tokens)
@@ -47,7 +47,7 @@ class Request:
             self.experts[3][1] = self.experts[3][0]
 
     def ask(self, of: OffloadedExperts, layer: int, tokens: list[int]) -> Tensor:
-        """The sums of these tokens; NaN where nothing was written."""
+        """Returns the sums of these tokens; NaN where nothing was written."""
         of.sums.fill_(torch.nan)
         for row, token in enumerate(tokens):
             mine = self.experts[token]
@@ -75,24 +75,26 @@ def everyone(request: Request) -> list[int]:
     return list(range(len(request.input)))
 
 
-@pytest.mark.parametrize("level", range(0 if missing() else best_level() + 1))
 @pytest.mark.parametrize(("hidden", "size"), SIZES)
-def test_sums(hidden: int, size: int, level: int) -> None:
-    of = beside(hidden, size, level=level)
-    for layer in range(LAYERS):
-        for tokens in (1, 2, 5, MAX_TOKENS):
-            request = Request(hidden, tokens)
-            found, wanted = request.ask(of, layer, everyone(request)).double(), request.wanted(of._weights[layer], size)
+def test_sums(hidden: int, size: int) -> None:
+    """At every level of the processor."""
+    weights, requests = weights_of(hidden, size), [Request(hidden, tokens) for tokens in (1, 2, 5, MAX_TOKENS)]
+    cases = [(layer, request, request.wanted(weights[layer], size)) for layer in range(LAYERS) for request in requests]
+    for level in range(best_level() + 1):
+        of = beside(hidden, size, level=level)
+        for layer, request, wanted in cases:
+            found = request.ask(of, layer, everyone(request)).double()
             for token, mine in enumerate(request.experts):
+                case = level, layer, len(request.input), token
                 if mine:
-                    assert (found[token] - wanted[token]).norm() < 3e-3 * wanted[token].norm(), (tokens, token)
+                    assert (found[token] - wanted[token]).norm() < 3e-3 * wanted[token].norm(), case
                 else:
-                    assert bool(found[token].isnan().all()), "a token without experts was written"
-    of.close()
+                    assert bool(found[token].isnan().all()), case
+        of.close()
 
 
 @pytest.mark.parametrize(("hidden", "size"), SIZES[1:4])
-def test_a_tokens_bits_are_its_own(hidden: int, size: int) -> None:
+def test_token_bits_do_not_depend_on_batch(hidden: int, size: int) -> None:
     request, found = Request(hidden, MAX_TOKENS), list[Tensor]()
     for threads in (1, 2, 3, 4):
         of = beside(hidden, size, threads)
@@ -104,7 +106,7 @@ def test_a_tokens_bits_are_its_own(hidden: int, size: int) -> None:
     assert all(same_bits(other, found[0]) for other in found)
 
 
-def test_nobody_wants_anything() -> None:
+def test_request_without_experts() -> None:
     of = beside(64, 8)
     of.ask(0, 0)
     request = Request(64, 3)
@@ -113,7 +115,7 @@ def test_nobody_wants_anything() -> None:
     of.close()
 
 
-def test_what_was_computed_is_counted() -> None:
+def test_computed_experts_are_counted() -> None:
     of, request = beside(64, 8), Request(64, MAX_TOKENS)
     request.ask(of, 0, everyone(request))
     known = len({expert for mine in request.experts for expert in mine})
@@ -125,7 +127,7 @@ def test_what_was_computed_is_counted() -> None:
 
 
 @pytest.mark.parametrize("change", [("counts", MOST + 1), ("counts", -1), ("experts", EXPERTS), ("experts", -1)])
-def test_a_request_without_sense_is_answered_with_nan(change: tuple[str, int]) -> None:
+def test_invalid_request_returns_nan(change: tuple[str, int]) -> None:
     of, request = beside(64, 8), Request(64, 2)
     well = request.ask(of, 0, [0, 1])
     getattr(of, change[0]).view(-1)[0] = change[1]
@@ -139,7 +141,7 @@ def test_a_request_without_sense_is_answered_with_nan(change: tuple[str, int]) -
     of.close()
 
 
-def test_threads_that_slept_are_there_again() -> None:
+def test_sleeping_threads_wake_up() -> None:
     of, request = beside(192, 40, 3), Request(192, 5)
     wanted = request.ask(of, 0, everyone(request))
     for pause in (0.002, 0.03, 0.0, 0.1):
@@ -148,8 +150,8 @@ def test_threads_that_slept_are_there_again() -> None:
     of.close()
 
 
-def test_who_naps_hears_a_request_of_which_nobody_told() -> None:
-    """A step that was launched long ago may ask late."""
+def test_napping_thread_sees_an_unannounced_request() -> None:
+    """A step may ask long after its launch."""
     of, request = beside(64, 8), Request(64, 1)
     wanted = request.ask(of, 0, [0])
     time.sleep(0.05)
@@ -162,7 +164,7 @@ def test_who_naps_hears_a_request_of_which_nobody_told() -> None:
     of.close()
 
 
-def test_who_listens_in_vain_takes_little_time() -> None:
+def test_idle_threads_use_little_time() -> None:
     of, request = beside(64, 8, 4), Request(64, 1)
     request.ask(of, 0, [0])
     time.sleep(0.1)
@@ -172,7 +174,7 @@ def test_who_listens_in_vain_takes_little_time() -> None:
     of.close()
 
 
-def test_two_at_once() -> None:
+def test_two_stores_at_once() -> None:
     one, other = beside(64, 8, 2), beside(192, 40, 3)
     first, second = Request(64, 5), Request(192, 5)
     wanted = first.ask(one, 0, [0, 1]), second.ask(other, 1, [3, 4])
@@ -202,7 +204,7 @@ def test_threads_end() -> None:
         assert not threads_of_this_process() - others
 
 
-def test_the_interpreter_ends_while_threads_listen() -> None:
+def test_interpreter_exits_while_threads_listen() -> None:
     code = ("import torch, os; from deltic.ops.cpu.experts import OffloadedExperts\n"
             "of = OffloadedExperts([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (3, 0))\n"
             "of.ask(0, 0)\n"
@@ -213,12 +215,12 @@ def test_the_interpreter_ends_while_threads_listen() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "0 None"), done.stderr
 
 
-def test_a_level_that_is_not_there() -> None:
+def test_unknown_level_is_refused() -> None:
     with pytest.raises(MemoryError):
         beside(64, 8, level=99)
 
 
-def test_the_rate() -> None:
+def test_rate() -> None:
     of = beside(64, 8)
     assert of.rate() > 0 and of.computed() == 4 * MOST
     of.close()

@@ -1,4 +1,4 @@
-"""The C interface is what deltic.h says, for Python and for the example programs in C and Rust."""
+"""The C interface equals deltic.h, for Python and for the example programs in C and Rust."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import conftest
 import device_abi
 import pytest
+from native_pools import naming
 
 from deltic.config.engine import CPU_LEVELS
 from deltic.errors import ConfigError
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "native"
 PLACE = Path(library.__file__).parent
-"""Where the installed library and header lie."""
+"""Directory of the installed library and header."""
 HEADER = re.sub(r"/\*.*?\*/", " ", (ROOT / "csrc" / "deltic.h").read_text(encoding="utf-8"), flags=re.DOTALL)
 FUNCTIONS = {name: (result.split(), arguments) for result, name, arguments in re.findall(
     r"^(\w[\w \n]*?[ *]+)(deltic_\w+)\(([^)]*)\);", HEADER, re.MULTILINE)}
@@ -78,8 +79,8 @@ LANGUAGES = [pytest.param("c", marks=needs_gcc), pytest.param("rust", marks=need
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_an_example_runs_at_every_level(built: Built, language: str) -> None:
-    """It fails by itself if a token's result depends on its batch; the ids do not depend on the threads either."""
+def test_example_runs_at_every_level(built: Built, language: str) -> None:
+    """The program fails if a token's result depends on its batch; the ids do not depend on the threads either."""
     program = built(language)
     for level in range(library.library().deltic_best_level() + 1):
         ids = run(program, 1, level).split()
@@ -89,13 +90,13 @@ def test_an_example_runs_at_every_level(built: Built, language: str) -> None:
 
 @needs_gcc
 @needs_rustc
-def test_both_examples_choose_the_same_ids(built: Built) -> None:
+def test_both_examples_print_the_same_ids(built: Built) -> None:
     assert run(built("c")) == run(built("rust"))
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_an_example_visits_every_device(built: Built, language: str) -> None:
-    """Those that the library finds here; a device that gives other numbers back would end it."""
+def test_example_visits_every_device(built: Built, language: str) -> None:
+    """All devices of the library; the program fails if a device returns other numbers."""
     done = subprocess.run([built(language)], capture_output=True, text=True, check=True)
     devices = device_abi.Devices(PLACE / "libdeltic.so")
     names = [devices.get(device).name.decode() for device in range(devices.count())]
@@ -105,8 +106,7 @@ def test_an_example_visits_every_device(built: Built, language: str) -> None:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_the_examples_page_says_how(tmp_path: Path, built: Built, language: str) -> None:
-    """Its commands work as they stand."""
+def test_commands_of_the_examples_page(tmp_path: Path, built: Built, language: str) -> None:
     first, *blocks = re.findall(r"```sh\n(.*?)```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     script = first + blocks[["c", "rust"].index(language)]
     shutil.copytree(EXAMPLES, tmp_path / "examples" / "native")
@@ -116,7 +116,7 @@ def test_the_examples_page_says_how(tmp_path: Path, built: Built, language: str)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_an_example_refuses_a_level_that_is_not_there(built: Built, language: str) -> None:
+def test_example_refuses_unknown_levels(built: Built, language: str) -> None:
     program = built(language)
     for level in ("-1", "99"):
         done = subprocess.run([program, "1", level], capture_output=True, text=True, check=False)
@@ -126,19 +126,19 @@ def test_an_example_refuses_a_level_that_is_not_there(built: Built, language: st
 # The header
 
 
-def test_the_header_lies_beside_the_library() -> None:
+def test_header_is_installed_with_the_library() -> None:
     assert (PLACE / "deltic.h").read_bytes() == (ROOT / "csrc" / "deltic.h").read_bytes()
 
 
-def test_the_header_is_understood_here() -> None:
+def test_header_is_parsed_completely() -> None:
     assert {"deltic_abi", "deltic_pool_new", "deltic_forward"} <= set(FUNCTIONS)
     assert len(FUNCTIONS) == len(set(re.findall(r"\bdeltic_\w+(?=\()", HEADER)))
     assert set(STRUCTS) == set(re.findall(r"^\} (deltic_\w+);", HEADER, re.MULTILINE))
 
 
 @needs_gcc
-def test_structs_are_laid_out_alike(tmp_path: Path) -> None:
-    """Sizes, and of every field its offset, its size, and whether it is a whole number, a fraction or neither."""
+def test_struct_layouts_are_equal(tmp_path: Path) -> None:
+    """Sizes, and the offset, size and kind of every field."""
     lines, expected = [], []
     for name, kind in STRUCTS.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
@@ -172,13 +172,12 @@ def declared(parameter: str, known: set[str]) -> str:
     return f"{words[0]} *" if words[0] in known else "void *"
 
 
-@pytest.mark.parametrize("name", sorted(SIGNATURES))
-def test_functions_are_called_as_they_are_declared(name: str) -> None:
-    result, arguments = SIGNATURES[name]
-    words, text = FUNCTIONS[name]
-    parameters = [] if text == "void" else [declared(part, set(STRUCTS)) for part in text.split(",")]
-    assert [in_c(form) for form in arguments] == parameters
-    assert ("void" if result is None else in_c(result)) == ("void *" if "*" in words else words[0])
+def test_python_signatures_equal_the_header() -> None:
+    for name, (result, arguments) in SIGNATURES.items():
+        words, text = FUNCTIONS[name]
+        parameters = [] if text == "void" else [declared(part, set(STRUCTS)) for part in text.split(",")]
+        assert [in_c(form) for form in arguments] == parameters, name
+        assert ("void" if result is None else in_c(result)) == ("void *" if "*" in words else words[0]), name
 
 
 def test_every_declared_function_is_exported() -> None:
@@ -186,17 +185,18 @@ def test_every_declared_function_is_exported() -> None:
     assert not [name for name in FUNCTIONS if not hasattr(loaded, name)]
 
 
-@pytest.mark.parametrize("name", sorted(library._COMPILED))
-def test_a_library_of_other_sources_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is too old to be asked."""
-    loaded, path = library.library(), PLACE / "libdeltic.so"
-    for wanted in ({name: library._COMPILED[name] + 1}, {name: library._COMPILED[name], "deltic_unheard_of": 1}):
+def test_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a library that is too old to have the function."""
+    loaded, path, compiled = library.library(), PLACE / "libdeltic.so", library._COMPILED
+    for wanted in (wrong for name, number in compiled.items()
+                   for wrong in ({name: number + 1}, {name: number, "deltic_unheard_of": 1})):
         monkeypatch.setattr(library, "_COMPILED", wanted)
-        with pytest.raises(ConfigError, match=r"compiled from other sources .* instead of \d+; rebuild it \(pip"):
+        message = r"compiled from other sources .* instead of \d+; rebuild it \(pip"
+        with naming(wanted), pytest.raises(ConfigError, match=message):
             library._check_compiled(loaded, path)
 
 
-def test_tests_say_at_once_that_the_library_is_not_what_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_reports_a_stale_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def stale() -> None:
         raise ConfigError("it was compiled from other sources")
 

@@ -32,7 +32,7 @@ TOKENS = 13
 
 
 def layer() -> QTensor:
-    """Of 17 pieces of work."""
+    """Returns a matrix of 17 pieces of work."""
     return pack_tensor(torch.randn(535, 512, generator=torch.Generator().manual_seed(1)), Arena())
 
 
@@ -40,7 +40,7 @@ def activations() -> Tensor:
     return torch.randn(TOKENS, 512, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(params=[1, 2, 3, 8])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3, 8])
 def pool(request: pytest.FixtureRequest) -> Iterator[int]:
     made = library().deltic_pool_new(request.param, best_level())
     assert made
@@ -64,7 +64,7 @@ def alone() -> tuple[QTensor, Tensor, Tensor]:
 
 
 def many(pool: int, calls: int) -> None:
-    """Calls of few tokens and of many by turns, some after a pause in which the threads have gone to sleep."""
+    """Alternates calls of few and many tokens, some after a pause in which the threads fall asleep."""
     weight, x, wanted = alone()
     for call in range(calls):
         tokens = (1, 2, TOKENS, 1, 5)[call % 5]
@@ -74,7 +74,7 @@ def many(pool: int, calls: int) -> None:
 
 
 def in_time(*tasks: Callable[[], None]) -> None:
-    """Run tasks at the same time, each in a thread of Python's own: one that hangs is found, and left behind."""
+    """Runs tasks concurrently, each in a Python thread; fails if one hangs."""
     failures: list[BaseException] = []
 
     def run(task: Callable[[], None]) -> None:
@@ -97,7 +97,8 @@ def test_many_small_calls(pool: int) -> None:
     in_time(lambda: many(pool, 600))
 
 
-def test_while_others_take_all_cores(pool: int) -> None:
+def test_calls_on_a_busy_machine() -> None:
+    pool = library().deltic_pool_new(8, best_level())
     program = "print(flush=True)\nwhile True: pass"
     others = [subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE)
               for _ in range(2 * (os.cpu_count() or 1))]
@@ -110,6 +111,7 @@ def test_while_others_take_all_cores(pool: int) -> None:
         for other in others:
             other.kill()
             other.communicate()
+        library().deltic_pool_free(pool)
 
 
 def test_idle_threads_take_no_time(pool: int) -> None:
@@ -127,8 +129,8 @@ def test_pools_work_side_by_side(pool: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_of_python_may_call_at_once(threads: int) -> None:
-    """One model, used by three: each call has its turn."""
+def test_concurrent_calls_of_python_threads(threads: int) -> None:
+    """Three threads call one pool."""
     weight, x, wanted = alone()
     shared = ThreadPool(best_level(), threads)
 
@@ -141,7 +143,7 @@ def test_threads_of_python_may_call_at_once(threads: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
-def test_threads_begin_with_the_first_call_and_end_with_the_pool() -> None:
+def test_thread_lifetime() -> None:
     weight, x, _ = alone()
     known = len(os.listdir("/proc/self/task"))
     for _ in range(5):
@@ -155,14 +157,14 @@ def test_threads_begin_with_the_first_call_and_end_with_the_pool() -> None:
             assert time.monotonic() < end
 
 
-def test_a_level_that_is_not_there_makes_no_pool() -> None:
+def test_unknown_level_is_refused() -> None:
     assert not library().deltic_pool_new(1, -1)
     assert not library().deltic_pool_new(1, best_level() + 1)
 
 
 @pytest.mark.parametrize("threads", [-1, 0, 1, 2, 9])
-def test_pools_come_and_go(threads: int) -> None:
-    """Also before their threads have begun, and right after a call."""
+def test_many_pools_in_turn(threads: int) -> None:
+    """Also before their threads start, and right after a call."""
     weight, x, wanted = alone()
 
     def work() -> None:
@@ -198,9 +200,9 @@ if child:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_forked_process_goes_on(threads: int) -> None:
-    """Its pool has no threads but the one that calls. It ends as processes do, too."""
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_forked_process_keeps_computing(threads: int) -> None:
+    """The child's pool has only the calling thread, and the child exits normally."""
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, str(threads)], cwd=Path(__file__).parent,
                             capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr

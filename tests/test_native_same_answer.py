@@ -1,5 +1,5 @@
-"""The compiled kernels give the same bits however the work is cut, shared or resumed, also from packed weights; they
-reuse as much of every scenario's prompts as the other backends; and they do not drift."""
+"""The compiled kernels give the same bits for any chunks, batch, threads and reuse, also from packed weights. They
+reuse as much of every scenario's prompts as the other backends, and do not drift."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def slow_with_experts(threads: int, kind: str) -> Any:
 @pytest.mark.parametrize(("budget", "batch", "kept"), [(1, 1, 0), (7, 3, 0), (64, 8, 53), (512, 3, 64), (512, 1, 0),
                                                        (7, 8, 83)])
 @pytest.mark.parametrize(("threads", "kind"), [slow_with_experts(*case) for case in product((1, 2, 5), KINDS)])
-@pytest.mark.covering(2)
+@pytest.mark.covering
 def test_l6_bit_for_bit(kind: str, budget: int, batch: int, kept: int, threads: int) -> None:
     wanted = expected(kind).logits
     with using(threads=threads):
@@ -118,7 +118,7 @@ def reused(scenario: str, capsys: Any, *options: str) -> list[tuple[str, int, in
 @pytest.mark.parametrize("option", ["--dtype float32", "--dtype bfloat16", "--quant q8_0"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.covering
-def test_scenarios_reuse_what_they_reuse_on_other_backends(scenario: str, option: str, capsys: Any) -> None:
+def test_scenarios_reuse_as_on_other_backends(scenario: str, option: str, capsys: Any) -> None:
     wanted = reused(scenario, capsys, "--dtype", "float32", "--ops", "torch")
     assert sum(cached for _, _, cached in wanted) > 0
     assert reused(scenario, capsys, *option.split(), "--ops", "cpu") == wanted

@@ -74,7 +74,7 @@ def plain(runtime: ModelRunner, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rings_change_no_bit(kind: str, threads: int) -> None:
+def test_delta_logs_change_no_bit(kind: str, threads: int) -> None:
     """Two sequences that get the same tokens and other drafts, each with its own ring."""
     runtime, rng = model(kind), generator(4)
     tokens = numbers(3, PAGES * PAGE - 16, SHAPE.vocab_size)
@@ -132,7 +132,7 @@ def test_hidden_states_change_no_bit_of_the_logits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpu", marks=needs_kernels)])
-def test_the_decoder_gives_hidden_states_too(backend: str) -> None:
+def test_decoder_returns_hidden_states(backend: str) -> None:
     runtime = model("float32")
     decoder = replace(runtime.decoder, ops=backends()[backend])
     wanted = decoder.forward(some_logits(batch_of(MIXED, False)), runtime.views)

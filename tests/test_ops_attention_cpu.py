@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_pools import by_level, each_level, native_ops, pool, using
+from native_pools import at_every_level, native_ops, pool, using
 from op_cases import (
     NAN,
     Case,
@@ -43,13 +43,10 @@ SHAPES_OF_ATTENTION = {
 ROTARY = {spec.rotary_dim: RopeSpec(1e4, spec.rotary_dim) for spec in SHAPES_OF_ATTENTION.values()}
 
 
-_level = by_level(each_level)
-
-
-@pytest.mark.usefixtures("_level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES_OF_ATTENTION)
 @pytest.mark.covering(2)
+@at_every_level
 def test_attention_shapes(name: str, dtype: torch.dtype) -> None:
     """Contexts of one and of several parts, chunks of a few and of many tokens, at every level."""
     spec = SHAPES_OF_ATTENTION[name]
@@ -63,8 +60,8 @@ def test_attention_shapes(name: str, dtype: torch.dtype) -> None:
     assert kv_errors(case, fast_view, slow_view, before) <= TOLERANCE.get(dtype, 4e-3)
 
 
-@pytest.mark.usefixtures("_level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@at_every_level
 def test_heads_without_norms_and_with_biases(dtype: torch.dtype) -> None:
     spec = replace(LARGE, heads=4, head_dim=24, rotary_dim=24, gate=False)
     case = build_batch([Row(1, 5), Row(1, 30), Row(9, 3), Row(20, 0)], 8)
@@ -115,11 +112,11 @@ def in_chunks(spec: AttentionSpec, proj: Tensor, chunks: list[int], dtype: torch
     return torch.cat(outputs)
 
 
-@pytest.mark.usefixtures("_level")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES_OF_ATTENTION)
 @pytest.mark.covering
-def test_attention_does_not_depend_on_company(name: str, dtype: torch.dtype) -> None:
+@at_every_level
+def test_attention_does_not_depend_on_batch(name: str, dtype: torch.dtype) -> None:
     """A token's bits are the same in all chunkings, beside rows of NaN, and with other numbers of threads."""
     spec, tokens = SHAPES_OF_ATTENTION[name], 1100
     rows = spec.queries * (2 if spec.gate else 1) + 2 * spec.kv
@@ -135,8 +132,8 @@ def test_attention_does_not_depend_on_company(name: str, dtype: torch.dtype) -> 
                 assert torch.equal(in_chunks(spec, proj, [600, 4, *[1] * 6, *tail], dtype, [1]), whole)
 
 
-def test_attention_of_later_nan() -> None:
-    """What a token must not see cannot reach it, not even in its own chunk."""
+def test_later_nan_does_not_reach_earlier_tokens() -> None:
+    """Not even within one chunk."""
     proj = randn(generator(6), 40, LARGE.queries * 2 + 2 * LARGE.kv).float()
     whole = in_chunks(LARGE, proj, [40], torch.bfloat16, [])
     proj[21] = NAN

@@ -24,7 +24,7 @@ def _compiled_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promises, "FAST", backends()["cpu"])
 
 
-def test_the_compiled_backend_serves_a_cpu_by_default() -> None:
+def test_compiled_backend_is_the_default() -> None:
     assert explain(select())["gdn_mixer"] == "cpu" and explain(select(("torch",)))["gdn_mixer"] == "torch"
     assert explain(select((), "cuda"))["gdn_mixer"] == "torch"
 
@@ -56,7 +56,7 @@ def test_head_of_few_tokens(rows: int, width: int) -> None:
         assert torch.equal(head(pool(), x, weight), whole)
 
 
-def test_head_passes_nan_on() -> None:
+def test_head_propagates_nan() -> None:
     x, weight = torch.zeros(2, 64).bfloat16(), pack_tensor(torch.ones(5, 64).bfloat16(), Arena())
     x[1, 3] = torch.nan
     logits = head(pool(), x, weight)
@@ -79,7 +79,7 @@ def test_extreme_gates_and_norms(dtype: torch.dtype) -> None:
     assert normed[1].isnan().all() and not normed[[0, 2]].isnan().any()
 
 
-def test_what_is_missing_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.ops.cpu.load", lambda: "install g++")
     kernels = ("pack", "add_norm", "gdn_mixer", "flush_delta_log", "attention_mixer", "store_kv", "mlp", "moe", "head",
                "sample", "step", "mtp_step", "vision")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_pools import each_level, native_ops, pool, using
+from native_pools import at_every_level, native_ops, pool, using
 from op_cases import (
     Case,
     Row,
@@ -29,7 +29,7 @@ from torch import Tensor
 from deltic.ops import reference
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import gdn_layer, slots
-from deltic.ops.cpu.library import LEVELS, address, library, step_batch
+from deltic.ops.cpu.library import address, library, step_batch
 from deltic.ops.types import Batch, GdnSpec, GdnWeights, StateView
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -44,9 +44,6 @@ by_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16],
                                    ids=["float32", "float16", "bfloat16"])
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
-
-
-_level = pytest.fixture(params=range(len(LEVELS)), ids=LEVELS, autouse=True)(each_level)
 
 
 def core(proj: Tensor, weights: GdnWeights, view: StateView, batch: Batch) -> Tensor:
@@ -81,6 +78,7 @@ def in_chunks(proj: Tensor, weights: GdnWeights, dtype: torch.dtype, chunks: Seq
 @by_dtype
 @by_spec
 @pytest.mark.covering
+@at_every_level
 def test_against_the_reference(spec: GdnSpec, dtype: torch.dtype) -> None:
     rows = [Row(1, 9, emits=(1,)), Row(1, 0), Row(1, 3, in_place=False), Row(5, 3, in_place=False, emits=(1, 4)),
             Row(150, 33, emits=(7, 40, 149, 150)), Row(90, 0, emits=(2,)), Row(2, 0)]
@@ -96,6 +94,7 @@ def test_against_the_reference(spec: GdnSpec, dtype: torch.dtype) -> None:
 @by_dtype
 @by_spec
 @pytest.mark.covering
+@at_every_level
 def test_chunks_change_no_bit(spec: GdnSpec, dtype: torch.dtype) -> None:
     proj, weights = projected(spec, 300), gdn_weights(3, torch.float32, spec)
     wanted, whole = in_chunks(proj, weights, dtype, [300])
@@ -111,6 +110,7 @@ def _core_of(case: Case, proj: Tensor, weights: GdnWeights) -> tuple[Tensor, Sta
     return core(proj, weights, view, case.fresh()), view
 
 
+@at_every_level
 def test_neighbours_and_threads_change_no_bit() -> None:
     """Nor does a NaN in a neighbour."""
     spec = SPECS["registers of all sizes"]
@@ -136,6 +136,7 @@ def test_neighbours_and_threads_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[1, 1, 1], [70]])
+@at_every_level
 def test_tiled_heads(chunks: list[int]) -> None:
     """The heads of a layer in tiled order give what they give in plain order."""
     spec = SPECS["odd"]
@@ -162,6 +163,7 @@ def test_tiled_heads(chunks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@at_every_level
 def test_extreme_inputs(dtype: torch.dtype) -> None:
     """Gates and inputs far beyond the range of exp stay finite and right."""
     spec = SPECS["odd"]

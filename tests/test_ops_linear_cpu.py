@@ -7,13 +7,14 @@ import subprocess
 import sys
 from ctypes import byref
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from native_pools import best_level, by_level, each_level, pool, using
+from native_pools import at_every_level, best_level, naming, pool, using
 from numpy.typing import NDArray
 from op_cases import same_bits
 from test_gguf_blocks import READABLE, random_rows, theirs
@@ -38,10 +39,6 @@ TOLERANCE = {"F32": 1e-6, "F16": 1e-6, "BF16": 1e-6}
 """Of sums of up to 1280 float32 products; the integer sums of all other types are exact."""
 GUARD, CANARY = 67, -7e33
 by_name = pytest.mark.parametrize("name", READABLE)
-at_every_level = pytest.mark.usefixtures("_level")
-
-
-_level = by_level(each_level)
 
 
 def file_rows(name: str, rows: int, columns: int) -> NDArray[np.uint8]:
@@ -109,10 +106,10 @@ def error(found: Tensor, x: Exact, numbers: Exact, wanted: Exact) -> float:
     return float(np.linalg.norm((found.double().numpy() - wanted) / size) / np.linalg.norm(wanted / size))
 
 
-@at_every_level
 @by_name
+@at_every_level
 def test_products(name: str) -> None:
-    """Of what the activations are rounded to; and near those of the activations themselves."""
+    """Products equal those of the rounded activations, and are near those of the exact ones."""
     for columns in COLUMNS[name]:
         x, (weight, numbers) = activations(25, columns), layer(name, ROWS[-1], columns)
         exact, near = np.asarray(x.double()), rounded(name, x)
@@ -123,28 +120,32 @@ def test_products(name: str) -> None:
         assert error(y, exact, numbers, exact @ numbers.T) <= limit, columns
 
 
-@at_every_level
 @pytest.mark.parametrize("name", [name for name in READABLE if name not in WORDS])
-@pytest.mark.parametrize("byte", [0x00, 0x0f, 0x7f, 0x80, 0xf0, 0xff])
-def test_products_of_the_largest_codes(name: str, byte: int) -> None:
-    """All of one sign, so that sums of them become as large as they can."""
+def test_products_of_extreme_codes(name: str) -> None:
+    """Codes of one sign, whose sums are as large as possible."""
     columns = COLUMNS[name][-1]
     raw = file_rows(name, 17, columns)
     fields = raw.reshape(-1).view(LAYOUTS[name])
-    for field in {"qs", "qh", "ql", "hmask"} & set(LAYOUTS[name].names or ()):
-        fields[field].view(np.uint8)[:] = byte
-    numbers = theirs(name, raw).astype(np.float64)
-    for tokens in (1, 2, 3, 13):
-        x = torch.ones(tokens, columns)
-        x[tokens // 2] = -1
-        wanted = np.asarray(x.double()) @ numbers.T
-        y = multiply(x, packed(name, raw, columns)).double().numpy()
-        assert (abs(y - wanted) <= 1e-5 * abs(numbers).sum(1) + 1e-6).all(), tokens
+    for byte in (0x00, 0x0f, 0x7f, 0x80, 0xf0, 0xff):
+        for field in {"qs", "qh", "ql", "hmask"} & set(LAYOUTS[name].names or ()):
+            fields[field].view(np.uint8)[:] = byte
+        with naming(f"byte {byte:#x}"):
+            assert_products_of_ones(packed(name, raw, columns), theirs(name, raw).astype(np.float64))
 
 
 @at_every_level
+def assert_products_of_ones(weight: QTensor, numbers: Exact) -> None:
+    for tokens in (1, 2, 3, 13):
+        x = torch.ones(tokens, numbers.shape[1])
+        x[tokens // 2] = -1
+        wanted = np.asarray(x.double()) @ numbers.T
+        y = multiply(x, weight).double().numpy()
+        assert (abs(y - wanted) <= 1e-5 * abs(numbers).sum(1) + 1e-6).all(), tokens
+
+
 @by_name
-def test_numbers_of_rows_and_tokens_change_no_bit(name: str) -> None:
+@at_every_level
+def test_row_and_token_counts_change_no_bit(name: str) -> None:
     for columns in COLUMNS[name]:
         x = activations(25, columns)
         whole = multiply(x, layer(name, ROWS[-1], columns)[0])
@@ -155,10 +156,10 @@ def test_numbers_of_rows_and_tokens_change_no_bit(name: str) -> None:
         assert multiply(x[:0], weight).shape == (0, ROWS[-1])
 
 
-@at_every_level
 @by_name
+@at_every_level
 def test_threads_change_no_bit(name: str) -> None:
-    """Of a matrix that is worth being cut."""
+    """The matrix is large enough to be split over threads."""
     x = activations(13, 512)
     weight = layer(name, 395, 512)[0]
     wanted = multiply(x, weight)
@@ -168,39 +169,38 @@ def test_threads_change_no_bit(name: str) -> None:
                 assert same_bits(multiply(x[-tokens:], weight), wanted[-tokens:]), (threads, tokens)
 
 
-@at_every_level
 @by_name
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_not_finite_stay_with_their_token(name: str, value: float) -> None:
+@at_every_level
+def test_non_finite_activations_stay_in_their_token(name: str) -> None:
     for columns in (96, 512):
         if columns % BY_NAME[name].weights:
             continue
         x, weight = activations(13, columns), layer(name, ROWS[-1], columns)[0]
         wanted = multiply(x, weight)
-        for token, column in ((0, 0), (3, columns - 1), (8, 33), (12, 64)):
+        for (token, column), value in product(((0, 0), (3, columns - 1), (8, 33), (12, 64)), (np.nan, np.inf, -np.inf)):
             sick = x.clone()
             sick[token, column] = value
             y, others = multiply(sick, weight), [other for other in range(13) if other != token]
-            assert not y[token].isfinite().any()
-            assert same_bits(y[others], wanted[others])
+            assert not y[token].isfinite().any(), (columns, token, value)
+            assert same_bits(y[others], wanted[others]), (columns, token, value)
 
 
 @at_every_level
-@pytest.mark.parametrize("names", [("Q4_K", "F32", "Q8_0", "BF16"), ("Q6_K", "Q2_K"), ("MXFP4", "Q5_1", "F16", "Q3_K"),
-                                   ("Q4_0", "F16", "Q5_1", "BF16"), ("IQ4_NL", "Q8_0"), ("F32", "F32", "F32", "F32")])
-def test_parts_are_rows_one_after_another(names: tuple[str, ...]) -> None:
-    columns = 512 if any(BY_NAME[name].weights == 256 for name in names) else 96
-    parts = [layer(name, rows, columns)[0] for name, rows in zip(names, (17, 1, 37, 15), strict=False)]
-    for tokens in (1, 2, 13):
-        x = activations(tokens, columns)
-        assert same_bits(multiply(x, *parts), torch.cat([multiply(x, part) for part in parts], 1))
-        assert not multiply(torch.zeros(tokens, columns), *parts).any()
+def test_parts_are_concatenated_rows() -> None:
+    for names in (("Q4_K", "F32", "Q8_0", "BF16"), ("Q6_K", "Q2_K"), ("MXFP4", "Q5_1", "F16", "Q3_K"),
+                  ("Q4_0", "F16", "Q5_1", "BF16"), ("IQ4_NL", "Q8_0"), ("F32", "F32", "F32", "F32")):
+        columns = 512 if any(BY_NAME[name].weights == 256 for name in names) else 96
+        parts = [layer(name, rows, columns)[0] for name, rows in zip(names, (17, 1, 37, 15), strict=False)]
+        for tokens in (1, 2, 13):
+            x = activations(tokens, columns)
+            joined = torch.cat([multiply(x, part) for part in parts], 1)
+            assert same_bits(multiply(x, *parts), joined), (names, tokens)
+            assert not multiply(torch.zeros(tokens, columns), *parts).any(), (names, tokens)
 
 
-@at_every_level
 @pytest.mark.parametrize("name", ["F16", "Q8_0", "Q4_1", "MXFP4"])
 def test_every_scale(name: str) -> None:
-    """Subnormal ones, and infinities and NaN, which stay in their row."""
+    """Includes subnormal scales, and infinities and NaN, which stay in their row."""
     scales = np.arange(0, 1 << 16, 7) if name != "MXFP4" else np.arange(256)
     width, raw = BY_NAME[name].weights, np.zeros((len(scales), BY_NAME[name].nbytes), np.uint8)
     if name == "MXFP4":
@@ -211,11 +211,18 @@ def test_every_scale(name: str) -> None:
     with np.errstate(invalid="ignore"):
         numbers = theirs(name, raw).astype(np.float64)
         wanted = 0.5 * numbers.sum(1)
-    y = multiply(torch.full((2, width), 0.5), packed(name, raw, width)).double().numpy()
     finite, sane = np.isfinite(numbers).all(1), abs(wanted) < 1e30  # sums of codes may be 2^16 times as large
-    assert not np.isfinite(y[:, ~finite]).any() and sane.sum() > len(scales) / 2
-    # results that are subnormal have fewer places
-    assert np.allclose(y[:, sane], wanted[sane], rtol=1e-6, atol=2e-45)
+    assert sane.sum() > len(scales) / 2
+    weight = packed(name, raw, width)
+
+    @at_every_level
+    def check() -> None:
+        y = multiply(torch.full((2, width), 0.5), weight).double().numpy()
+        assert not np.isfinite(y[:, ~finite]).any()
+        # subnormal results have fewer bits
+        assert np.allclose(y[:, sane], wanted[sane], rtol=1e-6, atol=2e-45)
+
+    check()
 
 
 def beyond() -> None:
@@ -248,7 +255,7 @@ def beyond() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="protects memory as Linux does")
-def test_nothing_beyond_the_ends_is_read_or_written() -> None:
+def test_kernels_stay_within_buffers() -> None:
     result = subprocess.run([sys.executable, "-c", "import test_ops_linear_cpu; test_ops_linear_cpu.beyond()"],
                             cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -68,7 +68,7 @@ def disjoint(tensors: list[Tensor]) -> bool:
 
 
 @both_ways
-def test_an_arena_gives_what_is_asked_for(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arena_allocates_aligned_tensors(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     set_large(monkeypatch, large)
     arena = Arena()
     taken = [arena.take(size) for size in (*SIZES, *reversed(SIZES))]
@@ -83,7 +83,7 @@ def test_an_arena_gives_what_is_asked_for(large: bool, monkeypatch: pytest.Monke
 
 
 @on_linux
-def test_tensors_follow_each_other_in_chunks(maps: list[weakref.ref[Any]]) -> None:
+def test_tensors_are_packed_into_chunks(maps: list[weakref.ref[Any]]) -> None:
     arena = Arena()
     first = [arena.take(size) for size in (MIB + 1, 64 * KIB, 30 * MIB, 30 * MIB)]
     assert len(maps) == 1, "one chunk holds them all"
@@ -100,7 +100,7 @@ def test_tensors_follow_each_other_in_chunks(maps: list[weakref.ref[Any]]) -> No
 
 
 @on_linux
-def test_memory_goes_with_the_last_tensor_in_it(maps: list[weakref.ref[Any]]) -> None:
+def test_chunk_is_freed_with_its_last_tensor(maps: list[weakref.ref[Any]]) -> None:
     arena = Arena()
     first, second, own = arena.take(MIB), arena.take(MIB)[5:].view(-1, 1), arena.take(40 * MIB)
     assert alive(maps) == 2
@@ -118,7 +118,7 @@ def test_memory_goes_with_the_last_tensor_in_it(maps: list[weakref.ref[Any]]) ->
 
 
 @on_linux
-def test_memory_is_given_back_to_the_system() -> None:
+def test_freed_memory_returns_to_the_system() -> None:
     before = resident()
     tensor = Arena().take(48 * MIB)
     assert resident() - before < 4 * MIB, "it costs nothing before it is written to"
@@ -129,7 +129,7 @@ def test_memory_is_given_back_to_the_system() -> None:
 
 
 @on_linux
-def test_large_pages_are_asked_for() -> None:
+def test_large_pages_are_requested() -> None:
     for tensor in (Arena().take(40 * MIB), Arena().take(MIB), reserve((5, MIB), torch.float32)):
         tensor.fill_(1)
         flags, inside = "", False
@@ -143,7 +143,7 @@ def test_large_pages_are_asked_for() -> None:
         assert " hg" in flags
 
 
-def test_threads_get_memory_of_their_own() -> None:
+def test_threads_get_separate_memory() -> None:
     """Sizes that often just do not fit into a chunk."""
     arena, interval = Arena(), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -174,7 +174,7 @@ def test_reserved_tensors(shape: tuple[int, ...], dtype: torch.dtype, large: boo
 
 
 @on_linux
-def test_reserved_memory_costs_nothing_until_it_is_written(maps: list[weakref.ref[Any]]) -> None:
+def test_reserved_memory_is_lazy(maps: list[weakref.ref[Any]]) -> None:
     before = resident()
     tensor = reserve((4096, MIB), torch.uint8)
     tensor[1000, :8] = 1
@@ -184,7 +184,7 @@ def test_reserved_memory_costs_nothing_until_it_is_written(maps: list[weakref.re
     assert alive(maps) == 0
 
 
-def test_other_devices_have_memory_of_their_own(maps: list[weakref.ref[Any]]) -> None:
+def test_other_devices_use_torch_memory(maps: list[weakref.ref[Any]]) -> None:
     tensor = reserve((8, MIB), torch.float32, "meta")
     assert tensor.device.type == "meta" and tensor.shape == (8, MIB) and not maps
 

@@ -57,7 +57,7 @@ def tokens_of(count: int, hidden: int, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_as_the_oracle(backend: str, shape: tuple[int, int, int, int, int], normalised: bool) -> None:
+def test_moe_matches_the_reference(backend: str, shape: tuple[int, int, int, int, int], normalised: bool) -> None:
     ops, weights = backends()[backend], weights_of(shape, normalised=normalised)
     for count in (0, 1, 2, 9, 70):
         x = tokens_of(count, shape[-1])
@@ -78,7 +78,7 @@ def test_half_precision(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
-def test_of_equals_the_first_is_chosen(backend: str) -> None:
+def test_ties_choose_the_lower_expert(backend: str) -> None:
     """The experts give their own number; all logits are equal, but for one."""
     ops, hidden = backends()[backend], 16
     router = torch.zeros(7, hidden)
@@ -118,7 +118,7 @@ def quantized(weights: MoeWeights, kind: str) -> MoeWeights:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_type_of_blocks(kind: str) -> None:
+def test_every_quantized_type(kind: str) -> None:
     weights = quantized(weights_of((6, 2, 256, 512, 256)), kind)
     x = tokens_of(13, 256)
     found, expected = overlay(threads=2).moe(x, weights), reference.moe(x, weights)
@@ -128,7 +128,7 @@ def test_every_type_of_blocks(kind: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("threads", [2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_K", "Q6_K"])
-def test_a_tokens_result_is_its_own_to_the_bit(kind: str, threads: int) -> None:
+def test_token_bits_do_not_depend_on_batch(kind: str, threads: int) -> None:
     shape = (12, 3, 256, 512, 256)
     plain = weights_of(shape)
     if kind in ("F32", "BF16"):
@@ -147,7 +147,7 @@ def test_a_tokens_result_is_its_own_to_the_bit(kind: str, threads: int) -> None:
 
 
 @needs_kernels
-def test_many_rows_are_computed_in_several_goes() -> None:
+def test_many_rows_are_computed_in_parts() -> None:
     """5,400 rows of experts, of which at most 4,096 are computed at a time."""
     weights, x = packed(weights_of(SHAPES[2]), overlay()), tokens_of(600, 44)
     assert torch.equal(overlay(threads=2).moe(x, weights), torch.cat([overlay().moe(part.contiguous(), weights)
@@ -170,7 +170,7 @@ def test_levels_agree() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_sick_token_harms_nobody(backend: str, bad: float) -> None:
+def test_nan_token_changes_no_other_token(backend: str, bad: float) -> None:
     ops, weights = backends()[backend], weights_of(SHAPES[0])
     x = tokens_of(9, 40)
     expected = ops.moe(x, packed(weights, ops))
@@ -181,7 +181,7 @@ def test_a_sick_token_harms_nobody(backend: str, bad: float) -> None:
     assert torch.allclose(found[others], expected[others], rtol=1e-5, atol=1e-6)
 
 
-def test_blocks_are_what_they_should_be() -> None:
+def test_block_sizes() -> None:
     """The oracle reads the packed forms of the others."""
     if missing():
         pytest.skip(str(missing()))

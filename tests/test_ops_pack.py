@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ctypes import byref
 from typing import Any
 
@@ -18,12 +19,17 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 Bytes = NDArray[np.uint8]
 GUARD = 4096
-"""Bytes behind a packed matrix that nobody may touch."""
+"""Bytes behind a packed matrix that must stay unchanged."""
 
 WORDS = ("F32", "F16", "BF16")
-SHAPES = [(name, rows, columns) for name in READABLE for rows in (1, 15, 16, 17, 40)
-          for columns in ((1, 3, 7, 64) if name in WORDS else (32, 96, 256, 512))
-          if columns % BY_NAME[name].weights == 0]
+by_name = pytest.mark.parametrize("name", READABLE)
+
+
+def shapes(name: str) -> Iterator[tuple[int, int]]:
+    """Yields numbers of rows and columns that the type can have."""
+    for columns in (1, 3, 7, 64) if name in WORDS else (32, 96, 256, 512):
+        if columns % BY_NAME[name].weights == 0:
+            yield from ((rows, columns) for rows in (1, 15, 16, 17, 40))
 
 
 def packed_bytes(name: str, rows: int, columns: int) -> int:
@@ -65,23 +71,24 @@ def file_rows(name: str, rows: int, columns: int, seed: int = 0) -> Bytes:
     return random_rows(name, rows, columns // BY_NAME[name].weights, seed)
 
 
-@pytest.mark.parametrize(("name", "rows", "columns"), SHAPES)
-def test_rows_come_back_as_they_were(name: str, rows: int, columns: int) -> None:
-    raw, rng = file_rows(name, rows, columns), np.random.default_rng(rows)
-    packed, expected = pack(name, raw, columns), numbers(name, raw)
-    for order in (np.arange(rows), rng.permutation(rows), rng.integers(0, rows, 5), np.arange(0)):
-        assert same(unpack(name, packed, (rows, columns), order), expected[order])
+@by_name
+def test_unpacked_rows_equal_the_file(name: str) -> None:
+    for rows, columns in shapes(name):
+        raw, rng = file_rows(name, rows, columns), np.random.default_rng(rows)
+        packed, expected = pack(name, raw, columns), numbers(name, raw)
+        for order in (np.arange(rows), rng.permutation(rows), rng.integers(0, rows, 5), np.arange(0)):
+            assert same(unpack(name, packed, (rows, columns), order), expected[order]), (rows, columns)
 
 
-@pytest.mark.parametrize("name", READABLE)
-def test_any_bits_come_back(name: str) -> None:
-    """Scales that are infinite, NaN or subnormal are what they are to `decode`."""
+@by_name
+def test_random_bits_are_unpacked(name: str) -> None:
+    """Infinite, NaN and subnormal scales have the values that `decode` gives them."""
     raw = np.random.default_rng(3).integers(0, 256, (512, BY_NAME[name].size(256)), np.uint8)
     assert same(unpack(name, pack(name, raw, 256), (512, 256), np.arange(512)), numbers(name, raw))
 
 
 @pytest.mark.parametrize("name", ["F16", "Q8_0", "MXFP4"])
-def test_every_scale_comes_back(name: str) -> None:
+def test_every_scale_is_unpacked(name: str) -> None:
     raw = np.zeros((1 << 16, BY_NAME[name].nbytes), np.uint8)
     raw[:, :2] = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
     raw[:, 2:] = 1
@@ -89,27 +96,29 @@ def test_every_scale_comes_back(name: str) -> None:
     assert same(unpack(name, pack(name, raw, columns), (1 << 16, columns), np.arange(1 << 16)), numbers(name, raw))
 
 
-@pytest.mark.parametrize("name", READABLE)
-@pytest.mark.parametrize("cuts", [(16,), (32,), (16, 32)])
-def test_a_matrix_may_be_packed_in_parts(name: str, cuts: tuple[int, ...]) -> None:
+@by_name
+def test_matrix_packed_in_parts(name: str) -> None:
     columns = 7 if name in WORDS else 512
     raw = file_rows(name, 40, columns)
-    assert np.array_equal(pack(name, raw, columns, cuts), pack(name, raw, columns))
+    whole = pack(name, raw, columns)
+    for cuts in ((16,), (32,), (16, 32)):
+        assert np.array_equal(pack(name, raw, columns, cuts), whole), cuts
 
 
-@pytest.mark.parametrize(("name", "rows", "columns"), SHAPES)
-def test_missing_rows_are_zero(name: str, rows: int, columns: int) -> None:
-    """They stand for zero, and so do all of their bits: a panel has bits of its rows alone."""
-    raw = file_rows(name, rows, columns)
-    padding = np.arange(rows, -(-rows // 16) * 16)
-    assert not unpack(name, pack(name, raw, columns), (rows, columns), padding).any()
-    ones = np.full((16, raw.shape[1]), 255, np.uint8)
-    last, full = (np.unpackbits(pack(name, part, columns)).sum() for part in (ones[:rows % 16], ones))
-    assert last * 16 == full * (rows % 16)
+@by_name
+def test_missing_rows_are_zero(name: str) -> None:
+    """All bits of missing rows in a panel are zero."""
+    for rows, columns in shapes(name):
+        raw = file_rows(name, rows, columns)
+        padding = np.arange(rows, -(-rows // 16) * 16)
+        assert not unpack(name, pack(name, raw, columns), (rows, columns), padding).any(), (rows, columns)
+        ones = np.full((16, raw.shape[1]), 255, np.uint8)
+        last, full = (np.unpackbits(pack(name, part, columns)).sum() for part in (ones[:rows % 16], ones))
+        assert last * 16 == full * (rows % 16), (rows, columns)
 
 
-@pytest.mark.parametrize("name", READABLE)
-def test_sizes_are_those_of_the_file(name: str) -> None:
+@by_name
+def test_packed_sizes_equal_file_sizes(name: str) -> None:
     for columns in (256, 512, 2048):
         for rows in (16, 48):
             assert packed_bytes(name, rows, columns) == rows * BY_NAME[name].size(columns)
@@ -117,7 +126,7 @@ def test_sizes_are_those_of_the_file(name: str) -> None:
         assert packed_bytes(name, 0, columns) == 0
 
 
-def test_what_has_no_packed_form_is_refused() -> None:
+def test_types_without_packed_form_are_refused() -> None:
     size = library().deltic_packed_bytes
     for type in BY_NAME.values():
         wrong = [(16, 0), (16, -256), (-1, 256), (-16, 256)]
@@ -129,7 +138,7 @@ def test_what_has_no_packed_form_is_refused() -> None:
     assert size(BY_NAME["BF16"].id, 3, 5) == 3 * 64 and size(BY_NAME["F16"].id, 3, 5) == 5 * 32
 
 
-# The layouts once more, from the words of csrc/matrix.hpp alone.
+# The layouts, implemented a second time after the comments of csrc/matrix.hpp.
 
 PLANES = {"Q8_0": (8,), "Q5_0": (4, 1), "Q5_1": (4, 1), "Q5_K": (4, 1), "Q6_K": (4, 2), "Q3_K": (2, 1), "Q2_K": (2,)}
 """Bits of the planes of codes; all others have one of four."""
@@ -188,7 +197,7 @@ def weight(name: str, block: Any, row: int, k: int) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(HEADERS))
-def test_quantized_blocks_lie_as_matrix_hpp_says(name: str) -> None:
+def test_quantized_block_layout(name: str) -> None:
     width, nbytes = BY_NAME[name].weights, BY_NAME[name].nbytes * 16
     raw = file_rows(name, 19, 2 * width)
     blocks = pack(name, raw, 2 * width).reshape(2, 2, nbytes).tolist()
@@ -199,7 +208,7 @@ def test_quantized_blocks_lie_as_matrix_hpp_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(HEADERS) if BY_NAME[name].weights == 32])
-def test_eight_small_blocks_lie_as_matrix_hpp_says(name: str) -> None:
+def test_layout_of_eight_small_blocks(name: str) -> None:
     """Field after field of the eight blocks, then their codes."""
     nbytes, field = BY_NAME[name].nbytes, 16 if name == "MXFP4" else 32
     raw = file_rows(name, 19, 256)
@@ -210,7 +219,7 @@ def test_eight_small_blocks_lie_as_matrix_hpp_says(name: str) -> None:
     assert np.array_equal(pack(name, raw, 256).reshape(2, -1), expected)
 
 
-def test_single_columns_lie_as_matrix_hpp_says() -> None:
+def test_layout_of_plain_columns() -> None:
     for name, kind in (("F32", np.uint32), ("F16", np.uint16)):
         raw = file_rows(name, 19, 5)
         found = pack(name, raw, 5).view(kind).reshape(2, 5, 16).transpose(0, 2, 1).reshape(32, 5)

@@ -7,6 +7,8 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ Bytes = NDArray[np.uint8]
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 GUARD = 4096
-"""Bytes behind the blocks that nobody may touch."""
+"""Bytes behind the blocks that must stay unchanged."""
 
 
 def native(values: Floats, kind: str) -> Bytes:
@@ -48,8 +50,9 @@ def native(values: Floats, kind: str) -> Bytes:
     return out[:size].reshape(rows, BY_NAME[kind].size(columns))
 
 
+@cache
 def samples() -> dict[str, NDArray[Any]]:
-    """Numbers as they are, and as they should not be."""
+    """Returns ordinary and extreme numbers."""
     rng, shape = np.random.default_rng(5), (33, 512)
     normal, signs = rng.standard_normal(shape), rng.choice([-1.0, 1.0], shape)
     groups = np.repeat(10.0 ** rng.integers(-44, 4, (33, 16)), 32, axis=1)
@@ -70,25 +73,26 @@ def samples() -> dict[str, NDArray[Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", list(samples()))
-def test_both_write_the_same_bits(kind: str, name: str) -> None:
-    values = samples()[name].astype(np.float32)
-    expected = _encode(values, BY_NAME[kind])
-    assert np.array_equal(native(values, kind), expected)
-    assert np.array_equal(quantize(values, BY_NAME[kind]), expected)
+def test_native_and_numpy_write_the_same_bits(kind: str) -> None:
+    for name, sample in samples().items():
+        values = sample.astype(np.float32)
+        expected = _encode(values, BY_NAME[kind])
+        assert np.array_equal(native(values, kind), expected), name
+        assert np.array_equal(quantize(values, BY_NAME[kind]), expected), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [0, 1, 3, 17])
-@pytest.mark.parametrize("columns", [32, 96, 256, 512])
-def test_shapes(kind: str, rows: int, columns: int) -> None:
-    values = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
-    if columns % BY_NAME[kind].weights:
-        assert library().deltic_quantize(BY_NAME[kind].id, values.ctypes.data, rows, columns, None) == -1
-        return
-    expected = quantize(np.tile(values, (1, 2)), BY_NAME[kind]).reshape(rows, 2, BY_NAME[kind].size(columns))
-    assert np.array_equal(native(values, kind), expected[:, 0]) and np.array_equal(expected[:, 0], expected[:, 1])
-    assert np.array_equal(quantize(np.asfortranarray(values), BY_NAME[kind]), expected[:, 0])
+def test_shapes(kind: str) -> None:
+    type = BY_NAME[kind]
+    for rows, columns in product((0, 1, 3, 17), (32, 96, 256, 512)):
+        values = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
+        if columns % type.weights:
+            assert library().deltic_quantize(type.id, values.ctypes.data, rows, columns, None) == -1, (rows, columns)
+            continue
+        expected = quantize(np.tile(values, (1, 2)), type).reshape(rows, 2, type.size(columns))
+        assert np.array_equal(expected[:, 0], expected[:, 1]), (rows, columns)
+        assert np.array_equal(native(values, kind), expected[:, 0]), (rows, columns)
+        assert np.array_equal(quantize(np.asfortranarray(values), type), expected[:, 0]), (rows, columns)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -106,15 +110,15 @@ def test_every_scale_is_rounded_as_numpy_rounds(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_numbers_do_no_harm(kind: str) -> None:
-    """Callers refuse them before, but nothing outside of the blocks is touched."""
+def test_non_finite_numbers_stay_within_the_blocks(kind: str) -> None:
+    """Callers refuse such numbers earlier."""
     values = np.random.default_rng(6).integers(0, 1 << 32, (200, 512), dtype=np.uint32).view(np.float32)
     for special in (np.nan, np.inf, -np.inf):
         values[:, ::37] = special
         native(values, kind)
 
 
-def test_types_that_are_not_written() -> None:
+def test_unknown_types_are_refused() -> None:
     values = np.zeros((1, 256), np.float32)
     known = {BY_NAME[kind].id for kind in KINDS}
     for id in (*range(-1, 50), 1 << 32, (1 << 32) + 8):
@@ -122,7 +126,7 @@ def test_types_that_are_not_written() -> None:
             assert library().deltic_quantize(id, values.ctypes.data, 1, 256, None) == -1
 
 
-def test_threads_may_share_it() -> None:
+def test_threads_share_the_library() -> None:
     values = np.random.default_rng(8).standard_normal((64, 512)).astype(np.float32)
     expected = {kind: native(values, kind) for kind in KINDS}
     with ThreadPoolExecutor(8) as pool:
@@ -130,7 +134,7 @@ def test_threads_may_share_it() -> None:
         assert all(np.array_equal(job.result(), expected[kind]) for kind, job in jobs)
 
 
-# The library's users
+# Callers of the library
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16", "BF16"])
@@ -150,7 +154,7 @@ def test_large_matrices_are_quantized_in_pieces(kind: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_the_library_the_same_is_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_fallback_writes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(10).standard_normal((9, 512)).astype(np.float32)
     expected = quantize(values, BY_NAME[kind])
     monkeypatch.setattr(quantize_module, "load", lambda: "not compiled")
@@ -184,7 +188,7 @@ def mixed_shape() -> ModelConfig:
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_gets_the_types_of_a_file(scheme: str, dtype: Any) -> None:
+def test_model_gets_the_types_of_a_file(scheme: str, dtype: Any) -> None:
     config = mixed_shape()
     sources = random_weights(config, dtype)
     found = quantize_tensors(iter(sources.items()), scheme, config)
@@ -204,7 +208,7 @@ def test_a_model_gets_the_types_of_a_file(scheme: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_matrices_that_fit_no_blocks_stay_as_they_are(scheme: str, shape: str) -> None:
+def test_matrices_without_whole_blocks_stay_plain(scheme: str, shape: str) -> None:
     config = SHAPES[shape]
     sources = random_weights(config, "float32")
     for name, tensor in quantize_tensors(iter(sources.items()), scheme, config).items():
@@ -213,7 +217,7 @@ def test_matrices_that_fit_no_blocks_stay_as_they_are(scheme: str, shape: str) -
         assert packed or tensor is sources[name]
 
 
-def test_sources_go_as_their_turn_comes() -> None:
+def test_sources_are_freed_one_by_one() -> None:
     config = mixed_shape()
     weights = random_weights(config, "float32")
     matrices = {name: weakref.ref(tensor) for name, tensor in weights.items() if tensor.ndim == 2}
@@ -229,7 +233,7 @@ def test_sources_go_as_their_turn_comes() -> None:
     assert quantize_tensors(popped(), "q8_0", config) and not weights
 
 
-def test_a_tensor_that_cannot_be_held_is_named() -> None:
+def test_error_names_the_tensor() -> None:
     config = mixed_shape()
     weights = random_weights(config, "bfloat16")
     weights["model.layers.1.self_attn.k_proj.weight"][3, 5] = 1e6

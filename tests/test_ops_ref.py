@@ -81,7 +81,7 @@ def test_linear_takes_row_blocks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_is_theirs(dtype: torch.dtype) -> None:
+def test_rms_norm_matches_transformers(dtype: torch.dtype) -> None:
     module = theirs.Qwen3_5RMSNorm(HIDDEN, eps=1e-6)
     randomise(module, 1)
     x = randn(generator(2), 7, HIDDEN).to(dtype)
@@ -99,7 +99,7 @@ def test_add_norm_norms_the_sum() -> None:
     assert alone.data_ptr() != residual.data_ptr()
 
 
-def test_gated_norm_is_theirs() -> None:
+def test_gated_norm_matches_transformers() -> None:
     module = theirs.Qwen3_5RMSNormGated(HIDDEN, eps=1e-6)
     randomise(module, 4)
     rng = generator(5)
@@ -107,7 +107,7 @@ def test_gated_norm_is_theirs() -> None:
     torch.testing.assert_close(reference.gated_norm(x, gate, module.weight.detach(), 1e-6), module(x, gate).detach())
 
 
-def test_mlp_is_theirs() -> None:
+def test_mlp_matches_transformers() -> None:
     module = theirs.Qwen3_5MLP(config(), 17).double()
     randomise(module, 6)
     x = randn(generator(7), 5, HIDDEN)
@@ -117,7 +117,7 @@ def test_mlp_is_theirs() -> None:
 
 
 @pytest.mark.parametrize("sections", [(11, 11, 10), (8, 16, 8), (1, 30, 1)])
-def test_rope_is_theirs_on_three_axes(sections: tuple[int, int, int]) -> None:
+def test_rope_of_three_axes_matches_transformers(sections: tuple[int, int, int]) -> None:
     parameters = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                   "mrope_section": list(sections), "mrope_interleaved": True}
     module = theirs.Qwen3_5TextRotaryEmbedding(config(head_dim=256, rope_parameters=parameters))
@@ -136,7 +136,7 @@ def test_rope_without_sections_is_plain() -> None:
     assert same_bits(plain.cos, reference.rope(positions, RopeSpec(1e4, 12)).cos)
 
 
-def test_rotate_is_theirs() -> None:
+def test_rotate_matches_transformers() -> None:
     rng = generator(9)
     x, rope = randn(rng, 8, 6, 10), reference.rope(torch.randint(0, 99, (3, 8), generator=rng), ROPE)
     wanted, _ = theirs.apply_rotary_pos_emb(x, x, rope.cos.double(), rope.sin.double())
@@ -146,7 +146,7 @@ def test_rotate_is_theirs() -> None:
 # Short convolution
 
 
-def test_short_conv_cut_anywhere_is_theirs() -> None:
+def test_split_short_conv_matches_transformers() -> None:
     rng = generator(10)
     inputs, weight = randn(rng, 40, 9).float(), randn(rng, 9, 4).float()
     wanted = theirs.causal_conv1d_fn(inputs.T[None], weight, activation="silu")[0].T
@@ -174,7 +174,7 @@ def delta_inputs(seed: int, tokens: int, heads: tuple[int, int] = (2, 6), dims: 
 
 @pytest.mark.parametrize("rule", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 65, 130])
-def test_delta_rule_is_theirs(rule: str, tokens: int) -> None:
+def test_delta_rule_matches_transformers(rule: str, tokens: int) -> None:
     rng = generator(tokens)
     query, key, value, decay, beta = delta_inputs(tokens, tokens)
     query, key, state = query * uniform(rng, tokens, 2, 1), key * 3.0, randn(rng, 6, 5, 7).float()
@@ -187,7 +187,7 @@ def test_delta_rule_is_theirs(rule: str, tokens: int) -> None:
     assert_close(run.states[tokens], last[0], 2e-6)
 
 
-def test_delta_rule_split_anywhere_has_the_same_bits() -> None:
+def test_split_delta_rule_has_the_same_bits() -> None:
     inputs, state = delta_inputs(1, 50), randn(generator(2), 6, 5, 7).float()
     whole = reference.gated_delta(state, *inputs, wanted=tuple(range(51)))
     for cut in range(51):
@@ -196,7 +196,7 @@ def test_delta_rule_split_anywhere_has_the_same_bits() -> None:
         assert same_bits(rest.states[50 - cut], whole.states[50])
 
 
-def test_fold_has_the_bits_of_the_steps() -> None:
+def test_flush_has_the_bits_of_the_steps() -> None:
     inputs, state = delta_inputs(3, RING), randn(generator(4), 6, 5, 7).float()
     run = reference.gated_delta(state, *inputs, wanted=tuple(range(RING)))
     for count in range(RING + 1):
@@ -262,14 +262,14 @@ def run_gdn(weights: GdnWeights, x: Tensor, chunks: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 100])
-def test_gdn_mixer_is_theirs(tokens: int) -> None:
+def test_gdn_mixer_matches_transformers(tokens: int) -> None:
     module, weights = gdn_module()
     x = randn(generator(12), tokens, HIDDEN).float()
     wanted = module(x[None])[0].detach()
     assert_close(run_gdn(weights, x, [tokens]), wanted, 5e-6)
 
 
-def test_gdn_mixer_in_bfloat16_is_theirs() -> None:
+def test_bfloat16_gdn_mixer_matches_transformers() -> None:
     module, weights = gdn_module(torch.bfloat16)
     x = randn(generator(12), 50, HIDDEN).bfloat16()
     wanted = module(x[None])[0].detach()
@@ -277,7 +277,7 @@ def test_gdn_mixer_in_bfloat16_is_theirs() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[1] * 90, [63, 1, 26], [2, 64, 3, 21], [5] * 18])
-def test_gdn_mixer_cut_anywhere_has_the_same_bits(chunks: list[int]) -> None:
+def test_split_gdn_mixer_has_the_same_bits(chunks: list[int]) -> None:
     weights, x = gdn_weights(13, torch.float32), randn(generator(14), 90, HIDDEN).float()
     assert same_bits(run_gdn(weights, x, chunks), run_gdn(weights, x, [90]))
 
@@ -308,7 +308,7 @@ def run_attention(weights: AttentionWeights, x: Tensor, positions: Tensor, chunk
     return torch.cat(outputs)
 
 
-def test_attention_mixer_is_theirs_cut_anywhere() -> None:
+def test_split_attention_mixer_matches_transformers() -> None:
     module, weights = attention_module()
     rng = generator(16)
     x, positions = randn(rng, 70, HIDDEN).float(), torch.randint(0, 99, (3, 70), generator=rng)
@@ -321,7 +321,7 @@ def test_attention_mixer_is_theirs_cut_anywhere() -> None:
         assert same_bits(run_attention(weights, x, positions, chunks), whole)
 
 
-def test_attention_without_gate_ignores_no_row() -> None:
+def test_attention_without_gate_reads_all_rows() -> None:
     """Gated weights whose gates are +infinity are weights without a gate."""
     _, weights = attention_module()
     rng = generator(17)
@@ -338,7 +338,7 @@ def test_attention_without_gate_ignores_no_row() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_only_what_is_specified_is_touched(case: Case) -> None:
+def test_ops_write_only_specified_slots(case: Case) -> None:
     x, view = hidden_states(case, torch.float32), state_view(case, torch.float32)
     before = clone_state(view)
     output = reference.gdn_mixer(x, gdn_weights(1, torch.float32), view, case.batch)
@@ -352,7 +352,7 @@ def test_only_what_is_specified_is_touched(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(case: Case) -> None:
+def test_row_bits_do_not_depend_on_batch(case: Case) -> None:
     x, weights = hidden_states(case, torch.float32), gdn_weights(1, torch.float32)
     view, starts = state_view(case, torch.float32), case.batch.starts.tolist()
     fresh = clone_state(view)
@@ -392,7 +392,7 @@ def test_copies() -> None:
         assert same_bits(pool, old[:, [0, 1, 1, 3, 4, 2]])
 
 
-def test_the_silu_of_the_convolution_is_needed() -> None:
+def test_convolution_needs_silu() -> None:
     """The comparison with transformers is not blind to the activation."""
     rng = generator(20)
     inputs, weight = randn(rng, 6, 3), randn(rng, 3, 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_pools import by_level, each_level, pool, using
+from native_pools import at_every_level, pool, using
 from op_cases import (
     GDN,
     RING_POOLS,
@@ -203,12 +203,9 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch
 
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.integers(0, 1000), st.booleans())
-def test_the_reference_has_the_bits_of_plain_steps(seed: int, tiled: bool) -> None:
+def test_reference_has_the_bits_of_plain_steps(seed: int, tiled: bool) -> None:
     weights = gdn_weights(seed, torch.float32, replace(GDN, tiled=tiled))
     assert World(reference.gdn_core, weights, torch.float32, seed, 40, 2).history(reference.flush_delta_log, sound)
-
-
-_level = by_level(each_level)
 
 
 def flush_delta_log(*arguments: Any) -> None:
@@ -216,11 +213,11 @@ def flush_delta_log(*arguments: Any) -> None:
 
 
 @needs_kernels
-@pytest.mark.usefixtures("_level")
 @by_dtype
 @by_spec
 @pytest.mark.covering
-def test_the_kernels_have_the_bits_of_plain_steps(spec: GdnSpec, dtype: torch.dtype) -> None:
+@at_every_level
+def test_kernels_have_the_bits_of_plain_steps(spec: GdnSpec, dtype: torch.dtype) -> None:
     world = World(core, gdn_weights(3, torch.float32, spec), dtype, 7, 70, 3)
     for count in (1, 2, 5):
         with using(threads=count):
@@ -229,8 +226,8 @@ def test_the_kernels_have_the_bits_of_plain_steps(spec: GdnSpec, dtype: torch.dt
 
 
 @needs_kernels
-def test_rows_that_are_cut_by_the_kernels_windows() -> None:
-    """Long rows are worked on in windows of 128 tokens, whose borders may lie in a chunk that is appended."""
+def test_rows_cut_by_kernel_windows() -> None:
+    """Long rows are computed in windows of 128 tokens, whose borders may lie in an appended chunk."""
     world = World(core, gdn_weights(3, torch.float32), torch.float32, 8, 180, 4)
     for long in range(111, 129):
         world.restart(torch.float32)
@@ -244,7 +241,7 @@ def test_rows_that_are_cut_by_the_kernels_windows() -> None:
         assert world.same
 
 
-# Bugs that are put in must be seen
+# Injected bugs
 
 
 def _last(ring: DeltaLogView, unit: int, done: int, other: int) -> None:
@@ -287,14 +284,14 @@ CORES = [pytest.param(reference.gdn_core, reference.flush_delta_log, id="referen
 
 
 @pytest.mark.parametrize(("run", "fold"), CORES)
-@pytest.mark.parametrize("bug", BUGS)
-def test_bugs_are_noticed(bug: Any, run: Core, fold: Callable[..., None]) -> None:
-    for seed in range(3):
-        world = World(run, gdn_weights(seed, torch.float32), torch.float32, seed, 40, 2)
-        assert not world.history(fold, bug)
+def test_injected_bugs_are_found(run: Core, fold: Callable[..., None]) -> None:
+    for bug in BUGS:
+        for seed in range(3):
+            world = World(run, gdn_weights(seed, torch.float32), torch.float32, seed, 40, 2)
+            assert not world.history(fold, bug), bug.__name__
 
 
-def test_a_leaked_conv_input_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaked_conv_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = reference.advance_conv
     world = World(reference.gdn_core, gdn_weights(2, torch.float32), torch.float32, 2, 40, 2)
     monkeypatch.setattr(reference, "advance_conv", lambda ring, chunk, done, length: original(
@@ -328,7 +325,7 @@ def test_flushing_writes_the_target_in_every_layer(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpu", marks=needs_kernels)])
-def test_a_ring_in_another_order_than_its_layer_is_refused(backend: str) -> None:
+def test_delta_log_in_another_head_order_is_refused(backend: str) -> None:
     case = build_batch([Row(2, 0, append=True)])
     view, x = state_view(case, torch.float32), hidden_states(case, torch.float32)
     weights = gdn_weights(1, torch.float32, replace(GDN, tiled=True))
@@ -337,8 +334,8 @@ def test_a_ring_in_another_order_than_its_layer_is_refused(backend: str) -> None
 
 
 @pytest.mark.parametrize("run", [reference.gdn_core, pytest.param(core, marks=needs_kernels)])
-def test_slots_with_rings_that_no_row_uses(run: Core) -> None:
-    """Plain rows have the same bits, and leave the rings alone."""
+def test_unused_delta_logs_stay_untouched(run: Core) -> None:
+    """Plain rows have the same bits and do not write to the logs."""
     case, weights = build_batch([Row(1, 4), Row(1, 0), Row(30, 5, emits=(7,))], 2), gdn_weights(3, torch.float32)
     case = replace(case, batch=replace(case.batch, delta_log=torch.full((3,), 1 << 40)))
     proj = projected(weights.spec, case.batch.layout.tokens)

@@ -80,7 +80,7 @@ def test_golden_noise() -> None:
 
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 300_000))
-def test_noise_is_its_formula(key: int, token: int) -> None:
+def test_noise_equals_its_formula(key: int, token: int) -> None:
     noise = float(gumbel(torch.tensor([key]), torch.tensor([token]))[0, 0])
     assert math.isclose(noise, noise_of_word(finalise((key + token * GOLDEN) % WORD)), rel_tol=1e-12, abs_tol=1e-12)
 
@@ -111,7 +111,7 @@ def test_noise_is_gumbel_and_independent() -> None:
         assert abs(float(correlation)) < 0.01
 
 
-def test_each_row_may_have_its_own_ids() -> None:
+def test_rows_with_different_ids() -> None:
     keys, ids = torch.tensor([3, -4]), torch.tensor([[7, 0, 2], [1, 9, 7]])
     assert same_bits(gumbel(keys, ids), gumbel(keys, torch.arange(10)).gather(1, ids))
 
@@ -194,7 +194,7 @@ def test_draws_have_the_exact_probabilities(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("other", [(1.2, 0, 1.0, 0.0), (1.0, 6, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)])
-def test_chi_square_notices_other_settings(other: tuple[float, int, float, float]) -> None:
+def test_chi_square_detects_other_settings(other: tuple[float, int, float, float]) -> None:
     tokens = draw_many("reference", torch.tensor(LOGITS), SETTINGS["plain"])
     assert chi_square_excess(tokens, exact_chances(LOGITS, *other)) > 0
 
@@ -284,7 +284,7 @@ def row_of(adjust: Adjust, row: int) -> Adjust:
 
 @every_backend
 @pytest.mark.parametrize("vocabulary", [7, 600])
-def test_a_row_alone_draws_as_in_a_batch(backend: str, vocabulary: int) -> None:
+def test_row_draws_the_same_in_a_batch(backend: str, vocabulary: int) -> None:
     rows = 40
     logits = random_logits(1, rows, vocabulary, "ordinary", False)
     keys = [sample_key(4, 0, row) for row in range(rows)]
@@ -308,7 +308,7 @@ def test_greedy_takes_the_lowest_of_the_best(backend: str) -> None:
 
 
 @every_backend
-def test_one_allowed_token_is_drawn(backend: str) -> None:
+def test_single_allowed_token_is_drawn(backend: str) -> None:
     vocabulary = 40
     others = torch.tensor([token for token in range(vocabulary) if token != 23])
     adjust = Adjust(torch.zeros_like(others), others, torch.ones(len(others)), torch.full((len(others),), -math.inf))
@@ -334,7 +334,7 @@ def test_health_and_tokens_of_broken_rows(backend: str) -> None:
 
 
 @every_backend
-def test_a_forbidden_token_does_not_make_a_row_unhealthy(backend: str) -> None:
+def test_forbidden_token_leaves_row_healthy(backend: str) -> None:
     adjust = Adjust(torch.tensor([0]), torch.tensor([3]), torch.tensor([1.0]), torch.tensor([-math.inf]))
     sampling = make_sampling([(1.0, 0, 1.0, 0.0)], [5], adjust=adjust)
     assert OPS[backend].sample(torch.tensor([LOGITS]), sampling).healthy.tolist() == [True]

@@ -54,7 +54,7 @@ def alone(logits: Tensor, sampling: Sampling, row: int) -> tuple[Tensor, Samplin
 @both
 @pytest.mark.parametrize("kind", ["smooth", "peaked", "ties", "flat"])
 @pytest.mark.parametrize("vocabulary", [257, 1500])
-def test_draws_are_those_of_the_reference(vocabulary: int, kind: str, backend: str) -> None:
+def test_draws_match_the_reference(vocabulary: int, kind: str, backend: str) -> None:
     rows = 150
     logits = logits_of(vocabulary, rows, vocabulary, kind)
     sampling = make_sampling(settings_of(vocabulary, rows), keys_of(rows))
@@ -63,7 +63,7 @@ def test_draws_are_those_of_the_reference(vocabulary: int, kind: str, backend: s
 
 
 @both
-def test_draws_are_those_of_the_reference_in_a_large_vocabulary(backend: str) -> None:
+def test_draws_match_the_reference_in_a_large_vocabulary(backend: str) -> None:
     rows = 12
     logits = logits_of(3, rows, 248_320, "smooth")
     settings: list[Setting] = [(2.0, 1000, 0.7, 0.0), (1.0, 0, 0.95, 0.0), (0.7, 20, 0.8, 0.0), (1.0, 0, 1.0, 0.05),
@@ -81,7 +81,7 @@ def report_bits(sampled: Sampled, row: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["smooth", "ties", "flat"])
 @pytest.mark.parametrize("reports", [None, 2])
-def test_a_row_draws_alone_as_beside_any_other(kind: str, reports: int | None) -> None:
+def test_row_draws_the_same_beside_others(kind: str, reports: int | None) -> None:
     """On the compiled kernels, reports included, not by a bit; the rows need candidates of every number."""
     rows, vocabulary = 120, 3000
     logits = logits_of(5, rows, vocabulary, kind)
@@ -94,7 +94,7 @@ def test_a_row_draws_alone_as_beside_any_other(kind: str, reports: int | None) -
 
 
 @both
-def test_a_neighbour_that_needs_all_tokens_changes_no_draw(backend: str) -> None:
+def test_neighbour_with_all_candidates_changes_no_draw(backend: str) -> None:
     rows, vocabulary = 60, 2000
     logits = logits_of(7, 1, vocabulary, "smooth").expand(rows, -1)
     keys = keys_of(rows, 2)
@@ -132,7 +132,7 @@ def test_wide_draws_have_the_exact_probabilities(setting: Setting, backend: str)
     assert chi_square_excess(counted, sums) <= 0
 
 
-def test_the_groups_notice_a_wrong_mass() -> None:
+def test_groups_detect_a_wrong_mass() -> None:
     """The check above would not pass with top_p taken of too few tokens."""
     logits = logits_of(8, 1, 1200, "smooth")[0].tolist()
     chances, narrow = (exact_chances(logits, 2.0, top_k, 0.7, 0.0) for top_k in (700, 256))
@@ -140,7 +140,7 @@ def test_the_groups_notice_a_wrong_mass() -> None:
 
 
 @both
-def test_broken_rows_harm_nobody(backend: str) -> None:
+def test_broken_rows_change_no_other_row(backend: str) -> None:
     rows, vocabulary = 40, 1200
     logits = logits_of(10, rows, vocabulary, "smooth")
     sampling = make_sampling([(2.0, 700, 0.9, 0.0)] * rows, keys_of(rows))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_pools import by_level, each_level, native_ops, pool, using
+from native_pools import at_every_level, native_ops, pool, using
 from op_cases import (
     ATTENTION,
     Case,
@@ -31,9 +31,6 @@ CASE = build_batch([Row(1, 5), Row(1, 0), Row(1, 33), Row(3, 14), Row(40, 7)], 8
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16],
                                    ids=["float32", "float16", "bfloat16"])
 by_gate = pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
-
-
-_level = by_level(each_level)
 
 
 def stored(ops: Ops, weights: AttentionWeights, x: Tensor, case: Case, alone: bool) -> KvView:
@@ -71,10 +68,10 @@ def test_in_torch(backend: str, dtype: torch.dtype, gate: bool) -> None:
     check(ops, in_blocks(ops, dtype, gate), dtype)
 
 
-@pytest.mark.usefixtures("_level")
 @by_gate
 @by_dtype
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "plain"])
+@at_every_level
 def test_on_the_kernels(packs: bool, dtype: torch.dtype, gate: bool) -> None:
     for count in (1, 3):
         with using(threads=count):
@@ -88,9 +85,9 @@ def test_in_float64() -> None:
     check(ops, in_blocks(ops, torch.float64, True, packs=False), torch.float64)
 
 
-@pytest.mark.usefixtures("_level")
 @pytest.mark.parametrize("dim", [32, 80, 7])
-def test_float16_is_rounded_and_read_as_torch_does(dim: int) -> None:
+@at_every_level
+def test_float16_rounding_equals_torch(dim: int) -> None:
     """All its numbers, and numbers between them: subnormal ones, ties, those that become infinite, NaN."""
     every = torch.arange(1 << 16).to(torch.int16).view(torch.float16).float()
     between = torch.cat([every, every * (1 + 2**-11), every * (1 + 2**-12), torch.tensor([65519.9, 65520.0, 1e9])])

@@ -32,7 +32,7 @@ ALONE = {
     "kernels": "(products and (1024-1 or 1024-5 or 2560-9 or 192-2 or 4096-2)) or draws",
     "packed": "(products and (Q4_K-1024-1003 or Q6_K-1024-868 or FP8-1024-868 or 1024-Q4_K or 2048-Q4_K-868)) or "
               "(parts and 1024) or embeddings",
-    "experts": "(few_tokens and -5] and not 2048) or first_is_chosen",
+    "experts": "(few_tokens and -5] and not 2048) or ties_choose",
     "packed_experts": "few_tokens and beside and not passes",
 }
 """Of the files `test_cuda_*.py`: tests that launch kernels one by one, of sizes that do not fit."""
@@ -211,7 +211,7 @@ def not_understood(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_faults_are_found(tool: str, tmp_path: Path) -> None:
+def test_injected_faults_are_found(tool: str, tmp_path: Path) -> None:
     text = run(tmp_path, tool, "-c", FAULTS.replace("TOOL", tool))
     assert f"k_{tool}" in blamed(text), text
 

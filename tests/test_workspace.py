@@ -54,7 +54,7 @@ def cyclic() -> Workspace:
     return space
 
 
-def test_it_goes_with_its_object(card: Card) -> None:
+def test_memory_is_freed_with_its_owner(card: Card) -> None:
     space = Workspace()
     with space.use(DEVICE):
         assert card.used == 1
@@ -63,7 +63,7 @@ def test_it_goes_with_its_object(card: Card) -> None:
     assert card.given == 1
 
 
-def test_what_is_collected_meanwhile_waits(card: Card) -> None:
+def test_free_is_deferred_during_a_step(card: Card) -> None:
     space = Workspace()
     cyclic()
     with space.use(DEVICE):
@@ -74,7 +74,7 @@ def test_what_is_collected_meanwhile_waits(card: Card) -> None:
     assert (card.given, card.wrong) == (2, 0)
 
 
-def test_what_is_collected_while_a_graph_is_recorded_waits(card: Card) -> None:
+def test_free_is_deferred_during_recording(card: Card) -> None:
     cyclic()
     with guard().inside():
         gc.collect()
@@ -82,7 +82,7 @@ def test_what_is_collected_while_a_graph_is_recorded_waits(card: Card) -> None:
     assert card.given == 1
 
 
-def test_what_other_threads_collect_waits(card: Card) -> None:
+def test_free_from_other_threads_is_deferred(card: Card) -> None:
     """The last who is inside gives back."""
     space, ready = Workspace(), Barrier(2, timeout=10)
 
@@ -103,7 +103,7 @@ def test_what_other_threads_collect_waits(card: Card) -> None:
     assert (card.given, card.wrong) == (3, 0)
 
 
-def test_nobody_waits_where_garbage_is_collected(card: Card) -> None:
+def test_garbage_collection_never_blocks(card: Card) -> None:
     way = Guard()
     with way._lock:
         way.leave([card.pool()])  # type: ignore[list-item]

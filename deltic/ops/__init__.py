@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError
-from deltic.ops.mtp import MtpStep
 from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
@@ -29,6 +28,7 @@ from deltic.ops.types import (
     KvView,
     MlpWeights,
     MoeWeights,
+    MtpStep,
     MtpWeights,
     Rope,
     RopeSpec,

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from deltic.ops import Ops
 from deltic.ops.encoder import Affine, LayerNorm, Scene, VisionWeights
-from deltic.ops.mtp import MtpStep
 from deltic.ops.noise import gumbel
 from deltic.ops.quantized import QTensor
 from deltic.ops.types import (
@@ -37,6 +36,7 @@ from deltic.ops.types import (
     KvView,
     MlpWeights,
     MoeWeights,
+    MtpStep,
     MtpWeights,
     Rope,
     RopeSpec,

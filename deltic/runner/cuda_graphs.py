@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError, show
-from deltic.ops.cuda.graph import record
+from deltic.ops.cuda.driver import record
 from deltic.ops.types import PAGE, Batch, Padded
 from deltic.runner.input_batch import MIN_PAGES, BucketKey, decode_pages, draft_pages, power_of_two, step_of
 

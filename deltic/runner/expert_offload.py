@@ -21,11 +21,10 @@ from deltic.ops import Ops
 from deltic.ops.cpu import missing, pool_of
 from deltic.ops.cpu.experts import ExpertStore, OffloadedExperts, expert_bytes
 from deltic.ops.cpu.library import ThreadPool
-from deltic.ops.cuda.expert_cache import GpuExpertCache, HostExperts
-from deltic.ops.cuda.expert_stores import PinnedExpertStore, TileStore, take_stacks
+from deltic.ops.cuda.expert_offload import GpuExpertCache, HostExperts, PinnedExpertStore, TileStore, take_stacks
 from deltic.ops.cuda.moe import ExpertsShape
+from deltic.ops.cuda.quantized import Tiles
 from deltic.ops.cuda.quantized_moe import scratch_bytes
-from deltic.ops.cuda.quantized_tiles import Tiles
 from deltic.ops.stored import ExpertStatistics
 from deltic.ops.types import DecoderWeights, MoeWeights, Weight
 

@@ -25,8 +25,8 @@ from deltic.model.vision_tower import build_tower
 from deltic.ops import Ops
 from deltic.ops.capabilities import verifies_drafts
 from deltic.ops.cpu import missing
-from deltic.ops.cuda import quantized_tiles
-from deltic.ops.cuda.expert_stores import PinnedExpertStore, pinned_form
+from deltic.ops.cuda import quantized
+from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
 from deltic.ops.cuda.kernel_config import knows_sizes
 from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.quantized import PackedForm, host_form
@@ -210,7 +210,7 @@ def packed_form(options: EngineConfig) -> PackedForm:
         return host_form()
     if options.offloads_experts:
         return pinned_form(torch.device(options.device))
-    return quantized_tiles.tiles_form(options.device)
+    return quantized.tiles_form(options.device)
 
 
 def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:

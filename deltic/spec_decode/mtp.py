@@ -14,12 +14,13 @@ from deltic.cache.handles import SequenceCache
 from deltic.engine.sequence import Sequence
 from deltic.engine.step_plan import PlannedRow, StepPlan
 from deltic.model.mtp_head import MtpHead
-from deltic.ops.mtp import Drafted, MtpStep
 from deltic.ops.types import (
     PAGE,
     Batch,
     CacheViews,
+    Drafted,
     Layout,
+    MtpStep,
     Sampling,
 )
 from deltic.runner.input_batch import DeviceTokens

@@ -35,7 +35,6 @@ from deltic.ops.cpu.library import (
     made_once,
     step_batch,
 )
-from deltic.ops.mtp import MtpStep
 from deltic.ops.quantized import QTensor
 from deltic.ops.reference import frequency_axis
 from deltic.ops.torch import OPS as TORCH
@@ -49,6 +48,7 @@ from deltic.ops.types import (
     GdnWeights,
     Layout,
     MoeWeights,
+    MtpStep,
     MtpWeights,
     RopeSpec,
     Sampling,

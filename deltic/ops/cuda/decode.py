@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda import prefill, quantized_gemm
+from deltic.ops.cuda import prefill, quantized
 from deltic.ops.cuda.driver import load_module, shared_memory, why_not_compiled
 from deltic.ops.cuda.kernel_config import (
     ADD,
@@ -33,7 +33,7 @@ from deltic.ops.cuda.kernel_config import (
 )
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, MAX_SPLIT_HEAD_TOKENS, SPLIT_HEAD_SHARED_BYTES, WARPS
 from deltic.ops.cuda.moe import ALL_REAL, RealTokens
-from deltic.ops.cuda.quantized_gemm import PackedMultiply
+from deltic.ops.cuda.quantized import PackedMultiply
 from deltic.ops.cuda.quantized_moe import experts_of
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
@@ -261,7 +261,7 @@ class DecodeStep:
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_gemm.product_of(parts, False, ADD, self.blocks, spec.value_dim, gdn_slice(spec, "few"))
+            product = quantized.product_of(parts, False, ADD, self.blocks, spec.value_dim, gdn_slice(spec, "few"))
         else:
             product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks))
         self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
@@ -273,7 +273,7 @@ class DecodeStep:
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized_gemm.product_of(parts, scale is not None, out, self.blocks)
+            product = quantized.product_of(parts, scale is not None, out, self.blocks)
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
             product = Multiply(_columns(weight), scale is not None, out, unit)
@@ -289,7 +289,7 @@ class DecodeStep:
         blocks = self.blocks
         if isinstance(product, PackedMultiply):
             parts = self._shapes.parts[id(weight)]
-            return quantized_gemm.launch(self._module, product, parts, tokens, blocks, **values)
+            return quantized.launch(self._module, product, parts, tokens, blocks, **values)
         rows = _rows(weight)
         units = -(-rows // product.unit)
         units_of_block = -(-units // blocks)
@@ -392,7 +392,7 @@ class DecodeStep:
         """Returns a weight [rows, columns] as bf16; of a quantized one a copy."""
         parts = self._shapes.parts.get(id(weight))
         if parts:
-            return quantized_gemm.unpack(self._module, parts)
+            return quantized.unpack(self._module, parts)
         assert isinstance(weight, Tensor)
         return weight
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import os
 import sys
@@ -12,11 +13,14 @@ from ctypes import Structure, byref, c_char_p, c_float, c_int, c_size_t, c_uint,
 from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from deltic.ops.memory import guard
+
+_Result = TypeVar("_Result")
 FOLDER = Path(__file__).parent / "kernels"
 
 
@@ -223,6 +227,22 @@ class _KernelCall:
         launch.stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._parameters[0] = ctypes.addressof(arguments)
         _check(self._go(self._reference, self._function, self._parameters, None))
+
+
+def record(launch: Callable[[], _Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, _Result]:
+    """Returns a graph of what `launch` launches, which does not run, and the result of `launch`. pool: memory of an
+    earlier graph, which this one may use too."""
+    graph = torch.cuda.CUDAGraph()
+    # other threads may copy meanwhile, but no old graph may be collected as garbage
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with guard().inside(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = launch()
+    finally:
+        if collects:
+            gc.enable()
+    return graph, result
 
 
 def make_current(device: torch.device) -> None:

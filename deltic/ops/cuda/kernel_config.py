@@ -21,9 +21,8 @@ from deltic.ops.cuda.layout import (
     WARPS,
 )
 from deltic.ops.cuda.moe import ExpertsShape
-from deltic.ops.cuda.quantized_gemm import PackedMultiply, kinds_entries, parts_of, product_of
+from deltic.ops.cuda.quantized import PackedMultiply, Tiles, kinds_entries, parts_of, product_of
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
-from deltic.ops.cuda.quantized_tiles import Tiles
 from deltic.ops.types import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, MoeWeights, Weight
 
 SEGMENT = 1024

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from ctypes import c_uint64
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, entry, tensor_map
-from deltic.ops.cuda.expert_stores import ExpertAddresses, PinnedExpertStore
+from deltic.ops.cuda.expert_offload import ExpertAddresses, PinnedExpertStore
 from deltic.ops.cuda.layout import (
     BOX_COLUMNS,
     BOX_ROWS,
@@ -197,6 +198,7 @@ class MoeOp:
         """blocks: multiprocessors of the card."""
         self._module, self._shape, self._blocks = module, shape, blocks
         self._tables = {id(layer): self.table(layer) for layer in layers}
+        self._most, self._plans = shape.most, dict[int, tuple[tuple[int, int, int], tuple[int, int]]]()
         self._counts = torch.zeros(shape.count, dtype=torch.int32, device=module.device)
 
     def table(self, weights: MoeWeights) -> ExpertTable:
@@ -207,42 +209,39 @@ class MoeOp:
         """Called when `_counts`, the tokens of each expert of the layer, is known, before `grouped.cuh` reads the
         experts."""
 
-    def gemv_rows(
-        self,
-        weights: MoeWeights,
-        residual: Tensor,
-        scale: Tensor,
-        eps: float,
-        logits: Tensor,
-        real: RealTokens = ALL_REAL,
-        first: int = 0,
-    ) -> None:
-        """Adds the mixture of up to 16 tokens to the residual [T, H] float32. scale [H]: of the norm before it. logits
-        [T, n] float32: of the router. first: index of the first token in the step."""
-        shape, table, tokens = self._shape, self._tables[id(weights)], len(residual)
-        if tokens > shape.most:
-            half = -(-tokens // 2)
-            for part, begins in ((slice(half), first), (slice(half, tokens), first + half)):
-                self.gemv_rows(weights, residual[part], scale, eps, logits[part], real, begins)
-            return
-        name = "many" if tokens > MMA_TOKENS else "few"
-        gated = torch.empty(tokens * shape.experts_per_token, shape.size, dtype=torch.bfloat16, device=residual.device)
-        common = {"x": residual, "scale": scale, "logits": logits, "weights": table.at.gate, "count": real.count,
-                 "starts": real.starts, "eps": eps, "tokens": tokens, "first": first}
-        host = table.at.host
+    def gemv_rows(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor,
+                  real: RealTokens = ALL_REAL) -> None:
+        """Adds the mixture of few tokens to the residual [T, H] float32. scale [H]: of the norm before it. logits
+        [T, n] float32: of the router."""
+        for first in range(0, len(residual), self._most):
+            part = slice(first, first + self._most)
+            x, own = residual[part], logits[part]
+            tokens = len(x)
+            if tokens not in self._plans:
+                self._plans[tokens] = (self._shape.gate_plan(tokens, self._blocks),
+                                       self._shape.down_plan(tokens, self._blocks))
+            gated = torch.empty(tokens * self._shape.experts_per_token, self._shape.size, dtype=torch.bfloat16,
+                                device=x.device)
+            numbers = {"tokens": tokens, "first": first, "count": real.count, "starts": real.starts, "logits": own}
+            self._launch_gemv(weights, x, gated, {"x": x, "scale": scale, "eps": eps, **numbers}, numbers)
+
+    def _launch_gemv(self, weights: MoeWeights, residual: Tensor, gated: Tensor, gate: dict[str, Any],
+                     down: dict[str, Any]) -> None:
+        """Launches both products of tokens that fit in shared memory. gate, down: arguments that all formats have."""
+        table, tokens, threads = self._tables[id(weights)], len(residual), WARPS * 32 + 32
+        (group, slots, shared), (down_slots, down_shared) = self._plans[tokens]
+        gate |= {"weights": table.at.gate}
+        name, host = "many" if tokens > MMA_TOKENS else "few", table.at.host
         if host:
-            self._module.launch("k_ask_host", (tokens,), WARPS * 32 + 32, args.AskHostArgs(
-                layer=table.at.layer, **host.request, **common))
-        group, slots, shared = shape.gate_plan(tokens, self._blocks)
-        self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGateArgs(
-            wanted=table.at.wanted, y=gated, group=group, slots=slots, **common), shared)
-        slots, shared = shape.down_plan(tokens, self._blocks)
-        self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDownArgs(
-            x=gated, logits=logits, weights=table.at.down, y=residual, count=real.count, starts=real.starts,
-            tokens=tokens, first=first, slots=slots), shared)
+            self._module.launch("k_ask_host", (tokens,), threads, args.AskHostArgs(
+                layer=table.at.layer, **host.request, **gate))
+        self._module.launch(f"k_experts_gate_{name}", (self._blocks,), threads, args.ExpertsGateArgs(
+            wanted=table.at.wanted, y=gated, group=group, slots=slots, **gate), shared)
+        self._module.launch(f"k_experts_down_{name}", (self._blocks,), threads, args.ExpertsDownArgs(
+            x=gated, weights=table.at.down, y=residual, slots=down_slots, **down), down_shared)
         if host:
             self._module.launch("k_add_host", (tokens,), 256, args.AddHostArgs(
-                y=residual, hidden=shape.hidden, **host.answer))
+                y=residual, hidden=self._shape.hidden, **host.answer))
 
     def gemm_rows(self, weights: MoeWeights, x: Tensor, real: RealTokens = ALL_REAL) -> Tensor:
         """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding."""

@@ -12,18 +12,18 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.decode import DecodeStep, why_not
-from deltic.ops.cuda.driver import Module, entry, headers, why_not_compiled
-from deltic.ops.cuda.graph import record
+from deltic.ops.cuda.driver import Module, entry, headers, record, why_not_compiled
 from deltic.ops.cuda.kernel_config import STORE, Shapes, shapes_of
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS
 from deltic.ops.cuda.sample import choose
-from deltic.ops.mtp import Drafted, MtpStep
 from deltic.ops.types import (
     AttentionWeights,
     Batch,
     CacheViews,
     DecoderWeights,
+    Drafted,
     Layout,
+    MtpStep,
     MtpWeights,
     Sampling,
     Weight,

@@ -5,30 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, entry
-from deltic.ops.cuda.expert_stores import ExpertAddresses, TileStore
+from deltic.ops.cuda.expert_offload import ExpertAddresses, TileStore
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, TWO_BLOCKS_SHARED_BYTES, WARPS
 from deltic.ops.cuda.moe import (
-    ALL_REAL,
     DOWN_SHARED_BYTES,
     GATE_SHARED_BYTES,
     SUM_BYTES,
     ExpertsShape,
     ExpertTable,
     MoeOp,
-    RealTokens,
     cpp_bool,
     filled_router,
     maps_of,
     ring_slots,
     shape_of,
 )
-from deltic.ops.cuda.quantized_tiles import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
+from deltic.ops.cuda.quantized import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
 from deltic.ops.types import Block, ExpertPool, MlpWeights, MoeWeights, Weight
 
 _MOST_HIDDEN, _MOST_SIZE = 4096, TILE_COLUMNS * WARPS
@@ -268,8 +267,7 @@ class QuantizedMoeOp(MoeOp):
     ahead = 0  # during routing the memory still holds another layer's experts
 
     def __init__(self, module: Module, shape: PackedShape, layers: Iterable[MoeWeights], blocks: int) -> None:
-        self._packed, self._layers, self._most = shape, dict[int, _QuantizedMoeLayer](), shape.most
-        self._plans = dict[int, tuple[tuple[int, int, int], tuple[int, int]]]()
+        self._packed, self._layers = shape, dict[int, _QuantizedMoeLayer]()
         count = shape.count + shape.shared
         self._gate, self._down = (torch.empty(count, rows, columns, dtype=torch.bfloat16, device=module.device)
                                   for rows, columns in ((2 * shape.size, shape.hidden), (shape.hidden, shape.size)))
@@ -299,38 +297,18 @@ class QuantizedMoeOp(MoeOp):
         self._layers[id(weights)] = _QuantizedMoeLayer(up, down, routed, shared, tuple(kept))
         return ExpertTable(ExpertAddresses(gate, down, *self._maps, wanted), filled_router(weights))
 
-    def gemv_rows(
-        self,
-        weights: MoeWeights,
-        residual: Tensor,
-        scale: Tensor,
-        eps: float,
-        logits: Tensor,
-        real: RealTokens = ALL_REAL,
-        first: int = 0,
-    ) -> None:
-        """Like `MoeOp.gemv_rows`, for any number of tokens."""
-        shape, tokens = self._packed, len(residual)
-        if tokens > self._most:
-            for begin in range(0, tokens, self._most):
-                part = slice(begin, min(begin + self._most, tokens))
-                self.gemv_rows(weights, residual[part], scale, eps, logits[part], real, first + begin)
-            return
-        table, layer = self._tables[id(weights)], self._layers[id(weights)]
-        gated = torch.empty(tokens * shape.experts_per_token, shape.size, dtype=torch.bfloat16, device=residual.device)
-        if tokens not in self._plans:
-            self._plans[tokens] = shape.gate_plan(tokens, self._blocks), shape.down_plan(tokens, self._blocks)
-        (group, slots, shared), (down_slots, down_shared) = self._plans[tokens]
-        numbers = {"tokens": tokens, "first": first, "count": real.count, "starts": real.starts, "logits": logits}
+    def _launch_gemv(self, weights: MoeWeights, residual: Tensor, gated: Tensor, gate: dict[str, Any],
+                     down: dict[str, Any]) -> None:
+        shape, table, layer = self._packed, self._tables[id(weights)], self._layers[id(weights)]
+        (group, slots, shared), (down_slots, down_shared) = self._plans[len(residual)]
         self._module.launch("k_packed_gate", (self._blocks,), WARPS * 32 + 32, args.PackedGateArgs(
-            x=residual, scale=scale, gate=table.at.gate, up=layer.up, wanted=table.at.wanted, y=gated, eps=eps,
-            group=group, slots=slots, slot=shape.gate_slot, wide=shape.wide(layer.routed),
-            shared_wide=shape.wide(layer.shared),
+            gate=table.at.gate, up=layer.up, wanted=table.at.wanted, y=gated, group=group, slots=slots,
+            slot=shape.gate_slot, wide=shape.wide(layer.routed), shared_wide=shape.wide(layer.shared),
             gate_kind=_number(layer.routed.gate), up_kind=_number(layer.routed.up),
-            shared_gate_kind=_number(layer.shared.gate), shared_up_kind=_number(layer.shared.up), **numbers), shared)
+            shared_gate_kind=_number(layer.shared.gate), shared_up_kind=_number(layer.shared.up), **gate), shared)
         self._module.launch("k_packed_down", (self._blocks,), WARPS * 32 + 32, args.PackedDownArgs(
             x=gated, down=layer.down, y=residual, slots=down_slots, slot=shape.down_slot,
-            kind=_number(layer.routed.down), shared_kind=_number(layer.shared.down), **numbers), down_shared)
+            kind=_number(layer.routed.down), shared_kind=_number(layer.shared.down), **down), down_shared)
 
     def prepare(self, weights: MoeWeights) -> None:
         """Dequantizes the experts that are used."""

@@ -1,13 +1,13 @@
-"""Quantized matrices as the GPU's kernels read them: tiles of 8 rows and 256 columns, made of GGUF or float8 blocks.
+"""Quantized weights on a GPU: tiles of 8 rows and 256 columns, made of GGUF or float8 blocks, and products with them.
 
 Nothing is rounded: a tile has the codes and scales of its blocks in another order (kernels/packed.cuh). Lane l of a
-    warp reads of row l // 4 two sets of 32 columns, which begin at l % 4 * 32 and 128 further on. float8 blocks are
-    described in loader/safetensors.py. The tests run all of this on a CPU.
+warp reads of row l // 4 two sets of 32 columns, which begin at l % 4 * 32 and 128 further on. float8 blocks are
+described in loader/safetensors.py. The tests pack tiles on a CPU, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Final
@@ -15,7 +15,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.driver import KernelArguments, Module
+from deltic.ops.cuda.layout import (
+    BOUND_FOR_72_REGISTERS,
+    MAX_GEMV_TOKENS,
+    MAX_SHARED_BYTES,
+    MAX_SPLIT_HEAD_TOKENS,
+    MMA_TOKENS,
+    TWO_BLOCKS_SHARED_BYTES,
+    WARPS,
+)
 from deltic.ops.quantized import PackedForm, QTensor, read_from
+from deltic.ops.types import Block, Weight
 
 TILE_ROWS, TILE_COLUMNS = 8, 256
 """The size of a tile."""
@@ -355,3 +367,194 @@ _PACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "FP8": _pack_fp8}
 _UNPACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "Q5_K": _q5_k, "BF16": _bf16, "FP8": _fp8}
+
+
+_SHARED_BYTES_BESIDE_NEXT = 104 << 10
+"""Shared memory of a block that leaves room for the next product's block."""
+_MAX_INPUT_BYTES = 144 << 10
+"""Input that a block keeps in shared memory, at most."""
+_SUM_BYTES = 16 << 10
+"""Shared memory for a block's sums, or for the sums of two rounds."""
+_MAX_PARTS, _MAX_SLOTS = 4, 16
+"""Largest number of parts of a weight, and of slots of a ring."""
+_LINE_BYTES = 4 * 144
+"""Bytes of a token's columns of a tile, quantized to integers."""
+_LONG_UNITS = 32
+"""Units of a block from which on it may take the next kernel's shared memory."""
+
+
+def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
+    """Returns the parts of a weight that has tiles, plain parts as tiles too; gate: its two halves, gate and up. None
+    if the kernels cannot serve it."""
+    blocks = weight if isinstance(weight, tuple) else (weight,)
+    if len(blocks) > _MAX_PARTS or not any(isinstance(block, Tiles) for block in blocks):
+        return None
+    parts = tuple(found for found in map(_tiles, blocks) if found is not None)
+    if gate and len(parts) == 1 and parts[0].rows % (2 * TILE_ROWS) == 0:
+        parts = parts[0].halves()
+    return parts if len(parts) >= len(blocks) and (not gate or len(parts) == 2) else None
+
+
+def _tiles(block: Block) -> Tiles | None:
+    if isinstance(block, Tensor) and block.dtype == torch.bfloat16 and block.shape[1] % TILE_COLUMNS == 0:
+        return tiles_of(block)
+    return block if isinstance(block, Tiles) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMultiply:
+    """A product with a quantized weight.
+
+    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD or GATE (kernel_config).
+    kinds: tile formats. parts: of the weight. high: units that are multiplied at once, for few tokens.
+    head, slice: as in `kernel_config.Multiply`.
+    """
+
+    columns: int
+    norm: bool
+    out: int
+    kinds: frozenset[str]
+    parts: int = 1
+    high: int = 1
+    head: int = 0
+    slice: int = 0
+
+    @property
+    def most(self) -> int:
+        """Largest number of tokens."""
+        fit = _MAX_INPUT_BYTES // _input(self.columns, self.kinds)
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
+
+    def name(self, tokens: int) -> str:
+        kind = "norm" if self.norm else "heads" if self.head else "plain"
+        return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
+                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}")
+
+    def source(self, tokens: int) -> str:
+        kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
+        threads = BOUND_FOR_72_REGISTERS if tokens == 1 else WARPS * 32 + 32
+        return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
+                f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
+                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}>(a); }}\n")
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block, at most."""
+        return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
+
+    def _high(self, tokens: int) -> int:
+        return self.high if tokens <= MMA_TOKENS // 2 else 1
+
+    def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
+        """counts: units of each part in a block, at most."""
+        high = self._high(tokens)
+        tile = self.columns // TILE_COLUMNS
+        unit = tile * TILE_ROWS * tokens * 4
+        most = max(counts)
+        round = most
+        if sum(counts) * unit > _SUM_BYTES:  # a multiple of `high`, so that only the last unit may be single
+            fits = [units for units in range(high, min(most, _SUM_BYTES // unit) + 1, high)
+                    if sum(min(units, count) for count in counts) * unit <= _SUM_BYTES // 2]
+            round = max(fits, default=high)
+        rounds = -(-most // round)
+        sums = sum(min(round, count) for count in counts) * unit
+        slot = _slot(self.kinds, high)
+        fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
+        slots_beside = (_SHARED_BYTES_BESIDE_NEXT - fixed) // slot
+        # slots that a block fills in all
+        wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
+        fit = slots_beside if slots_beside >= 3 else (MAX_SHARED_BYTES - fixed) // slot
+        slots = max(2, min(fit, _MAX_SLOTS, wanted))
+        return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """The shared memory of a block.
+
+    round: units of each part between two sums. rounds: of them. sums: floats of a round's sums.
+    slots, slot: slots of the ring, and bytes of a slot. shared: bytes in all.
+    """
+
+    round: int
+    rounds: int
+    sums: int
+    slots: int
+    slot: int
+    shared: int
+
+
+def _class(tokens: int) -> int:
+    return 1 if tokens == 1 else 8 if tokens <= 8 else 16
+
+
+def _slot(kinds: frozenset[str], high: int) -> int:
+    """Bytes of a slot of the ring."""
+    return high * WARPS * max(KINDS[kind].nbytes for kind in kinds)
+
+
+def _input(columns: int, kinds: frozenset[str]) -> int:
+    """Bytes of a token's input."""
+    return columns // TILE_COLUMNS * _LINE_BYTES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
+
+
+def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
+               slice: int = 0) -> PackedMultiply:
+    columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
+    sums = units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
+    room = _SHARED_BYTES_BESIDE_NEXT - 1024 - _input(columns, kinds) - sums
+    high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
+    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
+
+
+def _units(part: Tiles) -> int:
+    return len(part.data)
+
+
+def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
+           **values: Any) -> None:
+    """values: x, scale, y and eps of `arguments.PackedArgs`."""
+    plan, filled = arguments(product, parts, tokens, blocks, **values)
+    module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, filled, plan.shared)
+
+
+def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
+              **values: Any) -> tuple[ProductPlan, KernelArguments]:
+    gate = product.out == 2
+    units = [len(part.data) for part in parts]
+    whole, rest = [unit // blocks for unit in units], [unit % blocks for unit in units]
+    # no block gets one more unit of every part; gate and up lie in the same block
+    shift = [0 if gate else sum(rest[:index]) % blocks for index in range(len(parts))]
+    plan = product.plan(tokens, tuple(w + (r > 0) for w, r in zip(whole, rest, strict=True)))
+    row = [0 if gate else sum(part.rows for part in parts[:index]) for index in range(len(parts))]
+    total = parts[0].rows if gate else sum(part.rows for part in parts)
+    return plan, args.PackedArgs(
+        data=_four([part.data.data_ptr() for part in parts]), tokens=tokens, total=total,
+        inverse=65536 // tokens + 1, slots=plan.slots, slot=plan.slot, parts=len(parts), rounds=plan.rounds,
+        round=plan.round, sums=plan.sums, kind=_four([part.kind.number for part in parts]), row=_four(row),
+        rows=_four([part.rows for part in parts]), whole=_four(whole), rest=_four(rest), shift=_four(shift), **values)
+
+
+def _four(values: list[int]) -> tuple[int, ...]:
+    return (*values, *[0] * (_MAX_PARTS - len(values)))
+
+
+def kinds_entries(kinds: frozenset[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yields arguments of `kernel_config.entry` for kernels that dequantize tiles."""
+    for kind in sorted(kinds):
+        number = KINDS[kind].number
+        yield f"unpack_{kind.lower()}", "Unpack", "256", f"unpack<{number}>"
+        yield f"enter_{kind.lower()}", "Enter", "256", f"enter_packed<{number}>"
+
+
+def unpack(module: Module, parts: tuple[Tiles, ...]) -> Tensor:
+    """Returns the weight dequantized to bfloat16 [rows, columns]."""
+    rows, columns = sum(part.rows for part in parts), parts[0].columns
+    plain = torch.empty(rows, columns, dtype=torch.bfloat16, device=parts[0].data.device)
+    first = 0
+    for part in parts:
+        tiles = len(part.data) * (columns // TILE_COLUMNS)
+        module.launch(f"k_unpack_{part.type.lower()}", (-(-tiles // 8),), 256, args.UnpackArgs(
+            data=part.data, y=plain[first:], rows=part.rows, columns=columns))
+        first += part.rows
+    return plain
