@@ -347,7 +347,7 @@ class Engine:
             self._end(sequence)
 
     def _fork(self, sequence: Sequence, logits: Tensor | None) -> None:
-        """Adds the request's other choices. They fork the prompt's end when they run, and sample from its logits [V]."""
+        """Adds the request's other choices, which fork the prompt's end and sample from its logits [V]."""
         count = sequence.sampling.n - 1
         siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.prompt_keys)
                     for choice in range(1, count + 1)]
