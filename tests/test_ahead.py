@@ -190,6 +190,7 @@ def meddled(what: str, name: str, when: int) -> Meddle:
 
 @pytest.mark.parametrize("when", range(1, 16, 2))
 @pytest.mark.parametrize("what", ["abort", "pause"])
+@pytest.mark.covering
 def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: str, when: int) -> None:
     """A prompt that goes on from there finds the same state."""
     requests, found = REQUESTS["greedy and drawn"], []
@@ -210,6 +211,7 @@ def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: s
 
 @pytest.mark.parametrize("when", range(4, 9))
 @pytest.mark.parametrize("what", ["abort", "pause"])
+@pytest.mark.covering
 def test_l3_a_prompt_that_is_taken_out_of_a_step_in_flight_keeps_its_state(what: str, when: int) -> None:
     """Its next part was read in that step, but not by the state that is kept."""
     long, found = numbers(4, 150, 250), []

@@ -18,7 +18,8 @@ from torch import Tensor
 from deltic.cache.offload.directory import CacheDirectory
 from deltic.cache.offload.disk import DiskStore
 from deltic.cache.offload.index import TierIndex
-from deltic.cache.offload.types import PoolItemValidator, StoredItem, TierStoreError
+from deltic.cache.offload.item_validator import PoolItemValidator
+from deltic.cache.offload.types import StoredItem, TierStoreError
 from deltic.engine.engine import Engine
 from deltic.params import PAGE
 

@@ -89,6 +89,7 @@ def keeps_to_the_rule(tokens: Sequence[int]) -> bool:
 @pytest.mark.parametrize("params", ["greedy", "drawn"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("depth", [0, 1, 4, 12])
+@pytest.mark.covering
 def test_only_what_is_allowed_comes(params: str, pattern: str, depth: int) -> None:
     """A neighbour without a constraint goes on as ever."""
     answer = constrained(params)

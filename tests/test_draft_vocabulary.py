@@ -308,6 +308,7 @@ def shortened(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 
 @pytest.mark.parametrize("params", ["greedy", "drawn", "filters", "penalties"])
 @pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.covering
 def test_l6_no_answer_depends_on_the_rows(shortened: ModelRunner, rows: int, params: str) -> None:
     """Though others' tokens replace them between any two steps."""
     runtime = runtime_of(shortened)

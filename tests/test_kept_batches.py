@@ -74,6 +74,7 @@ def test_a_batch(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("backend", sorted(backends()))
+@pytest.mark.covering
 def test_draws(backend: str, seed: int) -> None:
     draw, table, sample = Random(seed), SamplingTable(), backends()[backend].sample
     every = [sequence_of(params, [draw.randrange(VOCABULARY) for _ in range(9)], eos=[7]) for params in PARAMS * 2]

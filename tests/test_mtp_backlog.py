@@ -1,4 +1,4 @@
-"""What a draft head is told late, while nothing is drafted, is there as soon as anybody looks."""
+"""Tokens that a draft head gets late, because nothing is drafted, are there when its state is read."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def compare(late: Engine, early: Engine) -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
-def test_a_head_that_is_told_late_knows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step by step beside one that is told at once: sequences come and go, one is aborted, one begins with what another
-    has just left; what is kept of them all is complete."""
+def test_mtp_head_catches_up_after_late_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares, step by step, a head that gets tokens late with one that gets them at once. Sequences come and go, one
+    is aborted, and one reuses the prefix that another has just left."""
     engines = [Engine(headed(), depth=FixedDraftLength(0)) for _ in range(2)]
     requests = {name: greedy(numbers(index, PROMPTS[name], 500), LENGTHS[name], name)
                 for index, name in enumerate(PROMPTS)}

@@ -102,16 +102,16 @@ def test_the_process_waits_for_memory_being_freed(owner: str, ends: dict[str, li
 ENDS = {
     "an encoder that nobody holds": """
         from deltic import Encoder
-        Encoder(sys.argv[1]).encode(["w1", "w2"] * 50)
+        Encoder(sys.argv[1], threads=1).encode(["w1", "w2"] * 50)
     """,
     "an encoder that is a decoder": """
         from deltic import Encoder
-        Encoder("tiny", task="embed", memory="16MiB", max_context=4096).encode(["one", "two"])
+        Encoder("tiny", task="embed", memory="16MiB", max_context=512, threads=1).encode(["one", "two"])
     """,
     "a call of an encoder in a daemon": """
         import threading, time
         from deltic import Encoder
-        encoder = Encoder(sys.argv[1])
+        encoder = Encoder(sys.argv[1], threads=1)
         threading.Thread(target=encoder.encode, args=(["w1"] * 100_000,), daemon=True).start()
         time.sleep(0.2)
     """,
@@ -132,7 +132,7 @@ ENDS = {
     "children": """
         import os
         from deltic import Encoder, LLM, SamplingParams
-        encoder, llm = Encoder(sys.argv[1]), LLM(memory="16MiB", max_context=4096)
+        encoder, llm = Encoder(sys.argv[1], threads=1), LLM(memory="16MiB", max_context=512, threads=1)
         encoder.encode(["w1"])
         llm.chat("Hello", SamplingParams(max_tokens=4))
         child = os.fork()

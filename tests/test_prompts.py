@@ -208,6 +208,7 @@ def test_paused(steps: int) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.covering
 def test_with_drafts(model: str, pattern: str) -> None:
     drafter = Scripted({("a", 0): expected(model).tokens}, PATTERNS[pattern], 4)
     engine = Engine(runtime_of(MODELS[model]()), drafter, FixedDraftLength(4))

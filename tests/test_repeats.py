@@ -53,6 +53,7 @@ def found_end(tokens: list[int], times: int) -> int | None:
 
 @pytest.mark.parametrize("times", [2, 3, 7])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 31, 127, 128])
+@pytest.mark.covering
 def test_a_group_is_enough_when_it_is_there_so_often(length: int, times: int) -> None:
     group, enough = list(range(length)), times * max(length, 8)
     tokens = [500, 501, *(group * enough)[:enough]]
@@ -118,6 +119,7 @@ def cycle(count: int) -> list[int]:
 
 @pytest.mark.parametrize("depth", [0, 1, 4, 12])
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.covering
 def test_the_cut_is_exact_within_drafts(pattern: str, depth: int) -> None:
     drafter = Scripted({("a", 0): cycle(99)}, PATTERNS[pattern], depth)
     engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(depth))

@@ -218,9 +218,10 @@ def test_l6_same_logits_when_the_reference_dictates(case: Case) -> None:
 
 
 def free_runs() -> Iterator[Any]:
-    """All cases greedy and drawn; of the few, the slower model's only greedy ones."""
+    """All cases greedy and drawn; of the few, greedy and drawn ones in turn, and the slower model's greedy ones."""
     for case, (name, params) in itertools.product(GRID, (("greedy", FREE), ("drawn", DRAWN))):
-        quick = case in FEW and (case.model != "embedded" or params is FREE)
+        drawn = case.model != "embedded" and case in FEW and FEW.index(case) % 2 == 1
+        quick = case in FEW and (params is DRAWN) == drawn
         yield pytest.param(case, params, marks=() if quick else pytest.mark.slow, id=f"{name}, {case}")
 
 
@@ -232,7 +233,8 @@ def test_l6_same_tokens(case: Case, params: SamplingParams) -> None:
     same_tokens(answer, run.tokens, params)
 
 
-@pytest.mark.parametrize("model", RUNTIMES)
+@pytest.mark.parametrize("model", [
+    pytest.param(model, marks=pytest.mark.slow) if model == "embedded" else model for model in RUNTIMES])
 def test_l6_200_tokens(model: str) -> None:
     """The rule at its full length: 200 tokens, nearly all decided, at least 100 distinct on the random model."""
     runtime = RUNTIMES[model]()
@@ -266,7 +268,8 @@ def half_and_exact(*ops: str) -> tuple[ModelRunner, ModelRunner]:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="about the ops of a CPU")
 @pytest.mark.parametrize("ops", ["cpu", "torch"])
-@pytest.mark.parametrize("budget", [7, 64, WHOLE])
+@pytest.mark.parametrize("budget", [
+    pytest.param(7, marks=pytest.mark.slow), 64, pytest.param(WHOLE, marks=pytest.mark.slow)])
 def test_l6_in_bfloat16_paths_differ_by_no_more_than_their_rounding(budget: int, ops: str) -> None:
     """Two paths may differ as two independent roundings do: by sqrt(2) of one path's own RMS error. The compiled
     kernels sum in one order, and do not differ at all."""

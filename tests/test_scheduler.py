@@ -338,6 +338,7 @@ def test_a_pool_for_one_sequence_serves_all_in_turn() -> None:
 
 @pytest.mark.parametrize("prompt", [15, 16, 17, 20, 32])
 @pytest.mark.parametrize("max_batch", [1, 2, 4])
+@pytest.mark.covering
 def test_choices_fit_where_one_sequence_fits(prompt: int, max_batch: int) -> None:
     """L4: the kept end of a prompt must not take the room that a running choice needs to end."""
     requests = [request("a", prompt, 64 - prompt, n=3), request("b", 40, 24, n=2)]
@@ -355,6 +356,7 @@ def test_choices_process_the_prompt_once() -> None:
 
 @pytest.mark.parametrize("when", range(14))
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
+@pytest.mark.covering
 def test_abort_at_any_step_frees_and_disturbs_nobody(when: int, victim: str) -> None:
     """L3, L8: reading, decoding, preempted, waiting, forking or not yet looked at."""
     requests = [request("a", 20, 6), request("b", 30, 6, n=3), request("c", 10, 6)]

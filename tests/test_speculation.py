@@ -79,6 +79,8 @@ GRID = [Case(*values) for values in itertools.product(
     MODELS, (*PATTERNS, *DRAFTERS), (1, 2, 3, 4, MAX_DRAFTS), STORIES, (1, 3, 8), (7, 64), (False, True), PARAMS)
     if (values[4] > 1 or not values[6]) and values[:2] != ("qwen3", "head")]
 FEW = list(pairwise(random.Random(1).sample(GRID, 1500), axes))
+QUICK = list(pairwise(FEW, lambda case: (case.pattern, case.story)))
+"""Every drafter with every state of the cache; the other axes' values occur, and their pairs are slow."""
 
 
 def engine_of(case: Case, place: Path) -> tuple[Engine, Scripted | None]:
@@ -133,7 +135,8 @@ class Nothing:
     events: tuple[TokenEvent, ...] = ()
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("case", [
+    case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in FEW], ids=str)
 def test_l6_same_tokens_whatever_is_drafted(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
@@ -199,6 +202,7 @@ def test_logprobs_are_the_models(pattern: str) -> None:
 
 @pytest.mark.parametrize("place", range(1, 9))
 @pytest.mark.parametrize("depth", [3, 7])
+@pytest.mark.covering
 def test_a_stop_within_right_drafts_cuts_there(place: int, depth: int) -> None:
     """The state that is kept is that of the answer, and of no draft behind its end."""
     runtime, answer = odd_runtime(), expected("odd", "greedy")
@@ -273,8 +277,9 @@ def test_drafts_after_a_wrong_one_that_ends_the_answer_are_not_counted() -> None
 # Pressure, and who may not
 
 
-@pytest.mark.parametrize(("pages", "seed"), [(10, 0), (12, 0), (10, 2), (12, 2)])
-def test_who_is_preempted_comes_back_without_drafts(pages: int, seed: int) -> None:
+@pytest.mark.parametrize(("pages", "seed"), [
+    (10, 0), *(pytest.param(*values, marks=pytest.mark.slow) for values in ((12, 0), (10, 2), (12, 2)))])
+def test_preempted_sequences_resume_without_drafts(pages: int, seed: int) -> None:
     """It may be back in the very step that it was to verify them in, and without a replay ring."""
     rng = random.Random(seed)
     requests = [replace(greedy(numbers(1000 * seed + index, rng.randint(10, 60), 509), rng.randint(8, 70), f"r{index}"),

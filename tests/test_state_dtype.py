@@ -303,13 +303,14 @@ def test_drafts_are_verified() -> None:
     assert sum(engine.speculator.stats.drafted_at) and all(len(answer.tokens) == 40 for answer in answers.values())
 
 
-PROMPTS, TOKENS, SHARE = 8, 40, 0.97
+TOKENS, SHARE = 40, 0.97
 """Of greedy tokens so many at least are those over float32 states."""
 
 
-def test_greedy_tokens_are_mostly_those_over_float32() -> None:
-    """Each after those of float32 states: of answers that have parted, nothing more would be learned."""
-    prompts = [numbers(seed, 40 + 30 * seed, 500) for seed in range(PROMPTS)]
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_greedy_tokens_mostly_equal_those_of_float32_states(count: int) -> None:
+    """Each token follows those of float32 states, because answers that have diverged show nothing more."""
+    prompts = [numbers(seed, 40 + 30 * seed, 500) for seed in range(count)]
     plain = embedded_runtime()
     wanted = serve(plain, [greedy(prompt, TOKENS, str(seed)) for seed, prompt in enumerate(prompts)])
     sessions = [Session(dtype="float32", memory="16MiB", max_context=512, threads=1, speculate="off", state_dtype=state)
@@ -324,8 +325,8 @@ def test_greedy_tokens_are_mostly_those_over_float32() -> None:
         assert rows[0].argmax(-1).tolist() == told
         same += int((rows[1].argmax(-1) == rows[0].argmax(-1)).sum())
         errors.append(relative_rms(rows[1], rows[0]))
-    share = same / (PROMPTS * TOKENS)
-    print(f"{share:.2%} of {PROMPTS * TOKENS} greedy tokens are the same over bfloat16 states, logits "
+    share = same / (count * TOKENS)
+    print(f"{share:.2%} of {count * TOKENS} greedy tokens are the same over bfloat16 states, logits "
           f"{max(errors):.1e} off at most")
     assert share >= SHARE and 1e-4 < max(errors) < 5e-2
 

@@ -260,7 +260,7 @@ def test_some_stories_with_a_step_in_flight() -> None:
         f"too little happened: {happened}")
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_some_stories_with_deferred_updates(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Counter[bool]()
 

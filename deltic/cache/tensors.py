@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltic.cache.offload.item_validator import PoolItemValidator
 from deltic.cache.offload.tiers import StoreRequest
-from deltic.cache.offload.types import LoadedPrefix, PoolItemValidator, PrefixSource, Tensors
+from deltic.cache.offload.types import LoadedPrefix, PrefixSource, Tensors
 from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, Operation, PoolSizes, RestoreItem, StoreItem
 from deltic.config import ModelConfig
 from deltic.ops import Ops

@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from deltic.cache.memory_plan import grid_spacing
+from deltic.engine.admission import keys_of, new_sequence, salted
 from deltic.engine.async_schedule import schedule_async
 from deltic.engine.policy import StepTimes
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.sequence import ForkPoint, Sequence, keys_of, new_sequence, salted
+from deltic.engine.sequence import ForkPoint, Sequence
 from deltic.engine.stats import EngineStats, RequestProgress, TokenMeter, progress
 from deltic.engine.step_plan import StepPlan, base_after
 from deltic.errors import RequestError
@@ -346,8 +347,7 @@ class Engine:
             self._end(sequence)
 
     def _fork(self, sequence: Sequence, logits: Tensor | None) -> None:
-        """Adds the request's other choices. They fork the prompt's end when they run, and sample from its logits
-        [V]."""
+        """Adds the request's other choices, which fork the prompt's end and sample from its logits [V]."""
         count = sequence.sampling.n - 1
         siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.prompt_keys)
                     for choice in range(1, count + 1)]

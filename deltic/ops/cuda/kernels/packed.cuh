@@ -1,5 +1,5 @@
 // Products with weights that stay quantized. See product.cuh: the same blocks of one warp that copies and eight that
-// multiply, but a weight is tiles of 8 rows and 256 columns, one behind the other (deltic/ops/cuda/quantized_gemm.py has their
+// multiply, but a weight is tiles of 8 rows and 256 columns, one behind the other (deltic/ops/cuda/quantized.py has their
 // layout). A warp has every 8th tile of a block, or every 8th pair of tiles one below the other. Its codes are multiplied
 // as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight: by the tensor cores,
 // or of one token by plain ones. A group's sum, which is exact and so the same, is multiplied with its scale. So weights
