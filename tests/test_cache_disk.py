@@ -230,7 +230,7 @@ def test_an_item_under_another_name(disk, tmp_path):
             disk.read(other)
 
 
-def test_more_bytes_than_an_item_can_have(disk):
+def test_oversized_items(disk):
     disk.write(ITEM, {"x": torch.zeros(1 << 19)})
     with pytest.raises(TierStoreError, match="at most 9 can be right"):
         disk.read(ITEM, 9)
@@ -267,7 +267,7 @@ def test_hostile_files(name, disk, tmp_path):
         assert all(found.numel() in (0, 1) for found in disk.read(ITEM).values())
 
 
-def test_what_is_not_a_plain_file(disk, tmp_path):
+def test_irregular_files_ignored(disk, tmp_path):
     path = file_of(tmp_path)
     secret = put(tmp_path / "secret", small())
     for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to(secret)):
@@ -281,7 +281,7 @@ def test_what_is_not_a_plain_file(disk, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"no database", b"SQLite format 3\0" + bytes(4080)])
-def test_a_damaged_index_begins_anew(damage, tmp_path, caplog):
+def test_damaged_index_is_recreated(damage, tmp_path, caplog):
     DiskStore(tmp_path, MODEL, 1).write(ITEM, some_tensors())
     put(root(tmp_path) / "index.sqlite3", damage)
     disk = DiskStore(tmp_path, MODEL, 1)
@@ -291,7 +291,7 @@ def test_a_damaged_index_begins_anew(damage, tmp_path, caplog):
     assert len([record for record in caplog.records if "begins anew" in record.message]) == 1
 
 
-def test_an_index_that_is_damaged_while_it_is_used(disk, tmp_path):
+def test_index_damaged_while_in_use(disk, tmp_path):
     disk.write(ITEM, some_tensors())
     put(root(tmp_path) / "index.sqlite3", b"no database" * 2000)
     with suppress(OSError, TierStoreError):
@@ -318,7 +318,7 @@ def umask(request):
     os.umask(before)
 
 
-def test_only_the_user_can_look(tmp_path, umask):
+def test_files_readable_by_owner_only(tmp_path, umask):
     disk, notes = DiskStore(tmp_path, MODEL, 1, "a model"), DiskRecords(tmp_path, MODEL)
     disk.write(ITEM, some_tensors())
     notes.put("ab", b"text")
@@ -336,7 +336,7 @@ def test_open_folders_are_closed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "file above", "link", "file as folder", "link as index", "nul"])
-def test_directories_that_cannot_be(kind, tmp_path):
+def test_impossible_directories(kind, tmp_path):
     directory, folder = tmp_path / "d", tmp_path / "d" / "deltic-prefixes"
     (tmp_path / "elsewhere").mkdir()
     if kind.startswith("file"):
@@ -386,7 +386,7 @@ def test_a_read_only_disk(tmp_path, monkeypatch):
         DiskStore(tmp_path, MODEL, 1)
 
 
-def test_somebody_elses_folder(tmp_path, monkeypatch):
+def test_folder_of_another_user(tmp_path, monkeypatch):
     """In a place where all may write, another user may have made the folder in advance, to look into it."""
     root(tmp_path).mkdir(mode=0o755)
 
@@ -454,7 +454,7 @@ def test_others(disk, tmp_path, caplog):
     assert all(path.exists() for path in foreign)
 
 
-def test_files_and_rows_without_each_other_go_at_the_next_look(disk, tmp_path):
+def test_orphaned_files_and_rows_deleted_by_scan(disk, tmp_path):
     for start in range(3):
         disk.write(replace(ITEM, start=start), {})
     file_of(tmp_path, replace(ITEM, start=0)).unlink()
@@ -465,7 +465,7 @@ def test_files_and_rows_without_each_other_go_at_the_next_look(disk, tmp_path):
     assert names(root(tmp_path)) == {*EMPTY, file_of(tmp_path, replace(ITEM, start=2)).name}
 
 
-def test_what_an_earlier_version_kept_is_deleted_with_one_line(tmp_path, caplog):
+def test_earlier_layout_deleted_with_one_line(tmp_path, caplog):
     old = root(tmp_path) / f"v1-{MODEL}"
     kept = {put(root(tmp_path) / "v1-UPPER" / "x"), put(root(tmp_path) / "mine.txt"), put(tmp_path / "user.txt")}
     put(old / f"37-16-{KEY}-{PARENT}.final")
@@ -479,7 +479,7 @@ def test_what_an_earlier_version_kept_is_deleted_with_one_line(tmp_path, caplog)
     assert len([record for record in caplog.records if "earlier version" in record.message]) == 1
 
 
-def test_what_killed_writers_left_goes_at_the_next_look(disk, tmp_path):
+def test_temporary_files_of_killed_writers_deleted(disk, tmp_path):
     for number, used in enumerate((OLD, time.time() - 5, time.time() + 3600)):
         put(root(tmp_path) / f".tmp-{number}-a", used=used)
     (root(tmp_path) / ".tmp-link").symlink_to(put(tmp_path / "user.txt", used=OLD))
@@ -501,7 +501,7 @@ write_whole(Path(sys.argv[1]), pieces())
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_file_belongs_to_its_writer_while_that_lives(killed, disk, tmp_path):
+def test_temporary_file_kept_while_its_writer_lives(killed, disk, tmp_path):
     target = root(tmp_path) / "x"
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(target)], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE)
@@ -520,7 +520,7 @@ def test_a_file_belongs_to_its_writer_while_that_lives(killed, disk, tmp_path):
         assert target.read_bytes() == b"12"
 
 
-def test_a_file_that_is_taken_for_a_left_over_is_written_again(disk, monkeypatch):
+def test_deleted_temporary_file_is_rewritten(disk, monkeypatch):
     """As where two machines share a directory, and locks do not reach from one to the other."""
     real, calls = os.replace, []
 
@@ -534,7 +534,7 @@ def test_a_file_that_is_taken_for_a_left_over_is_written_again(disk, monkeypatch
     assert same(disk.read(ITEM), some_tensors()) and len(calls) == 2
 
 
-def test_time_of_the_future(disk, tmp_path):
+def test_future_times(disk, tmp_path):
     disk.write(ITEM, {})
     change(tmp_path, "UPDATE items SET used = ?", float(1 << 33))
     (item,) = disk.scan()

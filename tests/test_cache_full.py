@@ -71,7 +71,7 @@ def small_disk(monkeypatch: pytest.MonkeyPatch, directory: Path, total: int, oth
         yield
 
 
-def test_a_full_disk_gives_up_its_oldest_for_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_full_disk_evicts_oldest_for_new_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                          caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "deltic")
     with small_disk(monkeypatch, tmp_path, 600_000):
@@ -90,7 +90,7 @@ def test_a_full_disk_gives_up_its_oldest_for_what_is_new(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_says_that_it_is_full_only_when_written_to(code: int, tmp_path: Path,
+def test_disk_full_reported_by_write_only(code: int, tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """A quota does not show before."""
     real = os.replace
@@ -112,7 +112,7 @@ def test_a_disk_that_says_that_it_is_full_only_when_written_to(code: int, tmp_pa
     again.close()
 
 
-def test_where_others_fill_the_disk_nothing_is_given_up_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_no_eviction_if_other_files_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                 caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "deltic")
     engine = disk_engine(tmp_path)
@@ -193,7 +193,7 @@ def test_a_tier_over_a_full_store_keeps_its_accounts_in_thousands_of_programs(
     run_programs(NarrowMachine, 2000, 50, derandomize=False)
 
 
-def test_what_is_larger_than_the_store_leaves_the_rest_where_it_is() -> None:
+def test_oversized_item_evicts_nothing() -> None:
     store = Narrow(2000)
     tier = TierIndex(store, threads=False)
     small, large = tuple(range(20)), tuple(range(1000, 2000))
@@ -249,7 +249,7 @@ def test_a_shortage_while_pools_are_copied_harms_nobody(monkeypatch: pytest.Monk
     engine.close()
 
 
-def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_writes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "_BACKLOG", 2000)
     tier = TierIndex(Recording(1 << 20), threads=False)
     writer, copies = Delayed(), []
@@ -335,7 +335,7 @@ def open_path() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_a_directory_that_can_only_be_read_is_read(open_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_only_directory(open_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "deltic")
     directory = open_path / "kept"
     DiskStore(directory, "ab", 1 << 20, "a model").write(ITEM, {"tokens": torch.arange(3)})
@@ -356,7 +356,7 @@ def test_a_directory_that_can_only_be_read_is_read(open_path: Path, caplog: pyte
     assert CacheDirectory(directory).models() == [ModelLabel("ab", "a model")]
 
 
-def test_an_engine_over_a_directory_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_engine_over_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                           caplog: pytest.LogCaptureFixture) -> None:
     engine = disk_engine(tmp_path)
     serve(engine, request_of(20))

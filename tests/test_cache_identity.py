@@ -109,7 +109,7 @@ def flip(path: Path, place: int) -> None:
 # Models
 
 
-def test_a_model_of_which_one_number_was_changed_knows_nothing_of_the_other(tiny: Path, kept: Path,
+def test_one_changed_weight_changes_the_identity(tiny: Path, kept: Path,
                                                                             settled: None) -> None:
     first = answer(tiny, kept)
     assert answer(tiny, kept) == (100, first[1])
@@ -121,7 +121,7 @@ def test_a_model_of_which_one_number_was_changed_knows_nothing_of_the_other(tiny
     assert len(models_of(kept)) == 2
 
 
-def test_a_gguf_file_of_which_one_number_was_changed(tmp_path: Path, kept: Path, settled: None) -> None:
+def test_one_changed_gguf_weight_changes_the_identity(tmp_path: Path, kept: Path, settled: None) -> None:
     path = tmp_path / "model.gguf"
     assert main(["convert", "tiny", str(path), "--type", "Q8_0"]) == 0
     first = answer(path, kept)
@@ -137,7 +137,7 @@ def test_the_same_files_elsewhere_are_the_same_model(tiny: Path, kept: Path, tmp
     assert answer(other, kept)[0] == answer(tmp_path / "link", kept)[0] == 100
 
 
-def test_another_draft_head_is_another_model_where_there_is_one(tiny: Path, kept: Path) -> None:
+def test_draft_head_is_part_of_the_identity(tiny: Path, kept: Path) -> None:
     """Its K/V lies among the model's."""
     assert [answer(tiny, kept, speculate=how)[0] for how in ("off", "mtp", "off", "mtp")] == [0, 0, 100, 100]
     flip(tiny / "mtp.safetensors", (tiny / "mtp.safetensors").stat().st_size - 9)
@@ -167,7 +167,7 @@ RANDOM = RandomModel(shape=odd_shape(), initializer_range=0.1)
     {"model": replace(RANDOM, seed=1)}, {"model": replace(RANDOM, initializer_range=0.1001)},
     {"model": replace(RANDOM, shape=odd_shape(rms_norm_eps=1e-5))}, {"dtype": "bfloat16"}, {"ops": ("mlp=torch",)},
     {"ops": ("reference",)}, {"debug_layers": True}], ids=str)
-def test_whatever_changes_bits_is_told_apart(change: dict[str, Any], kept: Path) -> None:
+def test_options_that_change_bits_change_the_identity(change: dict[str, Any], kept: Path) -> None:
     options = {"model": RANDOM, **change}
     model = options.pop("model")
     first = answer(RANDOM, kept)
@@ -188,7 +188,7 @@ def test_another_level_of_instructions_is_told_apart(dtype: str, kept: Path) -> 
     assert labels == {("tiny", f"{dtype}, cpu kernels ({level})") for level in (lower, best)}
 
 
-def test_the_number_of_threads_changes_no_bit_and_is_no_part_of_it(tmp_path: Path) -> None:
+def test_thread_count_is_not_part_of_the_identity(tmp_path: Path) -> None:
     content = []
     for threads in (1, 2, 3):
         directory = tmp_path / str(threads)
@@ -242,7 +242,7 @@ def test_a_disk_image_with_equal_times_is_told_apart_by_samples(tmp_path: Path, 
     assert identity.FileDigests(directory).digest(FileMark.of(path), lambda: False) != digest
 
 
-def test_digests_that_make_no_sense(tmp_path: Path, settled: None) -> None:
+def test_invalid_digests(tmp_path: Path, settled: None) -> None:
     path, directory = tmp_path / "weights", CacheDirectory(tmp_path)
     path.write_bytes(b"content")
     with directory.transaction() as index:
@@ -326,7 +326,7 @@ def await_tier(llm: LLM) -> None:
     assert tier._there
 
 
-def test_a_start_does_not_wait_for_it(tiny: Path, kept: Path, gate: Gate) -> None:
+def test_start_does_not_wait_for_hashing(tiny: Path, kept: Path, gate: Gate) -> None:
     """Until the model is known nothing is found; what is kept meanwhile is not lost, and nothing is mixed up."""
     expected = answer(tiny, None)
     llm = open_llm(tiny, kept)
@@ -342,7 +342,7 @@ def test_a_start_does_not_wait_for_it(tiny: Path, kept: Path, gate: Gate) -> Non
     llm.close()
 
 
-def test_what_earlier_lives_kept_is_found_once_it_is_known(tiny: Path, kept: Path, gate: Gate) -> None:
+def test_items_found_once_the_identity_is_known(tiny: Path, kept: Path, gate: Gate) -> None:
     gate.open.set()
     expected = answer(tiny, kept)
     gate.open.clear()
@@ -392,7 +392,7 @@ def test_a_directory_that_cannot_be_used_is_known_before_anything_is_hashed(tiny
     llm.close()
 
 
-def test_notes_wait_too(tmp_path: Path) -> None:
+def test_records_wait_for_the_identity(tmp_path: Path) -> None:
     model: Future[str] = Future()
     notes = DiskRecords(tmp_path, model)
     assert not notes.ready
@@ -406,7 +406,7 @@ def test_notes_wait_too(tmp_path: Path) -> None:
     assert DiskRecords(tmp_path, "model").get("ab") == b"text"
 
 
-def test_nothing_waits_for_the_digest_but_reading_and_writing(tmp_path: Path) -> None:
+def test_only_reads_and_writes_wait_for_the_digest(tmp_path: Path) -> None:
     """Such as a prefix that is offered twice meanwhile."""
     model: Future[str] = Future()
     disk, item = DiskStore(tmp_path, model, 1 << 20), StoredItem("kv", "ab" * 16, "", 0, 3)

@@ -104,7 +104,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None]]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_what_cannot_be_right_is_a_miss_beside_healthy_neighbours(name: str, tmp_path: Path,
+def test_invalid_items_miss_beside_healthy_neighbours(name: str, tmp_path: Path,
                                                                   caplog: pytest.LogCaptureFixture) -> None:
     kind, change = DAMAGE[name]
     caplog.set_level(logging.WARNING, "deltic")
@@ -174,7 +174,7 @@ NAMES = st.sampled_from(("keys", "values", "tokens", "recurrent", "conv", "logit
 
 @given(st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObject) -> None:
+def test_random_items_never_break_the_validator(data: st.DataObject) -> None:
     """Sound items with tensors replaced, removed and added: refused, with a reason, or just like what was kept."""
     pools = odd_runtime().pools
     validator, kind = PoolItemValidator(pools), data.draw(st.sampled_from(("kv", "state", "final")))
@@ -230,7 +230,7 @@ def test_an_engine_over_damaged_files_answers_as_without(tmp_path_factory: pytes
     engine.close()
 
 
-def test_a_state_of_few_tokens_may_have_places_that_were_never_written() -> None:
+def test_short_states_may_have_unwritten_entries() -> None:
     """The convolution's ring is wider than the prefix is long."""
     item = StoredItem("state", "ab" * 16, "", 0, 2)
     tensors = sound_item(item)

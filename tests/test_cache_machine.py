@@ -484,7 +484,7 @@ def test_l1_commit_past_the_granted_pages_is_refused() -> None:
         cache.commit(sequence, 7)
 
 
-def test_l1_commit_of_tokens_that_nobody_has_is_refused() -> None:
+def test_l1_commit_of_unknown_tokens_refused() -> None:
     cache = toy_cache(3, 2)
     sequence = leased(cache, list(range(10)))
     for count in (1, -1):
@@ -492,7 +492,7 @@ def test_l1_commit_of_tokens_that_nobody_has_is_refused() -> None:
             cache.commit(sequence, count)
 
 
-def test_l1_a_lease_refers_to_the_list_of_its_sequence() -> None:
+def test_l1_sequence_cache_shares_the_token_list() -> None:
     cache = toy_cache(3, 2)
     tokens = list(range(10))
     sequence = cache.admit(tokens)
@@ -519,7 +519,7 @@ def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
     assert cache.pages.free == 6
 
 
-def test_restore_may_use_the_pages_that_the_lease_gives_back() -> None:
+def test_restore_reuses_pages_of_its_sequence() -> None:
     cache = toy_cache(3, 2)
     sequence = leased(cache, list(range(5)))
     kept = cache.snapshot(sequence)
@@ -531,7 +531,7 @@ def test_restore_may_use_the_pages_that_the_lease_gives_back() -> None:
     cache.check()
 
 
-def test_l8_a_holder_that_is_gone_cannot_be_used_again() -> None:
+def test_l8_released_holder_cannot_be_used() -> None:
     cache = toy_cache(6, 4)
     sequence = leased(cache, list(range(5)))
     kept = cache.snapshot(sequence)
@@ -582,7 +582,7 @@ def test_check_notices_wrong_accounts(wreck: Any) -> None:
 # Ledger
 
 
-def test_units_that_nobody_took_cost_nothing() -> None:
+def test_unused_units_cost_nothing() -> None:
     block_pool = BlockPool("page", 1 << 40)
     assert block_pool.take(200) == [*range(200)] and block_pool.free == (1 << 40) - 200
     block_pool.release([7, 3])
@@ -615,14 +615,14 @@ def test_the_lowest_free_units_are_taken(size: int) -> None:
     block_pool.check(taken)
 
 
-def test_ledger_takes_the_lowest_and_all_or_nothing() -> None:
+def test_block_pool_takes_lowest_units_or_none() -> None:
     block_pool = BlockPool("unit", 4)
     assert block_pool.take(3) == [0, 1, 2] and block_pool.take(2) is None and block_pool.free == 1
     block_pool.release([1])
     assert block_pool.take(2) == [1, 3] and block_pool.take(0) == [] and block_pool.take() is None
 
 
-def test_ledger_frees_a_unit_with_its_last_owner() -> None:
+def test_block_pool_frees_a_unit_with_its_last_owner() -> None:
     block_pool = BlockPool("unit", 2)
     assert block_pool.take(1) == [0]
     block_pool.share([0, 0])
@@ -634,7 +634,7 @@ def test_ledger_frees_a_unit_with_its_last_owner() -> None:
     block_pool.check([])
 
 
-def test_ledger_refuses_units_that_nobody_owns() -> None:
+def test_block_pool_refuses_units_without_owner() -> None:
     block_pool = BlockPool("page", 2)
     with pytest.raises(AssertionError, match="page 1 is released"):
         block_pool.release([1])
@@ -642,7 +642,7 @@ def test_ledger_refuses_units_that_nobody_owns() -> None:
         block_pool.share([0])
 
 
-def test_ledger_check_names_the_unit() -> None:
+def test_block_pool_check_names_the_unit() -> None:
     block_pool = BlockPool("page", 3)
     block_pool.take(2)
     with pytest.raises(AssertionError, match="1: 0 found, 1 known"):
@@ -720,7 +720,8 @@ def test_l4_memory_split_holds_one_whole_sequence(budget: int, page: int, slot: 
 
 @given(st.integers(1, 1 << 24), st.integers(0, 1 << 26), st.integers(1, 1 << 18), st.integers(1, 256),
        st.integers(0, 1 << 20), st.integers(0, 1 << 16), st.booleans())
-def test_enough_is_enough(page: int, slot: int, context: int, batch: int, row: int, tokens: int, ahead: bool) -> None:
+def test_memory_plan_takes_no_more_than_needed(page: int, slot: int, context: int, batch: int, row: int, tokens: int,
+                                               ahead: bool) -> None:
     """A whole context beside so many tokens, for as many sequences as are asked for."""
     needs = MemoryNeeds(page, slot, context, batch, row_bytes=row, ahead=ahead)
     plan = split_memory(enough(needs, tokens), needs)
@@ -729,7 +730,7 @@ def test_enough_is_enough(page: int, slot: int, context: int, batch: int, row: i
     assert plan.pages >= min(whole + -(-tokens // PAGE), batch * whole)
 
 
-def test_clamps_are_told_with_their_cause() -> None:
+def test_clamped_sizes_reported_with_cause() -> None:
     plan = split_memory(1000, MemoryNeeds(page_bytes=100, slot_bytes=100, model_context=4096, max_batch=16))
     assert (plan.max_batch, plan.slots, plan.pages, plan.max_context) == (4, 5, 5, 80)
     assert "max_batch is 4 instead of 16" in plan.warnings[0]

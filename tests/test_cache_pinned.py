@@ -82,7 +82,7 @@ def test_what_is_prepared_is_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(part is not None for part in held) and len(room._regions) == 2
 
 
-def test_what_takes_long_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_pinning_happens_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region for each second, and there is patience for two."""
     seconds = iter(range(10))
     monkeypatch.setattr(host, "_FIRST_REGION_BYTES", 1 << 18)
@@ -94,7 +94,7 @@ def test_what_takes_long_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPat
     assert room.tensor(numbers(1 << 18)) is not None and room.tensor(numbers(3 << 18)) is None
 
 
-def test_it_is_let_go_with_its_last_owner() -> None:
+def test_freed_with_the_last_owner() -> None:
     room = memory()
     assert room.tensor(numbers(1)) is not None
     del room
@@ -103,7 +103,7 @@ def test_it_is_let_go_with_its_last_owner() -> None:
 
 
 @pytest.mark.parametrize("most", [1 << 20, 0])
-def test_where_none_can_be_had_there_is_none(most: int) -> None:
+def test_no_pinned_memory_available(most: int) -> None:
     asked = list[int]()
     room = PinnedMemory(most, lambda memory: asked.append(memory.nbytes))
     assert [room.tensor(numbers(1)) for _ in range(2)] == [None, None] and len(asked) == bool(most)

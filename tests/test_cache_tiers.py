@@ -227,13 +227,13 @@ class TierIndexMachine(RuleBasedStateMachine):
         assert {(item.kind, item.key) for item in held} == set(self.store._items)
 
 
-def test_a_tier_equals_the_prefixes_that_were_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_equals_a_dictionary_of_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
     run_programs(TierIndexMachine, examples(120), 40)
 
 
 @pytest.mark.slow
-def test_a_tier_equals_the_prefixes_in_thousands_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_equals_a_dictionary_in_thousands_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
     run_programs(TierIndexMachine, 2000, 50, derandomize=False)
 
@@ -268,7 +268,7 @@ def test_a_state_that_comes_back_has_the_name_that_it_had() -> None:
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_memory_keeps_what_it_has_for_however_long(threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_keeps_items_indefinitely(threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else writes there, and it does not say what it has: no look may take that for nothing."""
     monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
     tier = TierIndex(HostStore(1 << 20), threads=threads)
@@ -304,7 +304,7 @@ def test_a_file_that_cannot_be_read_now_stays(code: int, tmp_path: Path, monkeyp
     assert fetch.poll() and fetch.loaded and fetch.loaded.done == 40
 
 
-def test_where_no_thread_can_be_started_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_loads_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = TierIndex(Recording(1 << 20), threads=False)
     tier.offer(source_of(tuple(range(40))))
     monkeypatch.setattr(tier, "_reader", ThreadPoolExecutor(1))
@@ -313,7 +313,7 @@ def test_where_no_thread_can_be_started_nothing_comes(monkeypatch: pytest.Monkey
     assert fetch.poll() and fetch.loaded is None
 
 
-def test_a_fetch_that_may_not_begin_finds_out_whether_there_is_anything() -> None:
+def test_deferred_load_reports_whether_anything_exists() -> None:
     tier = TierIndex(Recording(1 << 20), threads=False)
     reader = tier._reader = Delayed()
     tier.offer(source_of(tuple(range(40))))
@@ -325,7 +325,7 @@ def test_a_fetch_that_may_not_begin_finds_out_whether_there_is_anything() -> Non
     assert something.poll(begin=False) and something.loaded and something.begun
 
 
-def test_nothing_stays_of_what_cannot_be_written_again() -> None:
+def test_unwritable_items_leave_no_entry() -> None:
     store = Recording(100_000)
     tier = TierIndex(store, threads=False)
     writer = tier._writer = Delayed()
@@ -342,7 +342,7 @@ def test_nothing_stays_of_what_cannot_be_written_again() -> None:
     assert not store._items and not tier._entries
 
 
-def test_what_another_look_has_seen_before_it_was_given_up_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_item_ignored_by_running_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scan found a state whose entry was given up before the state was written; it is deleted, and the entry back
     without it, when the scan's result is taken up."""
     store = Recording(100_000)
@@ -364,7 +364,7 @@ def test_what_another_look_has_seen_before_it_was_given_up_stays_away(monkeypatc
     assert {(item.kind, item.key) for item in held} == set(store._items)
 
 
-def test_what_is_given_up_and_taken_again_before_it_was_written_is_there() -> None:
+def test_evicted_and_offered_again_before_write() -> None:
     store = Recording(100_000)
     tier = TierIndex(store, threads=False)
     writer = tier._writer = Delayed()
@@ -381,7 +381,7 @@ def test_what_is_given_up_and_taken_again_before_it_was_written_is_there() -> No
     check_loaded(tier.fetch(found).result(), (1, 2, 3))
 
 
-def test_what_another_process_is_just_writing_is_left_alone() -> None:
+def test_items_being_written_by_other_processes_kept() -> None:
     """K/V has come, its states have not: it counts, is no use yet, and is taken up with them."""
     store = Recording(100_000)
     writer = TierIndex(store, threads=False)
@@ -529,7 +529,7 @@ def test_another_model_uses_nothing_and_harms_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "swap", "empty"])
 @pytest.mark.parametrize("pick", range(4))
 @pytest.mark.covering
-def test_l6_damaged_files_are_read_anew_and_replaced(damage: str, pick: int, tmp_path: Path,
+def test_l6_damaged_files_are_recomputed_and_replaced(damage: str, pick: int, tmp_path: Path,
                                                       caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "deltic")
     check_answer(disk_engine(tmp_path))
@@ -690,7 +690,7 @@ def test_a_missing_item_is_named() -> None:
 # The whole way: a model, its fingerprint, its directory
 
 
-def test_a_model_changed_under_the_same_name_knows_nothing_of_the_other(tmp_path: Path) -> None:
+def test_changed_model_of_same_name_shares_nothing(tmp_path: Path) -> None:
     """Weights of another seed, or another dtype, in the same directory."""
     def answer(seed: int, dtype: str = "float32", directory: Path | None = tmp_path) -> tuple[int, tuple[int, ...]]:
         where = {"cache_dir": str(directory)} if directory else {}

@@ -103,7 +103,7 @@ def test_the_published_answer_is_compared_token_by_token(change, faults, fact):
     assert not [*doctor_model._compared(Published(change(list(ids))), {}, exact=False)]
 
 
-def test_what_is_known_of_the_published_answer():
+def test_published_answer_reference():
     known = doctor_model.published_answer()
     assert "2fc06364715b967f1860aea9cf38778875588b17" in known["source"] and known["preset"] in PRESETS
     assert max(known["ids"]) < PRESETS[known["preset"]].vocab_size

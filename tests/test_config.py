@@ -178,12 +178,12 @@ def test_qwen3_presets_are_the_published_configs():
     ("layer_types", {"layer_types": ["full_attention", "full_attention", "linear_attention"]}),
     ("head_dim", {"head_dim": ...}), ("several architectures", {"model_type": "qwen3_5"}),
 ])
-def test_what_qwen3_cannot_do_is_refused_by_name(key, change):
+def test_unsupported_qwen3_keys_refused_by_name(key, change):
     with pytest.raises(ModelError, match=key):
         ModelConfig.from_hf(qwen3(**change))
 
 
-def test_a_config_of_no_known_architecture_is_refused():
+def test_unknown_architectures_refused():
     with pytest.raises(ModelError, match="architecture 'gpt2'"):
         replace(PRESETS["qwen3-0.6b"], architecture="gpt2")
 
@@ -220,7 +220,7 @@ def test_mixtures_of_experts(name):
 
 
 @pytest.mark.parametrize("said", [None, False, True])
-def test_what_qwen3_5s_router_does_not_look_at(said):
+def test_qwen3_5_router_ignores_norm_topk_prob(said):
     """As in transformers, where every token's shares of experts add up to 1."""
     text = plain(**EXPERTS, model_type="qwen3_5_moe", shared_expert_intermediate_size=14, norm_topk_prob=said)
     assert ModelConfig.from_hf(text).experts == ExpertsConfig(6, 2, 12, 14, normalised=True)
@@ -234,7 +234,7 @@ def test_what_qwen3_5s_router_does_not_look_at(said):
     ({"mlp_only_layers": [1]}, "mlp_only_layers"), ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
     ({"model_type": "qwen3_5"}, "qwen3_5 is a dense model"), ({"model_type": "qwen2_moe"}, "not supported, only qwen3"),
 ])
-def test_mixtures_that_cannot_be(change, message):
+def test_invalid_expert_counts_refused(change, message):
     whole = {**EXPERTS, "model_type": "qwen3_5_moe", "shared_expert_intermediate_size": 14, "intermediate_size": 40}
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_hf(plain(**{**whole, **change}))
@@ -242,7 +242,7 @@ def test_mixtures_that_cannot_be(change, message):
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "qwen4exp", "", "LlamaForSequenceClassification", "qwen3_vl",
                                   "Qwen3ForSequenceClassification"])
-def test_other_families_are_refused(name):
+def test_other_families_refused(name):
     for mapping in (plain(model_type=name), plain(architectures=[name])):
         with pytest.raises(ModelError, match="architecture"):
             ModelConfig.from_hf(mapping)
@@ -262,13 +262,13 @@ def test_layer_types_follow_the_interval_when_absent():
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "rope_scaling": ODD["rope_parameters"]},
     {"rope_scaling": {}},
 ])
-def test_older_rope_keys_mean_the_same(rope):
+def test_older_rope_keys(rope):
     assert ModelConfig.from_hf(plain(**rope)) == ModelConfig.from_hf(plain())
 
 
 @pytest.mark.parametrize("dim,factor,section", [(256, 0.25, [11, 11, 10]), (16, 0.5, [11, 11, 10]),
                                                 (64, 0.5, [4, 6, 6]), (64, 0.5, [6, 3, 2])])
-def test_mrope_sections_count_the_frequencies_that_transformers_assigns(dim, factor, section):
+def test_mrope_sections_as_in_transformers(dim, factor, section):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor, "mrope_section": section}
     theirs = Qwen3_5TextConfig(**{**ODD, "head_dim": dim, "rope_parameters": rope})
     frequencies = int(dim * factor) // 2
@@ -286,7 +286,7 @@ def test_dtype(keys, dtype):
     assert ModelConfig.from_hf({"model_type": "qwen3_5", **keys, "text_config": plain()}).dtype == dtype
 
 
-def test_what_the_text_model_leaves_null_is_as_the_whole_says():
+def test_null_text_keys_fall_back_to_outer_config():
     nested = plain(dtype=None, eos_token_id=None, pad_token_id=3)
     found = ModelConfig.from_hf({"model_type": "qwen3_5", "dtype": "float16", "eos_token_id": [7, 8], "pad_token_id": 9,
                                  "text_config": nested})
@@ -316,7 +316,7 @@ def test_what_the_text_model_leaves_null_is_as_the_whole_says():
     ("model_type", ...), ("architectures", "Qwen3_5ForCausalLM"), ("text_config", [1]), ("mlp_only_layers", [1]),
     ("max_position_embeddings", 0), ("head_dim", 15), ("architectures", [1]),
 ])
-def test_what_cannot_run_is_refused_by_name(key, value):
+def test_unsupported_keys_refused_by_name(key, value):
     rope_keys = ("rope_type", "rope_theta", "mrope_interleaved", "mrope_section", "partial_rotary_factor")
     changes = {"rope_parameters" if key in rope_keys or key.startswith("rope_parameters") else key: value}
     if key == "dtype" and value == {}:
@@ -400,14 +400,14 @@ def test_engine_option_out_of_range_is_refused_by_name(option, value):
     ({"expert_profile": "p"}, {"expert_memory": "auto"}), ({"expert_reserve": "2GiB"}, {"expert_memory": "auto"}),
     ({"expert_reserve": "2GiB", "expert_memory": "1GiB"}, {"expert_memory": "auto"}),
     ({"cache_disk_gb": 1.0}, {"cache_dir": "c"}), ({"aot_dir": "a"}, {"quant": "q8_0"})], ids=str)
-def test_options_that_say_more_of_another_need_that(options, missing):
+def test_dependent_options_require_their_option(options, missing):
     with pytest.raises(ConfigError, match=r"give \S+, or leave it out$") as caught:
         EngineConfig(**options)
     assert caught.value.option == next(iter(options))
     EngineConfig(**{**options, **missing})
 
 
-def test_what_is_said_as_it_is_anyway_needs_nothing():
+def test_dependent_options_at_defaults_need_nothing():
     default = EngineConfig()
     names = [option.name for option in fields(EngineConfig)]
     assert EngineConfig(**{name: getattr(default, name) for name in names if name != "token_budget"}) == default

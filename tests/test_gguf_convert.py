@@ -79,7 +79,7 @@ def back(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", list(_ENCODERS))
 @pytest.mark.parametrize("name", list(samples()))
-def test_every_type_there_and_back(kind: str, name: str) -> None:
+def test_round_trip_of_every_type(kind: str, name: str) -> None:
     values = samples()[name]
     raw = quantize(values, BY_NAME[kind])
     assert raw.dtype == np.uint8 and raw.shape == (len(values), BY_NAME[kind].size(values.shape[1]))
@@ -92,7 +92,7 @@ def test_every_type_there_and_back(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", THEIRS)
 @pytest.mark.parametrize("name", [name for name in samples() if name != "subnormal"])
-def test_simple_types_are_the_references(kind: str, name: str) -> None:
+def test_simple_types_equal_gguf_py(kind: str, name: str) -> None:
     values = samples()[name] + np.float32(0)  # gguf-py leaves it to numpy whether the least of several zeros is -0
     with np.errstate(all="ignore"):
         expected = quants.quantize(values, GGMLQuantizationType[kind])
@@ -119,7 +119,7 @@ def plain_symmetric(values: np.ndarray, group: int, most: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["normal", "heavy"])
 @pytest.mark.parametrize(("kind", "factor"), [("Q4_K", 0.95), ("Q5_K", 0.98), ("Q6_K", 0.97)])
-def test_the_search_beats_a_plain_assignment(kind: str, factor: float, name: str) -> None:
+def test_scale_search_beats_plain_rounding(kind: str, factor: float, name: str) -> None:
     """Although the plain one's scales are not rounded to six or eight bits."""
     values = samples()[name]
     naive = (plain_symmetric(values, 16, 31) if kind == "Q6_K"
@@ -128,7 +128,7 @@ def test_the_search_beats_a_plain_assignment(kind: str, factor: float, name: str
     assert error_of(values, found) < factor * error_of(values, naive)
 
 
-def test_what_cannot_be_stored_is_refused() -> None:
+def test_unstorable_values_refused() -> None:
     for value in (math.nan, math.inf, 1e6):
         for kind in ("F16", "Q8_0", "Q4_K"):
             with pytest.raises(ModelError, match=f"values that {kind} cannot hold"):
@@ -159,13 +159,13 @@ def tensors_of(path: Path | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
-def test_the_embedded_models_tensors(tiny_files: dict[str, Path], kind: str) -> None:
+def test_embedded_model_tensors(tiny_files: dict[str, Path], kind: str) -> None:
     """Its checkpoint is bfloat16."""
     assert_same(tensors_of(None), tensors_of(tiny_files[kind]))
 
 
 @pytest.mark.parametrize(("kind", "error"), [("F16", 2**-11), ("Q8_0", 0.006), ("Q4_K_M", 0.1)])
-def test_the_embedded_models_tensors_in_fewer_bits(tiny_files: dict[str, Path], kind: str, error: float) -> None:
+def test_embedded_model_tensors_quantized(tiny_files: dict[str, Path], kind: str, error: float) -> None:
     ours, theirs = tensors_of(None), tensors_of(tiny_files[kind])
     assert_same({name: tensor for name, tensor in ours.items() if tensor.ndim != 2},
                 {name: tensor for name, tensor in theirs.items() if tensor.ndim != 2})
@@ -174,7 +174,7 @@ def test_the_embedded_models_tensors_in_fewer_bits(tiny_files: dict[str, Path], 
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K_M"])
-def test_the_embedded_model_answers_from_its_files(tiny_files: dict[str, Path], kind: str) -> None:
+def test_embedded_model_answers_from_gguf(tiny_files: dict[str, Path], kind: str) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=20)
     ours, theirs = (LLM(model, dtype="float32", memory="64MiB", max_context=512, threads=1).chat(
         "What is the capital of France?", greedy) for model in (None, str(tiny_files[kind])))
@@ -182,7 +182,7 @@ def test_the_embedded_model_answers_from_its_files(tiny_files: dict[str, Path], 
     assert ours.choices[0].tokens == theirs.choices[0].tokens
 
 
-def test_config_sampling_and_tokenizer_are_the_directorys(tiny_files: dict[str, Path]) -> None:
+def test_config_sampling_and_tokenizer_survive(tiny_files: dict[str, Path]) -> None:
     ours, theirs = open_model(None), open_model(tiny_files["BF16"])
     assert replace(theirs.config, eos_token_ids=()) == replace(ours.config, eos_token_ids=(), num_mtp_layers=0)
     # the bounds of JSON are deltic's own keys of generation_config.json, and have no place in a GGUF file
@@ -194,7 +194,7 @@ def test_config_sampling_and_tokenizer_are_the_directorys(tiny_files: dict[str, 
     assert all(left.encode(text) == right.encode(text) for text in CORPUS)
 
 
-def test_the_formats_own_keys_say_the_same_without_the_whole_tokenizer(tiny_files: dict[str, Path]) -> None:
+def test_gguf_keys_suffice_without_tokenizer_json(tiny_files: dict[str, Path]) -> None:
     metadata = dict(GgufFile.open(tiny_files["F32"]).metadata)
     del metadata["tokenizer.huggingface.json"]
     expected = tokenizer_metadata(TINY)
@@ -255,7 +255,7 @@ def test_odd_shapes(name: str, tmp_path: Path) -> None:
     assert result.nbytes == (tmp_path / "m.gguf").stat().st_size
 
 
-def test_rows_that_do_not_fit_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fallback_types_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = odd_shape(vocab_size=3072, hidden_size=64, intermediate_size=96)
     with caplog.at_level(logging.WARNING, "deltic"):
         _, result = written(tmp_path / "m.gguf", config, "Q4_K_M")
@@ -309,7 +309,7 @@ def test_an_irregular_pattern_has_no_interval() -> None:
     assert not {"qwen3.ssm.inner_size", "qwen3.attention.recurrent_layers"} & config_to_gguf(QWEN3).keys()
 
 
-def test_tokenizers_in_words_of_the_format() -> None:
+def test_tokenizers_in_gguf_keys() -> None:
     texts = tiny_texts()
     config = odd_shape(vocab_size=3080)
     named = replace(texts, templates={"default": "d", "tool_use": "t"})
@@ -370,7 +370,7 @@ def test_a_full_disk_is_named_and_the_old_file_kept(tmp_path: Path, monkeypatch:
     assert left_in(tmp_path) == ["m.gguf"] and path.read_text() == "old"
 
 
-def test_weights_that_are_no_numbers_are_named_and_nothing_is_left(tmp_path: Path) -> None:
+def test_nan_weights_named_and_no_file_left(tmp_path: Path) -> None:
     config = odd_shape(vocab_size=3072, hidden_size=64)
     name = "model.layers.1.self_attn.q_proj.weight"
     bad = torch.full((2 * 6 * 14, 64), math.nan)
@@ -382,7 +382,7 @@ def test_weights_that_are_no_numbers_are_named_and_nothing_is_left(tmp_path: Pat
 # The command
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tiny.gguf"
     assert main(["convert", "tiny", str(path), "--json", "--name", "Tiny One", "--mtp", "none"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -403,13 +403,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(("argv", "message"), [
     (["tiny", "m.bin"], "m.bin must end in .gguf"), (["tiny", "/nowhere/m.gguf"], "there is no directory '/nowhere'"),
     (["tiny", "m.gguf", "--type", "Q9"], "--type"), (["/nowhere", "m.gguf"], "/nowhere"), (["tiny"], "DST.gguf")])
-def test_what_the_command_refuses(argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_convert_command_refusals(argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                   capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["convert", *argv]) == 2
     assert message in capsys.readouterr().err and left_in(tmp_path) == []
 
 
-def test_the_command_knows_all_types() -> None:
+def test_convert_command_types() -> None:
     choices = next(action.choices for action in command_parser("convert")._actions if action.dest == "type")
     assert set(choices or ()) == set(FILE_TYPES)

@@ -97,7 +97,7 @@ def arrays():
 
 
 @pytest.mark.parametrize("alignment", [None, 8, 64, 4096])
-def test_tensors_lie_where_they_are_said_to(tmp_path, alignment):
+def test_tensor_offsets(tmp_path, alignment):
     path, written = tmp_path / "tensors.gguf", arrays()
     writer = gguf.GGUFWriter(path, "qwen35")
     if alignment:
@@ -122,13 +122,13 @@ def test_tensors_lie_where_they_are_said_to(tmp_path, alignment):
             blocks.read(start, count)
 
 
-def test_version_two_is_read_too(tmp_path):
+def test_version_2(tmp_path):
     file = opened(tmp_path, SMALL[:4] + struct.pack("<I", 2) + SMALL[8:])
     assert file.metadata["a.list"] == ["one", "zwei"] and file.metadata["a.row"].tolist() == [1, 2, 3]
     assert file.tensors["x"].shape == (2, 4) and file.tensors["y.weight"].nbytes == 102
 
 
-def test_a_file_that_shrinks_is_noticed(tmp_path):
+def test_shrinking_file_detected(tmp_path):
     file = opened(tmp_path, SMALL)
     file.paths[0].write_bytes(SMALL[:-8])
     with pytest.raises(ModelError, match="ended while it was read"):
@@ -190,7 +190,7 @@ def test_errors_name_file_and_field(tmp_path, message):
     assert len(str(caught.value)) < 1000
 
 
-def test_paths_that_are_no_files(tmp_path):
+def test_paths_without_files(tmp_path):
     for path in (tmp_path, tmp_path / "absent.gguf"):
         with pytest.raises(ModelError, match=path.name):
             GgufFile.open(path)
@@ -226,7 +226,7 @@ def test_split_files_are_one_model(tmp_path):
         assert all(np.all(found.read().view(np.float32) == int(name[1:])) for name, found in file.tensors.items())
 
 
-def test_parts_that_do_not_fit_are_named(tmp_path):
+def test_mismatched_parts_named(tmp_path):
     parts = write_parts(tmp_path)
     second = parts[1].read_bytes()
     parts[1].unlink()

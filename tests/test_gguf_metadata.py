@@ -44,13 +44,13 @@ def stub(config, metadata=None, tied=None):
     *SHAPES.values(), *(replace(ModelConfig.preset(name), eos_token_ids=()) for name in (
         "0.8b", "9b", "27b", "35b-a3b", "qwen3-0.6b", "qwen3-8b",
         "qwen3-30b-a3b"))])
-def test_metadata_says_what_config_json_says(config):
+def test_metadata_equals_config_json(config):
     metadata = {key: np.float32(value).item() if isinstance(value, float) else value
                 for key, value in metadata_of(config).items()}
     assert config_from_gguf(stub(config, metadata)) == config
 
 
-def test_metadata_may_be_said_otherwise():
+def test_alternative_metadata_keys():
     config = replace(ModelConfig.preset("0.8b"), eos_token_ids=(), num_mtp_layers=0)
     metadata = metadata_of(config)
     del metadata["qwen35.attention.recurrent_layers"]
@@ -68,7 +68,7 @@ NEEDED = [key for key in metadata_of(odd_shape()) if not key.endswith((
 
 @pytest.mark.parametrize("key", NEEDED)
 @pytest.mark.parametrize("value", [None, "text", [1.5], -1, 1 << 40, True])
-def test_keys_that_are_absent_or_wrong_are_named(key, value):
+def test_absent_or_wrong_keys_named(key, value):
     metadata = {**metadata_of(odd_shape()), key: value}
     if value is None:
         del metadata[key]
@@ -103,7 +103,7 @@ def test_a_file_without_an_embedding():
         config_from_gguf(file)
 
 
-def test_the_name_and_the_advice_for_sampling():
+def test_name_and_sampling_defaults():
     sampling = {"general.sampling.temp": float(np.float32(0.7)), "general.sampling.top_k": 20}
     file = stub(odd_shape(), {**metadata_of(odd_shape()), **sampling})
     assert model_name(file) == "m"
@@ -175,7 +175,7 @@ def test_the_embedded_tokenizer_survives_a_file(described):
     assert all(ours.token_bytes(id) == theirs.token_bytes(id) for id in range(theirs.vocab_size + 5))
 
 
-def test_text_is_composed_as_the_family_does(described):
+def test_unicode_normalisation_by_family(described):
     ours = tokenizer_of(described)
     assert ours.encode("cafe\u0301") == ours.encode("caf\u00e9")
 
@@ -203,13 +203,13 @@ def test_pre_tokenizers(described, pre, pieces):
 
 
 @pytest.mark.parametrize(("pre", "source"), [("qwen2", tokenization_qwen2), ("qwen35", tokenization_qwen3_5)])
-def test_patterns_are_the_familys(described, pre, source):
+def test_split_patterns_by_family(described, pre, source):
     tokenizer = json.loads(tokenizer_from_gguf({**described, "tokenizer.ggml.pre": pre}).tokenizer)
     assert tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] == source.PRETOKENIZE_REGEX
     assert tokenizer["normalizer"] == {"type": "NFC"}
 
 
-def test_a_whole_tokenizer_json_is_taken_as_it_is(described):
+def test_embedded_tokenizer_json_unchanged(described):
     whole = (TINY / "tokenizer.json").read_text()
     assert tokenizer_from_gguf({**described, "tokenizer.huggingface.json": whole}).tokenizer == whole
 
@@ -242,12 +242,12 @@ def test_tokens_around_a_raw_prompt_and_named_templates(described):
     ({"tokenizer.chat_template": 5}, r"tokenizer\.chat_template must be a string"),
     ({"tokenizer.huggingface.json": 5}, r"tokenizer\.huggingface\.json must be a string"),
 ])
-def test_tokenizers_that_cannot_be_used_are_named(described, change, message):
+def test_unsupported_tokenizers_named(described, change, message):
     with pytest.raises(ModelError, match=message):
         tokenizer_from_gguf({**described, **change})
 
 
-def test_a_word_without_end_is_not_cut_everywhere(described):
+def test_long_tokens_are_not_split_everywhere(described):
     change = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "a" * 200_000],
               "tokenizer.ggml.token_type": np.array([1, 1]), "tokenizer.ggml.scores": np.zeros(2, np.float32)}
     began = time.process_time()

@@ -35,7 +35,7 @@ def converted(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def test_names_are_those_of_the_converter(directory: Path) -> None:
+def test_names_equal_gguf_py(directory: Path) -> None:
     vision = open_model(str(directory)).vision
     assert vision
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision.tower.depth)
@@ -54,7 +54,7 @@ def test_names_are_those_of_the_converter(directory: Path) -> None:
                                         }.items()}}
 
 
-def test_read_by_the_other_library(converted: Path, directory: Path) -> None:
+def test_gguf_py_reads_written_towers(converted: Path, directory: Path) -> None:
     reader = gguf.GGUFReader(converted.with_name(f"mmproj-{converted.name}"))
     keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     shape = json.loads((directory / "config.json").read_text())
@@ -73,7 +73,7 @@ def test_read_by_the_other_library(converted: Path, directory: Path) -> None:
         assert torch.equal(found[name].view(patch[:, :, 0].shape), patch[:, :, frame])
 
 
-def test_the_same_bits_and_the_same_answer(converted: Path, directory: Path) -> None:
+def test_same_bits_and_answer(converted: Path, directory: Path) -> None:
     ours, theirs = open_model(str(directory)), open_model(str(converted))
     assert ours.vision and theirs.vision and theirs.mmproj
     assert theirs.vision.tower == ours.vision.tower
@@ -87,7 +87,7 @@ def test_the_same_bits_and_the_same_answer(converted: Path, directory: Path) -> 
     assert len(texts) == 1
 
 
-def test_back_and_forth(converted: Path, tmp_path: Path) -> None:
+def test_round_trip(converted: Path, tmp_path: Path) -> None:
     """From a GGUF file to one: the tower comes along, again to the bit."""
     path = tmp_path / "again.gguf"
     assert main(["convert", str(converted), str(path), "--type", "q8_0", "--mmproj", "f32"]) == 0
@@ -149,7 +149,7 @@ def test_found_by_its_name(tmp_path: Path, text: str, others: list[str], found: 
     ("deltic.films", '{"fps": 0}', "deltic.films cannot be used: fps must be"),
     ("deltic.films", "[]", "deltic.films cannot be used"), ("deltic.films", 5, "deltic.films cannot be used"),
     ("clip.vision.patch_size", 0, "patch_size must be an integer")])
-def test_files_that_cannot_be_used(converted: Path, tmp_path: Path, key: str, value: Any, message: str) -> None:
+def test_unusable_files_named(converted: Path, tmp_path: Path, key: str, value: Any, message: str) -> None:
     """Found by itself: pictures are refused. Asked for: an error names the file."""
     source = GgufFile.open(converted.with_name(f"mmproj-{converted.name}"))
     data = [[tensor.read()] for tensor in source.tensors.values()]
@@ -167,7 +167,7 @@ def test_files_that_cannot_be_used(converted: Path, tmp_path: Path, key: str, va
     assert open_model(str(text)).vision is None
 
 
-def test_pipes_are_not_waited_for(converted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pipes_do_not_block(converted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text, find_mmproj = tmp_path / "it.gguf", tmp_path / "mmproj-it.gguf"
     text.symlink_to(converted)
     os.mkfifo(find_mmproj)
@@ -183,7 +183,7 @@ def test_pipes_are_not_waited_for(converted: Path, tmp_path: Path, caplog: pytes
         open_model(str(text))
 
 
-def test_a_tower_alone_is_no_model(converted: Path, tmp_path: Path) -> None:
+def test_tower_alone_refused_as_model(converted: Path, tmp_path: Path) -> None:
     tower = tmp_path / "mmproj-it.gguf"
     tower.touch()
     with pytest.raises(ModelError, match=r"has a vision tower \(mmproj-it.gguf\) and no model"):
@@ -195,7 +195,7 @@ def test_a_tower_alone_is_no_model(converted: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "said"), [
     ("tower.safetensors", "{} announces a header of 0 bytes"), ("preprocessor_config.json", "{} does not hold valid"),
     ("video_preprocessor_config.json", "{} does not hold valid")])
-def test_an_empty_file_of_the_tower_is_named_alone(name: str, said: str, directory: Path, tmp_path: Path,
+def test_empty_tower_file_named(name: str, said: str, directory: Path, tmp_path: Path,
                                                    caplog: pytest.LogCaptureFixture) -> None:
     for path in directory.iterdir():
         (tmp_path / path.name).symlink_to(path)
@@ -209,6 +209,6 @@ def test_an_empty_file_of_the_tower_is_named_alone(name: str, said: str, directo
     assert "pictures are refused: " + said.format(tmp_path / name) in caplog.text
 
 
-def test_not_for_a_directory(directory: Path) -> None:
+def test_mmproj_refused_for_directories(directory: Path) -> None:
     with pytest.raises(ModelError, match="is no GGUF file"):
         open_model(str(directory), mmproj="x.gguf")

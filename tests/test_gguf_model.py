@@ -38,7 +38,7 @@ def assert_same(found, expected, config):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_file_of_float32_gives_the_same_tensors(tmp_path, shape):
+def test_float32_file_has_the_same_tensors(tmp_path, shape):
     config = SHAPES[shape]
     weights = random_weights(config, "float32")
     file = GgufFile.open(write_model(tmp_path / "m.gguf", config, weights))
@@ -51,7 +51,7 @@ def test_a_file_of_float32_gives_the_same_tensors(tmp_path, shape):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("F32", "bfloat16")])
-def test_halves_are_rounded_once(tmp_path, kind, dtype):
+def test_float16_rounded_once(tmp_path, kind, dtype):
     config = odd_shape()
     weights = random_weights(config, "float32")
     found = load_gguf(write_model(tmp_path / "m.gguf", config, weights, kind), config, dtype)
@@ -173,7 +173,7 @@ def test_files_that_are_not_the_model_are_refused(tmp_path, message):
     assert message in str(caught.value)
 
 
-def test_a_head_of_its_own_contradicts_a_tied_one_and_values_must_fit(tmp_path):
+def test_untied_head_and_float16_overflow_refused(tmp_path):
     config = odd_shape()
     weights = random_weights(config, "float32")
     path = write_model(tmp_path / "m.gguf", config, weights)
@@ -194,7 +194,7 @@ def table_of(architecture, blocks):
 
 
 @pytest.mark.parametrize("shape", ["odd", "qwen3"])
-def test_names_are_those_of_the_converter(shape):
+def test_names_equal_gguf_py(shape):
     config = SHAPES[shape]
     table = table_of(config.architecture, config.num_hidden_layers)
     found = {name: gguf_name(name, config.architecture, config.layer_types)[0] for name in expected_tensors(config)}
@@ -205,7 +205,7 @@ def test_names_are_those_of_the_converter(shape):
     assert len(set(found.values())) == len(found)
 
 
-def test_names_of_the_draft_head_are_those_of_the_converter():
+def test_draft_head_names_equal_gguf_py():
     config, kinds = odd_shape(), gguf.MODEL_TENSOR
     table = table_of(config.architecture, 7)
     special = {"mtp.fc": kinds.NEXTN_EH_PROJ, "mtp.pre_fc_norm_embedding": kinds.NEXTN_ENORM,
@@ -241,7 +241,7 @@ def test_unknown_names_are_refused(name):
         tensor_target(name, config.architecture, config.layer_types)
 
 
-def test_names_that_files_have_no_place_for():
+def test_names_without_gguf_equivalent():
     config = odd_shape()
     for name in ("model.bogus", "model.layers.0.self_attn.q_proj.weight", "mtp.bogus.weight", "lm_head.bias"):
         with pytest.raises(ModelError, match="has no name in GGUF files"):
@@ -253,7 +253,7 @@ LINEARS = [LinearConfig(2, 6, 10, 12, 4), LinearConfig(3, 3, 4, 5, 3), LinearCon
 
 
 @pytest.mark.parametrize("linear", LINEARS)
-def test_forms_return_what_went_in(linear):
+def test_tensor_forms_round_trip(linear):
     config = odd_shape(linear=linear)
     for name, tensor in random_weights(config, "float32").items():
         theirs, form = gguf_name(name, config.architecture, config.layer_types)
@@ -266,7 +266,7 @@ def test_forms_return_what_went_in(linear):
 
 
 @pytest.mark.parametrize("linear", LINEARS)
-def test_value_heads_stand_where_llama_cpp_looks_for_them(linear):
+def test_value_head_order_of_llama_cpp(linear):
     """Value head i of a file belongs to key head i modulo the number of key heads: said here head by head."""
     config, keys = odd_shape(linear=linear), linear.num_key_heads
     share, width = linear.num_value_heads // keys, linear.value_head_dim

@@ -195,7 +195,7 @@ def test_experts(change: Callable[[Arrays], Arrays], tmp_path: Path) -> None:
 @pytest.mark.parametrize(("left_out", "said"), [
     ("v.blk.1.attn_k.weight", "'v.blk.1.attn_q.weight' has no keys or values"),
     ("v.blk.1.norm1.bias", "tensor 'v.blk.1.ln1.bias' is absent"), ("v.pos_embed.weight", "is absent")])
-def test_a_tower_that_is_not_whole_is_named(left_out: str, said: str, model: Path, tmp_path: Path,
+def test_incomplete_tower_named(left_out: str, said: str, model: Path, tmp_path: Path,
                                             caplog: pytest.LogCaptureFixture) -> None:
     path = bundle(model, tmp_path / "it.gguf", lambda tensors: {
         name: data for name, data in tensors.items() if name != left_out})

@@ -142,7 +142,7 @@ def in_file_order(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 @pytest.mark.covering
-def test_packed_tensors_are_the_files(written: Written, name: str, kind: str) -> None:
+def test_packed_tensors_equal_the_file(written: Written, name: str, kind: str) -> None:
     config, file, progress = SHAPES[name], GgufFile.open(written(name, kind)), []
     plain = load_gguf(file, config, "float32")
     found = load_packed(file, config, lambda done, total: progress.append((done, total)))
@@ -159,7 +159,7 @@ def test_packed_tensors_are_the_files(written: Written, name: str, kind: str) ->
     assert progress[-1] == (total, total) and progress == sorted(progress)
 
 
-def test_lookups_are_rows(written: Written) -> None:
+def test_embedding_lookup_equals_rows(written: Written) -> None:
     matrix = load_packed(GgufFile.open(written("two to a key", "Q4_K_M")), SHAPES["two to a key"])[
         "model.embed_tokens.weight"]
     assert isinstance(matrix, QTensor) and matrix.type == "Q6_K" and len(matrix) == 3072
@@ -197,7 +197,7 @@ def test_files_that_are_not_the_model_are_refused(tmp_path: Path, message: str) 
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_K_M"])
-def test_a_file_that_ends_early_is_named(written: Written, tmp_path: Path, kind: str) -> None:
+def test_truncated_file_named(written: Written, tmp_path: Path, kind: str) -> None:
     """Whichever of its tensors is cut short."""
     whole, path = written("three to a key", kind).read_bytes(), tmp_path / "short.gguf"
     path.write_bytes(whole)
@@ -225,14 +225,14 @@ LIMIT = {"F32": 1e-5, "F16": 1e-5, "BF16": 0.1}
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits_of_a_float_file_are_the_models(written: Written, name: str) -> None:
+def test_logits_of_float_files(written: Written, name: str) -> None:
     wanted, found = logits(name), logits(written(name, "F32"), packed_weights="on")
     assert same_logits(wanted, found, decided=0.9) <= TAU / 10
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 @pytest.mark.covering
-def test_logits_are_those_of_the_dequantized_file(written: Written, name: str, kind: str) -> None:
+def test_logits_near_the_dequantized_file(written: Written, name: str, kind: str) -> None:
     """Exactly where no activation is rounded."""
     path = written(name, kind)
     wanted = logits(path, packed_weights="off")
@@ -248,7 +248,7 @@ def rounding_linear(x: Tensor, weight: Any) -> Tensor:
 
 @pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] not in ("F32", "F16")])
 @pytest.mark.covering
-def test_logits_are_those_of_rounded_activations(written: Written, name: str, kind: str,
+def test_logits_with_rounded_activations(written: Written, name: str, kind: str,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly in most of a few short sequences. A single activation in several thousand is so near to the middle of two
     steps that the other way of summing in the layer before it decides."""
@@ -341,7 +341,7 @@ def test_without_the_kernels_nothing_is_packed(written: Written, monkeypatch: py
 
 
 @pytest.mark.parametrize("model", ["tiny", RandomModel(shape=SHAPES["equal heads"])], ids=["files", "random"])
-def test_what_is_not_quantized_cannot_stay_so(model: Any) -> None:
+def test_packed_weights_need_quantized_files(model: Any) -> None:
     """But a model of two may be, one of which drafts for the other."""
     with pytest.raises(ConfigError, match=r"packed_weights=on is for GGUF files.*leave it out") as caught:
         load(model, options(packed_weights="on"))
@@ -351,7 +351,7 @@ def test_what_is_not_quantized_cannot_stay_so(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_K_M", "Q8_0"])
-def test_what_is_quantized_is_not_quantized_again(written: Written, kind: str) -> None:
+def test_quantized_files_not_requantized(written: Written, kind: str) -> None:
     """Unless its numbers are asked for."""
     path = written("three to a key", kind)
     with pytest.raises(ConfigError, match="quant=q8_0 is not possible: the weights are quantized") as caught:
@@ -369,7 +369,7 @@ def test_a_draft_model_is_quantized_unless_it_is_already(written: Written, kind:
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-def test_files_of_plain_numbers_are_quantized_even_if_large(written: Written, kind: str,
+def test_large_float_files_can_be_quantized(written: Written, kind: str,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_PACKED_SIZE", 0)
     assert types_of(written("three to a key", kind)) == {kind}
@@ -386,7 +386,7 @@ def test_float16_stays_float16_and_the_kernels_serve_it(written: Written, packed
     assert {op for op, who in served.items() if who != "cpu"} == {"embed", "rope", "copy_slots", "copy_pages"}
 
 
-def test_a_loaded_model_says_who_really_serves() -> None:
+def test_loaded_model_names_its_backends() -> None:
     model = RandomModel(shape=SHAPES["three to a key"])
     plain = load(model, options(ops=("pack=torch",), dtype="float32"))
     served = explain(plain.decoder.ops, plain.decoder.weights, plain.views)
@@ -405,7 +405,7 @@ def test_files_run_in_their_own_dtype(written: Written, kind: str) -> None:
     assert off(found, logits(path, packed_weights="off")) <= FEW_BITS
 
 
-def test_a_level_that_the_processor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cpu_level_named(monkeypatch: pytest.MonkeyPatch) -> None:
     poor = SimpleNamespace(deltic_best_level=lambda: 1)
     monkeypatch.setattr("deltic.ops.cpu.load", lambda: poor)
     for level in LEVELS[2:]:

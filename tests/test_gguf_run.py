@@ -71,7 +71,7 @@ def test_command_line_takes_gguf_files(tiny_file: Path, arguments: list[str],
         assert json.loads(output)["path"] == str(tiny_file)
 
 
-def test_a_directory_with_one_file_is_that_file(tiny_file: Path) -> None:
+def test_directory_with_one_file(tiny_file: Path) -> None:
     assert open_model(tiny_file.parent).path == tiny_file
 
 
@@ -80,7 +80,7 @@ def random_file(path: Path, kind: str) -> Path:
     return path
 
 
-def test_of_several_files_one_must_be_named(tmp_path: Path) -> None:
+def test_several_files_need_a_name(tmp_path: Path) -> None:
     for kind in ("F32", "Q8_0"):
         random_file(tmp_path / f"m-{kind}.gguf", kind)
     with pytest.raises(ModelError, match=r"several GGUF files: name one of m-F32\.gguf, m-Q8_0\.gguf"):

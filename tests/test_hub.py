@@ -49,7 +49,7 @@ def test_directory_is_itself(model_directory, monkeypatch):
     assert resolve("model") == Path("model")
 
 
-def test_what_is_on_this_machine_has_no_revision(model_directory):
+def test_local_models_have_no_revision(model_directory):
     for name in (None, "tiny", model_directory, str(model_directory)):
         with pytest.raises(ModelError, match=r"leave out the revision \(main\), which is for models of the"):
             resolve(name, "main")
@@ -71,7 +71,7 @@ def test_embedded_model_that_was_not_installed(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", [
     "", "nothing-here", "./org/name", "/absent/path", "a/b/c", "org/", "a b/c", "x" * 5000, "~nobody-of-this-name/x",
     "a\0b", "https://other.example/org/name", "-a/b"])
-def test_what_is_no_model_lists_what_is_accepted(name):
+def test_wrong_names_list_accepted_forms(name):
     with pytest.raises(ModelError, match=r"a directory with config.json.*Hugging Face name.*tiny") as caught:
         resolve(name)
     assert len(str(caught.value)) < 700
@@ -263,7 +263,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_what_is_downloaded(case):
+def test_selected_files(case):
     names, wanted, expected = FILES[case]
     chosen = select("org/name", reversed(names), wanted[1:] or None)
     assert sorted(filter(chosen.has, names)) == expected
@@ -280,7 +280,7 @@ def test_what_is_downloaded(case):
     (["a-Q2_K.gguf"], "Q3_K", "not one GGUF file of this type or name: 'Q3_K'; .* 'a-Q2_K.gguf'"),
     (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", "not one GGUF file"),
     ([f"{n:02}-Q9.gguf" for n in range(40)], None, "and 28 others")])
-def test_what_cannot_be_downloaded(names, wanted, said):
+def test_repositories_without_a_model(names, wanted, said):
     with pytest.raises(ModelError, match=said):
         select("org/name", names, wanted)
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_downloaded(names, wanted, said):
     (PermissionError(13, "Permission denied"), "cannot write to .*Permission denied"),
 ])
 @pytest.mark.parametrize("step", ["listing_error", "download_error"])
-def test_refusals_say_what_to_do(hub, step, error, hint):
+def test_refusals_name_a_remedy(hub, step, error, hint):
     setattr(hub, step, error)
     with pytest.raises(ModelError, match=hint):
         resolve("org/name", revision="v9")
@@ -308,7 +308,7 @@ def test_refusals_say_what_to_do(hub, step, error, hint):
                                    errors.OfflineModeIsEnabled("HF_HUB_OFFLINE=1"), ConnectionResetError(104, "reset"),
                                    refusal(errors.HfHubHTTPError, 503)])
 @pytest.mark.parametrize("step", ["listing_error", "download_error"])
-def test_offline_uses_the_copy_or_says_so(hub, step, error, caplog):
+def test_offline_uses_the_copy_or_raises(hub, step, error, caplog):
     setattr(hub, step, error)
     with caplog.at_level(logging.WARNING):
         assert resolve("org/name") == hub.directory

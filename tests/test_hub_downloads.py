@@ -194,7 +194,7 @@ def test_pull_again_after_damage(hub, capsys):
     assert (Path(command(capsys, "pull", REPOSITORY).out.strip()) / "config.json").read_bytes() == b"{}"
 
 
-def test_pull_of_what_is_no_repository(hub, capsys, tmp_path):
+def test_pull_refuses_wrong_names(hub, capsys, tmp_path):
     assert "is on this machine, at" in command(capsys, "pull", "tiny", code=2).err
     assert "neither a directory here nor a repository" in command(capsys, "pull", "org/other", code=2).err
     assert "no revision 'v9'" in command(capsys, "pull", REPOSITORY, "--revision", "v9", code=2).err

@@ -54,7 +54,7 @@ def llama(**changes: Any) -> dict[str, Any]:
 # Configs
 
 
-def test_what_old_configs_leave_out() -> None:
+def test_defaults_of_old_configs() -> None:
     config = ModelConfig.from_hf(llama())
     assert (config.architecture, config.head_dim, config.num_key_value_heads) == ("llama", 4, 6)
     assert config.rope == RopeConfig(1e4, 4, ()) and (config.qk_norm, config.qkv_bias) == (False, False)
@@ -72,7 +72,7 @@ def test_names(name: str, family: str) -> None:
     assert architecture(name) == family
 
 
-def test_biases_are_qwen2s() -> None:
+def test_only_qwen2_has_biases() -> None:
     plain, biased = (ModelConfig.from_hf(llama(model_type=kind, architectures=...)) for kind in ("llama", "qwen2"))
     assert not plain.qkv_bias and biased.qkv_bias and not biased.qk_norm
     assert set(expected_tensors(biased)) - set(expected_tensors(plain)) == {
@@ -96,12 +96,12 @@ def test_biases_are_qwen2s() -> None:
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     ("architecture 'smollm3' is not supported", {"model_type": "smollm3", "architectures": ...}),
 ])
-def test_what_cannot_be_is_refused_by_name(message: str, changes: dict[str, Any]) -> None:
+def test_unsupported_keys_refused_by_name(message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_hf(llama(**changes))
 
 
-def test_a_window_that_qwen2_does_not_use() -> None:
+def test_unused_sliding_window_of_qwen2() -> None:
     config = llama(model_type="qwen2", architectures=..., sliding_window=4096, use_sliding_window=False)
     assert ModelConfig.from_hf(config).architecture == "qwen2"
 
@@ -109,7 +109,7 @@ def test_a_window_that_qwen2_does_not_use() -> None:
 @pytest.mark.parametrize("scaling", [LLAMA3, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 1024},
                                      {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 2.5}])
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-def test_scaled_frequencies_are_those_of_transformers(scaling: dict[str, Any], spelling: str) -> None:
+def test_scaled_frequencies_equal_transformers(scaling: dict[str, Any], spelling: str) -> None:
     keys = llama(head_dim=64, rope_scaling=..., rope_theta=500000.0, max_position_embeddings=131072)
     nested = scaling if spelling == "rope_scaling" else {**scaling, "rope_theta": 500000.0}
     rope = ModelConfig.from_hf({**keys, spelling: nested}).rope
@@ -129,7 +129,7 @@ def test_scaled_frequencies_are_those_of_transformers(scaling: dict[str, Any], s
     ({"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
      {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}, {}),
 ])
-def test_of_two_ropes_the_one_that_transformers_takes(newer: dict[str, Any], older: dict[str, Any],
+def test_rope_scaling_replaces_rope_parameters(newer: dict[str, Any], older: dict[str, Any],
                                                       top: dict[str, Any]) -> None:
     keys = {**llama(head_dim=16), **top, "rope_parameters": newer, "rope_scaling": older}
     theirs = LlamaConfig(**json.loads(json.dumps(keys))).rope_parameters
@@ -140,7 +140,7 @@ def test_of_two_ropes_the_one_that_transformers_takes(newer: dict[str, Any], old
 @pytest.mark.parametrize(("key", "newer", "top"), [
     ("rope_theta", {"rope_theta": 5e5}, {}), ("rope_theta", {"rope_theta": 5e5}, {"rope_theta": 1e4}),
     ("mrope_section", {"mrope_section": [1, 1, 0]}, {})])
-def test_two_ropes_of_which_one_would_be_lost_are_refused(key: str, newer: dict[str, Any], top: dict[str, Any]) -> None:
+def test_contradicting_rope_objects_refused(key: str, newer: dict[str, Any], top: dict[str, Any]) -> None:
     keys = llama(**top, rope_parameters=newer, rope_scaling={"type": "linear", "factor": 4.0})
     with pytest.raises(ModelError, match=f"{key} of rope_parameters differs from that of rope_scaling"):
         ModelConfig.from_hf(keys)
@@ -176,7 +176,7 @@ def permuted_file(path: Path, config: ModelConfig, kind: str) -> dict[str, np.nd
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0"])
-def test_rows_of_queries_and_keys_are_put_back(tmp_path: Path, kind: str) -> None:
+def test_interleaved_rows_reordered(tmp_path: Path, kind: str) -> None:
     """Their blocks with them: each row is as it would be had it never moved."""
     expected = permuted_file(tmp_path / "m.gguf", BLOCKY, kind)
     file = GgufFile.open(tmp_path / "m.gguf")
@@ -189,7 +189,7 @@ def test_rows_of_queries_and_keys_are_put_back(tmp_path: Path, kind: str) -> Non
                    for name, rows in expected.items())
 
 
-def test_factors_of_frequencies_come_and_go_as_a_tensor(tmp_path: Path) -> None:
+def test_rope_factors_round_trip(tmp_path: Path) -> None:
     rope = ModelConfig.from_hf(llama(head_dim=10, rope_scaling={**LLAMA3, "original_max_position_embeddings": 64})).rope
     assert len(set(rope.factors)) > 2
     config = replace(LLAMA, rope=rope, vocab_size=3072)
@@ -213,7 +213,7 @@ def test_factors_of_frequencies_come_and_go_as_a_tensor(tmp_path: Path) -> None:
                 "F32")
 
 
-def test_files_leave_out_what_follows_from_the_rest(tmp_path: Path) -> None:
+def test_derived_metadata_keys_may_be_absent(tmp_path: Path) -> None:
     config = replace(LLAMA, head_dim=6, num_key_value_heads=4, rope=RopeConfig(1e4, 6, ()))
     metadata = {key: value for key, value in metadata_of(config).items()
                 if not key.endswith(("key_length", "value_length", "head_count_kv", "freq_base"))}
@@ -228,7 +228,7 @@ def test_files_leave_out_what_follows_from_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [{"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}, {
     "rope.scaling.type": "linear", "rope.scale_linear": 4.0}, {"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}])
-def test_a_factor_without_a_type_scales_linearly(tmp_path: Path, said: dict[str, Any]) -> None:
+def test_rope_factor_without_type_is_linear(tmp_path: Path, said: dict[str, Any]) -> None:
     """As llama.cpp reads files of before there were types."""
     file = GgufFile.open(write_model(tmp_path / "m.gguf", LLAMA, random_weights(LLAMA, "float32")))
 
@@ -240,7 +240,7 @@ def test_a_factor_without_a_type_scales_linearly(tmp_path: Path, said: dict[str,
     assert factors({**said, "rope.scaling.type": "none"}) == () == factors({"rope.scaling.factor": 0.0})
 
 
-def test_fused_projections_of_a_llama_are_refused(tmp_path: Path) -> None:
+def test_fused_projections_of_llama_refused(tmp_path: Path) -> None:
     tensors = gguf_tensors(LLAMA, random_weights(LLAMA, "float32"))
     parts = [tensors.pop(f"blk.0.attn_{part}.weight") for part in "qkv"]
     tensors["blk.0.attn_qkv.weight"] = np.concatenate(parts)
@@ -301,7 +301,7 @@ def test_sentencepiece_merges_by_score(seed: int) -> None:
     assert tokenizer.decode(tokenizer.encode("b a")) == "b a"
 
 
-def test_a_sentencepiece_tokenizer_is_not_written(tmp_path: Path) -> None:
+def test_writing_sentencepiece_refused(tmp_path: Path) -> None:
     from deltic.loader.gguf.write import tokenizer_to_gguf
 
     texts = tokenizer_from_gguf(sentencepiece_metadata(0))

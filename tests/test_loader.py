@@ -76,7 +76,7 @@ def saved(tmp_path, config):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_causal_model_of_transformers(tmp_path, dtype, tied):
+def test_loads_transformers_checkpoint(tmp_path, dtype, tied):
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT, tie_word_embeddings=tied)).to(TORCH_DTYPES[dtype])
     model.save_pretrained(tmp_path)
     config = config_of(tmp_path)
@@ -87,7 +87,7 @@ def test_causal_model_of_transformers(tmp_path, dtype, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_qwen3_of_transformers(tmp_path, tied):
+def test_loads_transformers_qwen3(tmp_path, tied):
     """Queries have no gate: q_proj has heads * head_dim rows."""
     keys = {key: value for key, value in TEXT.items() if not key.startswith(("linear", "rope"))}
     model = Qwen3ForCausalLM(Qwen3Config(**keys, tie_word_embeddings=tied)).to(torch.bfloat16)
@@ -130,7 +130,7 @@ def test_prefixes(saved, config, change):
     "mtp.fc.weight", "model.mtp.layers.0.mlp.up_proj.weight", "model.visual.blocks.0.attn.qkv.weight",
     "visual.merger.norm.bias", "vision_tower.x", "model.language_model.rotary_emb.inv_freq",
     "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.linear_attn.conv1d.bias"])
-def test_parts_that_text_does_not_need_are_skipped(saved, config, name):
+def test_unneeded_tensors_skipped(saved, config, name):
     path, tensors = saved
     assert canonical(name) is None
     save_file({**tensors, name: torch.zeros(3, dtype=torch.int64)}, path / "model.safetensors")
@@ -156,7 +156,7 @@ def test_unknown_tensor_is_refused_by_name(saved, config, name):
                                         ("model.layers.0.self_attn.q_norm.weight", (8,)),
                                         ("model.layers.3.linear_attn.A_log", (6,)),
                                         ("model.layers.3.linear_attn.in_proj_ba.weight", (12, 12))])
-def test_tensor_of_a_layer_that_the_config_lacks(saved, config, name, shape):
+def test_tensor_of_unknown_layer(saved, config, name, shape):
     path, tensors = saved
     save_file({**tensors, name: torch.zeros(shape)}, path / "model.safetensors")
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
@@ -172,7 +172,7 @@ def test_missing_tensor_is_named(saved, config, name):
         load_directory(path, config)
 
 
-def test_missing_head_names_the_switch(saved, config):
+def test_missing_head_names_tie_word_embeddings(saved, config):
     path, tensors = saved
     del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors")
@@ -180,7 +180,7 @@ def test_missing_head_names_the_switch(saved, config):
         load_directory(path, config)
 
 
-def test_tied_head_may_be_stored_too_but_not_differ(saved, config):
+def test_stored_tied_head_must_equal_embedding(saved, config):
     path, tensors = saved
     tied = replace(config, tie_word_embeddings=True)
     with pytest.raises(ModelError, match="tie_word_embeddings to false"):
@@ -262,7 +262,7 @@ def test_packed_projections_are_split(saved, config):
     assert_loaded(load_directory(path, config, "bfloat16"), tensors, config, "bfloat16")
 
 
-def test_split_agrees_with_the_layer_that_packs(config):
+def test_split_equals_transformers_layer(config):
     linear = config.linear
     keys = {key: value for key, value in TEXT.items() if key != "rope_parameters"}
     theirs = Qwen3NextGatedDeltaNet(Qwen3NextConfig(**keys), 0)
@@ -290,7 +290,7 @@ def test_packed_of_wrong_shape_names_key_and_shape(saved, config, name):
         load_directory(path, config)
 
 
-def test_packed_beside_its_parts_is_refused(saved, config):
+def test_packed_and_split_projection_refused(saved, config):
     path, tensors = saved
     packed = dict(tensors)
     interleaved(packed, "model.layers.0.linear_attn.", config.linear)
@@ -366,7 +366,7 @@ def test_safetensors_come_before_pickles(pickled, config):
     assert_loaded(load_directory(path, config), tensors, config, "float32")
 
 
-def test_storage_that_several_tensors_of_a_pickle_share(pickled, config):
+def test_pickled_tensors_sharing_storage(pickled, config):
     """A tied head, and views of something larger."""
     path, tensors = pickled
     tied = replace(config, tie_word_embeddings=True)
@@ -390,7 +390,7 @@ def rewritten(path, change, compression=zipfile.ZIP_STORED):
             archive.writestr(name, change(name, content))
 
 
-def test_pickles_that_were_saved_on_a_card(pickled, config):
+def test_pickles_saved_on_cuda(pickled, config):
     """Each tensor says where it was; here it comes to the CPU."""
     path, tensors = pickled
     rewritten(path / "pytorch_model.bin", lambda name, content: content.replace(
@@ -421,7 +421,7 @@ NOT_WEIGHTS = {
 
 
 @pytest.mark.parametrize("kind", NOT_WEIGHTS)
-def test_pickles_of_other_things_are_refused(pickled, config, kind):
+def test_pickles_of_other_objects_refused(pickled, config, kind):
     path, tensors = pickled
     message, change = NOT_WEIGHTS[kind]
     torch.save(change(tensors), path / "pytorch_model.bin")
@@ -438,7 +438,7 @@ OTHER_PARTS = {
 
 
 @pytest.mark.parametrize("kind", OTHER_PARTS)
-def test_pickles_whose_parts_contradict_each_other(pickled, config, kind):
+def test_inconsistent_pickles_refused(pickled, config, kind):
     path, _ = pickled
     message, change = OTHER_PARTS[kind]
     rewritten(path / "pytorch_model.bin", change)
@@ -511,7 +511,7 @@ def test_tensor_in_two_shards_is_refused(sharded, config):
         load_directory(path, config)
 
 
-def test_shard_that_is_no_file(sharded, config):
+def test_shard_is_a_directory(sharded, config):
     path, _, _ = sharded
     (path / "part-1.safetensors").unlink()
     (path / "part-1.safetensors").mkdir()
@@ -543,26 +543,26 @@ def entry(begin, end, shape, dtype="F32"):
     ({"a": entry(0, 4, [1 << 4000, 0])}, 4), ({"a": entry(0, 4, [1] * 9)}, 4),
     ({"a": entry(0, 4, [1 << 63, 0])}, 4),
 ])
-def test_header_that_contradicts_its_file(tmp_path, header, size):
+def test_header_contradicting_its_file(tmp_path, header, size):
     path = raw_file(tmp_path / "m.safetensors", header, b"\0" * size)
     with pytest.raises(ModelError, match=r"m\.safetensors.*download it again"):
         read_header(path)
 
 
 @pytest.mark.parametrize("length", [0, 1 << 20, 1 << 40, (1 << 64) - 1])
-def test_header_length_that_lies(tmp_path, length):
+def test_wrong_header_length(tmp_path, length):
     with pytest.raises(ModelError, match=r"m\.safetensors"):
         read_header(raw_file(tmp_path / "m.safetensors", {"a": entry(0, 4, [1])}, b"\0" * 4, length))
 
 
-def test_pipes_are_not_waited_for(tmp_path):
+def test_pipes_do_not_block(tmp_path):
     for name, read in (("config.json", read_json), ("model.safetensors", read_header)):
         os.mkfifo(tmp_path / name)
         with pytest.raises(ModelError, match=f"{name} cannot be read: it is not a plain file"):
             read(tmp_path / name)
 
 
-def test_endless_shapes_are_not_multiplied(tmp_path):
+def test_huge_shapes_not_multiplied(tmp_path):
     path = raw_file(tmp_path / "m.safetensors", {"a": entry(0, 4, [9999] * 200_000)}, b"\0" * 4)
     began = time.process_time()
     with pytest.raises(ModelError, match="malformed"):
@@ -570,7 +570,7 @@ def test_endless_shapes_are_not_multiplied(tmp_path):
     assert time.process_time() - began < 1
 
 
-def test_giant_header_is_not_even_read(tmp_path):
+def test_giant_header_not_read(tmp_path):
     path = raw_file(tmp_path / "m.safetensors", {}, length=1 << 33)
     os.truncate(path, 1 << 34)
     tracemalloc.start()
@@ -660,7 +660,7 @@ def test_any_corruption_of_a_pickle_is_loaded_or_refused(small_pickle, data):
         tracemalloc.stop()
 
 
-def test_file_that_shrinks_while_it_is_read(monkeypatch, saved, config):
+def test_file_shrinking_while_read(monkeypatch, saved, config):
     path, _ = saved
 
     def shrink(done, total):

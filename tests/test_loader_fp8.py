@@ -54,12 +54,12 @@ def test_float8_numbers_stay_as_they_are() -> None:
     assert torch.equal(decoded(quantize_fp8("w", matrix)), matrix)
 
 
-def test_nothing_is_nothing() -> None:
+def test_zero_matrices() -> None:
     assert torch.equal(decoded(quantize_fp8("w", torch.zeros(2, 256))), torch.zeros(2, 256))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_is_refused(value: float) -> None:
+def test_nan_weights_refused(value: float) -> None:
     matrix = torch.ones(2, 256)
     matrix[1, 200] = value
     with pytest.raises(ModelError, match=r"'model\.w'.*not finite"):
@@ -87,7 +87,7 @@ def test_a_model_in_float8() -> None:
     assert {*kinds.values()} == {"plain", "Q8_0", "FP8"}
 
 
-def test_a_cpu_refuses_it() -> None:
+def test_fp8_refused_on_cpu() -> None:
     with pytest.raises(ConfigError, match="quant=fp8 is for NVIDIA GPUs: use q8_0"):
         EngineConfig(quant="fp8", device="cpu")
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_in_float8(config: ModelConfig, scales: torch.dtype, tmp_pa
             assert torch.equal(tensor, numbers[name].to(tensor.dtype)), name
 
 
-def test_its_numbers_are_those_of_transformers(tmp_path: Path) -> None:
+def test_dequantized_values_equal_transformers(tmp_path: Path) -> None:
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -188,7 +188,7 @@ def test_large_matrices_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())
 
 
-def test_it_runs(tmp_path: Path) -> None:
+def test_float8_checkpoint_runs(tmp_path: Path) -> None:
     """As the same numbers in float32, and quantized once more."""
     config = shape()
     for name in ("fp8", "plain"):
@@ -225,7 +225,7 @@ def test_a_draft_head_in_float8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
 @pytest.mark.parametrize("type", ["F32", "Q8_0"])
-def test_it_becomes_a_gguf_file(type: str, config: ModelConfig, tmp_path: Path) -> None:
+def test_float8_converts_to_gguf(type: str, config: ModelConfig, tmp_path: Path) -> None:
     numbers, files = checkpoint(config, tmp_path), open_model(tmp_path, progress=False)
     convert(files, tiny_texts(), "small", tmp_path / "m.gguf", type)
     found = open_model(tmp_path / "m.gguf", progress=False).load("float32", "cpu", None)
@@ -236,7 +236,7 @@ def test_it_becomes_a_gguf_file(type: str, config: ModelConfig, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
-def test_what_is_stored_in_float8_stays_so(config: ModelConfig, tmp_path: Path) -> None:
+def test_stored_float8_codes_kept(config: ModelConfig, tmp_path: Path) -> None:
     """Code by code, if it is asked for; rows that fit no tiles become plain numbers."""
     numbers = checkpoint(config, tmp_path)
     tensors = open_model(tmp_path, progress=False).float8_tensors("bfloat16", "cpu", None)
@@ -253,7 +253,7 @@ def test_what_is_stored_in_float8_stays_so(config: ModelConfig, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("size", [128, 144])
-def test_gates_and_other_halves_together(size: int, tmp_path: Path) -> None:
+def test_fused_halves_in_float8(size: int, tmp_path: Path) -> None:
     """Experts in one tensor stay in float8 where no block has rows of both."""
     config = replace(mixture(), experts=ExpertsConfig(3, 2, size, 144))
     numbers = checkpoint(config, tmp_path)
@@ -294,7 +294,7 @@ NAME = "model.layers.0.linear_attn.out_proj.weight"
      r"scales of shape \[2\]"),
     ({NAME: torch.zeros(256, 256).to(torch.float8_e5m2)}, "unknown|F8_E5M2"),
 ])
-def test_what_is_wrong_with_a_checkpoint_is_said(change: dict[str, torch.Tensor | None], match: str,
+def test_broken_checkpoints_named(change: dict[str, torch.Tensor | None], match: str,
                                                  tmp_path: Path) -> None:
     checkpoint(shape(), tmp_path)
     stored = {**load_file(tmp_path / "model.safetensors"), **change}
@@ -313,7 +313,7 @@ def test_other_quantizations_are_refused_by_name(change: dict[str, Any], inner: 
                             else {**own, **said})
 
 
-def test_experts_that_stay_in_their_files_are_refused(tmp_path: Path) -> None:
+def test_offloaded_float8_experts_refused(tmp_path: Path) -> None:
     checkpoint(mixture(), tmp_path)
     with pytest.raises(ConfigError, match="expert_memory is not possible with experts stored as F8_E4M3"):
         load(str(tmp_path), EngineConfig(dtype="bfloat16", memory="16MiB", expert_memory="1MiB"))

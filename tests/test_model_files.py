@@ -81,13 +81,13 @@ def test_a_file_of_ollama_has_the_same_numbers(tensors, tmp_path, caplog):
     assert set(load_packed(opened.gguf, opened.config)) == set(plain)
 
 
-def test_value_heads_in_another_order_are_refused(tensors, tmp_path):
+def test_other_value_head_order_refused(tensors, tmp_path):
     path = write(tmp_path / "m.gguf", {**metadata_of(ODD), "qwen35.ssm.v_head_reordered": False}, tensors)
     with pytest.raises(ModelError, match=r"v_head_reordered false is not supported: convert"):
         open_model(str(path))
 
 
-def test_shares_that_are_not_normalised_are_not_ignored(tmp_path):
+def test_unnormalised_expert_weights_respected(tmp_path):
     """Ollama has another key for them."""
     config = SHAPES["qwen3, experts"]
     weights = gguf_tensors(config, random_weights(config, "float32"))
@@ -98,7 +98,7 @@ def test_shares_that_are_not_normalised_are_not_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("pre", [None, "default"])
-def test_a_tokenizer_without_its_kind_is_that_of_the_architecture(pre, tmp_path):
+def test_pre_tokenizer_defaults_to_architecture(pre, tmp_path):
     whole = GgufFile.open(write(tmp_path / "m.gguf", {**metadata_of(ODD), **tokenizer_metadata(TINY)}, {"t": ZEROS})
                           ).metadata
     expected, metadata = tokenizer_from_gguf(whole), {**whole, "tokenizer.ggml.pre": pre}
@@ -111,7 +111,7 @@ def test_a_tokenizer_without_its_kind_is_that_of_the_architecture(pre, tmp_path)
     ("Q4_K_M/m-00001-of-00002.gguf", "mmproj-F16.gguf", True), ("gguf/Q8_0/m.gguf", "mmproj-BF16.gguf", True),
     ("a/b/c/m.gguf", "mmproj-F16.gguf", False), ("Q4/m.gguf", "other/mmproj-F16.gguf", False),
     ("Q4/m.gguf", "mmproj-other.gguf", False)])
-def test_a_tower_is_found_further_up(text, tower, found, tmp_path):
+def test_tower_in_parent_folder(text, tower, found, tmp_path):
     for name in (text, tower):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -123,14 +123,14 @@ def test_a_tower_is_found_further_up(text, tower, found, tmp_path):
 
 @pytest.mark.parametrize("others", [["config.json"], ["imatrix_unsloth.gguf"], ["mtp.safetensors"],
                                     ["mmproj-F16.gguf", "imatrix.dat", "config.json"]])
-def test_a_gguf_file_beside_others_is_the_model(others, tensors, tmp_path):
+def test_gguf_file_beside_config_files(others, tensors, tmp_path):
     write(tmp_path / "m.gguf", metadata_of(ODD), tensors)
     for name in others:
         (tmp_path / name).write_bytes(b"{}")
     assert open_model(tmp_path).path == tmp_path / "m.gguf"
 
 
-def test_weights_in_two_forms_are_read_once(copy):
+def test_duplicate_weight_formats_read_once(copy):
     expected = load_directory(copy, open_model(copy).config)
     shutil.copy(copy / "model.safetensors", copy / "consolidated.safetensors")
     (copy / "model.safetensors").rename(copy / "weights.safetensors")
@@ -266,7 +266,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_no_model_is_refused_with_its_cause(case, copy):
+def test_foreign_formats_refused_with_cause(case, copy):
     change, message = REFUSALS[case]
     change(copy)
     with pytest.raises(ModelError, match=message):
@@ -274,7 +274,7 @@ def test_what_is_no_model_is_refused_with_its_cause(case, copy):
         load_directory(opened.path, opened.config)
 
 
-def test_a_pointer_in_place_of_a_gguf_file(tmp_path):
+def test_git_lfs_pointer_refused(tmp_path):
     for name in ("m.gguf", "m.bin"):
         pointer(name)(tmp_path)
         with pytest.raises(ModelError, match=f"{name} is a git-lfs pointer"):

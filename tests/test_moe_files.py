@@ -88,13 +88,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], config: M
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_whole_and_single_tensors_are_the_same(tmp_path: Path, dtype: Any) -> None:
+def test_stacked_and_single_experts_equal(tmp_path: Path, dtype: Any) -> None:
     weights = random_weights(CONFIG, dtype)
     for name, tensors in (("ours", weights), ("split", split(weights)), ("fused", fused(weights))):
         assert_same(load_directory(saved(tmp_path / name, tensors), CONFIG, dtype), weights)
 
 
-def test_the_same_answers_from_every_file_to_the_bit(tmp_path: Path) -> None:
+def test_same_answer_from_every_format(tmp_path: Path) -> None:
     """Tensor by tensor, fused, and GGUF with and without fused gates and ups, as numbers and packed: equal logits.
 
     The decays are numbers that come through a logarithm unharmed, and the value heads are in one order everywhere."""
@@ -218,7 +218,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("case", MISSING)
-def test_what_is_missing_is_named(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_tensors_named(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     form, name, message = MISSING[case]
     tensors = {"split": split, "fused": fused}[form](random_weights(CONFIG, "float32"))
     del tensors[name]
@@ -229,7 +229,7 @@ def test_what_is_missing_is_named(tmp_path: Path, case: str, capsys: pytest.Capt
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_too_much_and_what_contradicts(tmp_path: Path) -> None:
+def test_surplus_and_contradicting_tensors(tmp_path: Path) -> None:
     whole = random_weights(CONFIG, "float32")
     layer = "model.layers.0.mlp.experts."
     cases: dict[str, dict[str, Tensor]] = {
@@ -247,7 +247,7 @@ def test_too_much_and_what_contradicts(tmp_path: Path) -> None:
         load_directory(saved(tmp_path / "model", split(whole)), dense)
 
 
-def test_a_shard_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = split(random_weights(CONFIG, "float32"))
     names = list(weights)
     directory = tmp_path / "model"
@@ -261,7 +261,7 @@ def test_a_shard_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "names the shard" in capsys.readouterr().err
 
 
-def test_a_token_cannot_pass_more_experts_than_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_per_token_within_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = saved(tmp_path / "model", split(random_weights(CONFIG, "float32")), {**TEXT, "num_experts_per_tok": 4})
     assert main(["inspect", str(directory)]) == 2
     assert "num_experts_per_tok (4) must be between 1 and num_experts (3)" in capsys.readouterr().err
@@ -319,7 +319,7 @@ def test_extracting_needs_little_memory(with_head: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("gates", [("gate",), ("shared_expert_gate",), ("gate", "shared_expert_gate")])
-def test_gates_that_a_head_lacks_are_those_of_the_last_attention_layer(
+def test_head_without_gates_uses_last_attention_layer(
         tmp_path: Path, gates: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     text = {**TEXT, "vocab_size": 3072, "num_hidden_layers": 8}
     config = ModelConfig.from_hf(text)
@@ -352,7 +352,7 @@ def test_an_expert_of_a_head_that_is_missing(tmp_path: Path) -> None:
 # What a token reads
 
 
-def test_inspect_counts_what_a_token_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_counts_bytes_per_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--random", "qwen3.5-35b-a3b", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["config"]["experts"] == "8 of 256 a token, 512 wide, and a shared one of 512"

@@ -46,7 +46,7 @@ def test_whole_prompt(pair: Pair, count: int) -> None:
     same_logits(pair.expected(tokens), pair.session().prefill(tokens, all_logits=True))
 
 
-def test_one_token_at_a_time_and_cut_anywhere(pair: Pair) -> None:
+def test_stepwise_and_chunked(pair: Pair) -> None:
     tokens = pair.prompt(70, seed=1)
     expected = pair.expected(tokens)
     same_logits(expected, stepwise_logits(pair.session(), tokens))
@@ -55,7 +55,7 @@ def test_one_token_at_a_time_and_cut_anywhere(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ops", ["reference", "torch"])
-def test_the_other_backends_too(pair: Pair, ops: str) -> None:
+def test_other_backends(pair: Pair, ops: str) -> None:
     tokens = pair.prompt(20, seed=2)
     slow = session_over(with_ops(pair.ours, backends()[ops]), budget=13)
     same_logits(pair.expected(tokens), slow.prefill(tokens, all_logits=True))

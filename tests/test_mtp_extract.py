@@ -68,7 +68,7 @@ def fails(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 # A directory
 
 
-def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extract_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "head.safetensors"
     assert main(["mtp", "extract", str(source), str(target), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -86,7 +86,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "mtp.safetensors").read_bytes() == target.read_bytes()
 
 
-def test_beside_another_model_it_is_its_head(source: Path, tmp_path: Path) -> None:
+def test_extracted_head_beside_another_model(source: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     save_file(random_weights(CONFIG), other / "model.safetensors")
@@ -135,7 +135,7 @@ def test_in_pieces_with_progress(source: Path, tmp_path: Path, monkeypatch: pyte
     assert max(reads) < max((source / name).stat().st_size for name in left_in(source))
 
 
-def test_what_the_command_refuses(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extract_command_refusals(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "mtp.safetensors"
     target.write_text("old")
     assert "exists; give --force to replace it" in fails(["extract", str(source), str(tmp_path)], capsys)
@@ -185,7 +185,7 @@ def test_sources_without_a_usable_head(source: Path, tmp_path: Path, capsys: pyt
     assert left_in(tmp_path) == ["m.gguf"]
 
 
-def test_a_file_that_ends_early_leaves_nothing(source: Path, tmp_path: Path) -> None:
+def test_truncated_source_leaves_no_file(source: Path, tmp_path: Path) -> None:
     checkpoint = directory_checkpoint(source)
 
     def read(name: str, offset: int, count: int) -> bytes:
@@ -293,14 +293,14 @@ def test_a_head_beside_the_shards_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     (RuntimeError("transfer broke"), "cannot be downloaded: RuntimeError: transfer broke"),
 ])
 @pytest.mark.parametrize("step", ["listing_error", "open_error", "read_error"])
-def test_refusals_say_what_to_do(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: str,
+def test_refusals_name_a_remedy(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: str,
                                  error: Exception, hint: str) -> None:
     setattr(hub, step, error)
     assert hint in fails(["extract", "org/name", "x.safetensors"], capsys)
     assert left_in(tmp_path) == []
 
 
-def test_names_that_are_directories_are_not_looked_up(hub: Hub, tmp_path: Path) -> None:
+def test_directories_not_looked_up_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "org").mkdir()
     hub.directory.rename(tmp_path / "org" / "name")
     assert open_checkpoint("org/name").place == Path("org/name") and not hub.asked

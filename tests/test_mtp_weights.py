@@ -64,7 +64,7 @@ def head() -> Tensors:
 # Names and shapes
 
 
-def test_the_config_says_how_many_layers() -> None:
+def test_config_counts_mtp_layers() -> None:
     plain = {"model_type": "qwen3_5_text", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8,
              "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
              "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 4,
@@ -81,7 +81,7 @@ def test_the_config_says_how_many_layers() -> None:
     assert ModelConfig.preset("0.8b").num_mtp_layers == 1 and ModelConfig.preset("qwen3-0.6b").num_mtp_layers == 0
 
 
-def test_shapes_are_those_of_a_public_checkpoint() -> None:
+def test_shapes_of_a_public_checkpoint() -> None:
     """Qwen3.5-27B's, as its index and headers say."""
     shapes = expected_head(ModelConfig.preset("27b"))
     layer = "mtp.layers.0."
@@ -186,7 +186,7 @@ def test_no_head(tmp_path: Path, trunk: Tensors, head: Tensors) -> None:
     assert head_in(files_of(tmp_path)) is None and files_of(tmp_path).head_kinds() == {}
 
 
-def test_the_models_own_head_comes_first(tmp_path: Path, trunk: Tensors, head: Tensors) -> None:
+def test_own_head_takes_precedence(tmp_path: Path, trunk: Tensors, head: Tensors) -> None:
     save_file({**trunk, **head}, tmp_path / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in head.items()}, tmp_path / "mtp.safetensors")
     assert_same(head, head_in(files_of(tmp_path)))
@@ -230,7 +230,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_is_wrong_is_named(tmp_path: Path, trunk: Tensors, head: Tensors, message: str) -> None:
+def test_wrong_tensors_named(tmp_path: Path, trunk: Tensors, head: Tensors, message: str) -> None:
     """Only to those who ask for the head."""
     tensors = dict(head)
     WRONG[message](tensors)
@@ -261,7 +261,7 @@ def test_wrong_files_are_named(tmp_path: Path, trunk: Tensors, head: Tensors) ->
         head_in(files_of(tmp_path))
 
 
-def test_a_file_of_the_usual_name_comes_first(tmp_path: Path, trunk: Tensors, head: Tensors) -> None:
+def test_usual_file_name_takes_precedence(tmp_path: Path, trunk: Tensors, head: Tensors) -> None:
     save_file(trunk, tmp_path / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in head.items()}, tmp_path / "a.safetensors")
     save_file(head, tmp_path / "mtp.safetensors")
@@ -271,7 +271,7 @@ def test_a_file_of_the_usual_name_comes_first(tmp_path: Path, trunk: Tensors, he
     assert_same(head, head_in(files_of(tmp_path)))
 
 
-def test_other_files_that_cannot_be_read_are_passed_over(tmp_path: Path, trunk: Tensors, head: Tensors,
+def test_unreadable_other_files_skipped(tmp_path: Path, trunk: Tensors, head: Tensors,
                                                          caplog: pytest.LogCaptureFixture) -> None:
     save_file(trunk, tmp_path / "model.safetensors")
     save_file(head, tmp_path / "z.safetensors")
@@ -350,7 +350,7 @@ def test_the_head_is_carried_over(tmp_path: Path) -> None:
     assert_same(head, head_in(gguf_files(tmp_path / "again.gguf")))
 
 
-def test_metadata_is_that_of_llama_cpps_converter(tmp_path: Path) -> None:
+def test_metadata_equals_llama_cpp(tmp_path: Path) -> None:
     config = replace(CONFIG, vocab_size=3072)
     path = converted(tmp_path / "model", config, random_head(config), "Q8_0").path
     reader = gguf.GGUFReader(path)
@@ -369,7 +369,7 @@ def test_metadata_is_that_of_llama_cpps_converter(tmp_path: Path) -> None:
     assert "qwen3.nextn_predict_layers" not in config_to_gguf(QWEN3)
 
 
-def test_a_model_without_its_head_is_written_without(tmp_path: Path) -> None:
+def test_head_can_be_omitted(tmp_path: Path) -> None:
     """Whatever its config announces: readers would look for the blocks."""
     config = replace(CONFIG, vocab_size=3072)
     files = converted(tmp_path / "model", config, {}, "F32")
@@ -387,7 +387,7 @@ def types_in(files: ModelFiles) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["BF16", "Q4_K_M", *(
     pytest.param(kind, marks=pytest.mark.slow) for kind in FILE_TYPES if kind not in ("F32", "F16", "BF16", "Q4_K_M"))])
-def test_the_head_keeps_eight_bits_unless_asked(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_head_keeps_eight_bits_by_default(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     head = random_head(BLOCKY)
     files = converted(tmp_path / "model", BLOCKY, head, kind)
     assert types_in(files) == {"BF16" if kind == "BF16" else "Q8_0"}

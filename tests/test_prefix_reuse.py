@@ -27,7 +27,7 @@ from deltic.engine.engine import Engine
 from deltic.params import PAGE, EngineRequest, SamplingParams
 
 
-def test_the_same_prompt_again_reads_nothing() -> None:
+def test_repeated_prompt_prefills_nothing() -> None:
     engine, prompt = engine_for(), numbers(1, 100, 500)
     first = serve(engine, greedy(prompt, 10))
     again = serve(engine, greedy(prompt, 10))
@@ -38,7 +38,7 @@ def test_the_same_prompt_again_reads_nothing() -> None:
 
 @pytest.mark.parametrize("changes", [{"logit_bias": {7: 100.0}}, {"repetition_penalty": 5.0}, {"min_tokens": 4},
                                      {"presence_penalty": 2.0}])
-def test_l8_what_one_request_changes_in_kept_logits_does_not_reach_the_next(changes: dict[str, Any]) -> None:
+def test_l8_kept_logits_are_not_changed_by_requests(changes: dict[str, Any]) -> None:
     engine, prompt = engine_for(), numbers(1, 100, 500)
     first = serve(engine, greedy(prompt, 3))
     serve(engine, greedy(prompt, 3, **changes, stop_token_ids=(first[("a", 0)].tokens[0],), ignore_eos=False))
@@ -84,7 +84,7 @@ def test_several_choices_share_one_prompt_and_all_answers_are_kept() -> None:
 
 
 @pytest.mark.parametrize("budget", [7, WHOLE])
-def test_six_that_arrive_together_read_their_common_prefix_once(budget: int) -> None:
+def test_six_simultaneous_prompts_prefill_their_prefix_once(budget: int) -> None:
     engine = engine_for(budget=budget)
     common = numbers(1, 400, 500)
     requests = [greedy((*common, *numbers(10 + i, 20 + i, 400)), 5, f"r{i}") for i in range(6)]
@@ -96,7 +96,7 @@ def test_six_that_arrive_together_read_their_common_prefix_once(budget: int) -> 
         same_tokens(reference(odd_runtime(), request.prompt, 5), found[(request.id, 0)].tokens)
 
 
-def test_identical_prompts_that_arrive_together_are_read_once() -> None:
+def test_identical_simultaneous_prompts_prefilled_once() -> None:
     engine, prompt = engine_for(), numbers(1, 150, 500)
     found = serve(engine, *(greedy(prompt, 12, f"r{i}") for i in range(5)))
     assert engine.stats.prompt_tokens == 150
@@ -104,7 +104,7 @@ def test_identical_prompts_that_arrive_together_are_read_once() -> None:
     assert len({tuple(answer.tokens) for answer in found.values()}) == 1
 
 
-def test_strangers_that_arrive_together_do_not_wait() -> None:
+def test_unrelated_simultaneous_prompts_do_not_wait() -> None:
     engine = engine_for(budget=WHOLE)
     for i in range(4):
         engine.add(greedy((*numbers(1, 20, 500), *numbers(20 + i, 60, 500)), 5, f"r{i}"))
@@ -177,7 +177,7 @@ def side_request(engine: Engine, seed: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [6, 7, 8])
-def test_side_requests_take_the_place_of_what_no_prompt_will_repeat(slots: int) -> None:
+def test_side_requests_evict_superseded_checkpoints(slots: int) -> None:
     """A long conversation, and after each turn a title: its last boundary survives in a pool for few states."""
     engine = engine_for(slots=slots, batch=1)
     for number in range(3, 9):
@@ -204,7 +204,7 @@ def test_side_requests_beside_a_running_conversation_do_not_take_its_last_checkp
     assert engine.runtime.cache.tree.cached_length((*last, 9)) == len(last)
 
 
-def test_positions_that_a_conversation_has_passed_go_first() -> None:
+def test_superseded_checkpoints_evicted_first() -> None:
     engine = engine_for(slots=24, batch=1)
     last = conversation(engine, 4)
     checkpoints = {one.done: one.likely_resume for one in tree_of(engine)._checkpoints if one.done <= len(last)}
@@ -223,7 +223,7 @@ def test_pinned_prompts_outlive_everything_else() -> None:
     assert engine.runtime.cache.tree.cached_length((*prompt, 1)) == 90
 
 
-def test_a_pinned_prompt_gives_way_rather_than_stop_everything(caplog: pytest.LogCaptureFixture) -> None:
+def test_pinned_prompt_yields_if_nothing_else_can(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_for(pages=8, slots=4, batch=1, context=8 * PAGE)
     prompt = numbers(3, 60, 400)
     serve(engine, greedy(prompt, 0))
@@ -246,7 +246,7 @@ def test_without_reuse_everything_is_read_again() -> None:
 
 @pytest.mark.parametrize("kind", POISONS)
 @pytest.mark.parametrize("params", [{}, {"n": 3}, {"max_tokens": 0}])
-def test_l3_a_prompt_with_sick_logits_leaves_nothing(kind: str, params: dict[str, Any]) -> None:
+def test_l3_prompt_with_nan_logits_leaves_nothing(kind: str, params: dict[str, Any]) -> None:
     engine = Engine(poison(POISONS[kind])(runtime_of(odd_runtime(), budget=16)))
     sick = greedy((*numbers(1, 40, SICK), SICK), 5, "sick", **params)
     found = serve(engine, replace(sick, stable_prefixes=(10, 20)))
@@ -255,7 +255,7 @@ def test_l3_a_prompt_with_sick_logits_leaves_nothing(kind: str, params: dict[str
     assert engine.runtime.cache.slots.free == engine.runtime.cache.slots.size
 
 
-def test_l3_an_answer_whose_logits_turn_sick_is_not_kept() -> None:
+def test_l3_answer_with_nan_logits_is_not_kept() -> None:
     """Its prompt was sound, and stays."""
     prompt = (*numbers(1, 40, SICK), 5)
     bias = greedy(prompt, 10, "sick", logit_bias={SICK: 100.0})
@@ -355,7 +355,7 @@ def test_l4_a_prompt_starts_although_its_own_prefix_fills_the_pool() -> None:
     same_tokens(reference(odd_runtime(), longer, 3), found[("a", 0)].tokens)
 
 
-def test_l1_an_exact_hit_that_is_preempted_at_once_draws_its_first_token_once() -> None:
+def test_l1_preempted_exact_hit_samples_first_token_once() -> None:
     """Two sequences take the last pages in the very step that admits it."""
     engine = engine_for(pages=6, slots=8, batch=3, context=96)
     exact = numbers(1, 16, 500)

@@ -224,7 +224,7 @@ def test_l6_resuming_at_every_border(model: str, kept: int) -> None:
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("kept", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in BORDERS])
 @pytest.mark.covering
-def test_l6_coming_back_from_a_tier_at_every_border(tier: str, kept: int, tmp_path: Path) -> None:
+def test_l6_resuming_from_a_tier_at_every_border(tier: str, kept: int, tmp_path: Path) -> None:
     """As above, but nothing is left in the pools: at most a page is read again, as no state is kept for so little."""
     runtime = odd_runtime()
     recorder, before = Recorder(runtime), 0
@@ -244,7 +244,7 @@ def test_l6_coming_back_from_a_tier_at_every_border(tier: str, kept: int, tmp_pa
 @pytest.mark.parametrize("model", RUNTIMES)
 @pytest.mark.parametrize("parting", [1, 16, 17, 40, 69])
 @pytest.mark.covering
-def test_l6_prompts_that_part_never_see_each_other(model: str, parting: int) -> None:
+def test_l6_diverging_prompts_do_not_mix(model: str, parting: int) -> None:
     """A prompt that leaves a kept one after `parting` tokens; the third of them resumes at a kept branch point."""
     runtime = RUNTIMES[model]()
     first = text(model)[:70]

@@ -278,7 +278,7 @@ def test_an_exact_end_serves_only_with_its_logits() -> None:
     assert checkpoint and checkpoint.logits == "logits" and len(tree) == 1
 
 
-def test_what_serves_stays_longer_than_what_does_not() -> None:
+def test_useful_checkpoints_stay_longer() -> None:
     tree = filled([page_of(1), page_of(2), page_of(3)])
     while tree.evictions < 20:
         checkpoint = tree.match((*page_of(1), 9)).checkpoint
@@ -300,7 +300,7 @@ def test_deep_positions_are_worth_more_than_shallow_ones() -> None:
                                      [(*page_of(1), 2), (*page_of(1), 3)], [(*page_of(1), 2), (*page_of(1), 3, 4)],
                                      [(1,) * 5, (*[1] * 4, 2, *range(30))]])
 @pytest.mark.parametrize("slot_tokens", [0.0, 2.0, 30.0])
-def test_saved_is_counted_from_the_prefixes_only(prompts: list[Prefix], slot_tokens: float) -> None:
+def test_saved_tokens_counted_from_prefixes(prompts: list[Prefix], slot_tokens: float) -> None:
     """None of these begins with another one, or only the later one does: all of its tokens are saved."""
     tree = filled(prompts, slot_tokens=slot_tokens)
     for prompt in prompts:

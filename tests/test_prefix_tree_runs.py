@@ -37,7 +37,7 @@ def test_the_garbage_collector_sees_objects_per_prompt_and_not_per_page(pages: i
 
 @pytest.mark.parametrize("kind", [tuple, list, lambda tokens: array("q", tokens)])
 @pytest.mark.parametrize("cuts", [(), range(PAGE, 100 * PAGE, 7 * PAGE), range(3, 100 * PAGE, 5 * PAGE + 1)])
-def test_prompts_part_anywhere_in_a_run(kind: Callable[[Prefix], Sequence[int]], cuts: Sequence[int]) -> None:
+def test_prompts_diverge_anywhere_in_a_run(kind: Callable[[Prefix], Sequence[int]], cuts: Sequence[int]) -> None:
     """A prompt of 100 pages, kept at its end and at `cuts`, and those that are its beginning and then another text."""
     prompt = tuple(range(100 * PAGE + 5))
     tree = filled([prompt, *(prompt[:cut] for cut in cuts)], pages=1000)
@@ -80,7 +80,7 @@ def nodes_of(tree: PrefixTree) -> int:
     return sum(1 for _ in tree._nodes())
 
 
-def test_a_run_is_whole_again_when_nothing_ends_within_it() -> None:
+def test_runs_are_joined_when_no_checkpoint_ends_inside() -> None:
     prompt = tuple(range(64 * PAGE))
     tree = filled([prompt, *(prompt[:end] for end in range(PAGE, len(prompt), PAGE))])
     last = tree.at(prompt)
@@ -94,7 +94,7 @@ def test_a_run_is_whole_again_when_nothing_ends_within_it() -> None:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_node_that_is_gone_still_tells_where_to_go_on(joined: bool) -> None:
+def test_removed_node_names_its_successor(joined: bool) -> None:
     """It has become a part of the run below it, or was given up; what was above it is known by it."""
     prompt, middle = tuple(range(40 * PAGE)), 20 * PAGE
     tree = filled([prompt[:PAGE], prompt[:middle], *([prompt] if joined else [])])

@@ -122,7 +122,7 @@ def test_text_comes_back() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
-def test_weights_are_those_that_transformers_reads() -> None:
+def test_weights_equal_transformers() -> None:
     """It reads GGUF files by itself, and puts the rows of queries and keys back by itself."""
     from transformers import AutoModelForCausalLM
 
@@ -134,7 +134,7 @@ def test_weights_are_those_that_transformers_reads() -> None:
 
 
 @KIND
-def test_logits_and_perplexity_are_those_of_transformers(kind: str) -> None:
+def test_logits_and_perplexity_equal_transformers(kind: str) -> None:
     expected, losses = theirs()
     session, found = Session(str(smollm2()), **options(kind)), []
     for tokens in windows():
@@ -205,7 +205,7 @@ def test_reuse_and_neighbours_change_no_bit(kind: str) -> None:
 
 @needs_kernels
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP does not name a llama-server")
-def test_answers_are_those_of_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_equal_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the first place where its two best tokens lie closer than 0.1."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
     import llama_cpp_agrees as peer
