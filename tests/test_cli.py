@@ -71,12 +71,12 @@ WITHOUT_ENGINE = {"compile", "cache", "completion", "connect", "convert", "docto
                   "rm"}
 
 
-def test_the_page_is_up_to_date():
+def test_cli_page_is_up_to_date():
     found = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert found == docs.page(), "docs/cli.md is stale: run `python -m deltic.cli.docs`"
 
 
-def test_variables_of_the_environment_are_in_the_documentation():
+def test_environment_variables_are_documented():
     read = {name for path in (ROOT / "deltic").rglob("*.py")
             for name in re.findall(r'environ\.get\("(\w+)"', path.read_text(encoding="utf-8"))}
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
@@ -297,7 +297,7 @@ def test_keywords_in_the_log_become_options(capsys):
                                        "where)\n")
 
 
-def test_text_keeps_everything_else():
+def test_text_arguments_keep_spaces_and_newlines():
     assert text(" \u00e9\n") == " \u00e9\n"
 
 

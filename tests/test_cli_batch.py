@@ -80,7 +80,7 @@ def test_answers_equal_those_of_the_server(tmp_path: Path, capsys: pytest.Captur
     assert "15 answers" in capsys.readouterr().err
 
 
-def test_think_is_the_default_for_lines_without_it(tmp_path: Path) -> None:
+def test_think_applies_to_lines_without_the_field(tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0, "max_tokens": 12}
     lines = [line("silent", CHAT, **asked), line("not", CHAT, **asked, enable_thinking=False)]
     source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
@@ -119,7 +119,7 @@ def test_wrong_lines_are_refused_before_loading(
     assert text in capsys.readouterr().err and not target.exists()
 
 
-def test_a_file_without_answers_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = write(tmp_path / "in.jsonl", *asked(1)), write(tmp_path / "other.txt", "notes")
     held = write(tmp_path / "held.jsonl")
     with held.open("rb") as file:
@@ -144,7 +144,7 @@ def test_a_missing_model_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["batch", str(source), str(target), "/no/such/model"]) == 2 and target.exists(), "it was there before"
 
 
-def test_a_process_without_the_lock_does_not_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_the_lock_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the file that another process has just made, nor does it write to one that was just deleted."""
     source, target = write(tmp_path / "in.jsonl", *asked(1)), tmp_path / "out.jsonl"
     lock = fcntl.flock
@@ -243,7 +243,7 @@ def test_requests_are_read_on_demand(tmp_path: Path) -> None:
     assert len(read(tmp_path / "out")) == 200 and 4 < most <= 8 and not running
 
 
-def test_a_full_server_is_retried_and_a_stopped_one_is_not(tmp_path: Path) -> None:
+def test_full_servers_are_retried_and_stopped_servers_are_not(tmp_path: Path) -> None:
     error = {"error": {"message": "the engine has stopped", "type": "server_error", "param": None, "code": None}}
     turns = [JSONResponse(error, 503, {"retry-after": "0"}), JSONResponse({"id": "x"}), JSONResponse(error, 503)]
 

@@ -190,7 +190,7 @@ def test_folders_that_the_environment_names(connect, home, monkeypatch):
     assert (home / "elsewhere/config.toml").is_file()
 
 
-def test_keys(home, capsys, monkeypatch):
+def test_keys_reach_the_settings(home, capsys, monkeypatch):
     with serving(tiny(), api_keys={"it's": "a"}) as server:
         command = ["connect", "codex", "--url", f"{server.url}/v1"]
         assert main(command) == 2 and "wants a key: give --api-key" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_a_full_disk_is_reported_by_name(place: Path, wanted: Any, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["out.npy"]
 
 
-def test_a_part_that_another_program_changes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_a_part_changed_by_another_program_is_an_error(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     encode, part = encoder_module.Encoder.encode, tmp_path / "out.npy.part"
 

@@ -44,7 +44,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *argv: Any) -> dict[str, Any]:
     return found
 
 
-def test_it_is_the_perplexity_of_the_whole_text(file: Path, chances: tuple[list[int], torch.Tensor],
+def test_perplexity_of_a_whole_text(file: Path, chances: tuple[list[int], torch.Tensor],
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     ids, scores = chances
     found = evaluate(capsys, file)

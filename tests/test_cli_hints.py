@@ -33,7 +33,7 @@ def test_help_fits_two_screens(capsys, monkeypatch):
         assert 5 < len(shown(capsys, command, "--help").splitlines()) <= 100, command
 
 
-def test_options_hidden_from_the_short_help_are_in_the_others(capsys):
+def test_long_help_has_all_options(capsys):
     short, whole = (shown(capsys, "serve", option) for option in ("-h", "--help-all"))
     options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", whole, re.MULTILINE))
     hidden = {name for name in options if name not in short}
@@ -71,7 +71,7 @@ def test_names_of_other_engines_get_a_hint(capsys):
         assert hint in fails(argv, capsys), argv
 
 
-def test_every_hint_names_an_option_that_there_is():
+def test_hints_name_existing_options():
     known = {name for command in COMMANDS for name in command_parser(command)._option_string_actions}
     for table in foreign_names().values():
         for theirs, ours in table.items():
@@ -81,7 +81,7 @@ def test_every_hint_names_an_option_that_there_is():
     assert names <= set(COMMANDS)
 
 
-def test_no_option_has_a_foreign_name():
+def test_options_have_no_foreign_names():
     """A hint would never be shown for one that exists."""
     known = {name for name in command_parser("serve")._option_string_actions if name.startswith("--")}
     assert not known & {name for table in foreign_names().values() for name in table}
@@ -148,7 +148,7 @@ models = {small = "qwen3.5:0.8b"}
 
 
 @pytest.mark.parametrize("suffix", FILE)
-def test_a_file_has_the_options_of_the_command_line(suffix, tmp_path, monkeypatch):
+def test_options_in_a_file(suffix, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("deltic.cli.serve.run_serve", lambda args: seen.append(args) or 0)
     path = tmp_path / f"serve{suffix}"

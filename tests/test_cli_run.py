@@ -173,7 +173,7 @@ def test_text_is_printed_at_once(monkeypatch):
     assert sys.stdout.flushes == 3
 
 
-def test_rates():
+def test_rates_of_an_answer():
     assert AnswerTiming(1.0, 11, 2.0, 1, 7.0).timings() == {
         "time_to_first_token_ms": 1000.0, "total_ms": 6000.0, "tokens_per_second": 2.0}
     assert AnswerTiming(1.0, 0, None, 0, 2.0).timings() == {

@@ -224,7 +224,7 @@ def test_equal_seeds_draw_equal_tokens() -> None:
     assert set(drawn) <= set(range(50)) and len(set(drawn)) > 30 and same(200) != drawn
 
 
-def test_a_message_drops_the_thinking_of_the_steps_before() -> None:
+def test_agent_messages_drop_earlier_thinking() -> None:
     script = SCENARIOS["agent"].script(Sizes(30, 5, 8, 5), drawing(0, 1000))
     group, prompts = advance(script, None), []
     while group:
@@ -307,14 +307,14 @@ def test_medians_are_taken_number_by_number() -> None:
     assert medians([run(1, 5.0, None)]) == run(1, 5.0, None)
 
 
-def test_a_grid_has_words_left_and_numbers_right() -> None:
+def test_grids_align_text_left_and_numbers_right() -> None:
     rows = [{"request": "turn 1", "prompt_tokens": 1200, "share": None},
             {"request": "x", "prompt_tokens": 7, "share": 0.5}]
     assert grid(rows).splitlines() == ["request  prompt tokens  share", "turn 1           1,200      -",
                                        "x                    7    0.5"]
 
 
-def test_types_fit() -> None:
+def test_scenario_types() -> None:
     """The types of a script and a model."""
     model: Restartable = Fixed()
 

@@ -111,7 +111,7 @@ def test_dev_null_is_not_a_prompt(read_words):
         assert read_words(null.fileno(), "1/2") == ("tiny", "1/2")
 
 
-def test_a_reader_that_leaves_ends_the_command():
+def test_a_closed_pipe_ends_the_command():
     done = subprocess.run(["sh", "-c", '"$@" | head -c 1', "sh", sys.executable, "-c", ECHO, "run", "x" * 120_000],
                           cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "(" and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
@@ -135,7 +135,7 @@ def test_a_model_without_a_prompt_is_a_chat_on_a_terminal_alone(monkeypatch):
             run.model_and_prompt(word, None)
 
 
-def test_text_is_a_prompt_wherever_it_is_typed(monkeypatch):
+def test_text_is_a_prompt_with_and_without_a_terminal(monkeypatch):
     for terminal in (False, True):
         monkeypatch.setattr(run, "on_terminal", lambda found=terminal: found)
         for word in PROMPTS:
@@ -184,14 +184,14 @@ def test_devices_and_directories_are_not_read(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_locale_without_letters_changes_no_prompt(monkeypatch):
+def test_prompts_are_utf8_in_every_locale(monkeypatch):
     monkeypatch.setattr(os, "fsencode", lambda given: given.encode("ascii", "surrogateescape"))
     assert text("Gr\udcc3\udcbc\udcc3\udc9fe") == "Gr\u00fc\u00dfe"
     with pytest.raises(ArgumentTypeError, match="not valid UTF-8"):
         text("caf\udce9")
 
 
-def test_errors_move_no_cursor(capsys):
+def test_control_characters_in_errors_are_escaped(capsys):
     assert main(["convert", "tiny", "\x1b[2J\u202ex"]) == 2
     assert "\\x1b[2J\\u202ex must end in .gguf" in capsys.readouterr().err
 
@@ -218,7 +218,7 @@ def test_json_has_the_finish_reason_of_calls():
     (True, {"TERM": "xterm"}, True, True), (True, {"TERM": "dumb"}, False, False),
     (False, {"TERM": "xterm"}, False, False),
     (True, {"TERM": "xterm", "NO_COLOR": "1"}, False, True), (True, {"TERM": "xterm", "NO_COLOR": ""}, True, True)])
-def test_escapes_go_where_they_are_understood(terminal, variables, colors, escapes, monkeypatch, capsys):
+def test_colors_depend_on_the_terminal(terminal, variables, colors, escapes, monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

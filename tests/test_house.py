@@ -1,4 +1,4 @@
-"""How the house is built: imports go one way, light doors, small rooms, full backends."""
+"""The structure of the package: directions of imports, sizes of files and functions, complete backends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALLOWED = {
     "llm_plugin": set(), "lm_eval_plugin": {"chat", "llm", "params"},
     "cli": {"chat", "embeddings", "engine", "export", "llm", "runner", "server", "spec_decode", *_STEP},
 }
-"""The rooms that a room may import from, besides itself."""
+"""The packages that a package may import, besides itself."""
 
 
 def room(path: Path) -> str:
@@ -62,7 +62,7 @@ def walk(tree: ast.AST) -> Iterable[ast.AST]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything imported, wherever the import stands."""
+    """Line and full name of every import, also of those in functions."""
     for node in walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -173,7 +173,7 @@ def test_the_public_names() -> None:
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS, LINE_WIDTH = 560, 60, 8, 120
 ORACLE = {"deltic/ops/reference.py": 670}
-"""The oracle is one file on purpose: every op in one place, to be read beside the papers."""
+"""The reference ops are one file on purpose, to be read beside the papers."""
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -201,14 +201,14 @@ def test_functions_are_small() -> None:
 
 
 def test_functions_take_few_parameters() -> None:
-    """Only the oracle's ring replay and the torch functions that spell out a formula's symbols may have nine."""
+    """The reference replay of delta logs may have nine."""
     many = {f"{shown(path)} {function.name}": count for path, tree in TREES.items()
             for function in functions(tree) if (count := parameters(function)) > PARAMETERS}
     assert not {name: count for name, count in many.items()
                 if not (name == "deltic/ops/reference.py gated_delta_replay" and count == 9)}
 
 
-def test_the_measures_measure() -> None:
+def test_parameters_are_counted() -> None:
     function = next(functions(ast.parse("def f(self, a, /, b, *c, d=1, **e):\n    return 1\n")))
     assert parameters(function) == 5
 
@@ -225,8 +225,8 @@ def test_every_backend_serves_every_op() -> None:
     assert set(explain(known["reference"]).values()) == {"reference"}
 
 
-def test_nothing_in_the_oracle_is_borrowed() -> None:
-    """What ref is compared with must not be ref, nor the other way round, but for the keyed noise both must share."""
+def test_the_reference_shares_no_code() -> None:
+    """The reference and the backends that are compared with it share only records and the keyed noise."""
     shared = tuple(f"deltic.ops.{name}" for name in ("types", "encoder", "mtp", "noise", "quantized"))
     wrong = [name for _, name in imports(TREES[ROOT / "ops" / "reference.py"])
              if name.startswith("deltic.ops.") and not name.startswith(shared)]
@@ -236,9 +236,9 @@ def test_nothing_in_the_oracle_is_borrowed() -> None:
 # Tests
 
 
-def test_tests_on_a_card_need_few_packages() -> None:
-    """`make test-gpu` runs with the Python that is there, which may have none of the clients and oracles of other
-    tests: what files there import, themselves or by others, when they are collected."""
+def test_gpu_tests_need_few_packages() -> None:
+    """`make test-gpu` runs with the Python of the machine, which may lack the clients and oracles of other tests. The
+    imports of the GPU tests count, and those of the test modules that they import."""
     place = Path(__file__).parent
     files = [path.stem for path in place.glob("test_cuda_*.py")] + ["test_same_answer", "conftest"]
     seen, packages = set[str](), set[str]()
@@ -258,7 +258,7 @@ def test_tests_on_a_card_need_few_packages() -> None:
 # Words
 
 
-def test_no_unfinished_business() -> None:
+def test_no_todo_markers() -> None:
     pattern = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|breakpoint\(|pdb")
     found = [f"{shown(path)}:{number}" for path in FILES
              for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if pattern.search(line)]
@@ -266,7 +266,7 @@ def test_no_unfinished_business() -> None:
 
 
 def test_messages_name_options_as_python_has_them() -> None:
-    """In backquotes; the command line shows them as they are typed there (`cli.parser.as_typed`)."""
+    """In backquotes; the command line replaces them by options (`cli.parser.as_typed`)."""
     options = [*fields(EngineConfig), *fields(Limits), *fields(ChatConfig)]
     names = [option.name.replace("_", "-") for option in options] + ["chat-template"]
     typed = re.compile(rf"--(no-)?({'|'.join(names)})\b")

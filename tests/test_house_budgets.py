@@ -15,7 +15,7 @@ LINES = {
     ".": 1850,
     "cache": 4100,
     "chat": 6850,
-    "cli": 5550,
+    "cli": 4900,
     "config": 1700,
     "embeddings": 2700,
     "engine": 3450,
@@ -29,7 +29,7 @@ LINES = {
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 300
+FILES_AT_MOST = 291
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20
@@ -46,7 +46,7 @@ WORDS = {
     "are told": 0,
     "what is left": 0,
     "as of": 7,
-    "of which": 25,
+    "of which": 24,
     "those that": 28,
     "whether": 25,
 }

@@ -1,5 +1,5 @@
-"""No hidden state: what a model computes depends on its own objects alone, not on what else the process has loaded or
-done. Whatever is shared by a whole process stands in a list here, with the reason why it may be."""
+"""No hidden state: the results of a model depend only on its own objects, not on other models or earlier calls in the
+process. Everything that a whole process shares is listed here with a reason."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ CACHES = {
     "deltic/chat/template.py _compile": "a compiled template",
     "deltic/loader/mtp_head.py opened": "lives as long as one checkpoint is being read",
 }
-"""Functions that remember their results."""
+"""Functions that cache their results."""
 CHANGED = {
     "deltic/export/tvm/runtime.py sys": "while one package is imported, which would import torch if it could",
     "deltic/cli/process.py sys": "a command without standard streams gets some",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
 }
-"""Places that change what belongs to a module or a class."""
+"""Functions that change objects of a module or a class."""
 MADE = {
     "deltic/export/tvm/artifact.py Lock": "TVM has one cache of parameters for the process",
     "deltic/cache/offload/types.py AcceptAllItems": "it has no fields",
@@ -77,14 +77,14 @@ SETTINGS = {
     "deltic/threads.py setpriority": "of the calling thread alone",
     "deltic/loader/dummy.py manual_seed": "of a generator of its own",
 }
-"""Calls that set something for more than an object."""
+"""Calls that change the state of the process."""
 VARIABLES = {
     "completed": "of the compiler's start code", "__dso_handle": "of the compiler's start code",
     "__TMC_END__": "of the compiler's start code", "DW.ref": "addresses for exceptions",
     "__cpu_model": "what the processor can do", "__cpu_features2": "what the processor can do",
     "_ZZNSt8__detail18__waiter_pool_base": "how the standard library lets threads sleep",
 }
-"""Beginnings of names of what the native library may have in writable memory."""
+"""Beginnings of the names of variables that the native library may have."""
 
 SETTERS = frozenset((
     "set_num_threads", "set_num_interop_threads", "manual_seed", "seed", "set_default_dtype", "set_default_device",
@@ -154,7 +154,7 @@ _WRITES = (ast.Assign, ast.Delete, ast.AugAssign, ast.AnnAssign, ast.Call, ast.G
 
 
 def targets(node: ast.AST) -> list[ast.expr]:
-    """What a statement writes to that is not a plain name."""
+    """The attributes and items that a statement writes to."""
     found = node.targets if isinstance(node, ast.Assign | ast.Delete) else (
         [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else [])
     flat = [part for one in found for part in (one.elts if isinstance(one, ast.Tuple | ast.List) else [one])]
@@ -226,22 +226,22 @@ def made(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name_of(part.func)
 
 
-def test_nothing_changes_what_belongs_to_a_module() -> None:
+def test_functions_change_no_module_state() -> None:
     found = {f"{shown(path)} {name}": line for path, tree in TREES.items() for line, name in changes(tree)}
     assert found.keys() == CHANGED.keys(), found
 
 
-def test_modules_hold_nothing_that_can_change() -> None:
+def test_modules_hold_no_mutable_objects() -> None:
     found = {f"{shown(path)} {name}": line for path, tree in TREES.items() for line, name in made(tree.body)}
     assert found.keys() == MADE.keys(), found
 
 
-def test_functions_that_remember_have_a_reason() -> None:
+def test_cached_functions_are_listed() -> None:
     found = {f"{shown(path)} {name}" for path, tree in TREES.items() for name in caches(tree)}
     assert found == CACHES.keys()
 
 
-def test_nothing_is_set_for_the_whole_process() -> None:
+def test_process_wide_settings_are_listed() -> None:
     found = {f"{shown(path)} {name_of(node.func)}" for path, tree in TREES.items() for node in walk(tree)
              if isinstance(node, ast.Call) and name_of(node.func) in SETTERS}
     assert found == SETTINGS.keys()
@@ -285,7 +285,7 @@ DECLARES_NO_VARIABLE = re.compile(r"(using|typedef|struct|union|class|enum|templ
 
 
 def statements(text: str) -> Iterator[tuple[str, bool]]:
-    """What stands before each `;` and `{`, and whether it stands outside of functions and classes."""
+    """Yields the text before each `;` and `{`, and True outside of functions and classes."""
     text = re.sub(r'//[^\n]*|/\*.*?\*/|^[ \t]*#(?:[^\n\\]|\\.)*|"(?:[^"\\\n]|\\.)*"', " ", text,
                   flags=re.DOTALL | re.MULTILINE)
     scopes, start = [True], 0

@@ -1,4 +1,4 @@
-"""What someone meets who installs the package: names, types, and a page whose links lead somewhere."""
+"""The package and its pages: public names, types, links, examples."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_dir_has_the_public_names_and_loads_nothing() -> None:
     assert set(deltic.__all__) <= set(names.split()) and loaded == "False"
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_is_typed() -> None:
     assert (Path(deltic.__file__).parent / "py.typed").exists()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert "Typing :: Typed" in project["classifiers"]
 
 
-def test_the_readme_has_no_links_that_a_package_page_breaks() -> None:
-    """Pictures may be relative: a page without them shows what they are called."""
+def test_readme_links_are_absolute() -> None:
+    """Pictures may be relative: pages that cannot show them show their names."""
     relative = re.findall(r"(?<!!)\[[^]]*\]\((?!https://)([^)]+)\)", README)
     assert not relative
 
@@ -47,7 +47,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     broken = []
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]:
         text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -59,12 +59,12 @@ def test_links_lead_somewhere() -> None:
     assert not broken
 
 
-def test_the_plot_is_that_of_the_results() -> None:
+def test_the_plot_is_up_to_date() -> None:
     plot = runpy.run_path(str(ROOT / "bench" / "plot.py"))
     assert (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8") == plot["svg"]()
 
 
-def test_what_is_tested_is_within_the_bounds() -> None:
+def test_tested_versions_are_within_the_bounds() -> None:
     """`make test-lowest` runs the lowest versions, the other tests those of constraints.txt."""
     pinned = dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
     names = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
@@ -77,7 +77,7 @@ def test_what_is_tested_is_within_the_bounds() -> None:
     assert all((ROOT / "tests" / f"{name}.py").is_file() for name in lowest_versions.CORE)
 
 
-def test_blocks_of_python_can_be_pasted() -> None:
+def test_python_blocks_compile() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
     blocks = [(path.name, block) for path in pages
               for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)]
@@ -86,7 +86,7 @@ def test_blocks_of_python_can_be_pasted() -> None:
         compile(block, name, "exec")
 
 
-def test_the_block_of_python_in_the_readme_runs_without_a_server() -> None:
+def test_the_readme_example_runs_without_a_server() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     loaded = "import sys; print({'starlette', 'uvicorn', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", f"{block}\n{loaded}"], cwd=ROOT, capture_output=True, text=True)
@@ -94,19 +94,19 @@ def test_the_block_of_python_in_the_readme_runs_without_a_server() -> None:
     assert done.stdout.startswith("The capital of France is Paris.") and done.stdout.endswith("= 2.\nset()\n")
 
 
-def test_the_files_that_the_readme_names_are_there() -> None:
+def test_files_named_in_the_readme_exist() -> None:
     named = re.findall(r"`((?:docs|bench|examples|tests)/[\w./-]+)`", README)
     assert len(named) > 5 and not [name for name in named if not (ROOT / name).exists()]
 
 
-def test_the_page_of_the_kernels_names_every_op_and_source() -> None:
+def test_kernels_page_names_every_op_and_source() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     names = [op.name for op in fields(Ops)] + [path.name for path in (ROOT / "csrc").iterdir()]
     assert not [name for name in names if f"`{name}`" not in page]
 
 
 @pytest.mark.parametrize("kind", [deltic.LLM, deltic.Session])
-def test_the_page_about_python_names_all_that_can_be_called(kind: type) -> None:
+def test_python_page_names_every_method_and_parameter(kind: type) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     names = {name for name in dir(kind) if not name.startswith("_")} | {*inspect.signature(kind).parameters}
     assert not {name for name in names - {"model", "options"} if not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", page)}

@@ -96,9 +96,6 @@ def _profile(engine: Engine, case: Case, seed: int) -> Profile:
     return profile
 
 
-# One run
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """`batch` sequences of so many prompt tokens and new tokens."""
@@ -180,9 +177,6 @@ def check_room(llm: LLM, case: Case, asked: str = "--prompt-tokens and --new-tok
     if case.batch > memory.max_batch:
         raise UsageError(f"--batch {case.batch} is more than the {memory.max_batch} sequences that can run at the same "
                          "time: ask for fewer, or raise --max-batch or --memory")
-
-
-# Report
 
 
 def _report(llm: LLM, case: Case, runs: Sequence[Measurement]) -> dict[str, Any]:

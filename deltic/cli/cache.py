@@ -25,9 +25,6 @@ _ACTIONS = {"ls": "list the prefixes, last used first", "stats": "show totals fo
 _SHORT, _DAY = 12, 86400
 
 
-# Models
-
-
 def add_pull(parser: argparse.ArgumentParser) -> None:
     parser.description = ("Download a model from the Hugging Face hub, or its missing files. The checksum of every "
                           "file is compared.")
@@ -92,9 +89,6 @@ def run_rm(args: argparse.Namespace) -> int:
         return 1
     print(f"deleted {args.model}{revisions}: {size_of(delete(doomed))} are free again")
     return 0
-
-
-# Conversations
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

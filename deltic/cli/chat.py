@@ -150,8 +150,6 @@ class ChatState:
             if name in ("", known):
                 note(f"{known} {_shown(known, current)}")
 
-    # Files
-
     def _save(self, path: Path) -> str:
         """Writes the messages as the body of a request. Overwrites only conversations."""
         if path.exists():
@@ -183,8 +181,6 @@ class ChatState:
             self._llm.chat_processor.chat([{"role": "user", "content": [part, {"type": "text", "text": "?"}]}])
         self._pictures.append(part)
         return f"{path.name} goes with the next message"
-
-    # Answers
 
     def _answer(self, question: Message) -> None:
         """Answers, and keeps question and answer unless the answer failed."""

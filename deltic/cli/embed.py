@@ -108,9 +108,6 @@ def _open_encoder(args: argparse.Namespace, task: Task, **more: Any) -> Encoder:
                        progress=bar.update, **more, **given)
 
 
-# Texts
-
-
 def read_texts(file: BinaryIO, jsonl: bool) -> Iterator[str]:
     """Yields the text of each line. Raises UsageError with the number of a wrong line."""
     for number, line in numbered_lines(file):
@@ -132,9 +129,6 @@ def _json_text(line: str, number: int) -> str:
 def _source(given: str) -> str:
     """An existing file, a pipe, or - for standard input."""
     return given if given == "-" else str(existing_file(text(given)))
-
-
-# Vectors in a file
 
 
 def _write_vectors(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:

@@ -81,9 +81,6 @@ def _check(args: argparse.Namespace) -> None:
                         "--json": args.json}, "the prompt is missing: {} needs one (write deltic run MODEL PROMPT)")
 
 
-# The prompt
-
-
 def model_and_prompt(first: str | None, second: str | None) -> tuple[str | None, str | None]:
     """Tells model and prompt apart. Without a prompt it comes from stdin, or a chat begins.
 
@@ -140,9 +137,6 @@ def _read_prompt(given: str) -> str:
     if not prompt:
         raise UsageError("the prompt is empty" + (": nothing came on stdin" if given == "-" else ""))
     return prompt
-
-
-# The answer
 
 
 def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingParams) -> Stream:

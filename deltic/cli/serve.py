@@ -135,9 +135,6 @@ def run_serve(args: argparse.Namespace) -> int:
     return 0
 
 
-# Connections
-
-
 def _listener(args: argparse.Namespace) -> socket.socket:
     from deltic.server.run import listen, listen_unix
 
@@ -179,9 +176,6 @@ def _request_log(args: argparse.Namespace) -> RequestLog | None:
     from deltic.server.records import RequestLog
 
     return RequestLog(args.request_log, args.log_text)
-
-
-# Encoders
 
 
 def _is_for_chat(args: argparse.Namespace) -> bool:
@@ -239,9 +233,6 @@ def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[Embeddin
         encoder = Encoder(model, progress=bar.update, **settings)
     with encoder:
         yield EmbeddingService(name or (path.resolve().name if path.exists() else model), encoder)
-
-
-# Chat models
 
 
 def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:
