@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(place: Path) -> dict[str, tuple[Path, Any]]:
-    """Directories and transformers' models by family."""
+    """Returns directories and transformers' models by family."""
     for family in FAMILIES:
         save_encoder(place / family, family)
     return {family: (place / family, transformers_model(place / family)) for family in FAMILIES}
@@ -234,7 +234,7 @@ def test_a_reranker_scores_pairs(tmp_path: Path, family: str, way: str) -> None:
 
 
 def test_only_bert_has_token_types(tmp_path: Path) -> None:
-    """As in transformers, whose tokenizers of RoBERTa give none."""
+    """As in transformers, whose RoBERTa tokenizers return none."""
     for family in FAMILIES:
         save_encoder(tmp_path / family, family, labels=1, type_vocab_size=1)
     typed = tokenizer("xlm-roberta")
@@ -263,7 +263,7 @@ def test_long_pairs_are_truncated_as_by_tokenizers(plain: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
 def test_control_tokens_in_texts_are_plain_text(plain: dict[str, Any], family: str) -> None:
-    """Of texts, queries and documents; those of the model's own prompt stay, and other texts have the ids they had."""
+    """In texts, queries and documents. Those of the model's own prompt keep their meaning."""
     backend = tokenizer(family)
     spelled = [token.content for token in backend.get_added_tokens_decoder().values()]
     hostile = "w1 " + " ".join(spelled) + " w2" + spelled[-1]
@@ -280,7 +280,7 @@ def test_control_tokens_in_texts_are_plain_text(plain: dict[str, Any], family: s
 
 
 def test_control_tokens_of_chat_models_are_plain_text() -> None:
-    """Special ones and markup, as byte-level vocabularies write them: the pieces are those of the text itself."""
+    """Special tokens and markup of a byte-level vocabulary are encoded as plain text."""
     texts = EncoderTokenizer.read(TINY / "tokenizer.json", 500)
     words = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     added = {token.content: id for id, token in words.get_added_tokens_decoder().items()}
@@ -330,7 +330,7 @@ def test_bge_m3_shape(tmp_path: Path) -> None:
 
 
 def test_weights_in_a_pickle(tmp_path: Path, plain: dict[str, Any]) -> None:
-    """The same vectors; what is more than tensors is not opened."""
+    """Equal vectors; a pickle with more than tensors is refused."""
     save_encoder(tmp_path, "bert", safe=False)
     with Encoder(tmp_path) as encoder, Encoder(plain["bert"][0]) as other:
         assert (encoder.encode(TEXTS) == other.encode(TEXTS)).all()
@@ -382,7 +382,7 @@ def test_concurrent_calls_and_close(plain: dict[str, Any]) -> None:
 
 
 def test_progress_exceptions_reach_only_their_caller(plain: dict[str, Any]) -> None:
-    """Also if it is no Exception; other jobs and later calls go on."""
+    """Also BaseExceptions. Other jobs and later calls continue."""
     def leave(_: int) -> None:
         raise SystemExit("enough")
 
@@ -443,7 +443,7 @@ def test_unreferenced_encoder_is_freed(plain: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_encoder_in_fork_is_refused(plain: dict[str, Any]) -> None:
-    """It closes, and ends, without waiting for a thread that is not there, or a lock that it held."""
+    """The fork closes and exits without waiting for the missing thread or its lock."""
     with Encoder(plain["bert"][0]) as encoder:
         encoder.encode("w1")
         with encoder.batcher._changed:
@@ -573,7 +573,7 @@ def test_broken_directory_is_refused(plain: dict[str, Any], tmp_path: Path, case
 
 @pytest.mark.parametrize("panics", [False, True])
 def test_invalid_tokenizer_is_refused(panics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the library panics, which is no Exception."""
+    """Also if the library panics, which raises no Exception."""
     if panics:
         def panic(stored: str) -> None:
             raise type("PanicException", (BaseException,), {})("index out of bounds")
@@ -583,7 +583,7 @@ def test_invalid_tokenizer_is_refused(panics: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_q8_0_scales_favour_outlier_columns() -> None:
-    """Of a block with a column that weighs much, that column is more exact, and the others are as good as before."""
+    """A heavy column of a block becomes more exact, and the others hardly less."""
     from deltic.embeddings.weights import q8_0_blocks
     from deltic.loader.gguf.blocks import BY_NAME, decode
 
@@ -598,7 +598,7 @@ def test_q8_0_scales_favour_outlier_columns() -> None:
 
 
 def test_q8_0_with_outlier_columns(tmp_path: Path) -> None:
-    """As trained encoders have them: a channel whose states are many times those of the others."""
+    """One channel has states many times larger than the others, as in trained encoders."""
     save_encoder(tmp_path, "bert", hidden_size=288, num_attention_heads=4, intermediate_size=512,
                          initializer_range=0.05)
     edit_weights(tmp_path, lambda name, tensor: "LayerNorm" in name and tensor[37].fill_(

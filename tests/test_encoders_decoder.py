@@ -78,7 +78,7 @@ def test_instruction_is_prefilled_once(saved: tuple[Path, Any, Tokenizer]) -> No
 @pytest.mark.parametrize("shares", [False, True])
 def test_each_key_owner_prefills_its_instruction(
         saved: tuple[Path, Any, Tokenizer], tmp_path: Path, shares: bool) -> None:
-    """The time to a vector would else say what another has embedded."""
+    """Otherwise the response time would reveal what another client has embedded."""
     directory, vectors = tmp_path / "copy", list[Any]()
     shutil.copytree(saved[0], directory)
     save_recipe(directory, "lasttoken")
@@ -211,7 +211,7 @@ def test_gguf_pooling(saved: tuple[Path, Any, Tokenizer], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3.5-0.8b"])
 def test_chat_model_on_gpu_gets_the_remaining_memory(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of texts takes what one text and a step need, not half of the card, and serves as many at once."""
+    """An embedding decoder reserves memory for one text and a step, not half of the card."""
     free = total = 139 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     config, options = ModelConfig.preset(shape), EngineConfig(device="cuda")

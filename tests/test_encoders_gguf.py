@@ -1,4 +1,4 @@
-"""Encoders in GGUF files: what we write, gguf-py reads; what llama.cpp's converter writes, we read."""
+"""Encoders in GGUF files: gguf-py reads ours, and deltic reads those of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAID = [*TEXTS, "unlikely, w1w2", "W3 ünlike", "  w5   w6  ", "一w7"]
 
 
 def wordpiece() -> Tokenizer:
-    """As all-MiniLM-L6-v2 has it, with few words."""
+    """The tokenizer of all-MiniLM-L6-v2 with few words."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *PIECES]
     made = Tokenizer(models.WordPiece({name: id for id, name in enumerate(names)}, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -37,7 +37,7 @@ def wordpiece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As bge-m3 has it, without the table of characters."""
+    """The tokenizer of bge-m3 without the character table."""
     names = ["<s>", "<pad>", "</s>", "<unk>", "▁", *(f"▁{word}" for word in WORDS[:100]), "w", "un", "▁un", "like",
              *"0123456789abcdefgh,", "ly"]
     made = Tokenizer(models.Unigram([(name, 0.0 if id < 4 else -2.0 - 0.01 * id) for id, name in enumerate(names)], 3,
@@ -106,7 +106,7 @@ def test_gguf_py_reads_converted_file(place: Path, tmp_path: Path, family: str) 
 
 
 def theirs(path: Path, directory: Path, family: str, pooling: gguf.PoolingType = gguf.PoolingType.MEAN) -> Path:
-    """A file as llama.cpp's converter makes it: no tokenizer.json inside, words marked, positions cut."""
+    """Writes a file like llama.cpp's converter: no tokenizer.json inside, words marked, positions cut."""
     import json
 
     from safetensors.numpy import load_file

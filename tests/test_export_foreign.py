@@ -1,4 +1,4 @@
-"""Programs (.pte) that ExecuTorch's own exporter wrote run with files that options name."""
+"""Programs (.pte) of ExecuTorch's own exporter, with files named by options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ export_llama(config)
 
 
 def params_of(config: ModelConfig) -> dict[str, Any]:
-    """The params.json that ExecuTorch's examples have for this shape."""
+    """Returns the params.json of ExecuTorch's examples for this shape."""
     assert config.linear
     linear = config.linear
     return {
@@ -64,7 +64,7 @@ def params_of(config: ModelConfig) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["static", "dynamic"])
 def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid model's program, and beside it the same weights for the engine."""
+    """A hybrid model's program, and the same weights for the engine."""
     from executorch.examples.models.qwen3_5.convert_weights import qwen_3_5_to_meta
 
     folder = tmp_path_factory.mktemp("foreign")
@@ -106,7 +106,7 @@ def test_foreign_program_runs_with_named_files(
 
 
 class Recorder:
-    """Calls of a program that names the position and sum of what it was given."""
+    """Calls of a program that returns the position and the sum of its tokens."""
 
     def __init__(self) -> None:
         self.given: list[tuple[int, tuple[int, ...]]] = []
@@ -121,7 +121,7 @@ class Recorder:
 
 @pytest.mark.parametrize(("shape", "read"), [(ATTENTION, [(2, (8,))]), (SHAPE, [(0, (1, 2)), (2, (8,))])])
 def test_foreign_sequence_is_recomputed_only_if_needed(shape: ModelConfig, read: list[Any]) -> None:
-    """K/V that is there is used; recurrent states of an earlier token are not there."""
+    """K/V of earlier tokens is reused; their recurrent states are lost."""
     calls = Recorder()
     info = ProgramInfo(shape, GenerationDefaults(), None, 64, 1)
     program = ForeignProgram(Path("x.pte"), info, calls, 4)
