@@ -1,4 +1,4 @@
-"""Compiled models, for the files that test what is done with them, and what each of them is held to."""
+"""Makes compiled models for tests, and compares their answers with the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK = 24
 
 
 def checkpoint(folder: Path, shape: ModelConfig, spread: float) -> Path:
-    """A directory with random weights in float32, without words."""
+    """Writes a directory with random float32 weights, without a tokenizer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf_config(shape)), encoding="utf-8")
     save_file(random_weights(shape, "float32", initializer_range=spread, seed=2), folder / "model.safetensors")
@@ -31,7 +31,7 @@ def checkpoint(folder: Path, shape: ModelConfig, spread: float) -> Path:
 
 
 def compiled(folder: Path, source: Path | None, **options: object) -> Path:
-    """A model's directory, None for the embedded one, compiled by TVM."""
+    """Compiles a model with TVM. source None: the embedded model."""
     from deltic.export.tvm.compiler import compile_model
 
     folder.mkdir(parents=True)
@@ -40,7 +40,7 @@ def compiled(folder: Path, source: Path | None, **options: object) -> Path:
 
 
 def exported(path: Path, source: Path | None, **form: object) -> Path:
-    """A model, None for the embedded one, as a program of ExecuTorch's."""
+    """Exports a model for ExecuTorch. source None: the embedded model."""
     from deltic.export.executorch.export import ExportForm, export_files
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,22 +49,25 @@ def exported(path: Path, source: Path | None, **form: object) -> Path:
 
 
 def session(path: Path | None, memory: str = "16MiB") -> Session:
-    """Over a model or what was made of it; None: the embedded model."""
+    """Opens a session over a model or a compiled one. path None: the embedded model."""
     engine = path is None or not kind_of(path)
     return Session(None if path is None else str(path), "float32" if engine else "auto", memory=memory, threads=1,
                    max_batch=2)
 
 
 def forced(one: Session, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
-    """The logits after a prompt and each token of an answer, from the start."""
+    """Returns the logits after a prompt and after each token of an answer."""
     one.reset()
     return torch.stack([one.prefill(prompt).clone(), *(row.clone() for row in stepwise_logits(one, answer))])
 
 
 def assert_same_answers(engine: Session, made: Session, count: int) -> None:
-    """Three prompts, after each of which the same `count` tokens are forced on both: logits within tau, and the same
-    choice wherever the engine's best two are 2 tau apart, as they are at 95 % of all positions. In the middle the other
-    one goes astray and has its state restored; at the end it is rewound to the prompt's end, and reads all at once."""
+    """Forces the same `count` tokens on both after each of three prompts.
+
+    The logits differ by at most tau, and the choices are equal where the engine's best two are 2 tau apart (95 % of the
+    positions). Halfway the other session diverges and is restored. At the end it returns to the prompt's end and
+    prefills the whole answer.
+    """
     middle, wanted, found = count // 2, list[Tensor](), list[Tensor]()
     for prompt in (numbers(seed, length, engine.vocab_size) for seed, length in ((1, 3), (2, CHUNK), (3, 53))):
         answer = numbers(len(prompt), count, engine.vocab_size)

@@ -1,5 +1,7 @@
-"""A directory as mlc-llm makes one, built here by its conventions: names, shapes and dtypes of parameters, functions,
-metadata and files. No code of mlc-llm's is needed or used."""
+"""Builds a directory by mlc-llm's conventions: names, shapes and dtypes of parameters, functions, metadata and files.
+
+Uses no code of mlc-llm.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -38,7 +40,7 @@ def quantized(weight: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np
 
 def build(folder: Path, config: ModelConfig, tensors: dict[str, np.ndarray], quantization: str, descriptor: str,
           functions: tuple[str, ...], chunk: int) -> dict[str, np.ndarray]:
-    """Write the directory of a Qwen3; returns the tensors as its quantized parameters stand for them."""
+    """Writes the directory of a Qwen3. Returns the dequantized tensors."""
     import tvm
     from tvm import relax
 
@@ -77,7 +79,7 @@ def build(folder: Path, config: ModelConfig, tensors: dict[str, np.ndarray], qua
 
 
 def parameters(config: ModelConfig, tensors: dict[str, np.ndarray], quantization: str) -> Any:
-    """What is stored, by mlc-llm's names, and the tensors that it stands for."""
+    """Returns the stored parameters by mlc-llm's names, and the dequantized tensors."""
     stored, stand = {}, {}
     dtype = np.float16 if "f16" in quantization else np.float32
 
@@ -106,7 +108,7 @@ def parameters(config: ModelConfig, tensors: dict[str, np.ndarray], quantization
 
 
 def write(folder: Path, descriptor: str, named: list[tuple[str, np.ndarray]]) -> None:
-    """One shard, in which parameters lie one after another, at whatever address that gives."""
+    """Writes one shard with unaligned parameters."""
     content, items = bytearray(), []
     for name, array in named:
         items.append({"name": name, "shape": [*array.shape], "dtype": str(array.dtype), "format": "raw",
@@ -211,7 +213,7 @@ def _classes() -> Any:
 
 
 def network_of(config: ModelConfig, name: str) -> Any:
-    """The model, with the functions of mlc-llm's."""
+    """Returns the model with mlc-llm's functions."""
     from tvm import relax as rx
     from tvm import te
     from tvm.relax.frontend.nn.llm.kv_cache import RopeMode, TIRPagedKVCache
@@ -271,7 +273,7 @@ def network_of(config: ModelConfig, name: str) -> Any:
 
 
 def specification(network: Any, functions: tuple[str, ...], dtype: str) -> dict[str, Any]:
-    """Of these functions of mlc-llm's, beside `embed` and the cache's."""
+    """Specifies these functions of mlc-llm, `embed` and the cache's."""
     from tvm.relax.frontend.nn import spec
     from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache
 

@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(place: Path) -> dict[str, tuple[Path, Any]]:
-    """Directories and transformers' models by family."""
+    """Returns directories and transformers' models by family."""
     for family in FAMILIES:
         save_encoder(place / family, family)
     return {family: (place / family, transformers_model(place / family)) for family in FAMILIES}
@@ -62,7 +62,7 @@ def mean(states: list[torch.Tensor]) -> np.ndarray:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_vectors_are_those_of_a_padded_batch(plain: dict[str, Any], family: str, way: str) -> None:
+def test_vectors_equal_transformers(plain: dict[str, Any], family: str, way: str) -> None:
     directory, model = plain[family]
     with Encoder(directory, **WAYS[way]) as encoder:
         found = encoder.encode(TEXTS)
@@ -73,7 +73,7 @@ def test_vectors_are_those_of_a_padded_batch(plain: dict[str, Any], family: str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_vector_does_not_depend_on_the_batch_by_a_bit(plain: dict[str, Any], family: str) -> None:
+def test_vectors_are_bit_equal_in_any_batch(plain: dict[str, Any], family: str) -> None:
     with Encoder(plain[family][0], threads=2, token_budget=64) as encoder:
         together = encoder.encode(TEXTS * 3)
         for index, text in enumerate(TEXTS):
@@ -100,7 +100,7 @@ def test_kernels_at_odd_shapes(tmp_path: Path, heads: int, hidden: int, lengths:
 
 
 @pytest.mark.parametrize("quant, least", [("q8_0", 0.998), ("none", 0.999)])
-def test_fewer_bits(tmp_path: Path, quant: str, least: float) -> None:
+def test_reduced_precision(tmp_path: Path, quant: str, least: float) -> None:
     save_encoder(tmp_path, "bert", hidden_size=64, num_attention_heads=2, intermediate_size=256)
     model = transformers_model(tmp_path)
     with Encoder(tmp_path, quant=quant, dtype="float32" if quant != "none" else "bfloat16") as encoder:
@@ -117,7 +117,7 @@ POOLED = {"cls_token": lambda state: state[0], "mean_tokens": lambda state: stat
 
 
 @pytest.mark.parametrize("pooling", POOLED)
-def test_the_files_say_how_vectors_are_made(plain: dict[str, Any], tmp_path: Path, pooling: str) -> None:
+def test_pooling_follows_the_files(plain: dict[str, Any], tmp_path: Path, pooling: str) -> None:
     directory, model = plain["bert"]
     for file in directory.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -136,7 +136,7 @@ def test_the_files_say_how_vectors_are_made(plain: dict[str, Any], tmp_path: Pat
     ({"pooling_mode": ["max", "cls"]}, ["max_tokens", "cls_token"]),
     ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, ["cls_token", "max_tokens"]),
     ({"pooling_mode": "mean_sqrt_len_tokens", "pooling_mode_cls_token": True}, ["mean_sqrt_len_tokens"])])
-def test_several_poolings_come_in_the_files_order(plain: dict[str, Any], tmp_path: Path, said: dict[str, Any],
+def test_several_poolings_keep_their_order(plain: dict[str, Any], tmp_path: Path, said: dict[str, Any],
                                                   order: list[str]) -> None:
     directory, model = plain["bert"]
     for file in directory.iterdir():
@@ -152,7 +152,7 @@ def test_several_poolings_come_in_the_files_order(plain: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(("files", "length"), [
     ({"tokenizer_config": 17}, 17), ({"tokenizer_config": 17, "sentence_bert_config": 19}, 19),
     ({"sentence_roberta_config": 18}, 18), ({"tokenizer_config": int(1e30)}, 61), ({"tokenizer_config": 100}, 61)])
-def test_which_file_says_how_long_texts_may_be(plain: dict[str, Any], tmp_path: Path, files: dict[str, int],
+def test_max_length_follows_the_files(plain: dict[str, Any], tmp_path: Path, files: dict[str, int],
                                                length: int) -> None:
     for file in plain["bert"][0].iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -168,7 +168,7 @@ def test_which_file_says_how_long_texts_may_be(plain: dict[str, Any], tmp_path: 
     (["Dense"], {"use_residual": True}, "use_residual true is not supported"),
     (["Dense"], {"module_input_name": "token_embeddings"}, "module_input_name 'token_embeddings' is not supported"),
     (["Normalize"], {"module_output_name": "other"}, "module_output_name 'other' is not supported")])
-def test_layers_that_would_mean_something_else_are_refused(plain: dict[str, Any], tmp_path: Path, modules: list[str],
+def test_unsupported_modules_are_refused(plain: dict[str, Any], tmp_path: Path, modules: list[str],
                                                            dense: dict[str, Any], message: str) -> None:
     for file in plain["bert"][0].iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -182,7 +182,7 @@ def test_layers_that_would_mean_something_else_are_refused(plain: dict[str, Any]
         Encoder(tmp_path)
 
 
-def test_layers_behind_the_pooling(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_dense_layers_after_pooling(plain: dict[str, Any], tmp_path: Path) -> None:
     directory, model = plain["bert"]
     for file in directory.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -200,7 +200,7 @@ def test_layers_behind_the_pooling(plain: dict[str, Any], tmp_path: Path) -> Non
         np.testing.assert_allclose(encoder.encode(TEXTS), wanted, atol=3e-6)
 
 
-def test_fewer_dimensions_are_of_length_1(plain: dict[str, Any]) -> None:
+def test_truncated_dimensions_are_normalized(plain: dict[str, Any]) -> None:
     with Encoder(plain["bert"][0]) as encoder:
         whole, part = encoder.encode(TEXTS), encoder.encode(TEXTS, dimensions=8)
         np.testing.assert_allclose(part, whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=1e-6)
@@ -233,8 +233,8 @@ def test_a_reranker_scores_pairs(tmp_path: Path, family: str, way: str) -> None:
     assert [each.index for each in ranked] == order and ranked[0].score == found[order[0]]
 
 
-def test_token_types_are_berts_alone(tmp_path: Path) -> None:
-    """As in transformers, whose tokenizers of RoBERTa give none."""
+def test_only_bert_has_token_types(tmp_path: Path) -> None:
+    """As in transformers, whose RoBERTa tokenizers return none."""
     for family in FAMILIES:
         save_encoder(tmp_path / family, family, labels=1, type_vocab_size=1)
     typed = tokenizer("xlm-roberta")
@@ -249,21 +249,21 @@ def test_token_types_are_berts_alone(tmp_path: Path) -> None:
         Encoder(tmp_path / "bert")
 
 
-@pytest.mark.parametrize("first, second", [(1, 80), (80, 1), (80, 80), (30, 31), (31, 30), (29, 29), (28, 29)])
-def test_long_pairs_are_cut_as_tokenizers_does(plain: dict[str, Any], first: int, second: int) -> None:
-    texts = [" ".join(f"w{number}" for number in range(count)) for count in (first, second)]
+def test_long_pairs_are_truncated_as_by_tokenizers(plain: dict[str, Any]) -> None:
     wanted = tokenizer("bert")
     wanted.no_padding()
     wanted.enable_truncation(61)
     with Encoder(plain["bert"][0]) as encoder:
-        item, = encoder.texts.pairs(texts[0], [texts[1]])
-    encoding = wanted.encode(*texts)
-    assert list(item.ids) == encoding.ids and list(item.token_types) == encoding.type_ids
+        for lengths in ((1, 80), (80, 1), (80, 80), (30, 31), (31, 30), (29, 29), (28, 29)):
+            texts = [" ".join(f"w{number}" for number in range(count)) for count in lengths]
+            item, = encoder.texts.pairs(texts[0], [texts[1]])
+            encoding = wanted.encode(*texts)
+            assert (list(item.ids), list(item.token_types)) == (encoding.ids, encoding.type_ids), lengths
 
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
-def test_control_tokens_that_a_text_spells_are_text(plain: dict[str, Any], family: str) -> None:
-    """Of texts, queries and documents; those of the model's own prompt stay, and other texts have the ids they had."""
+def test_control_tokens_in_texts_are_plain_text(plain: dict[str, Any], family: str) -> None:
+    """In texts, queries and documents. Those of the model's own prompt keep their meaning."""
     backend = tokenizer(family)
     spelled = [token.content for token in backend.get_added_tokens_decoder().values()]
     hostile = "w1 " + " ".join(spelled) + " w2" + spelled[-1]
@@ -279,8 +279,8 @@ def test_control_tokens_that_a_text_spells_are_text(plain: dict[str, Any], famil
         assert shown.ids.count(backend.token_to_id(spelled[0])) == 1 + around.count(backend.token_to_id(spelled[0]))
 
 
-def test_control_tokens_of_chat_models_are_text() -> None:
-    """Special ones and markup, as byte-level vocabularies write them: the pieces are those of the text itself."""
+def test_control_tokens_of_chat_models_are_plain_text() -> None:
+    """Special tokens and markup of a byte-level vocabulary are encoded as plain text."""
     texts = EncoderTokenizer.read(TINY / "tokenizer.json", 500)
     words = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     added = {token.content: id for id, token in words.get_added_tokens_decoder().items()}
@@ -293,7 +293,7 @@ def test_control_tokens_of_chat_models_are_text() -> None:
     assert texts.items(["plain <b>text</b>"])[0].ids == words.encode("plain <b>text</b>").ids
 
 
-def test_a_model_of_vectors_ranks_by_their_cosine(plain: dict[str, Any]) -> None:
+def test_embedding_model_ranks_by_cosine(plain: dict[str, Any]) -> None:
     with Encoder(plain["bert"][0]) as encoder:
         ranked = encoder.rank("w1", ["w2 w3", "w1", "w9"])
         assert ranked[0].index == 1 and ranked[0].score == pytest.approx(1)
@@ -301,7 +301,7 @@ def test_a_model_of_vectors_ranks_by_their_cosine(plain: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bge_m3_has_three_outputs(tmp_path: Path, way: str) -> None:
+def test_bge_m3_outputs(tmp_path: Path, way: str) -> None:
     sparse, colbert = save_m3(tmp_path)
     model = transformers_model(tmp_path)
     with Encoder(tmp_path, **WAYS[way]) as encoder:
@@ -320,7 +320,7 @@ def test_bge_m3_has_three_outputs(tmp_path: Path, way: str) -> None:
         assert vectors.sparse == pytest.approx({id: weight for id, weight in wanted.items() if weight > 0}, abs=3e-6)
 
 
-def test_the_shape_of_bge_m3(tmp_path: Path) -> None:
+def test_bge_m3_shape(tmp_path: Path) -> None:
     """A1.11: 1024 numbers, of length 1."""
     save_m3(tmp_path, hidden_size=1024, num_attention_heads=16, intermediate_size=96, max_position_embeddings=8194)
     with Encoder(tmp_path) as encoder:
@@ -330,7 +330,7 @@ def test_the_shape_of_bge_m3(tmp_path: Path) -> None:
 
 
 def test_weights_in_a_pickle(tmp_path: Path, plain: dict[str, Any]) -> None:
-    """The same vectors; what is more than tensors is not opened."""
+    """Equal vectors; a pickle with more than tensors is refused."""
     save_encoder(tmp_path, "bert", safe=False)
     with Encoder(tmp_path) as encoder, Encoder(plain["bert"][0]) as other:
         assert (encoder.encode(TEXTS) == other.encode(TEXTS)).all()
@@ -344,7 +344,7 @@ def test_weights_in_a_pickle(tmp_path: Path, plain: dict[str, Any]) -> None:
         Encoder(tmp_path)
 
 
-def test_nan_fails_the_text_that_meets_it(tmp_path: Path) -> None:
+def test_nan_fails_only_its_text(tmp_path: Path) -> None:
     save_encoder(tmp_path, "bert")
     edit_weights(tmp_path, lambda name, tensor: "word_embeddings" in name and tensor[6 + 20].fill_(torch.nan))  # w20
     with Encoder(tmp_path) as encoder:
@@ -353,7 +353,7 @@ def test_nan_fails_the_text_that_meets_it(tmp_path: Path) -> None:
         assert np.isfinite(encoder.encode(["w1", "w4"])).all()
 
 
-def test_long_texts_are_cut_or_refused(plain: dict[str, Any]) -> None:
+def test_long_texts_are_truncated_or_refused(plain: dict[str, Any]) -> None:
     with Encoder(plain["bert"][0], max_length=10) as encoder:
         long = "w1 " * 100_000
         assert (encoder.encode(long) == encoder.encode("w1 " * 8)).all()
@@ -368,7 +368,7 @@ def test_long_texts_are_cut_or_refused(plain: dict[str, Any]) -> None:
             Encoder(plain["bert"][0], max_length=wrong)  # type: ignore[arg-type]
 
 
-def test_many_threads_at_once_and_the_end(plain: dict[str, Any]) -> None:
+def test_concurrent_calls_and_close(plain: dict[str, Any]) -> None:
     with Encoder(plain["bert"][0], token_budget=64) as encoder:
         wanted, found = encoder.encode(TEXTS), list[Any]()
         threads = [threading.Thread(target=lambda: found.append(encoder.encode(TEXTS))) for _ in range(8)]
@@ -381,8 +381,8 @@ def test_many_threads_at_once_and_the_end(plain: dict[str, Any]) -> None:
         encoder.encode("w1")
 
 
-def test_what_progress_raises_reaches_its_caller_alone(plain: dict[str, Any]) -> None:
-    """Also if it is no Exception; other jobs and later calls go on."""
+def test_progress_exceptions_reach_only_their_caller(plain: dict[str, Any]) -> None:
+    """Also BaseExceptions. Other jobs and later calls continue."""
     def leave(_: int) -> None:
         raise SystemExit("enough")
 
@@ -395,7 +395,7 @@ def test_what_progress_raises_reaches_its_caller_alone(plain: dict[str, Any]) ->
         assert len(other.future.result(20)) == 50 and len(encoder.encode(TEXTS)) == len(TEXTS)
 
 
-def test_l8_progress_cannot_wait_for_the_thread_that_it_is_called_in(plain: dict[str, Any]) -> None:
+def test_l8_progress_cannot_wait_for_its_own_thread(plain: dict[str, Any]) -> None:
     with Encoder(plain["bert"][0]) as encoder:
         found: list[Any] = []
 
@@ -418,7 +418,7 @@ def test_l8_progress_cannot_wait_for_the_thread_that_it_is_called_in(plain: dict
             encoder.encode("w1")
 
 
-def test_l8_whatever_ends_the_thread_leaves_nobody_waiting(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_l8_dead_thread_fails_all_waiting_calls(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
                                                            ) -> None:
     with Encoder(plain["bert"][0], token_budget=32) as encoder:
         monkeypatch.setattr(encoder.model, "start", lambda items, wanted: list)  # fewer results than items
@@ -429,7 +429,7 @@ def test_l8_whatever_ends_the_thread_leaves_nobody_waiting(plain: dict[str, Any]
             encoder.encode("w1")
 
 
-def test_an_encoder_that_nobody_has_any_more_is_given_back(plain: dict[str, Any]) -> None:
+def test_unreferenced_encoder_is_freed(plain: dict[str, Any]) -> None:
     encoder = Encoder(plain["bert"][0])
     encoder.encode("w1")
     thread, model = encoder.batcher._thread, weakref.ref(encoder.model)
@@ -442,8 +442,8 @@ def test_an_encoder_that_nobody_has_any_more_is_given_back(plain: dict[str, Any]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_fork_is_told(plain: dict[str, Any]) -> None:
-    """It closes, and ends, without waiting for a thread that is not there, or a lock that it held."""
+def test_encoder_in_fork_is_refused(plain: dict[str, Any]) -> None:
+    """The fork closes and exits without waiting for the missing thread or its lock."""
     with Encoder(plain["bert"][0]) as encoder:
         encoder.encode("w1")
         with encoder.batcher._changed:
@@ -488,7 +488,7 @@ WRONG: dict[str, tuple[Callable[[Encoder], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_l8_a_wrong_argument_is_named(plain: dict[str, Any], case: str) -> None:
+def test_l8_wrong_arguments_are_named(plain: dict[str, Any], case: str) -> None:
     call, field = WRONG[case]
     with Encoder(plain["bert"][0]) as encoder:
         with pytest.raises(RequestError, match=re.escape(f"{field} must be ")) as error:
@@ -497,7 +497,7 @@ def test_l8_a_wrong_argument_is_named(plain: dict[str, Any], case: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["task", "max_length", "instruction", "progress", "threads"])
-def test_l8_an_option_of_a_wrong_type_is_named(plain: dict[str, Any], option: str) -> None:
+def test_l8_options_of_wrong_type_are_named(plain: dict[str, Any], option: str) -> None:
     for odd in (5.5, ["a"], b"x"):
         with pytest.raises(ConfigError, match=f"{option} must be ") as caught:
             Encoder(plain["bert"][0], **{option: odd})
@@ -505,31 +505,31 @@ def test_l8_an_option_of_a_wrong_type_is_named(plain: dict[str, Any], option: st
 
 
 @pytest.mark.parametrize("model", [None, 3])
-def test_l8_what_is_no_model_is_told_what_is(model: Any) -> None:
+def test_l8_invalid_model_argument(model: Any) -> None:
     with pytest.raises(ModelError, match=f"a model is a GGUF file.*, not {model}"):
         Encoder(model)
 
 
-def test_l8_a_long_query_is_named(plain: dict[str, Any]) -> None:
+def test_l8_long_query_is_refused(plain: dict[str, Any]) -> None:
     with Encoder(plain["bert"][0]) as encoder, pytest.raises(LongPromptError, match="query has 10") as error:
         encoder.score("w1 " * 100, ["w2"], truncate=False)
     assert error.value.field == "query"
 
 
-def test_l8_an_instruction_that_nobody_reads_is_refused(plain: dict[str, Any]) -> None:
+def test_l8_unused_instruction_is_refused(plain: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"instruction: .*bert takes none") as error:
         Encoder(plain["bert"][0], instruction="w1")
     assert error.value.option == "instruction"
 
 
-def test_l8_unknown_kinds_are_told_those_that_exist() -> None:
+def test_l8_unknown_prompt_kind_lists_known_kinds() -> None:
     recipe = Recipe(prompts={"query": "q: ", "code": "c: "})
     assert [recipe.prompt(kind) for kind in ("query", "document", "code", None)] == ["q: ", "", "c: ", ""]
     with pytest.raises(RequestError, match="kind must be one of query, passage, document, code, or None, not 'qurey'"):
         recipe.prompt("qurey")
 
 
-def test_one_text_does_not_wait_for_ten_thousand(plain: dict[str, Any]) -> None:
+def test_single_text_overtakes_ten_thousand(plain: dict[str, Any]) -> None:
     with Encoder(plain["bert"][0], token_budget=32) as encoder:
         many = encoder.submit([Item((2, 6, 3))] * 10_000)
         one = encoder.submit([Item((2, 7, 3))])
@@ -557,7 +557,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_wrong_with_a_directory(plain: dict[str, Any], tmp_path: Path, case: str) -> None:
+def test_broken_directory_is_refused(plain: dict[str, Any], tmp_path: Path, case: str) -> None:
     import json
 
     name, changes, message = BROKEN[case]
@@ -572,8 +572,8 @@ def test_what_is_wrong_with_a_directory(plain: dict[str, Any], tmp_path: Path, c
 
 
 @pytest.mark.parametrize("panics", [False, True])
-def test_a_stored_tokenizer_that_is_none_is_named(panics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the library panics, which is no Exception."""
+def test_invalid_tokenizer_is_refused(panics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the library panics, which raises no Exception."""
     if panics:
         def panic(stored: str) -> None:
             raise type("PanicException", (BaseException,), {})("index out of bounds")
@@ -582,8 +582,8 @@ def test_a_stored_tokenizer_that_is_none_is_named(panics: bool, monkeypatch: pyt
         backend_of("x", Path("m.gguf"))
 
 
-def test_columns_of_outliers_keep_their_weights() -> None:
-    """Of a block with a column that weighs much, that column is more exact, and the others are as good as before."""
+def test_q8_0_scales_favour_outlier_columns() -> None:
+    """A heavy column of a block becomes more exact, and the others hardly less."""
     from deltic.embeddings.weights import q8_0_blocks
     from deltic.loader.gguf.blocks import BY_NAME, decode
 
@@ -597,8 +597,8 @@ def test_columns_of_outliers_keep_their_weights() -> None:
     assert (found[:, :32] == plain[:, :32]).all() and (found[:, 64:] == plain[:, 64:]).all()
 
 
-def test_eight_bits_where_columns_are_outliers(tmp_path: Path) -> None:
-    """As trained encoders have them: a channel whose states are many times those of the others."""
+def test_q8_0_with_outlier_columns(tmp_path: Path) -> None:
+    """One channel has states many times larger than the others, as in trained encoders."""
     save_encoder(tmp_path, "bert", hidden_size=288, num_attention_heads=4, intermediate_size=512,
                          initializer_range=0.05)
     edit_weights(tmp_path, lambda name, tensor: "LayerNorm" in name and tensor[37].fill_(

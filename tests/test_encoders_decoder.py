@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "memory": "8MiB", "threads": 1, "
 
 
 @torch.no_grad()
-def test_vectors_are_the_last_tokens_states(saved: tuple[Path, Any, Tokenizer]) -> None:
+def test_vectors_equal_transformers(saved: tuple[Path, Any, Tokenizer]) -> None:
     directory, model, tokenizer = saved
     save_recipe(directory, "lasttoken")
     with Encoder(directory, **OPTIONS) as encoder:
@@ -64,7 +64,7 @@ def test_vectors_are_the_last_tokens_states(saved: tuple[Path, Any, Tokenizer]) 
     assert np.abs(np.linalg.norm(short, axis=1) - 1).max() < 1e-6
 
 
-def test_an_instruction_is_read_once(saved: tuple[Path, Any, Tokenizer]) -> None:
+def test_instruction_is_prefilled_once(saved: tuple[Path, Any, Tokenizer]) -> None:
     directory, _, _ = saved
     with Encoder(directory, **OPTIONS) as encoder:
         instruction = " ".join(WORDS[100:140]) + " "
@@ -76,9 +76,9 @@ def test_an_instruction_is_read_once(saved: tuple[Path, Any, Tokenizer]) -> None
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_owners_of_keys_read_an_instruction_each(
+def test_each_key_owner_prefills_its_instruction(
         saved: tuple[Path, Any, Tokenizer], tmp_path: Path, shares: bool) -> None:
-    """The time to a vector would else say what another has embedded."""
+    """Otherwise the response time would reveal what another client has embedded."""
     directory, vectors = tmp_path / "copy", list[Any]()
     shutil.copytree(saved[0], directory)
     save_recipe(directory, "lasttoken")
@@ -101,7 +101,7 @@ def test_owners_of_keys_read_an_instruction_each(
     assert all(vector == vectors[0] for vector in vectors)
 
 
-def test_a_decoder_that_nobody_has_any_more_is_given_back(saved: tuple[Path, Any, Tokenizer]) -> None:
+def test_unreferenced_decoder_is_freed(saved: tuple[Path, Any, Tokenizer]) -> None:
     """With both its threads."""
     encoder = Encoder(saved[0], **OPTIONS)
     encoder.encode("w1")
@@ -115,7 +115,7 @@ def test_a_decoder_that_nobody_has_any_more_is_given_back(saved: tuple[Path, Any
     assert engine() is None
 
 
-def test_closing_in_a_fork_leaves_the_engine_alone(saved: tuple[Path, Any, Tokenizer], monkeypatch: pytest.MonkeyPatch
+def test_close_in_fork_keeps_the_engine(saved: tuple[Path, Any, Tokenizer], monkeypatch: pytest.MonkeyPatch
                                                    ) -> None:
     with Encoder(saved[0], **OPTIONS) as encoder:
         engine, closed = encoder.model._worker.engine, list[bool]()  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def test_closing_in_a_fork_leaves_the_engine_alone(saved: tuple[Path, Any, Token
         assert not closed and encoder.encode("w1").shape
 
 
-def test_l8_what_a_model_of_vectors_cannot_do_is_named(saved: tuple[Path, Any, Tokenizer]) -> None:
+def test_l8_unsupported_calls_are_named(saved: tuple[Path, Any, Tokenizer]) -> None:
     directory, _, _ = saved
     with pytest.raises(ConfigError, match=r"instruction: .* takes none"):
         Encoder(directory, task="embed", instruction="w1", **OPTIONS)
@@ -141,7 +141,7 @@ def test_l8_what_a_model_of_vectors_cannot_do_is_named(saved: tuple[Path, Any, T
 
 @torch.no_grad()
 @pytest.mark.parametrize("instruction", [None, "w90 w91"])
-def test_a_reranker_says_yes_or_no(saved: tuple[Path, Any, Tokenizer], instruction: str | None) -> None:
+def test_reranker_scores_yes_against_no(saved: tuple[Path, Any, Tokenizer], instruction: str | None) -> None:
     directory, model, tokenizer = saved
     documents = ["w1 w2", "w3", " ".join(WORDS[:100])]
     with Encoder(directory, task="rerank", max_length=90, instruction=instruction, **OPTIONS) as encoder:
@@ -156,14 +156,14 @@ def test_a_reranker_says_yes_or_no(saved: tuple[Path, Any, Tokenizer], instructi
         assert score == pytest.approx(logits[[3, 2]].softmax(0)[1].item(), abs=1e-5)
 
 
-def test_a_request_s_instruction_comes_in_place_of_the_encoder_s(saved: tuple[Path, Any, Tokenizer]) -> None:
+def test_request_instruction_replaces_the_encoders(saved: tuple[Path, Any, Tokenizer]) -> None:
     with Encoder(saved[0], task="rerank", instruction="w7", **OPTIONS) as encoder, Encoder(
             saved[0], task="rerank", instruction="w90 w91", **OPTIONS) as other:
         asked = encoder.pair_items("w5 w6", ["w1", "w2"], True, "w90 w91")
         assert asked == other.pair_items("w5 w6", ["w1", "w2"]) != encoder.pair_items("w5 w6", ["w1", "w2"])
 
 
-def test_a_decoders_texts_are_lower_case_where_its_files_say_so(saved: tuple[Path, Any, Tokenizer], tmp_path: Path
+def test_lower_case_follows_the_files(saved: tuple[Path, Any, Tokenizer], tmp_path: Path
                                                                 ) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).symlink_to(saved[0] / name)
@@ -173,7 +173,7 @@ def test_a_decoders_texts_are_lower_case_where_its_files_say_so(saved: tuple[Pat
         assert (upper == lower).all()
 
 
-def test_other_poolings_of_decoders_are_refused(saved: tuple[Path, Any, Tokenizer], tmp_path: Path) -> None:
+def test_unsupported_decoder_pooling_is_refused(saved: tuple[Path, Any, Tokenizer], tmp_path: Path) -> None:
     files = {file: file.read_bytes() for file in saved[0].iterdir() if file.is_file()}
     for file in files:
         (tmp_path / file.name).symlink_to(file)
@@ -186,7 +186,7 @@ def test_other_poolings_of_decoders_are_refused(saved: tuple[Path, Any, Tokenize
     assert all(file.read_bytes() == content for file, content in files.items()), "what is shared was changed"
 
 
-def test_a_gguf_file_says_how_vectors_are_made(saved: tuple[Path, Any, Tokenizer], tmp_path: Path) -> None:
+def test_gguf_pooling(saved: tuple[Path, Any, Tokenizer], tmp_path: Path) -> None:
     import gguf
 
     words = Tokenizer(models.BPE(vocab={"w": 0, **{str(digit): digit + 1 for digit in range(10)}, "w1": 11,
@@ -210,8 +210,8 @@ def test_a_gguf_file_says_how_vectors_are_made(saved: tuple[Path, Any, Tokenizer
 
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3.5-0.8b"])
-def test_on_a_card_the_chat_model_is_planned_with_what_is_left(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of texts takes what one text and a step need, not half of the card, and serves as many at once."""
+def test_chat_model_on_gpu_gets_the_remaining_memory(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding decoder reserves memory for one text and a step, not half of the card."""
     free = total = 139 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     config, options = ModelConfig.preset(shape), EngineConfig(device="cuda")

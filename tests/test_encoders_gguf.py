@@ -1,4 +1,4 @@
-"""Encoders in GGUF files: what we write, gguf-py reads; what llama.cpp's converter writes, we read."""
+"""Encoders in GGUF files: gguf-py reads ours, and deltic reads those of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAID = [*TEXTS, "unlikely, w1w2", "W3 ünlike", "  w5   w6  ", "一w7"]
 
 
 def wordpiece() -> Tokenizer:
-    """As all-MiniLM-L6-v2 has it, with few words."""
+    """The tokenizer of all-MiniLM-L6-v2 with few words."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *PIECES]
     made = Tokenizer(models.WordPiece({name: id for id, name in enumerate(names)}, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -37,7 +37,7 @@ def wordpiece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As bge-m3 has it, without the table of characters."""
+    """The tokenizer of bge-m3 without the character table."""
     names = ["<s>", "<pad>", "</s>", "<unk>", "▁", *(f"▁{word}" for word in WORDS[:100]), "w", "un", "▁un", "like",
              *"0123456789abcdefgh,", "ly"]
     made = Tokenizer(models.Unigram([(name, 0.0 if id < 4 else -2.0 - 0.01 * id) for id, name in enumerate(names)], 3,
@@ -70,7 +70,7 @@ def written(directory: Path, target: Path, type: str = "F32") -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_written_file_gives_the_same_vectors(place: Path, tmp_path: Path, family: str) -> None:
+def test_converted_file_equals_directory(place: Path, tmp_path: Path, family: str) -> None:
     path = written(place / family, tmp_path / "model.gguf")
     with Encoder(place / family) as directory, Encoder(path) as file:
         for kind in (None, "query"):
@@ -79,7 +79,7 @@ def test_a_written_file_gives_the_same_vectors(place: Path, tmp_path: Path, fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gguf_py_finds_what_llama_cpp_looks_for(place: Path, tmp_path: Path, family: str) -> None:
+def test_gguf_py_reads_converted_file(place: Path, tmp_path: Path, family: str) -> None:
     from safetensors.numpy import load_file
 
     reader = gguf.GGUFReader(written(place / family, tmp_path / "model.gguf"))
@@ -106,7 +106,7 @@ def test_gguf_py_finds_what_llama_cpp_looks_for(place: Path, tmp_path: Path, fam
 
 
 def theirs(path: Path, directory: Path, family: str, pooling: gguf.PoolingType = gguf.PoolingType.MEAN) -> Path:
-    """A file as llama.cpp's converter makes it: no tokenizer.json inside, words marked, positions cut."""
+    """Writes a file like llama.cpp's converter: no tokenizer.json inside, words marked, positions cut."""
     import json
 
     from safetensors.numpy import load_file
@@ -159,7 +159,7 @@ def theirs(path: Path, directory: Path, family: str, pooling: gguf.PoolingType =
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_of_llama_cpp_s_converter(place: Path, tmp_path: Path, family: str) -> None:
+def test_llama_cpp_file_equals_directory(place: Path, tmp_path: Path, family: str) -> None:
     path = theirs(tmp_path / "model.gguf", place / family, family)
     save_encoder(tmp_path / "plain", family)
     TOKENIZERS[family]().save(str(tmp_path / "plain" / "tokenizer.json"))
@@ -172,7 +172,7 @@ def test_a_file_of_llama_cpp_s_converter(place: Path, tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_K_M", "F16"])
-def test_fewer_bits_stay_in_memory(tmp_path: Path, type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_matrices_stay_quantized(tmp_path: Path, type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = list[Any]()
     monkeypatch.setattr(bert, "read_weights", lambda *given: loaded.append(read_weights(*given)) or loaded[-1])
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
@@ -188,7 +188,7 @@ def test_fewer_bits_stay_in_memory(tmp_path: Path, type: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_reranker_keeps_its_scores(tmp_path: Path, family: str) -> None:
+def test_converted_reranker_equals_directory(tmp_path: Path, family: str) -> None:
     save_encoder(tmp_path / "model", family, labels=1)
     TOKENIZERS[family]().save(str(tmp_path / "model" / "tokenizer.json"))
     path = written(tmp_path / "model", tmp_path / "model.gguf")
@@ -197,7 +197,7 @@ def test_a_reranker_keeps_its_scores(tmp_path: Path, family: str) -> None:
     assert gguf.GGUFReader(path).fields["bert.pooling_type"].contents() == gguf.PoolingType.RANK
 
 
-def test_what_a_file_has_no_place_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
     save_m3(tmp_path / "m3")
     unigram().save(str(tmp_path / "m3" / "tokenizer.json"))
     path = written(tmp_path / "m3", tmp_path / "m3.gguf")
@@ -211,7 +211,7 @@ def test_what_a_file_has_no_place_for(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "is a GGUF file already" in capsys.readouterr().err
 
 
-def test_what_is_wrong_with_a_file(place: Path, tmp_path: Path) -> None:
+def test_broken_file_is_refused(place: Path, tmp_path: Path) -> None:
     good = written(place / "bert", tmp_path / "good.gguf")
     raw = good.read_bytes()
     for old, new, message in ((b"bert.block_count", b"bert.block_cound", "bert.block_count"),

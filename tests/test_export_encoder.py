@@ -37,7 +37,7 @@ def m3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def copy(m3: tuple[Path, Path], tmp_path: Path) -> Path:
-    """A compiled directory that may be spoilt."""
+    """A compiled directory that a test may damage."""
     return Path(shutil.copytree(m3[1], tmp_path / "copy"))
 
 

@@ -1,4 +1,4 @@
-"""Programs (.pte) that ExecuTorch's own exporter wrote run with files that options name."""
+"""Programs (.pte) of ExecuTorch's own exporter, with files named by options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ export_llama(config)
 
 
 def params_of(config: ModelConfig) -> dict[str, Any]:
-    """The params.json that ExecuTorch's examples have for this shape."""
+    """Returns the params.json of ExecuTorch's examples for this shape."""
     assert config.linear
     linear = config.linear
     return {
@@ -64,7 +64,7 @@ def params_of(config: ModelConfig) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["static", "dynamic"])
 def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid model's program, and beside it the same weights for the engine."""
+    """A hybrid model's program, and the same weights for the engine."""
     from executorch.examples.models.qwen3_5.convert_weights import qwen_3_5_to_meta
 
     folder = tmp_path_factory.mktemp("foreign")
@@ -79,14 +79,14 @@ def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.slow
-def test_a_foreign_program_computes_what_the_engine_does(foreign: Path) -> None:
+def test_foreign_program_equals_engine(foreign: Path) -> None:
     made = Session(foreign / "foreign.pte", memory="16MiB", threads=1, max_batch=2, params=foreign / "params.json")
     assert made.max_context == 96
     assert_same_answers(session(foreign / "model"), made, count=30)
 
 
 @pytest.mark.slow
-def test_a_foreign_program_answers_with_the_files_that_options_name(
+def test_foreign_program_runs_with_named_files(
         foreign: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / f"my-{name}").write_bytes((TINY / name).read_bytes())
@@ -106,7 +106,7 @@ def test_a_foreign_program_answers_with_the_files_that_options_name(
 
 
 class Recorder:
-    """Calls of a program that names the position and sum of what it was given."""
+    """Calls of a program that returns the position and the sum of its tokens."""
 
     def __init__(self) -> None:
         self.given: list[tuple[int, tuple[int, ...]]] = []
@@ -120,8 +120,8 @@ class Recorder:
 
 
 @pytest.mark.parametrize(("shape", "read"), [(ATTENTION, [(2, (8,))]), (SHAPE, [(0, (1, 2)), (2, (8,))])])
-def test_a_foreign_sequence_is_read_again_only_where_it_must_be(shape: ModelConfig, read: list[Any]) -> None:
-    """K/V that is there is used; recurrent states of an earlier token are not there."""
+def test_foreign_sequence_is_recomputed_only_if_needed(shape: ModelConfig, read: list[Any]) -> None:
+    """K/V of earlier tokens is reused; their recurrent states are lost."""
     calls = Recorder()
     info = ProgramInfo(shape, GenerationDefaults(), None, 64, 1)
     program = ForeignProgram(Path("x.pte"), info, calls, 4)
@@ -137,7 +137,7 @@ def test_a_foreign_sequence_is_read_again_only_where_it_must_be(shape: ModelConf
     assert calls.given == read and program.position(1) == 3 and sorted(program.slots) == [0, 1, 2]
 
 
-def test_params_of_both_kinds_say_the_same(tmp_path: Path) -> None:
+def test_params_and_config_agree(tmp_path: Path) -> None:
     said = {"get_max_context_len": SHAPE.max_position_embeddings, "get_vocab_size": SHAPE.vocab_size, "get_eos_id": 7}
     found = []
     for name, mapping in (("params.json", params_of(SHAPE)), ("config.json", hf_config(SHAPE))):
@@ -156,13 +156,13 @@ def test_params_of_both_kinds_say_the_same(tmp_path: Path) -> None:
     ({}, "n_layers must be a number"), ({"n_layers": 2, "n_heads": 2, "dim": "x"}, "dim must be a number"),
     ({"moe": True}, "moe is not supported"), ({"n_layers": 1, "n_heads": 3, "dim": 6, "n_kv_heads": 2}, "multiple"),
 ])
-def test_params_that_cannot_be_are_named(tmp_path: Path, mapping: dict[str, Any], message: str) -> None:
+def test_invalid_params_are_named(tmp_path: Path, mapping: dict[str, Any], message: str) -> None:
     (tmp_path / "params.json").write_text(json.dumps(mapping), encoding="utf-8")
     with pytest.raises(ModelError, match=f"params.json: .*{message}"):
         read_params(tmp_path / "params.json", {"get_max_seq_len": 9, "get_vocab_size": 9})
 
 
-def test_options_of_foreign_programs_are_for_these_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_options_need_a_foreign_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="tokenizer is for a program"):
         EngineConfig(tokenizer="tokenizer.json")
     with pytest.raises(ConfigError, match="tokenizer_config belongs to"):

@@ -1,4 +1,4 @@
-"""Directories made by mlc-llm's conventions run: its metadata, its functions and its quantized parameters."""
+"""Directories made by mlc-llm's conventions: metadata, functions and quantized parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ V1, V2 = "ndarray-cache.json", "tensor-cache.json"
 
 
 def made(folder: Path, quantization: str, descriptor: str, functions: tuple[str, ...]) -> tuple[Session, Session]:
-    """The engine over the numbers that the quantized parameters stand for, and the artifact."""
+    """Returns sessions over the dequantized weights in the engine, and over the artifact."""
     weights = random_weights(ATTENTION, "float32", initializer_range=0.1, seed=2)
     stand = build(folder / "mlc", ATTENTION, {name: tensor.numpy() for name, tensor in weights.items()}, quantization,
                   descriptor, functions, CHUNK)
@@ -62,7 +62,7 @@ def test_batched_artifact_equals_engine(tmp_path: Path) -> None:
     *((quantization, V2, BATCHED) for quantization in ("q3f16_0", "q3f16_1", "q4f16_0", "q4f16_1"))])
 def test_half_precision_artifact_is_close_to_engine(
         tmp_path: Path, quantization: str, descriptor: str, functions: tuple[str, ...]) -> None:
-    """In both layouts of the words. The prompt is longer than a chunk, and is followed by single tokens."""
+    """In both layouts of the words, with a prompt longer than a chunk and single tokens after it."""
     engine, artifact = made(tmp_path, quantization, descriptor, functions)
     ids = numbers(4, 2 * CHUNK + 3, ATTENTION.vocab_size)
     wanted, found = (forced(one, ids[:-5], ids[-5:]) for one in (engine, artifact))
@@ -71,7 +71,7 @@ def test_half_precision_artifact_is_close_to_engine(
 
 @pytest.mark.usefixtures("sessions")
 def test_artifact_metadata(folder: Path) -> None:
-    """The vocabulary and the ends of answers are those of the config, K/V has the artifact's size."""
+    """Vocabulary and stop tokens come from the config, the size of K/V from the artifact."""
     artifact = open_program(folder / "mlc", EngineConfig())
     same = ("architecture", "vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "rope")
     assert all(getattr(artifact.info.config, name) == getattr(ATTENTION, name) for name in same)

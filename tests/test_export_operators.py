@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(bool(missing()) or not shutil.which("g++"), reas
 
 PLACES, LONGEST = 40, 24
 CHUNKS = ((24, 9), (1, 1, 1, 5, 1, 24), (7,) * 4 + (5,))
-"""How a sequence of 33 tokens comes."""
+"""Chunks of a sequence of 33 tokens."""
 GDN = {"odd": GdnSpec(2, 6, 5, 7, 4, 1e-6), "whole registers": GdnSpec(2, 2, 32, 128, 4, 1e-6),
        "kernel of three": GdnSpec(1, 3, 17, 24, 3, 1e-6)}
 ATTENTION = {"gated": AttentionSpec(6, 2, 10, 6, True, 1e-6), "plain": AttentionSpec(4, 4, 16, 16, False, 1e-6),
@@ -62,7 +62,7 @@ class Core(nn.Module):
 
 
 def method_of(core: Core, width: int, path: Path) -> Any:
-    """The program's method, in ExecuTorch's runtime."""
+    """Returns the program's method in ExecuTorch's runtime."""
 
     example = (torch.zeros(3, width), torch.zeros(1, dtype=torch.int64))
     with quiet(), torch.no_grad():
@@ -77,7 +77,7 @@ def method_of(core: Core, width: int, path: Path) -> Any:
 
 
 def in_chunks(method: Any, projected: Tensor, chunks: Sequence[int]) -> Tensor:
-    """What comes out of a whole sequence, the buffers being full of NaN before it."""
+    """Returns the outputs of a whole sequence. The buffers hold NaN before it."""
     for name in ("conv_state", "recurrent_state", "keys", "values"):
         with suppress(RuntimeError):
             method.get_attribute(f"mixer.{name}").fill_(torch.nan)

@@ -145,8 +145,10 @@ def serial(var: Any, extent: Any, tag: str, body: Any) -> Any:
 
 @pytest.fixture
 def threads_in_turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is compiled has the kernels for a GPU, whose threads run one after another on the CPU; the names of those
-    that are asked for. Products, whose threads meet, are those for a CPU."""
+    """Compiles GPU kernels whose threads run one after another on the CPU. Returns the names of the used kernels.
+
+    Products synchronize their threads, so they stay CPU kernels.
+    """
     from tvm import tirx
     from tvm_ffi import structural_map
 
@@ -177,7 +179,7 @@ def test_gpu_kernels_of_encoder_equal_cpu(encoder: Path, tmp_path: Path, threads
 
 
 def test_gpu_products_equal_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd numbers of tokens and panels. One thread has the whole sum here, as none can wait for another."""
+    """Odd numbers of tokens and panels. One thread computes the whole sum, because threads cannot synchronize here."""
     import tvm
     from tvm import tirx
     from tvm_ffi import structural_map

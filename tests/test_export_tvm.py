@@ -39,7 +39,7 @@ Artifacts = tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
-    """A hybrid model, and its directory compiled."""
+    """A hybrid model and its compiled directory."""
     place = tmp_path_factory.mktemp("tvm")
     source = checkpoint(place / "model", SHAPE, 0.1)
     return source, compiled(place / "compiled", source, chunk=CHUNK)
@@ -47,13 +47,13 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
 
 @pytest.fixture
 def copy(hybrid: Artifacts, tmp_path: Path) -> Path:
-    """A compiled directory that may be spoilt."""
+    """A compiled directory that a test may damage."""
     return Path(shutil.copytree(hybrid[1], tmp_path / "copy"))
 
 
 @pytest.fixture
 def sessions(hybrid: Artifacts) -> Iterator[tuple[Session, Session]]:
-    """Of the engine, and of what is compiled."""
+    """Sessions over the engine and over the compiled model."""
     yield session(hybrid[0]), session(hybrid[1])
 
 
@@ -261,7 +261,7 @@ def test_long_prompts_are_refused(hybrid: Artifacts) -> None:
 
 
 SITES = {15: "ragged prompts", 16: "paged prompts", 17: "decoding", 20: "trees, paged", 21: "trees, ragged"}
-"""Where the constructor of the paged cache takes attention kernels."""
+"""Arguments of the paged cache's constructor that are attention kernels."""
 
 
 @pytest.mark.parametrize(("given", "meant"), [("tir", "tirx"), ("tirx", "tirx"), ("flashinfer", "flashinfer")])
@@ -285,7 +285,7 @@ def test_unknown_kernel_names_are_refused() -> None:
 
 @pytest.mark.slow
 def test_library_with_older_names_runs(hybrid: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library whose kernels are tagged as older versions of TVM did."""
+    """A library with the kernel tags of older TVM versions."""
     from tvm.relax.frontend.nn.llm import kv_cache
 
     class Older:
@@ -315,7 +315,7 @@ def test_attention_only_model_is_generation_v1(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_matrices_may_be_float16(hybrid: Artifacts, tmp_path: Path) -> None:
-    """The logits are those of the rounded weights, nearly."""
+    """The logits are close to those of the unrounded weights."""
     made = compiled(tmp_path / "compiled", hybrid[0], dtype="float16")
     assert (made / "params_shard_0.bin").stat().st_size < 0.6 * (hybrid[1] / "params_shard_0.bin").stat().st_size
     native, half = session(hybrid[0]), session(made)
@@ -325,7 +325,7 @@ def test_matrices_may_be_float16(hybrid: Artifacts, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a chat of three turns with the engine's words, of which as many tokens are reused."""
+    """A chat of three turns gives the engine's words and reuses as many tokens."""
     made = compiled(tmp_path / "compiled", None)
     assert main(["run", str(made), "What is the capital of France?", "--temperature", "0"]) == 0
     assert "Paris" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A real model of vectors: all-MiniLM-L6-v2 against transformers with the pooling written down here."""
+"""A real embedding model: all-MiniLM-L6-v2 against transformers with a pooling of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @cache
 def sentences() -> tuple[str, ...]:
-    """English sentences: what this repository says of itself."""
+    """Returns English sentences from this repository."""
     files = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", *sorted((ROOT / "deltic").rglob("*.py"))]
     found: dict[str, None] = {}
     for file in files:
@@ -36,7 +36,7 @@ def sentences() -> tuple[str, ...]:
 
 @cache
 def expected() -> Any:
-    """Mean of the last states, of length 1."""
+    """Returns the mean of the last states, of length 1."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(minilm()), AutoModel.from_pretrained(minilm()).eval()
@@ -51,7 +51,7 @@ def expected() -> Any:
 
 
 def nearest(vectors: Any) -> Any:
-    """Of each vector the other one that is most like it."""
+    """Returns the index of each vector's nearest neighbour."""
     likeness = vectors @ vectors.T
     np.fill_diagonal(likeness, -1)
     return likeness.argmax(1)
@@ -64,14 +64,14 @@ def found(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("ops", [(), ("torch",)])
-def test_the_same_vectors(ops: tuple[str, ...]) -> None:
+def test_vectors_equal_transformers(ops: tuple[str, ...]) -> None:
     vectors = found(ops=ops)
     assert (vectors * expected()).sum(1).min() >= 0.99999
     assert (nearest(vectors) == nearest(expected())).all()
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 1e-6
 
 
-def test_in_eight_bits() -> None:
+def test_q8_0_keeps_neighbours() -> None:
     vectors = found(quant="q8_0")
     likeness = (vectors * expected()).sum(1)
     assert likeness.min() >= 0.999 and likeness.mean() >= 0.9998, (likeness.min(), likeness.mean())

@@ -112,6 +112,20 @@ def check_options(options: EngineConfig) -> None:
                               "or load the model itself", name)
 
 
+def state_size(config: ModelConfig) -> int:
+    """Returns the numbers in the recurrent states of a sequence."""
+    if config.linear is None:
+        return 0
+    linear = config.linear
+    recurrent = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+    return len(config.linear_layers) * (recurrent + (linear.conv_kernel - 1) * linear.conv_dim)
+
+
+def kv_size(config: ModelConfig) -> int:
+    """Returns the numbers in the KV cache of a token."""
+    return 2 * len(config.attention_layers) * config.num_key_value_heads * config.head_dim
+
+
 # Opening
 
 

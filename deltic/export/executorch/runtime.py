@@ -21,7 +21,7 @@ from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.export.executorch import library
 from deltic.export.executorch.library import BindingCalls, LibraryCalls, ProgramCalls
-from deltic.export.program import ProgramInfo, load_json, read_sidecar, require_extra
+from deltic.export.program import ProgramInfo, kv_size, load_json, read_sidecar, require_extra, state_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -219,8 +219,7 @@ def open_program(path: Path, options: EngineConfig) -> ExecutorchProgram:
     _check_complete(path)
     program, metadata = _load(path, options.threads_for(config.parameter_count))
     _check_metadata(path, f"{sidecar.name}/config.json", metadata, config)
-    context = metadata["get_max_context_len"]
-    info = ProgramInfo(config, generation, sidecar, context, _slot_bytes(config, context))
+    info = _info(config, generation, sidecar, metadata)
     chunk = metadata["get_max_seq_len"] if metadata.get("enable_dynamic_shape", True) else 1
     return ExecutorchProgram(path, info, _calls(path, program, metadata), chunk, buffer_names(config))
 
@@ -233,9 +232,14 @@ def _open_foreign(path: Path, params: Path, options: EngineConfig) -> ForeignPro
     if not metadata.get("use_kv_cache", True):
         raise ModelError(f"{path} was exported without a KV cache: export it again with model.use_kv_cache=True")
     sidecar = None if options.tokenizer is None else Path(options.tokenizer).parent
-    context = metadata["get_max_context_len"]
-    info = ProgramInfo(config, generation, sidecar, context, _slot_bytes(config, context))
+    info = _info(config, generation, sidecar, metadata)
     return ForeignProgram(path, info, _calls(path, program, metadata), foreign_chunk(metadata))
+
+
+def _info(config: ModelConfig, generation: GenerationDefaults, sidecar: Path | None, metadata: Mapping[str, Any]
+          ) -> ProgramInfo:
+    context: int = metadata["get_max_context_len"]
+    return ProgramInfo(config, generation, sidecar, context, 4 * (context * kv_size(config) + state_size(config)))
 
 
 def _check_complete(path: Path) -> None:
@@ -278,14 +282,6 @@ def _check_metadata(path: Path, source: str, metadata: dict[str, Any], config: M
             raise ModelError(f"{path} has no {name}: it is no language model of ExecuTorch's exporters; "
                              "export it again")
     metadata.setdefault("get_max_context_len", metadata["get_max_seq_len"])
-
-
-def _slot_bytes(config: ModelConfig, max_context: int) -> int:
-    numbers = 2 * len(config.attention_layers) * max_context * config.num_key_value_heads * config.head_dim
-    if linear := config.linear:
-        state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
-        numbers += len(config.linear_layers) * (state + (linear.conv_kernel - 1) * config.conv_dim)
-    return 4 * numbers
 
 
 def _calls(path: Path, program: Any, metadata: dict[str, Any]) -> ProgramCalls:

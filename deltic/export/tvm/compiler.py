@@ -324,42 +324,31 @@ def _parameter(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> Te
     if head in ("table", "head"):
         return tensors.pop("model.embed_tokens.weight" if head == "table" else "lm_head.weight")
     layer, _, part = rest.partition(".")
-    sources, change = _PARTS[part]
-    taken = [tensors.pop(f"model.layers.{layer}.{source}").float() for source in sources]
-    return change(taken[0] if len(taken) == 1 else torch.cat(taken), config.norm_offset)
-
-
-def _unchanged(tensor: Tensor, norm_offset: float) -> Tensor:
+    tensor = torch.cat([tensors.pop(f"model.layers.{layer}.{source}").float() for source in _SOURCES[part]])
+    match part:
+        case "input_norm" | "post_norm" | "mixer.q_norm" | "mixer.k_norm":
+            return tensor + config.norm_offset
+        case "mixer.conv":
+            return tensor.squeeze(1).T
+        case "mixer.decay":
+            return -tensor.exp()
     return tensor
 
 
-def _norm(tensor: Tensor, norm_offset: float) -> Tensor:
-    return tensor + norm_offset
-
-
-def _taps(tensor: Tensor, norm_offset: float) -> Tensor:
-    return tensor.squeeze(1).T
-
-
-def _decay(tensor: Tensor, norm_offset: float) -> Tensor:
-    return -tensor.exp()
-
-
-_PARTS: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Tensor, float], Tensor]]]] = {
-    "input_norm": (("input_layernorm.weight",), _norm),
-    "post_norm": (("post_attention_layernorm.weight",), _norm),
-    "mixer.in_proj.weight": (tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-                             _unchanged),
-    "mixer.out_proj.weight": (("linear_attn.out_proj.weight",), _unchanged),
-    "mixer.conv": (("linear_attn.conv1d.weight",), _taps),
-    "mixer.decay": (("linear_attn.A_log",), _decay),
-    "mixer.dt_bias": (("linear_attn.dt_bias",), _unchanged),
-    "mixer.norm": (("linear_attn.norm.weight",), _unchanged),
-    "mixer.qkv.weight": (tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), _unchanged),
-    "mixer.o_proj.weight": (("self_attn.o_proj.weight",), _unchanged),
-    "mixer.q_norm": (("self_attn.q_norm.weight",), _norm),
-    "mixer.k_norm": (("self_attn.k_norm.weight",), _norm),
-    "gate_up.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), _unchanged),
-    "down.weight": (("mlp.down_proj.weight",), _unchanged),
+_SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
+    "input_norm": ("input_layernorm.weight",),
+    "post_norm": ("post_attention_layernorm.weight",),
+    "mixer.in_proj.weight": tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+    "mixer.out_proj.weight": ("linear_attn.out_proj.weight",),
+    "mixer.conv": ("linear_attn.conv1d.weight",),
+    "mixer.decay": ("linear_attn.A_log",),
+    "mixer.dt_bias": ("linear_attn.dt_bias",),
+    "mixer.norm": ("linear_attn.norm.weight",),
+    "mixer.qkv.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "mixer.o_proj.weight": ("self_attn.o_proj.weight",),
+    "mixer.q_norm": ("self_attn.q_norm.weight",),
+    "mixer.k_norm": ("self_attn.k_norm.weight",),
+    "gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down.weight": ("mlp.down_proj.weight",),
 }
-"""Checkpoint tensors of a layer's parameter, whose rows are concatenated, and the change applied to them."""
+"""Checkpoint tensors of a layer's parameter, whose rows are concatenated."""

@@ -26,7 +26,7 @@ import numpy as np
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.reading import BACKENDS, canonical
 from deltic.errors import ConfigError, ModelError
-from deltic.export.program import LIBRARIES, OBJECTS, ProgramInfo, require_extra
+from deltic.export.program import LIBRARIES, OBJECTS, ProgramInfo, kv_size, require_extra, state_size
 from deltic.export.tvm.artifact import (
     DESCRIPTORS,
     FLAGS,
@@ -101,18 +101,13 @@ def accepting_older_names(constructor: Callable[..., Any]) -> Callable[..., Any]
 
     A kernel is a list that begins with its backend's name. Raises ModelError for unknown backends.
     """
-    def create(*arguments: Any) -> Any:
-        return constructor(*map(_with_current_name, arguments))
-    return create
+    def current(argument: Any) -> Any:
+        if isinstance(argument, str) or not isinstance(argument, Sequence) or not argument:
+            return argument
+        tag, *kernel = argument
+        return [canonical(BACKENDS, tag, "attention backend"), *kernel] if isinstance(tag, str) else argument
 
-
-def _with_current_name(argument: Any) -> Any:
-    if isinstance(argument, str) or not isinstance(argument, Sequence) or not argument:
-        return argument
-    tag, *kernel = argument
-    if not isinstance(tag, str):
-        return argument
-    return [canonical(BACKENDS, tag, "attention backend"), *kernel]
+    return lambda *arguments: constructor(*map(current, arguments))
 
 
 def _library_folders() -> list[Path]:
@@ -155,8 +150,8 @@ class Device:
     @property
     def vm_arguments(self) -> tuple[int, ...]:
         """Arguments that initialise TVM's virtual machine: this device, and the CPU."""
-        kinds = dict.fromkeys((self.kind, "cpu"))
-        return tuple(number for kind in kinds for number in (self._type(kind), 0, _POOLED_ALLOCATOR))
+        types = [self.ffi.device(kind, 0).dlpack_device_type() for kind in dict.fromkeys((self.kind, "cpu"))]
+        return tuple(number for type in types for number in (type, 0, _POOLED_ALLOCATOR))
 
     def tensor(self, array: NDArray[Any]) -> Any:
         """Returns a tensor of the array's numbers; on a CPU it shares their memory."""
@@ -181,10 +176,6 @@ class Device:
         copy = self.ffi.get_global_func("runtime.TVMTensorCopyToBytes")
         copy(tensor, ctypes.c_void_p(array.ctypes.data), array.nbytes)
         return array.astype(np.float32, copy=False)
-
-    def _type(self, kind: str) -> int:
-        number: int = self.ffi.device(kind, 0).dlpack_device_type()
-        return number
 
 
 def open_device(ffi: Any, kind: str, folder: Path) -> Device:
@@ -448,11 +439,6 @@ class TvmProgram:
 
 
 def _info(folder: Path, config: ModelConfig, generation: GenerationDefaults, metadata: Metadata) -> ProgramInfo:
-    state = 0
-    if linear := config.linear:
-        recurrent = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
-        state = 4 * (recurrent + (linear.conv_kernel - 1) * linear.conv_dim)
     kv_bytes = 2 if "16" in metadata.quantization and metadata.convention == "mlc" else 4
-    token = 2 * kv_bytes * config.num_key_value_heads * config.head_dim * len(config.attention_layers)
-    return ProgramInfo(config, generation, folder, metadata.context_window_size, state * len(config.linear_layers),
-                       token)
+    return ProgramInfo(config, generation, folder, metadata.context_window_size, 4 * state_size(config),
+                       kv_bytes * kv_size(config))
