@@ -1,4 +1,4 @@
-"""What the tests with real coding agents share: an engine that plays a model, and the place where agents run."""
+"""Shared by the tests with real coding agents: an engine that plays a model, and a sandbox for agents."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ SANDBOX = Path(__file__).with_name("agent_sandbox.py")
 
 @dataclass
 class Seen:
-    """What a prompt says, as a model reads it.
+    """A prompt, parsed as a model reads it.
 
-    tools: parameters' names by the tool's. system: the system message with the tools. question: the user's last
-    message; results: what tools said since. thinks: the think block is open.
+    tools: the parameter names of each tool. system: the system message with the tools. question: the last user
+    message. results: the tool results after it. thinks: the think block is open.
     """
 
     text: str
@@ -85,7 +85,7 @@ def call(name: str, **arguments: str) -> str:
 
 @dataclass
 class Turn:
-    """A request, what was answered, and how many tokens of the prompt the cache knew (None: it never ended)."""
+    """A request, its answer, and the number of cached prompt tokens (None: it never ended)."""
 
     prompt: tuple[int, ...]
     seen: Seen
@@ -95,7 +95,7 @@ class Turn:
 
 
 class Player(Engine):
-    """A real engine, whose model reads all prompts; only which tokens come is said by a script."""
+    """A real engine that prefills all prompts; a script chooses the tokens of the answers."""
 
     def __init__(self, runtime: ModelRunner) -> None:
         super().__init__(with_sample(runtime, self._sample))
@@ -137,7 +137,7 @@ class Player(Engine):
 
 @contextmanager
 def playing(script: Callable[[Seen], str], history: str) -> Iterator[tuple[Served, Player]]:
-    """A server over an engine that says what the script says."""
+    """Runs a server over an engine that answers by script."""
     shape = odd_shape(vocab_size=3072, max_position_embeddings=CONTEXT)
     options = EngineConfig(dtype="float32", memory="1GiB", max_batch=4, max_context=CONTEXT)
     engine = Player(load(RandomModel(shape=shape), options))
@@ -166,7 +166,7 @@ def door(served: Served, path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Room:
-    """An empty home with a directory to work in, from which nothing can be reached but the server, at its own URL."""
+    """An empty home with a working directory. Programs in it reach only the server, at its own URL."""
 
     home: Path
     served: Served
@@ -176,7 +176,7 @@ class Room:
         return self.home / "work"
 
     def run(self, *command: str | Path) -> str:
-        """What the command says on stdout; it must end well."""
+        """Returns the stdout of the command, which must succeed."""
         port = self.served.url.rsplit(":", 1)[1]
         sandbox = ("unshare", "--map-root-user", "--net", sys.executable, str(SANDBOX), str(self.home / "door"), port)
         environment = {"HOME": str(self.home), "PATH": os.environ["PATH"], "TERM": "dumb", "LANG": "C.UTF-8"}

@@ -1,4 +1,4 @@
-"""Runs a command that sees no network but its loopback, on which one port leads to a Unix socket outside.
+"""Runs a command without a network: one port of its loopback leads to a Unix socket outside.
 
     unshare --map-root-user --net python agent_sandbox.py SOCKET PORT COMMAND...
 """
@@ -18,7 +18,7 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 
 
 def relay(listener: socket.socket, family: socket.AddressFamily, address: object) -> None:
-    """Connect whoever comes with the address, until the listener is closed."""
+    """Connects each client to the address until the listener is closed."""
     while True:
         try:
             here, _ = listener.accept()
@@ -37,7 +37,7 @@ def _connect(here: socket.socket, family: socket.AddressFamily, address: Any) ->
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Until one of them ends; then the other hears of it."""
+    """Copies data until one side ends, then shuts down the other."""
     with suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)

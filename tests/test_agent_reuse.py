@@ -1,7 +1,6 @@
 """An agent's conversation of twenty turns through the real engine: how many tokens are computed, as numbers.
 
-Tokenizer and template are the embedded model's. What is said is scripted, so the weights may be anything: a small
-random model reads it.
+Tokenizer and template are the embedded model's. Answers are scripted, so a small random model suffices.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def model() -> ModelRunner:
 
 @dataclass
 class Script:
-    """A `sample` op that says what it is told to: tokens by the key of their draw."""
+    """A `sample` op that returns scripted tokens, by the key of their draw."""
 
     runtime: ModelRunner
     tokens: dict[int, int] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class Script:
 
 @dataclass
 class Served:
-    """What a request cost. past: the prompt before it and its answer, as far as the cache may know them."""
+    """The prompt of a request, and the number of its computed tokens."""
 
     prompt: tuple[int, ...]
     computed: int
@@ -88,7 +87,7 @@ class Process:
         return Process(self.directory, self.mode)
 
     def serve(self, *asked: tuple[PreparedRequest, Sequence[int]]) -> list[Served]:
-        """Run jobs at the same time, each of which says what it is told to."""
+        """Runs jobs at the same time with scripted answers."""
         requests = [self._request(job, answer) for job, answer in asked]
         for request in requests:
             self.engine.add(request)
@@ -128,7 +127,7 @@ class Agent:
         return self.process.mode != "template"
 
     def answer(self, kind: str, job: PreparedRequest, text: str) -> None:
-        """One request, for which only what is new, or what the template rewrote, may be computed."""
+        """Runs one request; only tokens that are new or rewritten by the template may be computed."""
         self.talk.hear(job, text)
         answer = self.talk.answer_ids
         asked = [(job, answer)]
@@ -259,7 +258,7 @@ def test_edits_of_the_last_message(mode: str, thinking: bool, tmp_path: Path) ->
 
 
 def test_client_receives_reasoning(tmp_path: Path) -> None:
-    """What the scripted answers are made of is what the router takes apart."""
+    """The router splits scripted answers into reasoning and calls."""
     client = agent(tmp_path, "preserve", True, True)
     client.turn(1)
     assistant = [message for message in client.talk.messages if message["role"] == "assistant"]

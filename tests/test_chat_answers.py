@@ -1,4 +1,4 @@
-"""Every token of an answer is routed once, whatever the request asks for and whoever reads the answer."""
+"""Every token of an answer is routed once, for all options of a request and all readers."""
 
 from __future__ import annotations
 

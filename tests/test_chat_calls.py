@@ -1,4 +1,7 @@
-"""What models write is read alike however it is cut, and arguments stream. `tool_outputs.jsonl` has outputs."""
+"""Outputs of models are read the same however they are split into tokens, and arguments stream.
+
+`tool_outputs.jsonl` has the outputs.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def test_every_split_into_tokens(output: Output, ids: bool) -> None:
 
 
 def test_string_arguments_stream() -> None:
-    """Texts at once, what has to become something else when it is complete."""
+    """Strings are emitted at once, values of other types when they are complete."""
     output = Output("", "qwen", "content", "", "", "", [])
     written = ["<tool_call>", "\n<function=bash>", "\n<parameter=command>\nec", "ho \"", "hi\"", "\n", "</parameter>\n",
                "<parameter=timeout>\n1", "2\n</parameter>", "\n</function>", "\n</tool_call>"]

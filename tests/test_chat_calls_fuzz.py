@@ -1,6 +1,6 @@
-"""Whatever a model writes: nothing raises, no text outside of a call is lost, nothing is said twice, calls are JSON.
+"""For any output of a model: nothing raises, no text outside of calls is lost or repeated, and calls are JSON.
 
-Every word of a text is there once, so that it can be found in what comes out.
+Each word of an output is unique, so that the test can find it in the deltas.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def mutated(random: Random, text: str) -> str:
 
 
 def case(random: Random) -> tuple[Output, set[str]]:
-    """What a model may have written, and the words that stand outside of its calls."""
+    """Returns a possible output of a model, and the words outside of its calls."""
     form = random.choice(["qwen", "json", "minimax"])
     words = Words()
     pieces, outside = [], set[str]()
@@ -150,7 +150,7 @@ def check_calls(said: list[Delta]) -> None:
 
 
 def test_cut_answer_is_prefix_of_whole_answer() -> None:
-    """Nothing that was said before the cut is taken back, and what an open call has is the beginning of an object."""
+    """No delta before the cut is taken back, and the arguments of an open call are the beginning of an object."""
     for seed in range(160):
         random = Random(seed)
         output = case(random)[0]

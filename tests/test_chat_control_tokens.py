@@ -1,4 +1,4 @@
-"""Text of clients becomes no control token, whatever it spells and wherever it stands; other text keeps its ids."""
+"""Client text never becomes a control token, wherever it stands; other text keeps its ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients and models write is read in linear time: each of these took minutes, or would never have ended."""
+"""Input of clients and models is read in linear time. Each of these cases once took minutes or never ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a request has its template rendered: for the prompt, and for each way in which it may go on."""
+"""Counts renderings of the template for a request: one for the prompt and one for each continuation."""
 
 from __future__ import annotations
 

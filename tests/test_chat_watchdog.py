@@ -1,4 +1,4 @@
-"""Time that templates take: every filter, test, method and function there is ends within it, whatever it is given."""
+"""Time limits of templates: every filter, test, method and function ends in time for any argument."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def before_key(reader: CallReader, text: str, at: int) -> int:
     key, begun, most = (_EXACT_KEY, _BEGUN_EXACT_KEY, _MAX_EXACT_KEY) if reader.exact else (_KEY, _BEGUN_KEY, _MAX_HEAD)
     found = key.match(text, start)
     if found and found.end() - start <= most:
-        reader.arguments.key(_unescaped(next((name for name in found.groups() if name is not None), "")))
+        name = next((name for name in found.groups() if name is not None), "")
+        reader.arguments.key(_ESCAPE.sub(_character, name))
         reader.state = before_value
         return found.end()
     if len(text) - start < most and begun.match(text, start):
@@ -299,10 +300,6 @@ def _read(text: str) -> Any:
         return loads(text)
     except ValueError:
         return text
-
-
-def _unescaped(text: str) -> str:
-    return _ESCAPE.sub(_character, text)
 
 
 def _character(found: re.Match[str]) -> str:

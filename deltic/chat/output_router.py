@@ -172,7 +172,7 @@ class OutputRouter:
 
     token_bytes: returns the visible bytes of a token (none for special tokens). calls: None makes calls content.
     stop: strings that end the content, without being part of it; they do not apply to reasoning and calls.
-    characters: the number of characters so far, in all regions.
+    characters: the number of characters so far, in all regions. region: that of the next token; "tool" inside a call.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, markers: Markers | None = None,
@@ -183,7 +183,7 @@ class OutputRouter:
         self._calls = calls
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.stops = StopScanner.of(stop)
-        self._region: Region = start
+        self.region: Region = start
         self._partial = ""  # possibly the beginning of a marker
         self._spaces = ""  # whitespace that a following marker would remove
         self._skip = "\n"  # leading characters to drop
@@ -206,11 +206,6 @@ class OutputRouter:
         return self._over or self.stops.stopped
 
     @property
-    def region(self) -> Region:
-        """The region of the next token; "tool" inside a call."""
-        return self._region
-
-    @property
     def can_stop(self) -> bool:
         """True if the text may stop the answer."""
         return bool(self.stops.stops or (self._calls and self._calls.one_call))
@@ -218,7 +213,7 @@ class OutputRouter:
     @property
     def ended(self) -> bool:
         """True if the text is complete: outside of think blocks and calls, and not cut at a stop string."""
-        return self._region == "content" and (self._complete or not self.stopped)
+        return self.region == "content" and (self._complete or not self.stopped)
 
     def feed(self, token: int) -> list[Delta]:
         """Takes the next token."""
@@ -286,9 +281,9 @@ class OutputRouter:
         elif not self.stopped:
             if self._skips:
                 text = self._skip_leading(text)
-            if self._region == "content" and self._calls:
+            if self.region == "content" and self._calls:
                 self._follow_lines(text)
-            if self._region != "content" or not self.stops.stops:
+            if self.region != "content" or not self.stops.stops:
                 return self._put(text)
             self._put(self.stops.push(text))
             if self.stopped:
@@ -320,7 +315,7 @@ class OutputRouter:
 
     def _emit(self, text: str) -> None:
         if text:
-            self._out.append(Delta("reasoning" if self._region == "reasoning" else "content", text))
+            self._out.append(Delta("reasoning" if self.region == "reasoning" else "content", text))
 
     def _mark(self, marker: str) -> None:
         if self.stopped:
@@ -337,7 +332,7 @@ class OutputRouter:
             self._write(marker)
 
     def _may_open(self, marker: str, form: CallForm) -> bool:
-        begins_line = self._region == "content" and not self._line and not self._fenced
+        begins_line = self.region == "content" and not self._line and not self._fenced
         return marker == form.block[0] or form.anywhere or begins_line
 
     def _mark_in_call(self, reader: CallReader, marker: str) -> None:
@@ -349,20 +344,20 @@ class OutputRouter:
             self._read_call(reader, marker)
 
     def _open_thinking(self) -> None:
-        if self._region == "content":
+        if self.region == "content":
             self._put(self.stops.flush())
             self._spaces = ""
         self._enter("reasoning", "\n", 1)
 
     def _close_thinking(self) -> None:
-        if self._region == "reasoning":
+        if self.region == "reasoning":
             self._spaces = self._spaces.removesuffix("\n")
             self._emit_spaces()
         self._enter("content", "\r\n", _ENDLESS)
 
     def _open_calls(self, opening: str, calls: CallOptions) -> None:
         self._put(self.stops.flush())
-        self._origin = self._region
+        self._origin = self.region
         self._gap = self._spaces
         self._spaces = ""
         self._enter("tool", "", 0)
@@ -371,7 +366,7 @@ class OutputRouter:
             self._read_call(self._reader, opening)
 
     def _enter(self, region: Region, skip: str, skips: int) -> None:
-        self._region = region
+        self.region = region
         self._skip = skip
         self._skips = skips
 
@@ -436,7 +431,6 @@ class AnswerText:
 
     def __init__(self, router: OutputRouter, hidden: frozenset[int] = frozenset()) -> None:
         self._router = router
-        self._stops = router.stops
         self._hidden = hidden
         self._pushed: deque[RoutedToken] = deque()
 
@@ -452,7 +446,7 @@ class AnswerText:
     @property
     def stop(self) -> str | None:
         """The stop string that ended the text."""
-        return self._stops.found
+        return self._router.stops.found
 
     @property
     def ended(self) -> bool:

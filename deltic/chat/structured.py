@@ -267,7 +267,7 @@ class _BadGrammar(ValueError):
         self.field = field
 
 
-def _compile(vocabulary: GrammarVocabulary, text: str, ignored: Set[str] = frozenset()) -> Grammar:
+def _compile(vocabulary: GrammarVocabulary, text: str, ignored: Set[str]) -> Grammar:
     """Compiles a grammar. ignored: keywords left out of its schemas."""
     from llguidance import LLMatcher
 

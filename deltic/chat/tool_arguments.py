@@ -101,15 +101,11 @@ def loads(text: str) -> Any:
     except ValueError:
         if len(text) > _MAX_LITERAL:
             raise
-    return read_json(_python_to_json(text))
-
-
-def _python_to_json(text: str) -> str:
-    """Translates a Python literal into JSON. Text that is neither stays neither. Takes linear time."""
-    return _PYTHON_TOKEN.sub(_json_token, text)
+    return read_json(_PYTHON_TOKEN.sub(_json_token, text))  # in linear time
 
 
 def _json_token(found: re.Match[str]) -> str:
+    """Translates a token of a Python literal into JSON."""
     string, word, bracket = found.groups()
     if string:
         return json.dumps(_ESCAPE.sub(_unescape, string[1:-1]))
