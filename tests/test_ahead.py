@@ -40,7 +40,7 @@ def engine_for(model: ModelRunner, ahead: bool, **changes: Any) -> Engine:
     return engine
 
 
-def test_what_was_drawn_comes_to_the_host_whole() -> None:
+def test_sampled_tokens_reach_the_host_complete() -> None:
     sampled = Sampled(torch.tensor([3]), torch.tensor([1]), torch.tensor([True]), logprobs=torch.tensor([-0.5]))
     found = _on_host(sampled)
     assert found.tokens.tolist() == [3] and found.logprobs is not None and found.logprobs.tolist() == [-0.5]
@@ -108,7 +108,7 @@ def test_l6_a_step_in_flight_changes_nothing(case: str, model: str) -> None:
     assert found.stats.async_steps > (0 if case == "drafts" else 20) and not wanted.stats.async_steps
 
 
-def test_l6_who_waits_for_a_place_gets_it() -> None:
+def test_l6_waiting_requests_are_admitted_during_a_step_in_flight() -> None:
     """Where an answer ends unforeseen that may be a step later."""
     requests = [replace(plain(name, seed, max_tokens=70), matcher=partial(EndingAt, 9 + 5 * seed % 23))
                 for seed, name in enumerate("abcdefghij", 1)]
@@ -146,7 +146,7 @@ def test_l6_prompts_are_read_behind_a_step_in_flight(model: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("same", [20, 40, 100])
-def test_what_is_shared_is_read_once_behind_steps_in_flight_too(same: int) -> None:
+def test_shared_prefixes_are_prefilled_once_with_async_scheduling(same: int) -> None:
     """By those that come together, and by those that come later."""
     opening, read = numbers(3, same, 250), []
 
@@ -162,7 +162,7 @@ def test_what_is_shared_is_read_once_behind_steps_in_flight_too(same: int) -> No
     assert engine.stats.async_steps and read[0] == read[1]
 
 
-def test_nobody_waits_for_two_long_steps() -> None:
+def test_no_request_waits_for_two_long_steps() -> None:
     """Of a prompt that is read in many, none is launched behind another one."""
     steps = []
     for ahead in (False, True):
@@ -191,7 +191,7 @@ def meddled(what: str, name: str, when: int) -> Meddle:
 @pytest.mark.parametrize("when", range(1, 16, 2))
 @pytest.mark.parametrize("what", ["abort", "pause"])
 @pytest.mark.covering
-def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: str, when: int) -> None:
+def test_l3_work_launched_for_a_finished_answer_leaves_no_trace(what: str, when: int) -> None:
     """A prompt that goes on from there finds the same state."""
     requests, found = REQUESTS["greedy and drawn"], []
     for ahead in (False, True):
@@ -212,7 +212,7 @@ def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: s
 @pytest.mark.parametrize("when", range(4, 9))
 @pytest.mark.parametrize("what", ["abort", "pause"])
 @pytest.mark.covering
-def test_l3_a_prompt_that_is_taken_out_of_a_step_in_flight_keeps_its_state(what: str, when: int) -> None:
+def test_l3_a_prompt_removed_from_a_step_in_flight_keeps_its_state(what: str, when: int) -> None:
     """Its next part was read in that step, but not by the state that is kept."""
     long, found = numbers(4, 150, 250), []
     for ahead in (False, True):
@@ -233,7 +233,7 @@ def test_l3_a_prompt_that_is_taken_out_of_a_step_in_flight_keeps_its_state(what:
 
 
 @pytest.mark.parametrize("pages", [12, 15, 18])
-def test_l4_where_pages_are_short_nothing_is_launched_ahead_for_them(pages: int) -> None:
+def test_l4_no_async_step_without_free_pages(pages: int) -> None:
     wanted, found = (engine_for(odd_runtime(), ahead, pages=pages, context=96) for ahead in (False, True))
     requests = [replace(request, output=replace(request.output, max_tokens=50))
                 for request in REQUESTS["greedy and drawn"]]
@@ -262,7 +262,7 @@ class Breaking(Watch):
 
 
 @pytest.mark.parametrize("at", [5, 6, 11])
-def test_l8_a_step_that_fails_in_flight_fails_its_requests_when_it_is_due(at: int) -> None:
+def test_l8_failed_step_in_flight_fails_its_requests_when_collected(at: int) -> None:
     found = []
     for ahead in (False, True):
         watch = Breaking(runtime_of(odd_runtime(), batch=BATCH))
@@ -287,7 +287,7 @@ def test_nothing_is_left_in_flight_when_all_is_over() -> None:
     assert len(answers[("b", 0)].tokens) == 3 and engine.stats.steps == 6 + 3
 
 
-def test_a_prompt_of_one_token_beside_tokens_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token_prompt_beside_unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a prefix cache its row is one token whose logits are wanted, like those that take theirs from the step in
     flight; but a bucket has either kind alone."""
     plans = list[StepPlan]()

@@ -87,7 +87,7 @@ def test_a_newcomer_gets_a_share_of_a_full_room() -> None:
     assert batcher.waiting == 0
 
 
-def test_what_nobody_wants_any_more_is_forgotten_at_once() -> None:
+def test_abandoned_requests_are_dropped_at_once() -> None:
     with held(most=100) as (model, batcher):
         left = batcher.submit(job("flood", 1, items=90))
         left.future.cancel()

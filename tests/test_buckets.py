@@ -33,7 +33,7 @@ def test_the_file_lies_beside_the_weights(gguf: bool, tmp_path: Path) -> None:
     '{"rows": [0], "contexts": [1]}', '{"rows": [true], "contexts": [1]}', '{"rows": 1, "contexts": [1]}',
     '{"rows": [1.5], "contexts": [1]}', json.dumps({"rows": [1] * 65, "contexts": [1]}), "[" * 60_000, " " * 70_000,
     '{"rows": [1' + "0" * 5000 + '], "contexts": [1]}', "\xff"])
-def test_what_makes_no_sense_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_invalid_values_are_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=NAME):
         [*recorded_buckets(tmp_path, 64, 4096)]

@@ -90,7 +90,7 @@ def keeps_to_the_rule(tokens: Sequence[int]) -> bool:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("depth", [0, 1, 4, 12])
 @pytest.mark.covering
-def test_only_what_is_allowed_comes(params: str, pattern: str, depth: int) -> None:
+def test_constraint_allows_only_its_tokens(params: str, pattern: str, depth: int) -> None:
     """A neighbour without a constraint goes on as ever."""
     answer = constrained(params)
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS[pattern], depth)
@@ -109,7 +109,7 @@ def test_only_what_is_allowed_comes(params: str, pattern: str, depth: int) -> No
 
 @pytest.mark.parametrize("params", ["penalties", "filters"])
 @pytest.mark.parametrize("depth", [0, 4])
-def test_penalties_and_filters_go_over_what_is_left(params: str, depth: int) -> None:
+def test_penalties_and_filters_apply_after_the_constraint(params: str, depth: int) -> None:
     plain = Engine(runtime_of(odd_runtime()))
     plain.add(EngineRequest("a", constrained("greedy").prompt, PARAMS[params], constraint=Quarter))
     tokens = drain(plain)["a", 0].tokens
@@ -181,7 +181,7 @@ class Stair(Quarter):
 
 
 @pytest.mark.parametrize("more", [{}, {"min_tokens": 6}, {"min_tokens": 30}, {"ignore_eos": True}])
-def test_an_end_that_is_held_back_comes_where_nothing_else_may(more: dict[str, Any]) -> None:
+def test_eos_is_sampled_if_nothing_else_is_allowed(more: dict[str, Any]) -> None:
     runtime = odd_runtime()
     runtime = runtime_of(replace(runtime, generation=runtime.generation.with_eos([13])))
     engine = Engine(runtime)
@@ -209,7 +209,7 @@ class Slow(Quarter):
 
 
 @pytest.mark.parametrize("depth", [0, 4])
-def test_nobody_waits_for_a_slow_mask(depth: int) -> None:
+def test_slow_mask_delays_no_other_request(depth: int) -> None:
     """Its sequence sits out steps; the answers of both are as ever."""
     answer, slow = constrained("greedy"), Slow()
     drafter = Scripted({("a", 0): answer.tokens}, PATTERNS["right"], depth)
@@ -272,7 +272,7 @@ def test_slow_masks_take_turns_by_client() -> None:
     assert made.index("other") == 1
 
 
-def test_a_mask_that_waits_is_dropped_with_its_answer() -> None:
+def test_pending_mask_is_dropped_with_its_answer() -> None:
     """The only thread for slow ones is held by another one's."""
     answer, slow, other = constrained("greedy"), Slow(), Slow()
     other.free.set()
@@ -296,7 +296,7 @@ def test_a_mask_that_waits_is_dropped_with_its_answer() -> None:
     assert held and answers["a", 0].last.finish and len(other.asked) == made
 
 
-def test_bias_that_leaves_nothing_ends_with_an_error() -> None:
+def test_bias_that_forbids_every_token_is_an_error() -> None:
     engine = Engine(runtime_of(odd_runtime()))
     first = [token for token in range(VOCABULARY) if may_follow([], token)]
     params = SamplingParams(temperature=0.0, max_tokens=4, logit_bias=dict.fromkeys(first, -100.0))
@@ -307,7 +307,7 @@ def test_bias_that_leaves_nothing_ends_with_an_error() -> None:
 
 @pytest.mark.parametrize("method", ["fitting", "allowed", "push"])
 @pytest.mark.parametrize("depth", [0, 4])
-def test_one_that_fails_harms_its_own_request_alone(method: str, depth: int) -> None:
+def test_failing_constraint_ends_only_its_own_request(method: str, depth: int) -> None:
     class Broken(Quarter):
         """Works for four tokens."""
 

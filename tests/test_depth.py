@@ -81,7 +81,7 @@ def test_bad_drafts_of_a_mixture_cost_little_from_the_first_on() -> None:
     assert lost["told"] <= 0.025 and lost["not told"] > 1.5 * lost["told"], lost
 
 
-def test_times_that_are_not_known_grow_as_a_mixture_does() -> None:
+def test_unmeasured_times_grow_as_in_a_mixture() -> None:
     """From that of one draft to that of three."""
     depth = AdaptiveDraftLength(3, MIXTURE)
     for drafts in (0, 0, 0, 1, 1):
@@ -112,7 +112,7 @@ def test_a_spike_does_not_decide(at: int, drafts: int) -> None:
         assert sum((drafts > 0) == (wanted > 0) for drafts in chosen[30:]) >= 27, (share, chosen)
 
 
-def test_what_comes_right_after_drafts_is_not_the_time_of_a_plain_step() -> None:
+def test_step_right_after_drafts_is_not_timed_as_plain() -> None:
     """It brings the state forward, too. Else drafts look better than they are, and go on because of it."""
     depth = AdaptiveDraftLength(3)
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_the_best_depth_lies_between() -> None:
     assert chosen[-100:].count(1) >= 90
 
 
-def test_what_is_behind_a_wrong_draft_teaches_nothing() -> None:
+def test_drafts_after_a_rejected_one_do_not_count() -> None:
     acceptance = Acceptance([0.5] * 3, [8] * 3)
     acceptance.learn(3, 1)
     assert acceptance.shares[0] > 0.5 > acceptance.shares[1] and acceptance.shares[2] == 0.5
@@ -175,7 +175,7 @@ def test_options(text: str, wanted: object) -> None:
     ("mtp:", "from 1 to 12"), ("draft", "names no model"), ("draft:", "names no model"), ("draft::3", "names no model"),
     ("draft:m:0", "write speculate=off"), ("on", "must be auto, off"), ("", "must be auto"), (3, "must be auto"),
     ("mtp:" + "9" * 5000, "from 1 to 12")])
-def test_options_that_mean_nothing(text: object, words: str) -> None:
+def test_meaningless_options_are_refused(text: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         parse_speculation(text)
     assert caught.value.option == "speculate" and len(str(caught.value)) < 300

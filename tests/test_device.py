@@ -26,14 +26,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None)
 
 @pytest.mark.parametrize(("capability", "device", "budget"), [
     (None, "cpu", 512), ((8, 0), "cuda", 8192), ((9, 0), "cuda", 8192), ((7, 5), "cpu", 512)])
-def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None,
+def test_auto_device_selects_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None,
                                           device: str, budget: int) -> None:
     machine(monkeypatch, capability)
     found = settled(EngineConfig())
     assert (found.device, found.token_budget) == (device, budget)
 
 
-def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     machine(monkeypatch, (7, 5))
     with caplog.at_level(logging.WARNING, "deltic"):
         settled(EngineConfig())
@@ -41,7 +41,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
-def test_what_is_given_stays(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_given_device_is_kept(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     machine(monkeypatch, (9, 0))
     given = EngineConfig(device=device, token_budget=100)
     assert settled(given) is given
@@ -55,7 +55,7 @@ def test_a_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("given", "name"), [
     ({"kv_dtype": "fp8"}, "kv_dtype"), ({"quant": "fp8"}, "quant"), ({"gpu_memory_utilization": 0.5},
                                                                     "gpu_memory_utilization")])
-def test_what_only_a_gpu_can_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any],
+def test_gpu_options_are_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any],
                                                             name: str) -> None:
     machine(monkeypatch, None)
     with pytest.raises(ConfigError, match="give device cuda") as caught:

@@ -82,7 +82,7 @@ def test_a_tokenizer_of_another_form_is_none(text: str) -> None:
     assert Tokens.of(text) in (NOTHING, Tokens({}, ()))
 
 
-def test_a_token_that_looks_like_a_member_is_none() -> None:
+def test_lookalike_token_is_not_in_the_vocabulary() -> None:
     text = json.dumps({"added_tokens": [{"id": 9, "content": '"vocab": {}'}], "model": {
         "type": "BPE", "vocab": {'"vocab":': 0, '"added_tokens": [': 1}, "merges": []}})
     assert Tokens.of(text) == Tokens({'"vocab":': 0, '"added_tokens": [': 1}, (9,))
@@ -152,7 +152,7 @@ def test_rows_are_copied_as_they_lie(form: str) -> None:
     assert vocabulary.ids[:64].tolist() == [*range(64)] and len(set(vocabulary.ids.tolist())) == 80
 
 
-def test_what_was_seen_longest_ago_goes_first() -> None:
+def test_least_recent_token_is_evicted_first() -> None:
     vocabulary = DraftVocabulary(plain(torch.float32), draftable(112, 300))  # type: ignore[arg-type]
     last = vocabulary.ids[-14:].tolist()
     assert len(vocabulary.ids) == 128 and last == [*range(114, 128)]

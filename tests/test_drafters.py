@@ -58,7 +58,7 @@ from deltic.spec_decode.proposers import MtpProposer, NgramProposer, _Ngrams
 # The other drafters
 
 
-def test_a_long_prompt_is_looked_at_over_several_steps() -> None:
+def test_long_prompt_is_indexed_over_several_steps() -> None:
     """Everybody's next token waits while it is."""
     class Long:
         tokens = (*range(40000), 7, 8, 9)
@@ -95,7 +95,7 @@ def test_ngrams_of_a_long_prompt_are_small() -> None:
     assert sys.getsizeof(ngrams._last) + sys.getsizeof(ngrams._earlier) < 16 * len(tokens)
 
 
-def test_ngrams_draft_what_followed_before() -> None:
+def test_ngrams_draft_earlier_continuations() -> None:
     runtime = load(RandomModel(shape=odd_shape(tie_word_embeddings=True), initializer_range=0.02), EngineConfig(
         dtype="float32", memory="8MiB", threads=1))
     drafter, prompt = NgramProposer(4), numbers(3, 20, 509)
@@ -121,7 +121,7 @@ def itself(depth: int, **limits: Any) -> DraftModelProposer:
 
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int) -> None:
+def test_self_drafting_is_always_accepted(params: str, batch: int) -> None:
     drafter, answer = itself(4), expected("odd", params)
     engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(4))
     for index in range(batch):
@@ -194,7 +194,7 @@ def read_by(runtime: ModelRunner, tokens: list[int]) -> ModelRunner:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_draft_model_reads_what_is_new_in_a_conversation(model: str) -> None:
+def test_draft_model_prefills_only_new_tokens(model: str) -> None:
     """Though its last drafts were wrong when the turn before ended."""
     read: list[int] = []
     drafter = DraftModelProposer(read_by(runtime_of(MODELS[model](), budget=512), read), 509, 4)
@@ -272,7 +272,7 @@ def test_a_draft_model_with_room_for_one_reads_nothing_twice(short: str) -> None
 
 @pytest.mark.parametrize(("option", "words"), [("mtp", "this model has no draft head"),
                                                ("mtp:2", "speculate=mtp:2: this model has no draft head")])
-def test_a_model_without_a_head_says_so(option: str, words: str) -> None:
+def test_model_without_a_head_is_an_error(option: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         load(RandomModel(shape=odd_shape()), EngineConfig(memory="8MiB", speculate=option))
     assert caught.value.option == "speculate"
@@ -300,7 +300,7 @@ def test_a_draft_model_is_loaded_beside() -> None:
         Engine(load(RandomModel(shape=odd_shape()), EngineConfig(memory="64MiB", speculate="draft:tiny")))
 
 
-def test_what_is_said_of_one_model_is_not_of_the_one_that_drafts(tmp_path: Path) -> None:
+def test_options_of_the_model_do_not_apply_to_its_draft_model(tmp_path: Path) -> None:
     options = EngineConfig(memory="64MiB", speculate="draft:tiny", cache_dir=str(tmp_path), cache_disk_gb=1.0)
     both = share_memory(options)
     assert [each.cache_disk_gb for each in both] == [1.0, 10.0] and both[1].cache_dir is None
@@ -309,7 +309,7 @@ def test_what_is_said_of_one_model_is_not_of_the_one_that_drafts(tmp_path: Path)
     assert [each.expert_refresh for each in experts] == [3, 1] and not experts[1].offloads_experts
 
 
-def test_too_little_memory_for_rings_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_little_memory_for_delta_logs_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     runtime = load(RandomModel(shape=odd_shape()), EngineConfig(memory="100KiB", speculate="ngram", max_context=64))
     assert "nothing is drafted" in caplog.text and runtime.cache.delta_logs.size == 0
 
@@ -332,7 +332,7 @@ class Failing:
         raise AssertionError("it is switched off")
 
 
-def test_l8_a_drafter_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_l8_failing_drafter_affects_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     answer = expected("odd", "greedy")
     drafter = Failing(answer.tokens)
     engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(3))
@@ -360,7 +360,7 @@ class Odd(Scripted):
 @pytest.mark.parametrize("drafter", [
     Forgetful({}, PATTERNS["right"], 3), *(Odd({("it", 0): drafts}, PATTERNS["right"], 3)  # type: ignore[dict-item]
                                            for drafts in ([], [[9999]], [[-1, 3]], [[1], [2]], None))])
-def test_l8_a_drafter_that_makes_no_sense_is_switched_off(drafter: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+def test_l8_nonsensical_drafter_is_switched_off(drafter: Scripted, caplog: pytest.LogCaptureFixture) -> None:
     answer, other = expected("odd", "greedy"), numbers(9, 30, 509)
     engine = Engine(runtime_of(odd_runtime()), drafter, FixedDraftLength(3))
     engine.add(greedy(answer.prompt, 5, "a"))

@@ -285,7 +285,7 @@ def test_l6_whatever_comes_between(seed: int) -> None:
     assert found.speculator.drafter
 
 
-def test_where_there_is_no_page_more_the_step_waits() -> None:
+def test_step_waits_if_no_page_is_free() -> None:
     requests = [drafted(seed, name, max_tokens=60) for seed, name in enumerate("abcd", 1)]
     wanted = Engine(runtime_of(odd_runtime(), **limits_of(pages=14)), overlap=False)
     answers = tell(wanted, requests)
@@ -313,7 +313,7 @@ def test_no_step_reaches_past_the_end_of_an_answer(monkeypatch: pytest.MonkeyPat
     assert content(tell(drafting(odd_runtime(), known, PATTERNS["often"]), requests)) == content(answers) and behind
 
 
-def test_who_comes_does_not_wait_for_those_who_draft() -> None:
+def test_new_request_does_not_wait_for_drafting_ones() -> None:
     requests, late = [drafted(2, "a", max_tokens=90)], drafted(5, "late", max_tokens=9)
     answers = tell(Engine(runtime_of(odd_runtime(), **limits_of()), overlap=False), [*requests, late])
     found = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers}, PATTERNS["wrong"])

@@ -187,7 +187,7 @@ def repetitive_table(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("params", PENALTIES, ids=lambda params: " ".join(params))
-def test_penalties_and_bias_mean_what_they_say(params: dict[str, Any]) -> None:
+def test_penalties_and_bias_match_their_definition(params: dict[str, Any]) -> None:
     sampling, changed = SamplingParams(temperature=0.0, max_tokens=30, **params), 0
     for seed in range(6):
         table = repetitive_table(seed)
@@ -431,7 +431,7 @@ class Fragile(Watch):
         return logits
 
 
-def test_l8_a_step_that_raises_ends_its_requests_and_the_engine_goes_on() -> None:
+def test_l8_failed_step_ends_its_requests_and_the_engine_continues() -> None:
     found = serve(Fragile(small_runtime(odd_runtime(), batch=2)), neighbours())  # type: ignore[arg-type]
     expected = healthy_answers()
     assert [found[(f"n{i}", 0)].last.finish for i in range(3)] == ["error", "error", "length"]

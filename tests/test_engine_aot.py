@@ -68,7 +68,7 @@ def test_random_weights_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"quant": "q4_k"}, {"dtype": "bfloat16"}])
-def test_what_differs_is_packed_anew(model: Path, tmp_path: Path, change: dict[str, str]) -> None:
+def test_changed_models_are_packed_again(model: Path, tmp_path: Path, change: dict[str, str]) -> None:
     start(model, tmp_path)
     assert start(model, tmp_path, **change)[1] and len(list(tmp_path.iterdir())) == 2
     assert not start(model, tmp_path, **change)[1]
@@ -92,7 +92,7 @@ def test_changed_weights_are_packed_anew(model: Path, tmp_path: Path) -> None:
     assert made and not torch.equal(before, after)
 
 
-def test_weights_that_may_still_change_are_not_kept(model: Path, tmp_path: Path) -> None:
+def test_recently_changed_weights_are_not_stored(model: Path, tmp_path: Path) -> None:
     with patch("deltic.cache.offload.identity.FileMark.settled", False):
         Session(str(model), quant="q8_0", threads=1, aot_dir=str(tmp_path))
     assert not list(tmp_path.iterdir())

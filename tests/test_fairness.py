@@ -101,7 +101,7 @@ def settled(times: StepTimes, fixed: float, by_token: float, answers: bool, budg
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_steps_with_prompts_settle_at_the_longest_that_nobody_notices(answers: bool) -> None:
+def test_prefill_steps_approach_the_stall_limit(answers: bool) -> None:
     times = StepTimes()
     assert 0.024 < settled(times, 0.001, 0.0006, answers) <= 0.03, "a small model after a long context"
     assert 0.024 < settled(times, 0.001, 0.0003, answers) <= 0.03, "the machine has become faster"
@@ -244,7 +244,7 @@ def test_many_long_prompts_are_not_all_read_at_once() -> None:
     assert steps_to(engine, "l0") <= 2 * -(-8_000 // 512) + 1
 
 
-def test_a_state_that_somebody_waits_for_is_kept_before_its_reader_is_done() -> None:
+def test_awaited_state_is_kept_before_its_prompt_is_done() -> None:
     engine = engine_of()
     engine.add(ask("long", 600, 20_000))
     engine.add(ask("other", 600, 30))
@@ -256,7 +256,7 @@ def test_a_state_that_somebody_waits_for_is_kept_before_its_reader_is_done() -> 
     assert steps_to(engine, "third") == 1
 
 
-def test_a_state_passed_long_ago_is_there_for_the_first_who_asks() -> None:
+def test_earlier_state_is_there_for_a_later_request() -> None:
     engine = engine_of()
     engine.add(replace(ask("long", 600, 20_000), stable_prefixes=(600,)))
     for _ in range(5):
@@ -266,7 +266,7 @@ def test_a_state_passed_long_ago_is_there_for_the_first_who_asks() -> None:
     assert steps_to(engine, "other") == 1 and engine.stats.reused_tokens == 600
 
 
-def test_nobody_waits_for_one_who_is_far_behind() -> None:
+def test_no_prefix_wait_for_a_distant_prompt() -> None:
     engine = engine_of()
     engine.add(ask("old", 30_000))
     engine.add(ask("reader", 4_000, 20_000))
@@ -283,7 +283,7 @@ def test_a_common_opening_of_a_batch_of_short_prompts_is_read_once() -> None:
     assert engine.stats.prompt_tokens == 40 + 12 * 20
 
 
-def test_planning_does_not_grow_with_the_number_that_wait() -> None:
+def test_scheduling_time_is_independent_of_waiting_requests() -> None:
     """A thousand with one long prefix: who is known to wait is not compared again, and nobody's prompt is looked at
     from its beginning in each step."""
     engine, compared = engine_of(), [0]
@@ -322,7 +322,7 @@ def test_many_choices_share_one_copy_of_the_prompt_while_they_wait() -> None:
     assert len(drain(engine)) == 128 and engine.stats.prompt_tokens == 5_000
 
 
-def test_who_is_read_after_shorter_ones_rather_waits() -> None:
+def test_prompt_behind_shorter_ones_waits_for_their_prefix() -> None:
     """Until they are read it has what it would have read beside another one, from that one."""
     meeting = PrefixWait(own=83, saved=70, away=70, others=385, alone=False)
     assert not meeting.pays(64) and replace(meeting, nearer=255).pays(64)

@@ -53,7 +53,7 @@ def test_more_tokens_and_more_experts_take_more_to_work_in() -> None:
     assert working_bytes(mixture, 8192) > working_bytes(dense, 8192) // 2
 
 
-def test_a_share_that_leaves_nothing_says_so(card: list[int]) -> None:
+def test_share_that_leaves_no_memory_is_an_error(card: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"=0.13 leaves no memory.*raise it, lower token_budget"):
         planned(gpu_memory_utilization=0.13)
 

@@ -159,7 +159,7 @@ def test_a_forced_end_ends_and_a_limit_cuts_what_is_forced() -> None:
 
 
 @pytest.mark.parametrize("method", ["forced", "push"])
-def test_a_guide_that_fails_harms_its_own_request_alone(method: str) -> None:
+def test_failing_guide_ends_only_its_own_request(method: str) -> None:
     class Broken(Dictate):
         """Works for four tokens."""
 
@@ -366,7 +366,7 @@ def test_a_default_and_requests_that_say_otherwise() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "3", True])
-def test_what_is_no_budget_is_refused(wrong: Any) -> None:
+def test_invalid_budgets_are_refused(wrong: Any) -> None:
     with pytest.raises(RequestError, match="thinking_budget must be a number of tokens") as refusal:
         model("off").chat(QUESTION, MOST, thinking_budget=wrong)
     assert refusal.value.field == "thinking_budget"

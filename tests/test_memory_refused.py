@@ -65,7 +65,7 @@ def test_the_weights_too(error: Exception, monkeypatch: pytest.MonkeyPatch) -> N
         LLM(RandomModel(), memory="64MiB", threads=1)
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     for error in (RuntimeError("shapes do not fit"), ValueError("x")):
         with pytest.raises(type(error), match=str(error)), memory.memory_for("nothing", "do nothing"):
             raise error
@@ -183,7 +183,7 @@ def test_a_look_at_a_prefix_without_memory_costs_nobody(monkeypatch: pytest.Monk
     assert looks and all(answer.last.finish == "length" for answer in answers.values()) and len(answers) == 2
 
 
-def test_who_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, slots=40)
     admit = HybridCache.admit
 

@@ -128,7 +128,7 @@ def test_unknown_requests_are_ignored() -> None:
     assert not engine.has_work
 
 
-def test_a_paused_state_that_had_to_go_is_read_again() -> None:
+def test_evicted_state_of_a_paused_request_is_prefilled_again() -> None:
     engine, found = engine_for(budget=16), Answers()
     engine.add(greedy(PROMPT, 12))
     run(engine, found, 10)

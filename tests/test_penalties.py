@@ -150,7 +150,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("vocabulary", [4096, 248_320])
-def test_a_step_costs_what_is_new(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_cost_depends_on_new_tokens_only(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a context of 100,000 tokens, with a bias of half of the vocabulary, and with drafts: milliseconds for 200
     draws, where looking at all tokens would take a minute."""
     looked = counted(monkeypatch)

@@ -80,7 +80,7 @@ def test_a_plan_is_written_and_read_back() -> None:
     assert all(operation_of(plain(operation)) == operation for operation in OPERATIONS)
 
 
-def test_what_is_no_operation_is_refused() -> None:
+def test_invalid_operations_are_refused() -> None:
     with pytest.raises(KeyError):
         operation_of(["os.remove", "/"])
     with pytest.raises(TypeError):
@@ -178,7 +178,7 @@ def second(recorder: Recorder) -> ModelRunner:
     return replace(recorder.runtime, cache=HybridCache(pools))
 
 
-def test_plans_that_were_written_down_give_the_same_bits_on_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_plans_give_the_same_bits_on_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch)
     assert set(recorder.operations()) == {"CopyPage", "CopySlot", "FlushDeltaLog", "StoreItem", "RestoreItem"}
     assert replayed(second(recorder), recorder) == len(recorder.logits) > 50

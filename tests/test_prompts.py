@@ -296,7 +296,7 @@ def test_keys_of_contents() -> None:
 @pytest.mark.parametrize("make", [
     lambda: Prompt((1, 2), (1,)), lambda: Prompt((1, 2), (1, -2), ((0,), (0, 1), (0, 1))),
     lambda: Prompt((1, 2), None, ((0, 0),) * 3), lambda: Prompt((1, 2), offset=3)])
-def test_what_is_no_prompt(make: object) -> None:
+def test_invalid_prompts_are_refused(make: object) -> None:
     with pytest.raises(RequestError, match="prompt"):
         make()  # type: ignore[operator]
 

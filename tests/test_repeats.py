@@ -54,7 +54,7 @@ def found_end(tokens: list[int], times: int) -> int | None:
 @pytest.mark.parametrize("times", [2, 3, 7])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 31, 127, 128])
 @pytest.mark.covering
-def test_a_group_is_enough_when_it_is_there_so_often(length: int, times: int) -> None:
+def test_repeat_is_detected_after_enough_groups(length: int, times: int) -> None:
     group, enough = list(range(length)), times * max(length, 8)
     tokens = [500, 501, *(group * enough)[:enough]]
     assert found_end(tokens, times) == len(tokens) == first_end(tokens, times)
@@ -62,7 +62,7 @@ def test_a_group_is_enough_when_it_is_there_so_often(length: int, times: int) ->
     assert found_end([*tokens[:-1], 502, *tokens[2:-1]], times) is None, "one other token in between"
 
 
-def test_longer_groups_are_not_looked_for() -> None:
+def test_longer_groups_are_ignored() -> None:
     assert found_end(list(range(LONGEST + 1)) * 9, 2) is None and LONGEST == 128
 
 
@@ -80,14 +80,14 @@ PIECES = st.lists(st.tuples(
 
 @given(PIECES, st.integers(2, 4))
 @settings(max_examples=100)
-def test_every_end_is_as_a_look_at_everything_says(pieces: list[tuple[list[int], int]], times: int) -> None:
+def test_detector_equals_a_full_search(pieces: list[tuple[list[int], int]], times: int) -> None:
     tokens = bytes([token for group, count in pieces for token in group * count][:700])
     repeats = Repeats(times)
     found = [repeats.push(token) for token in tokens]
     assert found == [circles(tokens[:count], times) for count in range(1, len(tokens) + 1)]
 
 
-def test_what_is_kept_does_not_grow() -> None:
+def test_detector_memory_is_bounded() -> None:
     repeats = Repeats(1 << 31)
     for token in range(5000):
         assert not repeats.push(token % 3 if token < 2500 else token)
@@ -143,7 +143,7 @@ def stuck() -> ModelRunner:
 
 
 @pytest.mark.parametrize("drafter", [None, NgramProposer(4), NgramProposer(12)], ids=["none", "4", "12"])
-def test_a_model_that_is_stuck_is_ended(drafter: Proposer | None) -> None:
+def test_endless_repetition_ends_the_answer(drafter: Proposer | None) -> None:
     engine = Engine(runtime_of(stuck()), drafter, FixedDraftLength(drafter.limit if drafter else 0))
     engine.add(greedy(numbers(3, 20, 509), 60, "free"))
     engine.add(greedy(numbers(3, 20, 509), 60, "cut", max_repeat=3))
@@ -210,7 +210,7 @@ def test_on_the_wire() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1, -1, 2.5, True, "2"])
-def test_what_is_no_count_is_refused(wrong: object) -> None:
+def test_invalid_counts_are_refused(wrong: object) -> None:
     with pytest.raises(RequestError, match="max_repeat must be") as refusal:
         SamplingParams(max_repeat=wrong)  # type: ignore[arg-type]
     assert refusal.value.field == "max_repeat"

@@ -357,7 +357,7 @@ def test_choices_process_the_prompt_once() -> None:
 @pytest.mark.parametrize("when", range(14))
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 @pytest.mark.covering
-def test_abort_at_any_step_frees_and_disturbs_nobody(when: int, victim: str) -> None:
+def test_abort_at_any_step_frees_everything_and_affects_no_other(when: int, victim: str) -> None:
     """L3, L8: reading, decoding, preempted, waiting, forking or not yet looked at."""
     requests = [request("a", 20, 6), request("b", 30, 6, n=3), request("c", 10, 6)]
     engine, answers = engine_with(requests, pages=6, max_batch=3, context=60), {}

@@ -151,7 +151,7 @@ def test_states_are_rounded_once_where_they_are_written(case: Case, backend: str
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference", "cpu"])
-def test_what_is_written_late_is_rounded_less_often(backend: str) -> None:
+def test_deferred_writes_round_less_often(backend: str) -> None:
     """Five tokens, each into the slot; or into a ring, which is then folded."""
     ops, tokens = backends()[backend], 5
     found: list[Tensor] = []
@@ -262,7 +262,7 @@ def embedded(state: str, speculate: str = "off") -> ModelRunner:
                                    speculate=speculate, state_dtype=state))
 
 
-def test_the_engine_answers_and_says_who_serves() -> None:
+def test_engine_answers_and_reports_backends() -> None:
     plain, small = embedded("float32"), embedded("bfloat16")
     assert small.pools.recurrent.dtype == BF16 and small.pools.conv.dtype == torch.float32
     assert small.memory.slots > 1.4 * plain.memory.slots

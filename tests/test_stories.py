@@ -246,7 +246,7 @@ def tell(seeds: Sequence[int], ahead: bool = False, models: Mapping[str, str] | 
     return happened
 
 
-def test_some_stories() -> None:
+def test_random_stories() -> None:
     """Everything happens in them that could go wrong. 59 and 412 are told because they did: the first when drafts
     outlived their sequence's preemption, the second when logits were kept with the state before them."""
     happened = tell(FAST)
@@ -254,14 +254,14 @@ def test_some_stories() -> None:
                                                "broken", "paused")), f"too little happened: {happened}"
 
 
-def test_some_stories_with_a_step_in_flight() -> None:
+def test_random_stories_with_async_scheduling() -> None:
     happened = tell(FLYING, ahead=True)
     assert all(happened[what] > 2 for what in ("ahead", "preempted", "aborted", "reused", "restored", "paused")), (
         f"too little happened: {happened}")
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_some_stories_with_deferred_updates(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_stories_with_deferred_writes(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Counter[bool]()
 
     def counted(cache: HybridCache, sequence_cache: SequenceCache) -> bool:
@@ -279,7 +279,7 @@ def test_some_stories_with_deferred_updates(ahead: bool, monkeypatch: pytest.Mon
 EXPERTS = {"odd": "moe", "headed": "moe, headed", "qwen3": "moe"}
 
 
-def test_some_stories_of_a_mixture_of_experts() -> None:
+def test_random_stories_of_a_mixture_of_experts() -> None:
     happened = tell(MIXED, models=EXPERTS)
     assert all(happened[what] > 2 for what in ("preempted", "accepted", "rejected", "reused", "restored")), (
         f"too little happened: {happened}")

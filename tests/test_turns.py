@@ -42,7 +42,7 @@ def started(batch: int, requests: list[EngineRequest], steps: int) -> tuple[Engi
     return engine, answers
 
 
-def test_a_newcomer_takes_the_place_of_who_has_had_a_turn() -> None:
+def test_new_client_preempts_after_a_quantum() -> None:
     engine, answers = started(2, long_ones(2), QUANTUM + 2)
     engine.add(greedy(numbers(9, 20, 500), 4, name="new"))
     assert until_first(engine, answers, "new") <= 3
@@ -105,7 +105,7 @@ def test_prompts_that_are_scored_go_on_where_they_were() -> None:
     assert engine.scheduler.turns >= 5 and engine.stats.prompt_tokens == 3 * 100
 
 
-def test_who_rests_needs_no_room_in_a_draft_model() -> None:
+def test_waiting_sequences_hold_no_draft_cache() -> None:
     drafter = DraftModelProposer(runtime_of(odd_runtime(), batch=2), 509, 4)
     engine, answers = (
         Engine(runtime_of(odd_runtime(), batch=2, pages=600, slots=80), drafter, FixedDraftLength(4)),
@@ -143,7 +143,7 @@ def test_prompts_that_came_together_have_one_share() -> None:
     assert sorted(waiting) == waiting or engine.scheduler.turns, "the others keep their order"
 
 
-def test_without_a_prefix_cache_nobody_gives_way() -> None:
+def test_no_preemption_by_turns_without_a_prefix_cache() -> None:
     """What was read would be lost."""
     engine, answers = Engine(runtime_of(odd_runtime(), batch=2, reuse=False)), Answers()
     for request in long_ones(3, 2 * QUANTUM):

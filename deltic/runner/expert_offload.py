@@ -1,4 +1,4 @@
-"""Experts that are not all in memory: how many are, who comes first, and what is remembered of them."""
+"""MoE offload: places experts in device and host memory, and keeps the profile of their use."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ _LEAST_SHARE = 0.1
 
 @dataclass(slots=True)
 class ExpertOffload:
-    """The experts of a running model. profile: where their scores are kept, if they are. rates: bytes of experts a
-    second that the host computes, and that a card copies, where both were measured."""
+    """The offloaded experts of a model. profile: the file of their scores, if there is one. rates: bytes of experts per
+    second that the host computes and that a GPU copies, if both were measured."""
 
     store: ExpertStore | GpuExpertCache
     profile: Path | None
     rates: tuple[float, float] | None = None
 
     def statistics(self) -> ExpertStatistics:
-        """For any thread."""
+        """Thread-safe."""
         return self.store.statistics()
 
     def close(self) -> None:
-        """Say what was done, and write the profile. After the last step."""
+        """Logs statistics and writes the profile. Call it after the last step."""
         found = self.statistics()
         hits, misses = sum(found.hits), sum(found.misses)
         log.info("experts: %.1f %% of %d were in memory, %.1f MiB were read in %.1f s, %d promoted; steps waited "
@@ -76,8 +76,8 @@ class ExpertOffload:
 
 def check_experts(files: ModelFiles | None, config: ModelConfig, options: EngineConfig, dtype: str,
                   packed: bool) -> None:
-    """ConfigError if the options ask for experts that are not all in memory and this model cannot have them elsewhere.
-    files: None for random weights. packed: its weights stay as they are in a GGUF file, or shall become quantized."""
+    """Raises ConfigError if the options offload experts and this model does not allow it. files: None for random
+    weights. packed: the weights stay as in a GGUF file, or are quantized at load."""
     if not options.offloads_experts:
         return
     asked = "expert_memory" if options.expert_memory else "expert_cap"
@@ -131,25 +131,25 @@ def unpacks_experts(experts: ExpertOffload | None, weights: DecoderWeights) -> b
 
 
 def beside_card(options: EngineConfig) -> bool:
-    """Whether experts shall lie beside a GPU."""
+    """True if experts are offloaded from a GPU."""
     return options.offloads_experts and bool(options.on_gpu)
 
 
 def plain_store(config: ModelConfig, options: EngineConfig) -> PinnedExpertStore:
-    """What is to take a model's experts of bfloat16 while it is loaded."""
+    """Returns the store that takes bfloat16 experts while weights are read."""
     assert config.experts
     return PinnedExpertStore(len(config.layer_types), config.experts.count, config.experts.size, config.hidden_size,
                       torch.device(options.device), options.expert_refresh)
 
 
 def tile_store(weights: dict[str, Weight], config: ModelConfig, options: EngineConfig) -> TileStore:
-    """What has a model's quantized experts, which are taken out of its weights."""
+    """Returns a store with the model's quantized experts, which it removes from the weights."""
     return TileStore(take_stacks(weights, len(config.layer_types)), torch.device(options.device),
                      options.expert_refresh)
 
 
 def fill_card(store: GpuExpertCache, options: EngineConfig, experts: ExpertsConfig) -> ExpertOffload:
-    """As many experts on the card as the options say. To be called when the other weights are there."""
+    """Places experts on the GPU as the options say. Call it after the other weights are loaded."""
     torch.cuda.empty_cache()  # what was needed to make the weights
     free = torch.cuda.mem_get_info(options.device)[0]
     if isinstance(store, TileStore):
@@ -167,8 +167,8 @@ def fill_card(store: GpuExpertCache, options: EngineConfig, experts: ExpertsConf
 
 
 def _share_with_host(store: PinnedExpertStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
-    """Let cores of the host compute as many of the experts that are not on the card as the options say, or as they were
-    measured to compute in the time in which the card reads the others. The rates, as of `ExpertOffload`."""
+    """Lets the host's cores compute a share of the experts that are not on the GPU: that of the options, or the one
+    with which both end at the same time. Returns the rates of `ExpertOffload`."""
     threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
     beside = OffloadedExperts(
         store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True
@@ -186,14 +186,14 @@ def _share_with_host(store: PinnedExpertStore, options: EngineConfig, per_token:
 
 
 def host_share(host: float, card: float) -> float:
-    """Of the experts that are not on a card those that the host is to compute, from 0 to 1, so that both end at the
-    same time. host, card: bytes a second that it computes, and that the card reads."""
+    """Returns the share, from 0 to 1, of experts that are not on the GPU for the host to compute, so that both end at
+    the same time. host, card: bytes per second that the host computes and that the GPU reads."""
     share = host / (host + card)
     return share if share >= _LEAST_SHARE else 0.0
 
 
 def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DType) -> ExpertOffload:
-    """The experts, as many in memory as the options say. To be called when the model's other weights are there."""
+    """Opens the experts with as many in memory as the options say. Call it after the other weights are loaded."""
     layers = files.stored_experts(dtype)
     slots = _slots([expert_bytes(experts[0]) for experts in layers], len(layers[0]), options, available_memory())
     pool = cast(ThreadPool, ops.moe.__self__)  # type: ignore[attr-defined]
@@ -210,8 +210,8 @@ def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DTyp
 
 
 def _slots(sizes: Sequence[int], count: int, options: EngineConfig, free: int) -> int:
-    """How many of `count` experts of each layer are in memory. sizes: of an expert, by layer. free: bytes that are left
-    there."""
+    """Returns how many of `count` experts of each layer are in memory. sizes: bytes of an expert by layer. free: bytes
+    that are available."""
     budget, most = options.expert_bytes, min(options.expert_cap or count, count)
     if options.expert_memory == "auto":
         budget = free - parse_bytes(options.expert_reserve) - (options.memory_bytes or 0)
@@ -227,7 +227,7 @@ def _left(options: EngineConfig, budget: int | None) -> str:
 
 
 def _read_profile(path: Path, counts: Sequence[int]) -> list[list[float]]:
-    """Scores by layer. counts: of a layer's experts. ConfigError if the file is none of this model."""
+    """Returns scores by layer. counts: experts of each layer. Raises ConfigError if the file does not fit the model."""
     try:
         with open_plain(path) as file:
             text = file.read(_MOST_PROFILE + 1)

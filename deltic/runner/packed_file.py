@@ -1,10 +1,10 @@
-"""What a start has made and the next one may take over: packed weights, in a file each that is mapped.
+"""Stores the packed weights of a model, so that the next start maps them from a file instead of packing them again.
 
     magic, bytes of the header | header: JSON | the matrices' bytes, each at a multiple of 64
 
-A file's name is the digest of its key: of all that its bytes follow from. It says the key again, and the digest of
-every piece of what comes after, which a start looks at. One that is not whole, or of another key, is ignored with a
-warning, and written anew. Files are replaced, never changed: who cuts one that is mapped kills the process.
+The name of a file is the digest of its key, which covers everything that its bytes depend on. The header repeats the
+key and has a digest of every piece of the data, which a start verifies. An incomplete file, or one with another key, is
+ignored with a warning and written again. Files are replaced, never changed: truncating a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class PackedFile:
     """A model's packed weights in a directory."""
 
     def __init__(self, folder: str, facts: Mapping[str, object], made: Identity) -> None:
-        """facts: what computes. made: what the weights were made of. ConfigError if the directory cannot be made."""
+        """facts: of the machine and the kernels. made: identity of the weights. Raises ConfigError if the directory
+        cannot be created."""
         files = [asdict(mark) for mark in made.marks]
         self.usable = all(mark.settled for mark in made.marks)
-        """Whether a later change of the model's files would show."""
+        """True if every later change of the model's files can be detected."""
         key = json.dumps({"version": VERSION, "machine": facts, "weights": made.facts, "files": files}, default=str,
                          sort_keys=True)
         self.key = hashlib.sha256(key.encode()).hexdigest()
@@ -61,7 +62,7 @@ class PackedFile:
                               "aot_dir") from error
 
     def read(self) -> dict[str, Weight] | None:
-        """The weights, mapped; None, with a warning where there is a file, if they have to be made."""
+        """Returns the mapped weights. None if they must be packed, with a warning if there is an unusable file."""
         if not self.usable:
             return None
         try:
@@ -70,13 +71,13 @@ class PackedFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s is ignored and written anew: %s", self.path, error)
+            log.warning("%s is ignored and written again: %s", self.path, error)
             return None
         log.info("packed weights come from %s", self.path)
         return weights
 
     def write(self, weights: Mapping[str, Weight]) -> None:
-        """Leave the weights for the next start. What goes wrong is a warning: they are here."""
+        """Writes the weights for the next start. An error is only a warning, because the weights are in memory."""
         if not self.usable:
             log.info("packed weights are not kept: the model's files were changed a moment ago")
             return
@@ -97,7 +98,7 @@ def _view(data: Tensor) -> memoryview:
     return memoryview(numbers).cast("B")
 
 
-def _said(block: Tensor | QTensor) -> dict[str, Any]:
+def _describe(block: Tensor | QTensor) -> dict[str, Any]:
     if isinstance(block, QTensor):
         return {"type": block.type, "number": block.matrix.type, "rows": block.rows, "columns": block.columns}
     return {"dtype": str(block.dtype).removeprefix("torch."), "shape": [*block.shape]}
@@ -111,7 +112,7 @@ def _pieces(key: str, weights: Mapping[str, Weight]) -> Iterator[bytes | memoryv
             view = _bytes_of(block)
             start = -(-start // _ALIGNMENT) * _ALIGNMENT
             entries.append({"name": name, "stack": isinstance(weight, tuple), "start": start, "nbytes": len(view),
-                            **_said(block)})
+                            **_describe(block)})
             parts.append(view)
             start += len(view)
     with ThreadPoolExecutor(available_cores()) as pool:
@@ -132,10 +133,10 @@ def _digests(view: memoryview) -> list[str]:
 
 
 def _read(descriptor: int, key: str) -> dict[str, Weight]:
-    """ValueError saying what is wrong with the file."""
+    """Raises ValueError with the reason if the file is unusable."""
     magic, version, size = _HEAD.unpack(_exactly(descriptor, _HEAD.size, 0))
     if magic != _MAGIC or version != VERSION or size > _LARGEST:
-        raise ValueError("it is no such file, or of another version of deltic")
+        raise ValueError("it is no file of packed weights, or of another version of deltic")
     header = json.loads(_exactly(descriptor, size, _HEAD.size))
     if header["key"] != key:
         raise ValueError("it is of another model, machine or version")
@@ -154,7 +155,7 @@ def _read(descriptor: int, key: str) -> dict[str, Weight]:
 
 
 def _block(data: Tensor, entry: Mapping[str, Any]) -> Tensor | QTensor:
-    """What lies in these bytes; ValueError if they are others than were written."""
+    """Returns the block in these bytes. Raises ValueError if they differ from what was written."""
     from deltic.ops.cpu.library import MatrixStruct
 
     if _digests(_view(data)) != entry["sha256"]:

@@ -205,7 +205,7 @@ class WeightReader:
 
 
 def packed_form(options: EngineConfig) -> PackedForm:
-    """The form of quantized matrices that the device's kernels read."""
+    """Returns the form of quantized matrices that the device's kernels read."""
     if not options.on_gpu:
         return host_form()
     if options.offloads_experts:
@@ -214,7 +214,7 @@ def packed_form(options: EngineConfig) -> PackedForm:
 
 
 def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
-    """Why matrices cannot stay quantized; None: they can."""
+    """Returns the reason why matrices cannot stay quantized; None if they can."""
     if not options.on_gpu:
         return missing().get("step")
     if dtype != "bfloat16":
@@ -223,7 +223,7 @@ def not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str 
 
 
 def dequantized_in_steps(options: EngineConfig, config: ModelConfig) -> str | None:
-    """Why torch would dequantize each matrix in every step on a GPU; None: the kernels read quantized ones."""
+    """Returns the reason why torch dequantizes each matrix in every step on a GPU; None if it does not."""
     if not options.on_gpu or config.experts:
         return None
     if why := _kernels_missing(options, config):
@@ -235,8 +235,8 @@ def dequantized_in_steps(options: EngineConfig, config: ModelConfig) -> str | No
 
 
 def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool:
-    """Whether the weights stay in the form of a GGUF file. Where only torch could compute with them on a GPU, they
-    become plain numbers at load if these fit its memory."""
+    """True if the weights stay in the form of a GGUF file. If only torch could compute with them on a GPU, they are
+    dequantized at load, provided that they fit its memory."""
     if files.gguf is None or options.packed_weights == "off":
         return False
     config, on = files.config, options.packed_weights == "on"
@@ -259,8 +259,8 @@ def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
 
 
 def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:
-    """ConfigError if weights shall stay quantized that are not. Of two models, one of which drafts for the other, the
-    option may be meant for either."""
+    """Raises ConfigError if `packed_weights` is on for weights that are not quantized. With a draft model the option
+    may be meant for either model."""
     shared = drafts or isinstance(options.speculation, Draft)
     if options.packed_weights == "on" and not shared and (files is None or files.gguf is None):
         raise ConfigError("packed_weights=on is for GGUF files, whose weights may be quantized: leave it out, or "
@@ -268,13 +268,13 @@ def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) 
 
 
 def _plain_weights_fit(options: EngineConfig, config: ModelConfig) -> bool:
-    """Whether the GPU has room for the weights in bfloat16."""
+    """True if the GPU has room for the weights in bfloat16."""
     free, _ = torch.cuda.mem_get_info(options.device)
     return 2 * config.parameter_count <= _FREE_SHARE * free
 
 
 def _kernels_missing(options: EngineConfig, config: ModelConfig) -> str | None:
-    """Why deltic's kernels do not serve a model on this GPU, whatever its sizes."""
+    """Returns the reason why deltic's kernels do not serve the model on this GPU, regardless of its sizes."""
     if options.ops:
         return "with `ops` torch serves the model on a GPU"
     if config.architecture not in ("qwen3_5", "qwen3_5_moe"):
@@ -285,7 +285,7 @@ def _kernels_missing(options: EngineConfig, config: ModelConfig) -> str | None:
 
 
 def _experts_not_packed(options: EngineConfig, config: ModelConfig) -> str | None:
-    """Why the experts of a mixture cannot stay quantized on a GPU."""
+    """Returns the reason why the experts cannot stay quantized on a GPU."""
     experts = config.experts
     assert experts
     if why := _kernels_missing(options, config):
