@@ -18,7 +18,7 @@ from encoder_models import save_encoder, save_recipe
 from ollama import Client, ResponseError
 from PIL import Image
 from test_server_embeddings import LIMITS, running
-from test_server_harness import CALL, THOUGHT, USER, Scripted, Served, scripted, serving, tiny
+from test_server_harness import CALL, THOUGHT, USER, Scripted, Served, each, scripted, serving, tiny
 
 from deltic import Encoder
 from deltic.chat.deltas import AnswerCall
@@ -66,7 +66,7 @@ def test_an_answer_of_the_embedded_model(served: Served, client: Client) -> None
         assert answer.total_duration and answer.total_duration >= (answer.eval_duration or 0) > 0
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@each("streamed", [False, True])
 def test_thinking_calls_and_text(streamed: bool) -> None:
     with scripted(THOUGHT.removeprefix("<think>\n") + "I look.\n" + CALL) as (served, _), client_of(
             served.url) as client:
@@ -203,7 +203,7 @@ def test_models(client: Client, served: Served) -> None:
     assert served.http.head("/").status_code == 200  # how clients find out whether a server is there
 
 
-@pytest.mark.parametrize(("call", "status", "said"), [
+@each(("call", "status", "said"), [
     (lambda client: client.chat("other", USER), 404, "'other' does not exist"),
     (lambda client: client.show("other"), 404, "'other'"), (lambda client: client.pull("other"), 404, "'other'"),
     (lambda client: client.chat("tiny", [{"role": "alien", "content": "x"}]), 400, "messages[0].role"),
