@@ -105,7 +105,7 @@ def test_models(served: Served) -> None:
         assert client.models.retrieve(model.id).id == model.id and model.type == "model"
 
 
-def test_the_loop_of_the_tool_runner() -> None:
+def test_tool_runner_loop() -> None:
     asked: list[str] = []
 
     @beta_tool
@@ -143,7 +143,7 @@ def test_the_asynchronous_client(served: Served) -> None:
     assert said(streamed) == said(done)
 
 
-def test_failures_have_their_classes(served: Served) -> None:
+def test_errors_have_the_client_s_exception_classes(served: Served) -> None:
     with client_of(served) as client:
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
             client.messages.create(model="default", messages=QUESTION, max_tokens=5, extra_body={"temperature": -1})

@@ -98,7 +98,7 @@ def test_langchain_with_token_ids(server: SimpleNamespace, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
-def test_a_request_of_cohere_s_form(server: SimpleNamespace, path: str) -> None:
+def test_request_in_cohere_form(server: SimpleNamespace, path: str) -> None:
     ranked = server.judge.rank("w9", TEXTS, top_n=2)
     body = {"model": "judge", "query": "w9", "documents": TEXTS, "top_n": 2, "max_tokens_per_doc": 4096}
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=30).json()
@@ -106,7 +106,7 @@ def test_a_request_of_cohere_s_form(server: SimpleNamespace, path: str) -> None:
     assert answer["id"] and answer["meta"]["billed_units"]["search_units"] == 1
 
 
-def test_cohere_s_own_client(server: SimpleNamespace) -> None:
+def test_cohere_client(server: SimpleNamespace) -> None:
     cohere = pytest.importorskip("cohere")
     client = cohere.ClientV2(api_key="none", base_url=server.url)
     answer = client.rerank(model="judge", query="w9", documents=TEXTS, top_n=2)
@@ -114,7 +114,7 @@ def test_cohere_s_own_client(server: SimpleNamespace) -> None:
         (each.index, each.score) for each in server.judge.rank("w9", TEXTS, top_n=2)]
 
 
-def test_running_requests_are_answered_before_the_server_ends(tmp_path: Path) -> None:
+def test_shutdown_waits_for_running_requests(tmp_path: Path) -> None:
     save_encoder(tmp_path / "vectors", "bert")
     process, url = started(str(tmp_path / "vectors"), "--max-texts", "20000")
     found: list[httpx.Response] = []

@@ -53,7 +53,7 @@ def plugged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Served
     return model_of
 
 
-def test_llm_says_the_same_streamed_and_with_a_schema(served: Served, plugged: Callable[..., Any]) -> None:
+def test_llm_streamed_and_with_a_schema(served: Served, plugged: Callable[..., Any]) -> None:
     name = served.client.models.list().data[0].id
     for model in (plugged(served), plugged(served, f"deltic/{name}")):
         whole = model.prompt(QUESTION, stream=False, temperature=0, max_tokens=100).text()
@@ -105,7 +105,7 @@ def test_llm_on_the_command_line(served: Served, tmp_path: Path) -> None:
     assert "deltic" in run("models", DELTIC_URL="http://127.0.0.1:9"), "without a server llm has to start all the same"
 
 
-def test_deltic_itself_does_not_load_llm() -> None:
+def test_deltic_does_not_import_llm() -> None:
     program = "import deltic, sys; deltic.LLM; print('llm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT,
                           timeout=60).stdout == "False\n"

@@ -18,7 +18,7 @@ from encoder_models import save_encoder, save_recipe
 from ollama import Client, ResponseError
 from PIL import Image
 from test_server_embeddings import LIMITS, running
-from test_server_harness import CALL, THOUGHT, USER, Scripted, Served, scripted, serving, tiny
+from test_server_harness import CALL, THOUGHT, USER, Scripted, Served, each, scripted, serving, tiny
 
 from deltic import Encoder
 from deltic.chat.output_router import AnswerCall
@@ -48,7 +48,7 @@ def client(served: Served) -> Iterator[Client]:
         yield made
 
 
-def test_an_answer_of_the_embedded_model(served: Served, client: Client) -> None:
+def test_answer_of_the_embedded_model(served: Served, client: Client) -> None:
     options = {"temperature": 0, "num_predict": 12, "num_ctx": 4096}
     whole = client.chat("tiny", USER, think=False, options=options)
     pieces = list(client.chat("tiny:latest", USER, think=False, options=options, stream=True))
@@ -66,7 +66,7 @@ def test_an_answer_of_the_embedded_model(served: Served, client: Client) -> None
         assert answer.total_duration and answer.total_duration >= (answer.eval_duration or 0) > 0
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@each("streamed", [False, True])
 def test_thinking_calls_and_text(streamed: bool) -> None:
     with scripted(THOUGHT.removeprefix("<think>\n") + "I look.\n" + CALL) as (served, _), client_of(
             served.url) as client:
@@ -98,7 +98,7 @@ def test_tools_from_python_functions_and_their_results() -> None:
     assert "<function=weather>" in prompt and "<tool_response>\nrain" in prompt
 
 
-def test_a_call_that_was_cut_is_no_call() -> None:
+def test_truncated_call_is_omitted() -> None:
     """Arguments are objects here, so that there is nothing to show of half of one."""
     calls = [AnswerCall("1", "weather", '{"city": "Oslo"}'), AnswerCall("2", "weather", '{"city": "Os'),
              AnswerCall("3", "weather", ""), AnswerCall("4", "weather", "[]")]
@@ -107,7 +107,7 @@ def test_a_call_that_was_cut_is_no_call() -> None:
         ("1", {"city": "Oslo"}), ("3", {})]
 
 
-def test_options_mean_what_they_mean_elsewhere() -> None:
+def test_options_equal_fields_of_chat() -> None:
     options = {"num_predict": 7, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 7, "stop": ["x"],
                "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "num_ctx": 8192}
     same = {"max_tokens": 7, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 7, "stop": ["x"],
@@ -142,7 +142,7 @@ def test_structured_output(client: Client) -> None:
     assert (free.message.content or "").startswith("{")
 
 
-def test_pictures_are_seen() -> None:
+def test_ollama_images() -> None:
     data = io.BytesIO()
     Image.new("RGB", (64, 64), (200, 30, 30)).save(data, "PNG")
     with scripted("Red.") as (served, engine), client_of(served.url) as client:
@@ -157,7 +157,7 @@ def test_pictures_are_seen() -> None:
             client.chat("tiny", [{"role": "user", "content": "What?", "images": [b"no picture"]}])
 
 
-def test_a_prompt_as_it_stands_and_one_of_a_conversation() -> None:
+def test_generate_raw_and_rendered() -> None:
     tokenizer = tiny().chat_processor.tokenizer
     with scripted("One.") as (served, engine), client_of(served.url) as client:
         raw = client.generate("tiny", "one two", raw=True)
@@ -172,7 +172,7 @@ def test_a_prompt_as_it_stands_and_one_of_a_conversation() -> None:
     assert again.prompt_eval_count == len(prompt)
 
 
-def test_a_model_is_asked_for_without_a_prompt(client: Client) -> None:
+def test_generate_without_a_prompt_loads_the_model(client: Client) -> None:
     with pytest.raises(ResponseError, match="outside of"):
         client.generate("tiny", "a", context=[99999999])
     for answer in (client.generate("tiny"), client.generate("tiny", keep_alive=0)):
@@ -203,7 +203,7 @@ def test_models(client: Client, served: Served) -> None:
     assert served.http.head("/").status_code == 200  # how clients find out whether a server is there
 
 
-@pytest.mark.parametrize(("call", "status", "said"), [
+@each(("call", "status", "said"), [
     (lambda client: client.chat("other", USER), 404, "'other' does not exist"),
     (lambda client: client.show("other"), 404, "'other'"), (lambda client: client.pull("other"), 404, "'other'"),
     (lambda client: client.chat("tiny", [{"role": "alien", "content": "x"}]), 400, "messages[0].role"),
@@ -222,7 +222,7 @@ def test_models(client: Client, served: Served) -> None:
     (lambda client: client.embed("tiny", "x"), 404, "no embedding model"),
     (lambda client: client.push("tiny"), 404, "is not served here"),
 ])
-def test_errors_have_ollama_s_form(call: Any, status: int, said: str) -> None:
+def test_errors_in_ollama_form(call: Any, status: int, said: str) -> None:
     with scripted("x") as (served, _), client_of(served.url) as client:
         if status == 200:
             assert list(call(client))[-1].done
@@ -232,13 +232,13 @@ def test_errors_have_ollama_s_form(call: Any, status: int, said: str) -> None:
     assert refused.value.status_code == status and said in refused.value.error, refused.value.error
 
 
-def test_a_format_that_is_none_is_refused(served: Served) -> None:
+def test_wrong_format_is_refused(served: Served) -> None:
     for wrong in (5, "yaml", ["json"]):
         error = served.post(CHAT, messages=USER, format=wrong).json()["error"]
         assert "format must be json or a JSON schema" in error
 
 
-def test_an_engine_that_fails_in_the_midst_of_a_stream() -> None:
+def test_engine_failure_during_a_stream() -> None:
     with scripted("one two three four five", error="the logits are NaN") as (served, _), client_of(
             served.url) as client:
         with pytest.raises(ResponseError, match="the logits are NaN"):
@@ -247,14 +247,14 @@ def test_an_engine_that_fails_in_the_midst_of_a_stream() -> None:
             client.generate("tiny", "Hi")
 
 
-def test_a_long_silence_is_filled_with_lines_that_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_alive_lines_of_ollama_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.server.http.KEEP_ALIVE", 0.05)
     with scripted("ab", pause=0.3) as (served, _), client_of(served.url) as client:
         parts = list(client.chat("tiny", USER, stream=True))
     assert "".join(part.message.content or "" for part in parts) == "ab" and len(parts) > 3
 
 
-def test_keys_and_limits_hold_here_too() -> None:
+def test_keys_and_limits_of_the_ollama_api() -> None:
     limits = {"max_messages": 3, "max_body_mib": 1, "max_tools": 1, "max_stops": 2, "max_answer_tokens": 5}
     with serving(Scripted("x").model(**limits), api_keys={"secret": "me"}) as served:
         with client_of(served.url) as stranger, pytest.raises(ResponseError, match="API key") as refused:
@@ -296,7 +296,7 @@ def test_vectors(tmp_path: Path) -> None:
             assert len(client.list().models) == 2
 
 
-def test_a_request_at_the_edge_holds_nobody_up() -> None:
+def test_requests_at_the_limits_do_not_block_others() -> None:
     """As many messages, tools and pictures as there may be, deep schemas and long texts, beside ordinary requests."""
     with scripted("Yes.") as (served, _), client_of(served.url) as client:
         nested: Any = {"type": "string"}
@@ -316,7 +316,7 @@ def test_a_request_at_the_edge_holds_nobody_up() -> None:
         assert late and served.health()[0] == 200
 
 
-def test_what_ollama_has_and_is_not_here(served: Served) -> None:
+def test_unsupported_ollama_endpoints(served: Served) -> None:
     assert ollama.__name__ == "ollama"
     for path in ("/api/create", "/api/copy", "/api/push", "/api/blobs/sha256:x", "/v1/audio/speech",
                  "/v1/audio/transcriptions", "/v1/files", "/v1/batches", "/v1/images/generations"):

@@ -103,7 +103,7 @@ def test_chat(served: Served, more: dict[str, Any]) -> None:
     assert len(done.choices) == more.get("n", 1) and done.usage.completion_tokens > 0
 
 
-def test_chat_is_the_same_for_the_asynchronous_client(served: Served) -> None:
+def test_asynchronous_client_gets_the_same_answer(served: Served) -> None:
     async def ask() -> tuple[Any, Any]:
         async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
             asked = LIMITS | {"messages": QUESTION}
@@ -143,7 +143,7 @@ def test_parsed_calls(served: Served, choice: Any, temperature: float) -> None:
 @pytest.mark.parametrize("text", [
     CALL, "I look it up.\n" + CALL + "\n" + CALL.replace("Oslo", "Rome"), THOUGHT + CALL, THOUGHT + "It rains.",
     "Just text.", ""])
-def test_what_a_model_says(text: str) -> None:
+def test_outputs_of_models(text: str) -> None:
     with scripted(text) as (served, _):
         message = same(served.client, tools=[TOOL]).choices[0].message
     calls = message.tool_calls or []
@@ -151,7 +151,7 @@ def test_what_a_model_says(text: str) -> None:
     assert all(json.loads(call.function.arguments)["days"] == 3 for call in calls)
 
 
-def test_a_loop_of_calls() -> None:
+def test_tool_call_loop() -> None:
     """What the client has parsed it sends back as it is."""
     with scripted("") as (served, engine):
         play_turns(engine, THOUGHT.removeprefix("<think>\n") + CALL, "So.\n</think>\n\nIt is cold in Oslo.")
@@ -167,7 +167,7 @@ def test_a_loop_of_calls() -> None:
     assert shown[:len(engine.seen[0].ids)] == engine.seen[0].ids, "the second prompt does not continue the first"
 
 
-def test_failures_have_their_classes(served: Served) -> None:
+def test_errors_have_the_client_s_exception_classes(served: Served) -> None:
     ask = served.client.chat.completions.create
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ask(model="default", messages=QUESTION, temperature=-1)
@@ -278,7 +278,7 @@ def test_calls_in_responses(served: Served) -> None:
     assert any(isinstance(getattr(item, "parsed_arguments", None), weather) for item in parsed.output)
 
 
-def test_a_loop_of_responses() -> None:
+def test_responses_loop() -> None:
     with scripted("") as (served, engine):
         play_turns(engine, THOUGHT + CALL, "Cold.", THOUGHT + CALL, "Cold.")
         for kept in (True, False):

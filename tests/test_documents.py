@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import resource
 import zlib
+from collections.abc import Iterator
 
 import pytest
 
 from deltic.config import Limits
 from deltic.errors import RequestError
-from deltic.vision.decoder_process import NO_TEXT, pdf_text, read_pages
+from deltic.vision.decoder_process import NO_TEXT, DecoderProcess, pdf_text, read_pages, reader_process
 
 Objects = list[bytes]
 
@@ -48,32 +49,34 @@ def document(*texts: str) -> bytes:
     return drawing(*(stream(line(text)) for text in texts))
 
 
-def test_the_text_of_all_pages() -> None:
+@pytest.fixture(scope="module")
+def process() -> Iterator[DecoderProcess]:
+    """One child for all documents that do it no harm."""
+    with reader_process() as reader:
+        yield reader
+
+
+def test_text_of_all_pages(process: DecoderProcess) -> None:
     assert pdf_text(document("The door code is 4711.", "Second page."), Limits()) == (
         "The door code is 4711.\n\nSecond page.")
     packed = stream(zlib.compress(line("packed")), b"/Filter /FlateDecode")
-    assert pdf_text(drawing(packed), Limits()) == "packed"
+    assert pdf_text(drawing(packed), Limits(), process=process) == "packed"
+    assert pdf_text(document("", ""), Limits(), process=process) == NO_TEXT
 
 
-def test_a_document_without_text_is_named_so() -> None:
-    assert pdf_text(document("", ""), Limits()) == NO_TEXT
+def test_files_that_are_no_documents_are_refused_by_field(process: DecoderProcess) -> None:
+    for data, said in ((b"", "does not begin as one"), (b"\x89PNG\r\n", "does not begin as one"),
+                       (b"%PDF-1.7\nnothing", "cannot be read"), (document("a")[:200], "cannot be read")):
+        with pytest.raises(RequestError, match=rf"messages\[0\].*{said}") as caught:
+            pdf_text(data, Limits(), "messages[0].content[1]", process)
+        assert caught.value.field == "messages[0].content[1]"
 
 
-@pytest.mark.parametrize(("data", "said"), [
-    (b"", "does not begin as one"), (b"\x89PNG\r\n", "does not begin as one"), (b"%PDF-1.7\nnothing", "cannot be read"),
-    (document("a")[:200], "cannot be read"),
-])
-def test_what_is_no_document_is_refused_by_its_field(data: bytes, said: str) -> None:
-    with pytest.raises(RequestError, match=rf"messages\[0\].*{said}") as caught:
-        pdf_text(data, Limits(), "messages[0].content[1]")
-    assert caught.value.field == "messages[0].content[1]"
-
-
-def test_pages_and_characters_have_limits() -> None:
+def test_limits_of_pages_and_characters(process: DecoderProcess) -> None:
     with pytest.raises(RequestError, match=r"3 pages.*max_document_pages"):
-        pdf_text(document("a", "b", "c"), Limits(max_document_pages=2))
+        pdf_text(document("a", "b", "c"), Limits(max_document_pages=2), process=process)
     with pytest.raises(RequestError, match="max_document_characters"):
-        pdf_text(document("a" * 60, "b" * 60), Limits(max_document_characters=100))
+        pdf_text(document("a" * 60, "b" * 60), Limits(max_document_characters=100), process=process)
 
 
 def loop_of_pages() -> bytes:
@@ -97,7 +100,7 @@ def forms() -> bytes:
 
 
 @pytest.mark.parametrize("data", [loop_of_pages(), bomb(), forms()], ids=["loop", "bomb", "forms"])
-def test_a_hostile_document_ends_within_its_bounds(data: bytes) -> None:
+def test_hostile_documents_stay_within_bounds(data: bytes) -> None:
     """Processor time and memory are those of a child, which the system counts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
@@ -111,7 +114,7 @@ def test_a_hostile_document_ends_within_its_bounds(data: bytes) -> None:
     assert after.ru_maxrss <= max(before.ru_maxrss, 512 << 10)
 
 
-def test_memory_that_a_document_asks_for_is_refused() -> None:
+def test_document_that_needs_too_much_memory_is_refused() -> None:
     """The child's bound holds where the library has none of its own."""
     zeros = zlib.compress(bytes(1 << 27), 9)
     data = drawing(stream(zeros, b"/Filter /FlateDecode"))
@@ -119,5 +122,5 @@ def test_memory_that_a_document_asks_for_is_refused() -> None:
         pdf_text(data, Limits(document_seconds=2.0))
 
 
-def test_pages_are_read_the_same_in_this_process() -> None:
+def test_read_pages_in_this_process() -> None:
     assert read_pages(document("a", "b"), 2, 100) == ({}, b"a\n\nb")

@@ -63,7 +63,7 @@ def random_llm() -> LLM:
 # Chat and stream
 
 
-def test_chat_and_stream_say_the_same(llm: LLM) -> None:
+def test_chat_and_stream_give_equal_answers(llm: LLM) -> None:
     whole = llm.chat(MESSAGES, greedy(24))
     stream = llm.stream(MESSAGES, greedy(24))
     deltas = list(stream)
@@ -75,7 +75,7 @@ def test_chat_and_stream_say_the_same(llm: LLM) -> None:
     assert choice.error is None and choice.usage.prompt_tokens > 5
 
 
-def test_a_text_is_one_user_message(llm: LLM) -> None:
+def test_text_is_sent_as_one_user_message(llm: LLM) -> None:
     assert llm.chat(MESSAGES[0]["content"], greedy(8)) == llm.chat(MESSAGES, greedy(8))
 
 
@@ -87,7 +87,7 @@ def test_template_variables_reach_the_template(llm: LLM) -> None:
     assert same == llm.chat(MESSAGES, greedy(1), thinking=True).choices[0].usage.prompt_tokens
 
 
-def test_log_probabilities_come_one_per_token(llm: LLM) -> None:
+def test_one_logprob_per_token(llm: LLM) -> None:
     choice, = llm.chat(MESSAGES, greedy(5, logprobs=2)).choices
     assert len(choice.logprobs) == 5
     assert [entry.top[0][0] for entry in choice.logprobs] == list(choice.tokens)
@@ -104,7 +104,7 @@ def test_choices_come_in_order(llm: LLM) -> None:
     assert again == output and len({choice.tokens for choice in output.choices}) == 3
 
 
-def test_pieces_of_several_choices_say_whose_they_are(llm: LLM) -> None:
+def test_pieces_name_their_choice(llm: LLM) -> None:
     stream = llm.stream("Say something.", SamplingParams(temperature=1.5, seed=1, n=3, max_tokens=20))
     deltas = list(stream)
     assert stream.output
@@ -112,7 +112,7 @@ def test_pieces_of_several_choices_say_whose_they_are(llm: LLM) -> None:
         assert join(delta for delta in deltas if delta.index == choice.index).content == choice.text
 
 
-def test_two_streams_interleave_and_are_as_if_alone(llm: LLM) -> None:
+def test_interleaved_streams_equal_separate_ones(llm: LLM) -> None:
     alone = [llm.generate_stream(text, greedy(count)) for text, count in (("One", 12), ("Two and", 20))]
     expected = [list(stream) for stream in alone]
     streams = [llm.generate_stream("One", greedy(12)), llm.generate_stream("Two and", greedy(20))]
@@ -174,7 +174,7 @@ def test_closing_a_stream_does_not_disturb_another(llm: LLM) -> None:
     assert second.output == expected.output
 
 
-def test_a_finished_stream_can_be_asked_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_stream_can_be_read_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded(llm, monkeypatch)
     stream = llm.generate_stream("One", greedy(5))
     list(stream)
@@ -184,7 +184,7 @@ def test_a_finished_stream_can_be_asked_again(llm: LLM, monkeypatch: pytest.Monk
 # Stop strings
 
 
-def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(llm: LLM) -> None:
+def test_stop_string_ends_the_answer(llm: LLM) -> None:
     plain, = llm.generate(["Hello"], greedy(30))
     assert len(plain.text) > 8
     stop = plain.text[3:6]
@@ -195,14 +195,14 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(llm: LLM) -> None:
     assert tokens == plain.choices[0].tokens[:len(tokens)] and len(tokens) < 30
 
 
-def test_stop_strings_are_each_request_s_own(llm: LLM) -> None:
+def test_stop_strings_of_concurrent_requests(llm: LLM) -> None:
     plain, = llm.generate(["Hello"], greedy(20))
     stop = plain.text[2:4]
     both = llm.generate(["Hello", "Hello"], [greedy(20, stop=(stop,)), greedy(20)])
     assert both[1].text == plain.text and both[0].text == plain.text[:plain.text.index(stop)]
 
 
-def test_a_stop_id_is_no_part_of_the_text(llm: LLM) -> None:
+def test_stop_token_id_is_not_in_the_text(llm: LLM) -> None:
     plain, = llm.generate(["Hello"], greedy(12))
     last = plain.choices[0].tokens[-1]
     first = plain.choices[0].tokens.index(last)
@@ -229,7 +229,7 @@ def test_generate_continues_texts_and_ids(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_without_a_tokenizer_a_stream_gives_token_ids(random_llm: LLM) -> None:
+def test_stream_without_a_tokenizer_returns_token_ids(random_llm: LLM) -> None:
     whole, = random_llm.generate([[1, 2, 3]], greedy(12))
     stream = random_llm.generate_stream([1, 2, 3], greedy(12))
     deltas = list(stream)
@@ -248,7 +248,7 @@ def test_without_a_tokenizer_a_stream_gives_token_ids(random_llm: LLM) -> None:
     at_rest(random_llm)
 
 
-def test_generate_answers_rows_as_if_alone(random_llm: LLM) -> None:
+def test_generated_rows_equal_separate_ones(random_llm: LLM) -> None:
     """More rows than the batch holds, of different lengths."""
     prompts = [numbers(i, 4 + 7 * i, 509) for i in range(7)]
     outputs = random_llm.generate(prompts, greedy(15))
@@ -257,7 +257,7 @@ def test_generate_answers_rows_as_if_alone(random_llm: LLM) -> None:
     at_rest(random_llm)
 
 
-def test_limits_of_rows_may_exceed_others(random_llm: LLM) -> None:
+def test_rows_with_different_limits(random_llm: LLM) -> None:
     """A4.12: the longest limit counts, not the first."""
     limits = [3, 0, 40, 1]
     outputs = random_llm.generate([numbers(i, 5, 509) for i in range(4)], [greedy(limit) for limit in limits])
@@ -265,7 +265,7 @@ def test_limits_of_rows_may_exceed_others(random_llm: LLM) -> None:
     assert {output.choices[0].finish for output in outputs} == {"length"}
 
 
-def test_on_token_sees_every_token_and_stops_its_row_alone(random_llm: LLM) -> None:
+def test_on_token_stops_only_its_row(random_llm: LLM) -> None:
     prompts = [numbers(i, 5, 509) for i in range(3)]
     plain = random_llm.generate(prompts, greedy(10))
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -322,7 +322,7 @@ def test_on_token_stops_within_right_drafts_too(random_llm: LLM, wanted: int, mo
     assert random_llm.worker.stop(60)
 
 
-def test_an_on_token_that_raises_leaves_nothing_running(random_llm: LLM) -> None:
+def test_exception_in_on_token_aborts_all_rows(random_llm: LLM) -> None:
     def on_token(row: int, token: int) -> bool:
         raise LookupError("mine")
 
@@ -331,7 +331,7 @@ def test_an_on_token_that_raises_leaves_nothing_running(random_llm: LLM) -> None
     at_rest(random_llm)
 
 
-def test_a_bad_row_is_refused_and_leaves_nothing_running(random_llm: LLM) -> None:
+def test_wrong_row_aborts_all_rows(random_llm: LLM) -> None:
     with pytest.raises(RequestError, match="outside"):
         random_llm.generate([[1, 2], [9999]], greedy(5))
     at_rest(random_llm)
@@ -353,7 +353,7 @@ def test_l8_unknown_options_are_named() -> None:
     assert caught.value.option == "max_sequences"
 
 
-def test_l8_unknown_options_are_told_all_that_exist() -> None:
+def test_l8_error_of_an_unknown_option_lists_all_options() -> None:
     named = ["max_batch", "revision", "chat_template", *(each.name for each in fields(ChatConfig))]
     with pytest.raises(ConfigError, match="unknown option 'histroy'") as caught:
         LLM(histroy="template")
@@ -361,7 +361,7 @@ def test_l8_unknown_options_are_told_all_that_exist() -> None:
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_chat_template_is_named_by_text_or_path(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_chat_template_option_accepts_text_and_path(kind: Callable[[Path], Any], tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
     with LLM(chat_template=kind(tmp_path / "chat.jinja"), memory="16MiB", max_context=64, threads=1) as model:
         assert model.chat_processor.tokenizer.decode(model.stream("Hi")._call.answers.jobs[0].request.ids) == "Hi!"
@@ -373,7 +373,7 @@ def test_a_chat_template_is_named_by_text_or_path(kind: Callable[[Path], Any], t
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_preserved_turns_read_nothing_twice(thinking: bool) -> None:
+def test_preserved_history_is_not_prefilled_again(thinking: bool) -> None:
     llm = LLM(dtype="float32", memory="64MiB", max_context=1024, threads=1, history="preserve")
     messages = [{"role": "system", "content": "You are brief."}]
     before = None
@@ -399,7 +399,7 @@ def test_l8_unknown_history_is_named() -> None:
 # Memory
 
 
-def test_little_memory_is_clamped_told_and_enough(caplog: pytest.LogCaptureFixture) -> None:
+def test_small_memory_reduces_the_context_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Preemption behind the public door: the same answers from a cache that cannot hold all of them."""
     shape = odd_shape()
     roomy = LLM(RandomModel(shape=shape, initializer_range=0.1), memory="4MiB", max_batch=3, threads=1)
@@ -414,12 +414,12 @@ def test_little_memory_is_clamped_told_and_enough(caplog: pytest.LogCaptureFixtu
     at_rest(tight)
 
 
-def test_memory_that_holds_nothing_is_an_error() -> None:
+def test_memory_too_small_for_any_sequence() -> None:
     with pytest.raises(ConfigError, match=r"memory.*raise `memory`"):
         LLM(RandomModel(shape=odd_shape()), memory="4KiB")
 
 
-def test_streams_are_what_stream_returns(llm: LLM) -> None:
+def test_type_of_streams(llm: LLM) -> None:
     stream = llm.generate_stream("x", greedy(1))
     assert isinstance(stream, Stream)
     list(stream)
@@ -428,7 +428,7 @@ def test_streams_are_what_stream_returns(llm: LLM) -> None:
 # Start
 
 
-def test_the_log_says_where_the_time_of_a_start_went(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_contains_the_times_of_a_start(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "deltic"), LLM(memory="64MiB", threads=1, speculate="draft:tiny"):
         pass
     lines = [re.sub(r"\d+\.\d\d s", "T", record.getMessage()) for record in caplog.records]

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def test_threads_that_come_and_go(llm: LLM, how: str) -> None:
         assert list(threads.map(ask, range(32))) == expected * 4
 
 
-def test_a_hundred_tasks_get_the_answers_of_one_thread(llm: LLM, alone: list[Any]) -> None:
+def test_forty_tasks_get_the_answers_of_one_thread(llm: LLM, alone: list[Any]) -> None:
     async def ask(number: int) -> list[Any]:
         question, params = QUESTIONS[number % 8], wild(number % 8)
         if number % 3 == 0:
@@ -136,14 +135,14 @@ def test_a_hundred_tasks_get_the_answers_of_one_thread(llm: LLM, alone: list[Any
         return answers([await llm.achat(question, params)])
 
     async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(ask(number) for number in range(100)))
+        return await asyncio.gather(*(ask(number) for number in range(40)))
 
     before = llm.engine.stats.steps
     for number, found in enumerate(asyncio.run(all_of_them())):
         (text, _, tokens, *rest), = found[0]
         (wanted, _, ids, *others), = alone[number % 8]
         assert tokens == ids and rest == others and (text == wanted or number % 3 == 1)
-    assert llm.engine.stats.steps - before < 1000, "2,400 tokens, 8 at a time"
+    assert llm.engine.stats.steps - before < 400, "960 tokens, 8 at a time"
 
 
 def question_of(text: str) -> list[dict[str, str]]:
@@ -507,7 +506,7 @@ def test_closing_ends_what_is_running() -> None:
     asyncio.run(main())
 
 
-def test_a_model_that_nobody_has_any_more_is_given_back() -> None:
+def test_unreferenced_model_is_freed() -> None:
     llm = LLM(RandomModel(shape=odd_shape()), memory="4MiB", threads=1)
     llm.generate([[1, 2, 3]], wild(0))
     thread, engine = llm.worker._thread, weakref.ref(llm.engine)
@@ -520,7 +519,7 @@ def test_a_model_that_nobody_has_any_more_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_a_closed_model_leaves_its_weights_at_once(head: bool) -> None:
+def test_closed_model_frees_its_weights_at_once(head: bool) -> None:
     """Nothing of it waits for garbage to be collected: weights are large."""
     gc.collect()
     gc.disable()
@@ -563,7 +562,7 @@ print("end")
 """
 
 
-def test_a_fork_is_told_and_a_process_ends_amid_its_answers() -> None:
+def test_fork_is_refused_and_a_process_exits_amid_its_answers() -> None:
     """Nothing is closed: threads of the program, daemons and a stream are still at it."""
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -593,9 +592,9 @@ def test_a_session_takes_one_call_at_a_time() -> None:
     session.runtime.cache.check()
 
 
-def test_two_models_and_a_session_at_once(odd: LLM) -> None:
+def test_two_models_and_a_session_at_the_same_time(odd: LLM) -> None:
     """Each has its thread; they share the process alone."""
-    prompt, other = [*numbers(3, 40, 509)], LLM(RandomModel(shape=odd_shape(), initializer_range=0.1, seed=5),
+    prompt, other = [*numbers(3, 20, 509)], LLM(RandomModel(shape=odd_shape(), initializer_range=0.1, seed=5),
                                                 memory="4MiB", threads=1)
     session = session_over(odd_runtime(), batch=2, context=256)
 
@@ -604,10 +603,10 @@ def test_two_models_and_a_session_at_once(odd: LLM) -> None:
         return [int(session.step(token).argmax()) for token in prompt]
 
     def asked(llm: LLM) -> list[Any]:
-        return [llm.generate([prompt], replace(wild(seed), max_tokens=60))[0].choices[0].tokens for seed in range(4)]
+        return [llm.generate([prompt], wild(seed))[0].choices[0].tokens for seed in range(2)]
 
     with other, ThreadPoolExecutor(3) as threads:
         expected = [asked(odd), asked(other), steps()]
-        for _ in range(3):
+        for _ in range(2):
             work = [threads.submit(asked, odd), threads.submit(asked, other), threads.submit(steps)]
             assert [future.result() for future in work] == expected

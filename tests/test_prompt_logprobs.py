@@ -49,7 +49,7 @@ def alone(runtime: ModelRunner, prompt: tuple[int, ...], **more: Any) -> Found:
 
 
 @each("name", RUNTIMES)
-def test_they_are_those_of_a_plain_forward(name: str) -> None:
+def test_prompt_logprobs_equal_a_plain_forward(name: str) -> None:
     runtime = RUNTIMES[name]()
     for seed, length in enumerate((1, 2, 33, 100)):
         prompt = numbers(seed, length, runtime.config.vocab_size)
@@ -64,7 +64,7 @@ def test_they_are_those_of_a_plain_forward(name: str) -> None:
             assert low <= score.rank <= high
 
 
-def test_company_pieces_and_what_is_known_change_no_bit() -> None:
+def test_prompt_logprobs_are_bit_equal_in_batches_chunks_and_with_cache() -> None:
     runtime = odd_runtime()
     prompt = numbers(5, 150, runtime.config.vocab_size)
     expected, plain = alone(runtime, prompt), serve(small_runtime(runtime), [EngineRequest(
@@ -85,7 +85,7 @@ def test_company_pieces_and_what_is_known_change_no_bit() -> None:
         assert known.tokens == plain["x", 0].tokens and known.last.usage.cached_tokens > 100  # type: ignore
 
 
-def test_who_is_sent_back_to_wait_loses_and_repeats_nothing() -> None:
+def test_preempted_request_keeps_its_prompt_logprobs() -> None:
     runtime = odd_runtime()
     prompts = [numbers(seed, 90, runtime.config.vocab_size) for seed in range(4)]
     expected = [alone(runtime, prompt, max_tokens=60) for prompt in prompts]
@@ -107,7 +107,7 @@ def test_who_is_sent_back_to_wait_loses_and_repeats_nothing() -> None:
     assert found_in(drain(engine)) == expected[0]
 
 
-def test_several_choices_and_none_at_all() -> None:
+def test_prompt_logprobs_with_several_choices_and_without_tokens() -> None:
     runtime = odd_runtime()
     prompt = numbers(5, 70, runtime.config.vocab_size)
     answers = serve(small_runtime(runtime), [asking("x", prompt, n=3, temperature=1.0, seed=3)])
@@ -117,7 +117,7 @@ def test_several_choices_and_none_at_all() -> None:
     assert event.prompt == alone(runtime, prompt) and event.token is None and event.finish == "length"
 
 
-def test_a_large_one_leaves_others_their_steps() -> None:
+def test_large_prompt_logprobs_do_not_block_others() -> None:
     """However long the prompt, a step scores but a few tokens, and who came later is read beside it."""
     runtime = embedded_runtime()
     engine = Engine(small_runtime(runtime, budget=64))
@@ -138,7 +138,7 @@ def test_a_large_one_leaves_others_their_steps() -> None:
     assert max(scored) <= 32 and sum(scored) == 3 * 479
 
 
-def test_broken_logits_fail_the_request() -> None:
+def test_nan_logits_fail_the_request() -> None:
     runtime = small_runtime(odd_runtime())
     engine = Engine(runtime)
     prompt = numbers(5, 70, runtime.config.vocab_size)
@@ -173,7 +173,7 @@ def reference(ids: list[int]) -> torch.Tensor:
 
 @each("text", ["Once upon a time, there was a cat.", "größer 日本 🙂 as", "x"])
 @each("as_ids", [False, True])
-def test_echo_and_logprobs_as_evaluations_ask_for_them(served: Served, text: str, as_ids: bool) -> None:
+def test_echo_with_logprobs_for_evaluations(served: Served, text: str, as_ids: bool) -> None:
     ids = list(tiny().chat_processor.tokenizer.encode(text))
     spell = tiny().chat_processor.tokenizer.token_bytes
     answer = served.post("/v1/completions", prompt=ids if as_ids else text, temperature=0, max_tokens=1, logprobs=1,
@@ -194,7 +194,7 @@ def test_echo_and_logprobs_as_evaluations_ask_for_them(served: Served, text: str
     assert bare["logprobs"]["token_logprobs"] == found["token_logprobs"][:-1] and bare["text"] == text
 
 
-def test_prompts_side_by_side_and_several_choices(served: Served) -> None:
+def test_several_prompts_and_choices(served: Served) -> None:
     prompts = [[5, 6, 7, 8], [9, 10], [11] * 40]
     asked: dict[str, Any] = {"max_tokens": 2, "logprobs": 2, "echo": True, "seed": 3}
     together = served.post("/v1/completions", prompt=prompts, n=2, **asked).json()["choices"]
@@ -228,7 +228,7 @@ def test_prompt_logprobs_as_in_vllm(served: Served) -> None:
     assert "prompt_logprobs" not in plain and plain["choices"] == chat["choices"]
 
 
-def test_the_same_from_python() -> None:
+def test_prompt_logprobs_from_python() -> None:
     output, = tiny().generate([[5, 6, 7]], SamplingParams(max_tokens=1, prompt_logprobs=1))
     found = output.choices[0].prompt_logprobs
     assert found and len(found) == 2 and found[0].rank >= 1
@@ -249,7 +249,7 @@ def test_what_is_refused(served: Served, path: str, fields: dict[str, Any], fiel
     assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text
 
 
-def test_an_answer_has_so_many_values_at_most() -> None:
+def test_limit_of_answer_values() -> None:
     from test_server_harness import limited
 
     with serving(limited(tiny(), max_answer_values=200)) as served:
@@ -262,7 +262,7 @@ def test_an_answer_has_so_many_values_at_most() -> None:
         assert json.loads(served.http.get("/health").content)["requests"] == 0
 
 
-def test_scores_are_exact_whatever_else_is_scored() -> None:
+def test_scores_do_not_depend_on_other_rows() -> None:
     """Logits as bfloat16 has them, of which many are equal."""
     logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     tokens = [*range(0, 270, 30)]

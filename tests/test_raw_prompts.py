@@ -68,7 +68,7 @@ def served(llm: LLM) -> Iterator[Served]:
 
 @pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
 @pytest.mark.parametrize("post_processor", [None, AROUND, BEGUN])
-def test_the_rule_is_that_of_transformers(tmp_path: Path, config: dict[str, Any], post_processor: Any) -> None:
+def test_raw_prompts_equal_transformers(tmp_path: Path, config: dict[str, Any], post_processor: Any) -> None:
     path = directory(tmp_path, post_processor, **config)
     ours, theirs = Tokenizer.from_directory(path), PreTrainedTokenizerFast.from_pretrained(path)
     for text in ("Hello", " two words\n", "漢", "<|im_start|>x", "a" * 300):
@@ -76,7 +76,7 @@ def test_the_rule_is_that_of_transformers(tmp_path: Path, config: dict[str, Any]
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
 
 
-def test_a_bos_token_that_is_there_is_not_doubled(with_bos: Path) -> None:
+def test_existing_bos_token_is_not_doubled(with_bos: Path) -> None:
     tokenizer = Tokenizer.from_directory(with_bos)
     assert tokenizer.encode(f"{BOS_TEXT}Hello", add_special=True) == tokenizer.encode("Hello", add_special=True)
     assert tokenizer.encode("", add_special=True) == [BOS]
@@ -130,7 +130,7 @@ def test_tokenizer_info(served: Served) -> None:
     assert served.http.get("/tokenizer_info", params={"model": "x"}).status_code == 404
 
 
-def test_a_gguf_file_keeps_the_rule(with_bos: Path, tmp_path: Path) -> None:
+def test_gguf_keeps_the_rule_of_raw_prompts(with_bos: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     assert main(["convert", str(with_bos), str(path)]) == 0
     metadata = GgufFile.open(path).metadata
@@ -141,7 +141,7 @@ def test_a_gguf_file_keeps_the_rule(with_bos: Path, tmp_path: Path) -> None:
     assert again.around == ([BOS], []) and again.encode("Hello", add_special=True) == [BOS, *PLAIN.encode("Hello")]
 
 
-def test_a_lone_surrogate_in_the_configuration_is_named(tmp_path: Path) -> None:
+def test_lone_surrogate_in_the_tokenizer_config(tmp_path: Path) -> None:
     from deltic.errors import ModelError
     for changes in ({"eos_token": "\ud800"}, {"chat_template": "\udfff"}, {"added_tokens_decoder": {"\ud800": {}}}):
         path = directory(tmp_path, **changes)

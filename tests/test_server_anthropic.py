@@ -50,7 +50,7 @@ def shown(message: Any) -> Any:
     return {name: data.get(name) for name in ("content", "role", "model", "stop_reason", "stop_sequence", "usage")}
 
 
-def test_an_answer_of_the_embedded_model(served: Served) -> None:
+def test_answer_of_the_embedded_model(served: Served) -> None:
     answer = create(served, system="Be brief.", extra_body={"ignore_eos": True, "temperature": 0}, max_tokens=12)
     assert answer.type == "message" and answer.role == "assistant" and answer.model == "tiny"
     assert [block.type for block in answer.content] == ["text"] and answer.content[0].text

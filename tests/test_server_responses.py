@@ -38,7 +38,7 @@ def shown(value: Any) -> Any:
     return [shown(item) for item in value] if isinstance(value, list) else value
 
 
-def test_an_answer_of_the_embedded_model(served: Served) -> None:
+def test_answer_of_the_embedded_model(served: Served) -> None:
     asked: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
     answer = create(served, instructions="Be brief.", **asked)
     assert answer.object == "response" and answer.model == "tiny" and answer.id.startswith("resp_")

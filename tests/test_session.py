@@ -281,10 +281,11 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], type[BaseException]]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("start", [0, 5, 16, 21])
 @pytest.mark.parametrize(("count", "chunk"), [(1, 1), (9, 1), (50, 1), (50, 2), (50, 4)])
-def test_l3_a_fault_in_any_chunk_leaves_the_session_where_it_was(
+def test_l3_fault_in_any_chunk_does_not_change_the_session(
         kind: str, start: int, count: int, chunk: int, expected: Tensor) -> None:
     """L1, L3: the same tokens can be fed again, and the answer is as if nothing had happened."""
     fault, error = FAULTS[kind]
@@ -303,7 +304,7 @@ def test_l3_a_fault_in_any_chunk_leaves_the_session_where_it_was(
     assert one.position == start + count
 
 
-def test_the_message_of_degenerate_logits_has_numbers_and_a_hint() -> None:
+def test_error_of_degenerate_logits_has_numbers_and_a_hint() -> None:
     one = session()
     one.runtime = Faulty(one.runtime, fault=FAULTS["flat"][0], at=frozenset({1}))  # type: ignore[assignment]
     with pytest.raises(DegenerateError, match=r"from 1\.0 to 1\.0.*debug_layers"):

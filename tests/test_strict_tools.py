@@ -254,13 +254,13 @@ def check_made(served: dict[str, Served], seed: int) -> int:
     return 1
 
 
-def test_calls_fit_what_pydantic_writes(served: dict[str, Served]) -> None:
+def test_calls_match_pydantic_schemas(served: dict[str, Served]) -> None:
     assert sum(check_made(served, seed) for seed in range(15)) > 7
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_many_calls_fit_what_pydantic_writes(part: int, served: dict[str, Served]) -> None:
+def test_many_calls_match_pydantic_schemas(part: int, served: dict[str, Served]) -> None:
     assert sum(check_made(served, 1000 + seed) for seed in range(part * 60, part * 60 + 60)) > 30
 
 
@@ -268,7 +268,7 @@ PRICE = closed(amount={"anyOf": [{"type": "number"}, {
     "type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]})  # as pydantic writes a Decimal
 
 
-def test_decimals_are_left_to_the_model_where_the_tool_is_not_strict(served: dict[str, Served]) -> None:
+def test_decimal_patterns_are_not_enforced_without_strict(served: dict[str, Served]) -> None:
     """Their pattern looks ahead."""
     assert called(served["auto"], PRICE, strict=False) is not None
     with pytest.raises(RequestError, match="look-around"):

@@ -103,7 +103,7 @@ def sampling(temperature: float, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_answers_validate_at_any_temperature(name: str) -> None:
+def test_answers_match_their_schema_at_any_temperature(name: str) -> None:
     schema = SCHEMAS[name]
     for temperature in (0.0, 1.0, 2.0):
         output = model().chat(QUESTION, sampling(temperature, n=2 if temperature else 1),
@@ -171,7 +171,7 @@ def test_published_schemas(part: int) -> None:
 
 @pytest.mark.parametrize("speculate", ["ngram:3", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_answer_with_drafts_and_in_company(speculate: str, temperature: float) -> None:
+def test_same_answer_with_drafts_and_in_batches(speculate: str, temperature: float) -> None:
     asked = [SCHEMAS[name] for name in ("two texts", "array", "some required", "recursive", "date")]
     params = sampling(temperature)
     alone = [model().chat(QUESTION, params, response_format=schema_format(schema), thinking=bool(place % 2))
@@ -345,7 +345,7 @@ HEAVY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_schema_that_cannot_be_enforced_is_refused(name: str) -> None:
+def test_hostile_schemas_are_refused(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RequestError) as refusal:
         model().chat(QUESTION, sampling(0.0), response_format=schema_format(HOSTILE[name]))
@@ -354,7 +354,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(name: str) -> None:
     assert name != "recursive alone" or "refers to itself" in str(refusal.value)
 
 
-def test_what_takes_too_long_is_refused_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_seconds_limits_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(model().chat_processor.tokenizer, 0.001)
     with pytest.raises(RequestError, match="schema_seconds"):
         compiled(grammars, JsonSchema(HEAVY["enumeration"], True))
@@ -363,7 +363,7 @@ def test_what_takes_too_long_is_refused_by_the_limit(monkeypatch: pytest.MonkeyP
         compiled(grammars, JsonSchema(HEAVY["enumeration"], True))
 
 
-def test_only_a_grammars_own_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_limit_counts_only_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the clock on the wall: behind others, or on a busy machine, it would refuse honest ones."""
     compile = grammar_module._compile
 
@@ -375,7 +375,7 @@ def test_only_a_grammars_own_work_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiled(grammars, ChoiceFormat(("yes", "no"))).vocabulary
 
 
-def test_a_grammar_that_several_want_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_compile_a_grammar_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, begun, free = Grammars(model().chat_processor.tokenizer), threading.Semaphore(0), threading.Event()
     compile, calls = grammar_module._compile, list[int]()
 
