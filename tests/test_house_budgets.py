@@ -26,7 +26,7 @@ LINES = {
     "model": 750,
     "ops": 8950,
     "runner": 2400,
-    "server": 8150,
+    "server": 8200,
     "spec_decode": 1150,
     "vision": 1150,
 }
