@@ -218,12 +218,12 @@ def test_a_process_with_few_files_serves_until_a_signal() -> None:
             assert httpx.get(f"{url}/health", timeout=20).status_code == 200
             for raw in many:
                 raw.close()
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
                 lines = response.iter_lines()
                 next(lines)
                 process.send_signal(number)
                 assert "shutting down" in "".join(lines)
-        assert process.wait(10) == 0 and process.stdout.read() == "end\n"
+        assert process.wait(60) == 0 and process.stdout.read() == "end\n"
         log = process.stderr.read()
         assert "no more than 64 connections" in log and log.count("\n") < 9, log
     finally:

@@ -276,6 +276,7 @@ CLIENTS = "abcd"
 REQUESTS = st.lists(st.builds(One, st.sampled_from(CLIENTS), st.integers(0, 6), st.integers(0, 3)), max_size=20)
 
 
+@settings(max_examples=60)
 @given(REQUESTS, st.sampled_from(CLIENTS), st.integers(1, 8))
 def test_a_new_client_never_holds_more_than_the_others(requests: list[One], client: str, size: int) -> None:
     held = sized(*requests)
