@@ -13,19 +13,19 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
     ".": 1850,
-    "cache": 4100,
+    "cache": 4050,
     "chat": 6850,
     "cli": 4900,
     "config": 1700,
     "embeddings": 2700,
-    "engine": 3450,
+    "engine": 3250,
     "export": 4000,
     "loader": 6050,
     "model": 750,
     "ops": 9050,
-    "runner": 3350,
+    "runner": 3250,
     "server": 8300,
-    "spec_decode": 1150,
+    "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
