@@ -164,7 +164,7 @@ def test_a_red_circle(llm: LLM) -> None:
 @pytest.mark.parametrize("way", evaluate_pictures.WAYS)
 def test_answers_about_pictures(llm: LLM, way: str) -> None:
     """A sample of the slow test below."""
-    check(llm, way, 20, 0.85)
+    check(llm, way, 40, 0.85)
 
 
 @pytest.mark.slow
