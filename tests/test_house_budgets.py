@@ -20,7 +20,7 @@ LINES = {
     "embeddings": 2700,
     "engine": 3250,
     "export": 4000,
-    "loader": 6050,
+    "loader": 5900,
     "model": 750,
     "ops": 9050,
     "runner": 3250,

@@ -17,6 +17,10 @@ _EDGES: Final = ("shortest_edge", "longest_edge")
 _BICUBIC: Final = 3
 """Pillow's number."""
 _MAX_PIXELS: Final = 1 << 30
+_LARGEST: Final = {
+    "depth": 256, "hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_heads": 1024, "out_hidden_size": 1 << 17,
+    "num_position_embeddings": 1 << 20, "patch_size": 256, "temporal_patch_size": 16}
+"""Largest value of keys of vision_config, which are also fields of VisionConfig."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +74,8 @@ class VisionConfig:
             if keys.get(key, only) != only:
                 raise ModelError(f"vision_config: {key} {show(keys[key])} is not supported, only {only!r}")
         found = cls(
-            depth=integer(keys, "depth", 1, 256),
-            hidden_size=integer(keys, "hidden_size", 1, 1 << 16),
-            intermediate_size=integer(keys, "intermediate_size", 1, 1 << 18),
-            num_heads=integer(keys, "num_heads", 1, 1024),
-            out_hidden_size=integer(keys, "out_hidden_size", 1, 1 << 17),
-            num_position_embeddings=integer(keys, "num_position_embeddings", 1, 1 << 20),
+            **{key: integer(keys, key, 1, high) for key, high in _LARGEST.items()},
             in_channels=integer(keys, "in_channels", 3, 3),
-            patch_size=integer(keys, "patch_size", 1, 256),
-            temporal_patch_size=integer(keys, "temporal_patch_size", 1, 16),
             merge_size=integer(keys, "spatial_merge_size", 1, 16),
             rope_theta=number(rope, "rope_theta", 1.0, 1e12),
             image_token_id=integer(mapping, "image_token_id", 0, 1 << 31),

@@ -351,13 +351,8 @@ def _files_without_index(directory: Path) -> list[Path]:
 
 def _model_files(directory: Path) -> list[Path]:
     """Returns the safetensors files without those of a draft head, and without copies of the weights in other forms."""
-    names = [path for path in sorted(directory.glob("*.safetensors")) if not holds_only_head(path)]
+    names = [path for path in sorted(directory.glob("*.safetensors")) if not all(map(is_head, read_header(path)))]
     return [path for path in names if not path.name.startswith(_COPIES)] or names
-
-
-def holds_only_head(path: Path) -> bool:
-    """True if a safetensors file contains a multi-token-prediction head only."""
-    return all(map(is_head, read_header(path)))
 
 
 def _all_shards(directory: Path, found: list[Path]) -> list[Path]:
