@@ -24,7 +24,7 @@ LINES = {
     "export": 4000,
     "loader": 6050,
     "model": 750,
-    "ops": 8950,
+    "ops": 8850,
     "runner": 2400,
     "server": 8300,
     "spec_decode": 1150,
