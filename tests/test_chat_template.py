@@ -190,7 +190,7 @@ def plain_jinja(source: str) -> str | None:
 
 @given(st.lists(st.tuples(STATEMENTS, EXPRESSIONS), min_size=1, max_size=2))
 @settings(deadline=None, max_examples=examples(200))
-def test_renders_as_jinja(parts: list[tuple[str, str]]) -> None:
+def test_what_jinja_renders_is_rendered(parts: list[tuple[str, str]]) -> None:
     blocks = [statement.replace("X", expression).replace("block b", f"block b{index}")
               for index, (statement, expression) in enumerate(parts)]
     source = MACRO + "\n".join(blocks)

@@ -34,8 +34,9 @@ from test_server_harness import USER, Served, serving, tiny
 from deltic import LLM, SamplingParams
 from deltic.chat.conversation import Conversation
 from deltic.chat.output_router import AnswerText, chat_router
-from deltic.chat.processor import ChatProcessor, ThinkEnd, ThinkingBudget
+from deltic.chat.processor import ChatProcessor
 from deltic.chat.template import ChatTemplate
+from deltic.chat.thinking import ThinkEnd, ThinkingBudget
 from deltic.chat.tokenizer import Tokenizer, TokenizerFiles
 from deltic.cli import main
 from deltic.engine.engine import Engine
