@@ -34,16 +34,18 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 GPU_TASKS: dict[str, dict[str, Any]] = {
     f"{model} {label}": {"model": f"qwen3.5-{model}", "device": "cuda", "layers": layers, **work}
-    for model, layers in (("0.8b", None), ("4b", 8), ("9b", 8))
+    for model, layers in (("0.8b", None), ("4b", 12), ("9b", 12))
     for label, work in (("decode, 1 row", {"prompt": 64, "new": 600, "batch": 1}),
-                        ("decode, 256 rows", {"prompt": 16, "new": 100, "batch": 256}),
+                        ("decode, 256 rows", {"prompt": 16, "new": 250, "batch": 256}),
                         ("first token, 8k", {"prompt": 8192, "new": 1, "batch": 1}))
 }
-"""Two models of eight layers and 256 rows fit on one card together."""
+"""Two models of twelve layers and 256 rows fit on one card together."""
 
 
 def worker() -> None:
     """Answers tasks from stdin with seconds. Keeps one model at a time."""
+    import torch
+
     from deltic import SamplingParams
 
     held: list[Any] | None = None
@@ -56,6 +58,7 @@ def worker() -> None:
         if held != wanted:
             del model
             gc.collect()
+            torch.cuda.empty_cache()
             held, model = wanted, opened(task)
         prompts = [[draw.randrange(2000) for _ in range(task["prompt"])] for _ in range(task["batch"])]
         sampling = SamplingParams(max_tokens=task["new"], ignore_eos=True, temperature=task.get("temperature", 0),
@@ -70,7 +73,7 @@ def opened(task: dict[str, Any]) -> Any:
     from deltic import LLM, RandomModel
 
     if task.get("device") == "cuda":
-        return LLM(RandomModel(task["model"], layers=task["layers"]), device="cuda", memory="17GiB", max_batch=256,
+        return LLM(RandomModel(task["model"], layers=task["layers"]), device="cuda", memory="25GiB", max_batch=256,
                    max_context=9000, speculate="off", prefix_cache=False)
     return LLM(RandomModel(task["model"]) if task["model"] else None, quant="q8_0" if task["model"] else "none",
                threads=task["threads"], max_batch=8, max_context=8192, memory="512MiB")
@@ -80,9 +83,10 @@ class Side:
     """One checkout's process."""
 
     def __init__(self, root: Path) -> None:
+        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), "--worker"], text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root,
-                                         env={**os.environ, "PYTHONPATH": str(root)})
+                                         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
     def seconds(self, task: dict[str, Any]) -> float:
         assert self._process.stdin and self._process.stdout
