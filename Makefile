@@ -1,8 +1,8 @@
 # The door: `make run` and `make test` need git, python3 (3.11 or newer, with venv), make and g++.
 PYTHON ?= python3
 BIN := .venv/bin
-# Two processes, which take turns at whole files: the models that a file's tests share are made once.
-TOGETHER := --numprocesses 2 --dist loadfile
+# Three processes for two cores, because many tests wait. Each takes whole files, so that the models of a file are made once.
+TOGETHER := --numprocesses 3 --dist loadfile
 
 # Tests start many interpreters, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE

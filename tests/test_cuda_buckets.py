@@ -61,6 +61,7 @@ def _memory(runtime: ModelRunner) -> tuple[torch.Tensor, ...]:
     return pools.keys, pools.values, pools.recurrent, pools.conv
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_padded_step_equals_plain_step(runtime: ModelRunner) -> None:
     rows, (before,) = prompts(runtime, (1, 0, 40, 17, 300))

@@ -60,6 +60,7 @@ def test_compiled_encoder_equals_engine(m3: tuple[Path, Path]) -> None:
         np.testing.assert_allclose(compiled.encode(TEXTS, kind="query"), engine.encode(TEXTS, kind="query"), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_compiled_reranker_equals_engine(tmp_path: Path) -> None:
     """A reranker of the BERT family, whose pairs have two token types, and whose classifier is beside the library."""
     save_encoder(tmp_path / "model", "bert", labels=1, num_hidden_layers=1)

@@ -89,7 +89,8 @@ def in_chunks(method: Any, projected: Tensor, chunks: Sequence[int]) -> Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("name", ["odd", "whole registers", pytest.param("kernel of three", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["odd", pytest.param("whole registers", marks=pytest.mark.slow),
+                                  pytest.param("kernel of three", marks=pytest.mark.slow)])
 def test_recurrent_layer_equals_reference(name: str, tmp_path: Path) -> None:
     spec = GDN[name]
     width = spec.channels + spec.values + 2 * spec.value_heads

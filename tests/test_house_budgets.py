@@ -12,24 +12,24 @@ from pathlib import Path
 from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 
 LINES = {
-    ".": 1850,
+    ".": 1900,
     "cache": 4050,
-    "chat": 6850,
-    "cli": 4900,
-    "config": 1700,
-    "embeddings": 2700,
+    "chat": 6650,
+    "cli": 4850,
+    "config": 1650,
+    "embeddings": 2550,
     "engine": 3250,
-    "export": 4000,
+    "export": 3950,
     "loader": 5900,
     "model": 750,
-    "ops": 9050,
+    "ops": 9100,
     "runner": 3250,
-    "server": 8300,
+    "server": 8150,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 291
+FILES_AT_MOST = 240
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -161,7 +161,7 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
     checks, check, engine = list[Connection](), Connection.check, Scripted()
     monkeypatch.setattr(Connection, "check", lambda known: (check(known), checks.append(known)))
     with serving(engine.model(max_unread_tokens=16, unread_seconds=2)) as served:
-        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=1500, logprobs=1), b""
+        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=4000, logprobs=1), b""
         wait_until(lambda: bool(engine.paused))
         with served.clock() as advance:
             for turn in range(1, 7):
@@ -171,7 +171,7 @@ def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.
                 advance(0.9)
                 wait_until(lambda: bool(checks))
         text = data.decode() + read_all(raw)
-    assert "data: [DONE]" in text and texts(text) == "na" * 1500
+    assert "data: [DONE]" in text and texts(text) == "na" * 4000
 
 
 def test_clients_that_read_are_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ def exact_run() -> tuple[Tensor, Tensor]:
     return exact(inputs(), WEIGHTS, WEIGHTS.conv.float())
 
 
-@pytest.mark.parametrize("chunk", [1, 256])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 256])
 def test_no_drift_over_8192_steps(chunk: int) -> None:
     """Plain float32 is 6.3e-7 off at the end, relative RMS, when each product rounds twice."""
     wanted, last = exact_run()
@@ -184,6 +184,7 @@ def test_no_drift_over_8192_steps(chunk: int) -> None:
     assert max(errors) <= 6.3e-7 and errors[1] <= 1.5 * errors[0] and off(state, last) <= 6.3e-7
 
 
+@pytest.mark.slow
 def test_no_drift_with_rejected_drafts() -> None:
     """8,192 tokens through a replay ring have the bits of the plain steps."""
     rng, proj, done, base, outputs = generator(5), inputs(), 0, 0, []

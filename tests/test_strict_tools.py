@@ -254,6 +254,7 @@ def check_made(served: dict[str, Served], seed: int) -> int:
     return 1
 
 
+@pytest.mark.slow
 def test_calls_match_pydantic_schemas(served: dict[str, Served]) -> None:
     assert sum(check_made(served, seed) for seed in range(15)) > 7
 

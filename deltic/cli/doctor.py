@@ -336,7 +336,7 @@ def _room(config: ModelConfig) -> tuple[str, list[Fault]]:
 
     weights = weight_bytes(config, config.dtype)
     fact = f"{config.architecture}, weights {gib(weights)} as {config.dtype}, {gib(available_memory())} of memory free"
-    planned = plan_cache(config, EngineConfig())
+    planned = plan_cache(config, EngineConfig(device="cpu"))
     if planned is None:
         return fact, [("problem", _NO_ROOM)]
     plan, _ = planned
