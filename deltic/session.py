@@ -190,7 +190,7 @@ class Session:
             raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
                                "tokens")
         if not cache.states.attach_delta_log(sequence_cache):
-            raise RequestError("there is no room for a replay ring: raise memory", "memory")
+            raise RequestError("there is no room for a state delta log: raise memory", "memory")
         if cache.reserve(sequence_cache, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         row = PlannedRow(

@@ -402,7 +402,7 @@ class Scheduler:
             sequence.queue.rest = self.cache.preempt(cache, keep=sound)
         else:
             self.cache.release(cache, keep=sound)
-        # drafts need the replay ring that they were made for
+        # drafts need the delta log that they were made for
         sequence.cache, sequence.drafts.tokens, sequence.sampler.logits = None, (), None
 
     def _end_rest(self, sequence: Sequence) -> None:

@@ -237,7 +237,7 @@ def changes_logits(sequence: Sequence) -> bool:
 
 
 def _is_short(sequence: Sequence, drafts: int = 0) -> bool:
-    """True if the answer may not end after so many drafts. Sequences with a constraint: see `logit_masks`."""
+    """True if the answer may not end after so many drafts. `LogitMasks` does this for constraints."""
     return bool(sequence.eos and sequence.constraint is None
                 and sequence.generated + drafts < sequence.sampling.min_tokens)
 

@@ -132,7 +132,7 @@ class FixedDraftLength:
 class AdaptiveDraftLength:
     """The depth with the most tokens per second; once that is none, others are tried again from time to time.
 
-    A step without drafts right after one with them is not measured: it still has the replay ring to bring forward.
+    A step without drafts right after one with them is not measured: it still has to apply the delta log.
 
     growth: of the times that are not known.
     seconds: time of a step by (sequences, drafts).
