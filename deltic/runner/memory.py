@@ -49,7 +49,8 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if drafts or defers else 0
     memory = split_memory(budget - rings * ring, needs)
     if drafts and not rings:
-        log.warning("nothing is drafted: %d MiB of cache have no room for state delta logs (raise `memory`)", budget >> 20)
+        log.warning("nothing is drafted: %d MiB of cache have no room for state delta logs (raise `memory`)",
+                    budget >> 20)
     return memory, PoolOptions(min(rings, memory.max_batch), head, kv=kv, state=state)
 
 
