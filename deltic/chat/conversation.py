@@ -109,7 +109,7 @@ def _render_alone(source: str, given: str, add_generation_prompt: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A text with marks and its ids, the first `kept` of which were given. anchors: its special tokens in order."""
+    """A text with marks and its ids. kept: number of leading ids from the caller. anchors: special tokens in order."""
 
     text: str
     ids: tuple[int, ...]

@@ -83,7 +83,7 @@ def _wrapped(given: Any, name: str, ignored: list[str] | None) -> JsonSchema:
 
 
 def _flat(schema: Any, name: str, given: Mapping[str, Any]) -> JsonSchema:
-    """Reads a schema with `strict` beside it."""
+    """Reads an object that contains a schema and `strict`."""
     path, strict = name.rpartition(".")[0], given.get("strict")
     if strict not in (None, True, False):
         raise RequestError(f"{path}.strict must be true or false, not {show(strict)}", f"{path}.strict")

@@ -48,7 +48,7 @@ _DECOMPOSED = "e\u0301"
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """The limit of a prompt's tokens, `spent` of which come before the current text.
+    """The maximum number of prompt tokens. `spent`: tokens before the current text.
 
     reason: the reason of the limit and the remedy. field: that of the prompt in a request.
     """
@@ -162,7 +162,7 @@ class Tokenizer:
     def around(self) -> tuple[list[int], list[int]]:
         """The ids before and after a raw prompt, by tokenizer.json's post-processor.
 
-        As in transformers, `add_bos_token` in tokenizer_config.json has no effect beside a tokenizer.json.
+        As in transformers, tokenizer.json overrides `add_bos_token` in tokenizer_config.json.
         """
         inner = self._ids(_WORD)
         outer = list(self._backend.encode_batch_fast([_WORD], add_special_tokens=True)[0].ids)

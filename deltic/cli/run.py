@@ -41,7 +41,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="append", type=plain_file, default=[], metavar="FILE",
                         help="a picture for a model with a vision tower; may be repeated")
     parser.add_argument("--video", action="append", type=plain_file, default=[], metavar="FILE",
-                        help="a video, of which the model gets two frames a second (needs deltic[video]); may be "
+                        help="a video; the model gets two frames a second (needs deltic[video]); may be "
                              "repeated")
     parser.add_argument("--tools", type=json_file, metavar="FILE",
                         help="JSON list of tools in OpenAI's form; calls are printed as JSON lines")

@@ -29,7 +29,7 @@ from deltic.params import PAGE
 STEP = 2 * PAGE
 """The fixed cost of a step (weights are read, rows laid out), in tokens."""
 _RECENT = 5
-"""Steps of which the median duration counts, so that outliers do not."""
+"""The number of steps in the median of durations. A median ignores outliers."""
 _STALL = 0.03
 """Seconds of a step with prompts that readers of answers do not notice."""
 _MARGIN = 0.9

@@ -164,7 +164,7 @@ class Sequence:
     guide: forces tokens.
     constraint: restricts the next tokens.
     cache: None while waiting.
-    prompt_keys: the prompt's keys as an array, of which parts are quickly compared; choices share it.
+    prompt_keys: the prompt's keys as an array, so that parts compare quickly; choices share it.
     stable_prefixes: lengths at which following prompts are expected to diverge.
     wanted: prompt positions whose state is worth a checkpoint.
     cached: prompt tokens that the cache knew.

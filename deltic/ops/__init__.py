@@ -65,7 +65,7 @@ class Ops:
         where these are a row block of their own in `qkv`.
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
     moe(x [T, H], weights) -> [T, H]: the sum of a token's experts times their shares: softmax over all experts in
-        float32, of which the largest count (among equals the lower id), normalised or not; plus the shared expert times
+        float32, the largest are used (among equals the lower id), normalised or not; plus the shared expert times
         the sigmoid of its gate. A token's result depends on that token alone.
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.

@@ -26,7 +26,7 @@ def _finalise(word: int) -> int:
 
 
 def sample_key(seed: int, choice: int, position: int) -> int:
-    """Returns the int64 key of one draw. seed: any integer, of which the low 64 bits count. choice: index of the
+    """Returns the int64 key of one draw. seed: any integer; only its low 64 bits count. choice: index of the
     answer. position: of the drawn token."""
     return _mixed(seed, choice, position)
 

@@ -476,7 +476,7 @@ def decode_pages(pages: int) -> int:
 
 
 def draft_pages(pages: int) -> int:
-    """The width of the page table in a bucket of steps with drafts, of which there are fewer."""
+    """The width of the page table in a bucket of steps with drafts. There are fewer of these."""
     size = MIN_PAGES
     while size < pages:
         size *= 4

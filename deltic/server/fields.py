@@ -182,7 +182,7 @@ def _meant(name: str, known: Iterable[str]) -> str | None:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Makes errors name fields as the client does. names: the client's names by ours, of which a prefix is enough."""
+    """Makes errors name fields as the client does. names: the client's names by ours, or by a prefix of ours."""
     try:
         yield
     except RequestError as error:

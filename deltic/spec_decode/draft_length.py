@@ -16,7 +16,7 @@ _LEARNING = 0.08
 _PRIOR = 3
 """The weight of the initial rate, in drafts."""
 _TIMINGS = 5
-"""Steps of which the median is the time of a draft count, so that outliers do not matter; at least two."""
+"""The number of steps in the median time of a draft count, at least two. A median ignores outliers."""
 _HOPE = 0.8
 """The initial acceptance rate."""
 _GROWTH = 0.12

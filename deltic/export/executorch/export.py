@@ -158,7 +158,7 @@ def lower(traced: torch.export.ExportedProgram, metadata: Mapping[str, Any], kin
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
     from executorch.exir.passes import MemoryPlanningPass
 
-    # products only: delegating more would make a hundred small graphs, each of which goes through every pass
+    # products only: delegating more would make a hundred small graphs, and each goes through every pass
     products = XnnpackPartitioner(configs=[LinearConfig, AddmmConfig], enable_bf16=kind == "bf16")
     edge = to_edge_transform_and_lower(
         traced, partitioner=[products], constant_methods=dict(metadata),

@@ -1,4 +1,4 @@
-"""A decoder as `torch.export` needs it: one sequence, of which each call appends some tokens.
+"""A decoder as `torch.export` needs it: one sequence, to which each call appends some tokens.
 
 Everything is float32 except the products, which run in their weights' dtype. KV cache and recurrent states are
 buffers that each call updates. The mixers exist over two sets of operators:

@@ -2,7 +2,7 @@
 
 mlc-chat-config.json and the library hold the same metadata, which must agree. Both generations have one layout of
 parameters under two names. Shards are memory-mapped, and their digests are checked at each start. The layout's own
-digest is MD5, which reads 0.3 GB/s; ours beside it ("sums") reads as fast as memory, and detects damage, not forgery.
+digest is MD5, which reads 0.3 GB/s; deltic's own ("sums") reads as fast as memory, and detects damage, not forgery.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ _WORDS: Final = 1 << 17
 class StoredParameter:
     """A parameter's place in its shard.
 
-    form: raw, or f32-to-bf16 for float32 numbers of which the upper halves are stored.
+    form: raw, or f32-to-bf16 for float32 numbers stored as their upper halves.
     """
 
     content: NDArray[np.uint8]

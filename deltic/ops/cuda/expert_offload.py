@@ -1,4 +1,4 @@
-"""Experts of which some lie in GPU memory and the others in pinned host memory, which kernels read over PCIe.
+"""Experts in GPU memory and in pinned host memory, which kernels read over PCIe.
 
 A kernel finds an expert by a pointer, wherever it lies: a step is the same kernels in the same graph with the same
 bits, however many experts are on the card. Between steps, a second stream copies often wanted experts to free places on

@@ -13,7 +13,7 @@ WARPS = 8
 SHARED_BYTES_BESIDE_NEXT, MAX_SHARED_BYTES = 105 << 10, 226 << 10
 """Shared memory of a block that leaves room for the next kernel's block and a small one, and of a block alone."""
 TWO_BLOCKS_SHARED_BYTES = 84 << 10
-"""Shared memory of which only two blocks fit on a multiprocessor."""
+"""Shared memory with which only two blocks fit on a multiprocessor."""
 MAX_INPUT_BYTES = 132 << 10
 """Input that a block keeps in shared memory, at most."""
 BOUND_FOR_72_REGISTERS = 448

@@ -38,7 +38,7 @@ _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
 class ExpertsShape:
     """The shape for which the kernels are made.
 
-    count: experts of `size` rows, of which a token passes `per_token`. shared: one more of the same size for all
+    count: experts of `size` rows. A token uses `per_token` of them. shared: one more of the same size for all
         tokens.
     normalised: as in `MoeWeights`. host: for few tokens the host computes some of them.
     """
