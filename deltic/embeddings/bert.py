@@ -26,6 +26,8 @@ from deltic.ops.memory import Workspace
 from deltic.ops.torch.basic import embed
 from deltic.ops.torch.encoder import embeddings, on_device, segment_reduce, to_host
 
+_SHORT_TEXT: Final = 16
+"""Tokens of a short text (`Bert.warm_up`)."""
 _NOT_FINITE: Final = "the model gave no numbers (NaN or infinite): its weights, dtype or a kernel are broken"
 
 States = Callable[[Ragged], Tensor]
@@ -60,9 +62,18 @@ class Bert:
         return self._states(self._ragged(items))
 
     def warm_up(self) -> None:
-        """Runs a batch of the largest size, which reserves its device memory before other models measure the rest."""
-        length = min(self.budget, self.max_length)
-        self.start([Item((0,) * length)] * (self.budget // length), self.outputs)()
+        """Runs batches of the largest size, which reserves their device memory before other models measure the rest.
+
+        Long texts need the most memory for attention, short ones for results. As in service, the next batch starts
+        before the results of the last are read.
+        """
+        finish: list[Callable[[], list[Vectors]]] = []
+        for length in (min(self.budget, self.max_length), min(self.budget, _SHORT_TEXT)):
+            batch = [Item((0,) * length)] * (self.budget // length)
+            finish += [self.start(batch, self.outputs), self.start(batch, self.outputs)]
+            finish.pop(0)()
+        for each in finish:
+            each()
 
     def close(self) -> None:
         """Does nothing: the memory is freed with the object."""
