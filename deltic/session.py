@@ -201,7 +201,7 @@ class Session:
             len(tokens),
             base=sequence_cache.base,
             delta_log=sequence_cache.delta_log or 0,
-            append=sequence_cache.delta_log is not None,
+            append=cache.states.may_defer(sequence_cache),
             drafts=len(tokens) - 1,
             rotary=self._shift,
         )

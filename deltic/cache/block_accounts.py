@@ -158,6 +158,10 @@ class StateSlots:
         if cache.delta_log is None:
             unit = self._accounts.delta_logs.take()
             cache.delta_log = unit[0] if unit else None
+        return self.may_defer(cache)
+
+    def may_defer(self, cache: SequenceCache) -> bool:
+        """True if a step may leave the state as it is: the sequence has a delta log, or the model no states."""
         return cache.delta_log is not None or not self._recurrent
 
     def flush(self, cache: SequenceCache) -> None:
@@ -168,8 +172,9 @@ class StateSlots:
     def queue_flush(self, cache: SequenceCache, base: int, done: int) -> None:
         """Advances the state to `done` committed tokens, from the `base` tokens that it stands for after the step in
         flight. The cursor and base of the cache are not changed: `commit` sets them."""
-        assert cache.delta_log is not None and done <= cache.done, "a state is brought to tokens that may not stay"
-        if base < done:
+        assert done <= cache.done, "a state is brought to tokens that may not stay"
+        if self._recurrent and base < done:
+            assert cache.delta_log is not None
             self._accounts.queue.append(FlushDeltaLog(cache.slot, cache.delta_log, base, done))
 
     def swap(self, first: SequenceCache, second: SequenceCache) -> None:

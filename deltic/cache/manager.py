@@ -172,7 +172,7 @@ class HybridCache:
         assert cache.done + count <= cache.covered, "tokens are committed past the granted pages"
         assert 0 <= count <= len(cache.keys) - cache.done, "tokens are committed that the sequence does not have"
         cache.done += count
-        cache.unflushed = 0 if base is None else cache.done - base
+        cache.unflushed = cache.done - base if base is not None and self.sizes.recurrent else 0
         assert 0 <= cache.unflushed <= RING, "the cursor is not within the state delta log"
 
     def rollback(self, cache: SequenceCache, done: int) -> bool:

@@ -486,6 +486,10 @@ PRESETS: Final[Mapping[str, ModelConfig]] = {
     "qwen3.5-9b": _qwen3_5(4096, 12288, 32, (16, 4), 32, tied=False),
     "qwen3.5-27b": _qwen3_5(5120, 17408, 64, (24, 4), 48, tied=False),
     "qwen3.5-35b-a3b": _with_experts(_qwen3_5(2048, 0, 40, (16, 2), 32, tied=False), ExpertsConfig(256, 8, 512, 512)),
+    "qwen3.5-122b-a10b": _with_experts(
+        _qwen3_5(3072, 0, 48, (32, 2), 64, tied=False), ExpertsConfig(256, 8, 1024, 1024)),
+    "qwen3.5-397b-a17b": _with_experts(
+        _qwen3_5(4096, 0, 60, (32, 2), 64, tied=False), ExpertsConfig(512, 10, 1024, 1024)),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, (16, 8), tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, (32, 8), tied=False),
     "qwen3-30b-a3b": _with_experts(_qwen3(2048, 0, 48, (32, 4), tied=False), ExpertsConfig(128, 8, 768)),

@@ -147,7 +147,7 @@ class Scheduler:
         drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
         scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
         drawn = drafts + 1 if ends and not sequence.embeds else 0
-        append = defers(self.cache, cache) if deferring else drafts > 0 and cache.delta_log is not None
+        append = defers(self.cache, cache) if deferring else drafts > 0 and self.cache.states.may_defer(cache)
         return next_row(
             cache,
             tokens,

@@ -180,7 +180,8 @@ class ModelRunner:
         )
         if isinstance(self.options.speculation, Auto) and self.options.on_gpu and not fast:
             self.mtp_runner = None  # torch would compute it op by op, which is too slow
-        verifies = fast and pools.delta_logs is not None and not self.options.batch_invariant
+        may_verify = pools.delta_logs is not None or self.config.linear is None
+        verifies = fast and may_verify and not self.options.batch_invariant
         defers = verifies and self.config.linear is not None
         self.capabilities = replace(device_capabilities(pools.device), max_verify_rows=FEW_ROWS if verifies else None,
                                     defer_from=FEW_ROWS + 1 if defers else None)
@@ -258,7 +259,8 @@ class ModelRunner:
                                     verified=self.capabilities.verifies))
         if self.capabilities.verifies and (self._drafts or self.capabilities.defers_state_writes):
             self._warm_up_rings(memory)
-            self.ops.flush_delta_log(self.views.states, 0, 0, 0, 1, 0)
+            if self.views.states:
+                self.ops.flush_delta_log(self.views.states, 0, 0, 0, 1, 0)
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)

@@ -27,7 +27,6 @@ from deltic.ops.capabilities import verifies_drafts
 from deltic.ops.cpu import missing
 from deltic.ops.cuda import quantized
 from deltic.ops.cuda.expert_offload import PinnedExpertStore, pinned_form
-from deltic.ops.cuda.kernel_config import knows_sizes
 from deltic.ops.cuda.quantized_moe import knows_packed
 from deltic.ops.quantized import PackedForm, host_form
 from deltic.ops.types import Weight
@@ -228,9 +227,6 @@ def dequantized_in_steps(options: EngineConfig, config: ModelConfig) -> str | No
         return None
     if why := _kernels_missing(options, config):
         return f"{why}: torch dequantizes each matrix in every step"
-    if not knows_sizes(config.hidden_size, config.intermediate_size):
-        return ("the GPU kernels know no quantized matrices as wide as this model's: torch dequantizes each matrix in "
-                "every step")
     return None
 
 
@@ -277,8 +273,6 @@ def _kernels_missing(options: EngineConfig, config: ModelConfig) -> str | None:
     """Returns the reason why deltic's kernels do not serve the model on this GPU, regardless of its sizes."""
     if options.ops:
         return "with `ops` torch serves the model on a GPU"
-    if config.architecture not in ("qwen3_5", "qwen3_5_moe"):
-        return "the GPU kernels serve Qwen3.5 only"
     if torch.cuda.get_device_capability(options.device) < (9, 0):
         return "the GPU kernels need compute capability 9.0 or later"
     return None

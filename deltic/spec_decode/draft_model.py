@@ -142,8 +142,8 @@ class DraftModelProposer:
         for index, sequence in active:
             sequence_cache = self._caches[sequence]
             token = drafts[index][-1] if drafts[index] else sequence.tokens[-1]
-            rows.append(next_row(sequence_cache, (token,), 1, append=sequence_cache.delta_log is not None,
-                                 rotary=sequence.images.offset))
+            append = self._runtime.cache.states.may_defer(sequence_cache)
+            rows.append(next_row(sequence_cache, (token,), 1, append=append, rotary=sequence.images.offset))
         logits = self._run(rows)
         draws = [SampleRow(sequence, tuple(drafts[index])) for index, sequence in active]
         sampling = sampling_of(draws, logits.device, logits.shape[1])

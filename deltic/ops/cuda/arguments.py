@@ -50,7 +50,7 @@ AcceptArgs = _struct(
     "count ids starts done positions source pages chosen keys temperature last slots next accepted", "",
     "tokens rows drafts width size key_width")
 AttentionArgs = _struct(
-    "AttentionArgs", "proj query_norm key_norm turns keys values mixed mass y ended count starts done pages",
+    "AttentionArgs", "proj query_norm key_norm bias turns keys values mixed mass y ended count starts done pages",
     "eps", "heads kv_heads stride rotary width parts")
 EnterArgs = _struct(
     "EnterArgs", "ids positions embedding frequencies axes residual turns", "", "hidden rotary tokens")
@@ -70,9 +70,9 @@ PromptRingArgs = _struct(
 CopySlotArgs = _struct("CopySlotArgs", "state ring target emit_row emit_slot", "", "state_size ring_size rows")
 GatedNormArgs = _struct("GatedNormArgs", "proj core norm y", "eps", "stride channels values token")
 PromptHeadsArgs = _struct(
-    "PromptHeadsArgs", "proj query_norm key_norm turns query keys values store", "eps",
+    "PromptHeadsArgs", "proj query_norm key_norm bias turns query keys values store", "eps",
     "heads kv_heads stride rotary token")
-PromptGateArgs = _struct("PromptGateArgs", "proj own prefix own_mass prefix_mass y", "", "heads size stride token")
+PromptGateArgs = _struct("PromptGateArgs", "proj bias own prefix own_mass prefix_mass y", "", "heads size stride token")
 DeltaTermsArgs = _struct(
     "DeltaTermsArgs", "proj tiles units decay dt_bias terms gates starts chunks", "",
     "key_heads value_heads stride gate_column tiled")

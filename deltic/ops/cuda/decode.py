@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -277,13 +278,13 @@ class DecodeStep:
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
             product = Multiply(_columns(weight), scale is not None, out, unit)
-        if len(x) > product.most:  # the input would not fit in shared memory
-            half = len(x) // 2
-            x = _compact(x, len(x), _columns(weight))
-            y = _compact(y, len(x), _rows(weight) // (2 if out == GATE else 1))
-            self.multiply(weight, x[:half], scale, y[:half], out)
-            return self.multiply(weight, x[half:], scale, y[half:], out)
-        self._launch(product, weight, len(x), x=x, scale=scale, y=y, eps=self.decoder.eps)
+        tokens, launches = len(x), -(-len(x) // product.most)
+        if launches > 1:
+            x = _compact(x, tokens, _columns(weight))
+            y = _compact(y, tokens, _rows(weight) // (2 if out == GATE else 1))
+        for first, end in pairwise(tokens * index // launches for index in range(launches + 1)):
+            part = slice(first, end)
+            self._launch(product, weight, end - first, x=x[part], scale=scale, y=y[part], eps=self.decoder.eps)
 
     def _launch(self, product: Multiply | PackedMultiply, weight: object, tokens: int, **values: Any) -> None:
         blocks = self.blocks
@@ -345,8 +346,8 @@ class DecodeStep:
         spec, kv, batch = mixer.spec, self.views.kv[layer.store], buffers.batch
         blocks = max(buffers.parts * spec.kv_heads * batch.layout.tokens, self.blocks)
         self._module.launch(f"k_attention_{buffers.kind}", (blocks,), 256, args.AttentionArgs(
-            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=buffers.turns, keys=kv.keys,
-            values=kv.values, mixed=buffers.mixed, mass=buffers.mass, y=buffers.y, ended=self._ended,
+            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, bias=mixer.bias, turns=buffers.turns,
+            keys=kv.keys, values=kv.values, mixed=buffers.mixed, mass=buffers.mass, y=buffers.y, ended=self._ended,
             count=batch.count, starts=batch.starts, done=batch.done, pages=batch.pages, eps=spec.eps, heads=spec.heads,
             kv_heads=spec.kv_heads, stride=stride, rotary=spec.rotary_dim, width=batch.pages.shape[1],
             parts=buffers.parts))

@@ -12,9 +12,9 @@ from deltic.ops.cuda.driver import entry, headers
 from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
     MAX_GEMV_TOKENS,
-    MAX_INPUT_BYTES,
     MAX_SHARED_BYTES,
     MAX_SPLIT_HEAD_TOKENS,
+    MIN_RING_BYTES,
     PLAIN_MMA_TOKENS,
     SHARED_BYTES_BESIDE_NEXT,
     TWO_BLOCKS_SHARED_BYTES,
@@ -23,14 +23,22 @@ from deltic.ops.cuda.layout import (
 from deltic.ops.cuda.moe import ExpertsShape
 from deltic.ops.cuda.quantized import PackedMultiply, Tiles, kinds_entries, parts_of, product_of
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
-from deltic.ops.types import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, MoeWeights, Weight
+from deltic.ops.types import (
+    AttentionSpec,
+    AttentionWeights,
+    CacheViews,
+    DecoderWeights,
+    GdnSpec,
+    GdnWeights,
+    MoeWeights,
+    Weight,
+)
 
 SEGMENT = 1024
 """Columns of a weight that are copied to shared memory at once."""
 _MIN_BYTES_IN_FLIGHT = 60 << 10
 """Weights for which a block with several tokens needs shared memory; otherwise it takes the next kernel's share too."""
 _SUM_BYTES = 8 << 10
-_MAX_NORMED_COLUMNS, _MAX_COLUMNS = 4096, 12288
 STORE, ADD, GATE = range(3)
 """What a product does with its sums: write them, add them to y, or write silu(first half) * second half."""
 _KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8"}
@@ -60,8 +68,9 @@ class Multiply:
 
     @property
     def most(self) -> int:
-        """Largest number of tokens."""
-        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, MAX_INPUT_BYTES // (self.columns * 2))
+        """Largest number of tokens: their input leaves room for sums and for weights on their way; 0 if none fits."""
+        fit = (MAX_SHARED_BYTES - MIN_RING_BYTES - 1024) // (self.columns * 2 + 2 * WARPS * 8 * 4)
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -79,8 +88,8 @@ class Multiply:
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""
-        fit = max(1, _SUM_BYTES // (WARPS * 8 * tokens * 4))
-        return max(1, min(fit, units))
+        rest = MAX_SHARED_BYTES - MIN_RING_BYTES - self._fixed(tokens)
+        return max(1, min(min(_SUM_BYTES, rest // 2) // (WARPS * 8 * tokens * 4), units))
 
     def slots(self, tokens: int, sums: int) -> int:
         """Slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
@@ -119,6 +128,7 @@ class Shapes:
     delta_logs: states have delta logs.
     experts: of the mixture-of-experts layers.
     kv, state: the kernels' types of keys and values (kernels/kv.cuh), and of states.
+    form: of the attention layers (kernels/attention.cuh).
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -130,6 +140,7 @@ class Shapes:
     experts: ExpertsShape | None = None
     kv: str = "u16"
     state: str = "float"
+    form: int = 3
 
     @property
     def shared(self) -> int:
@@ -166,7 +177,7 @@ class Shapes:
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
                 text.append(entry(f"attention_{name}", "Attention", "256, 2",
-                                  f"attention<{size}, {share}, {kind}, {self.kv}>"))
+                                  f"attention<{size}, {share}, {kind}, {self.kv}, {self.form}>"))
         if self.gdn and self.delta_logs:
             text.append(entry("append", "Append", "256", "append"))
         text += self.experts.entries() if self.experts else ()
@@ -248,6 +259,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
     found = _Found(blocks_of(decoder.norm.device))
     gdn: GdnSpec | None = None
     attention: AttentionSpec | None = None
+    form = 0
     experts: ExpertsShape | None = None
     for layer in decoder.layers:
         mixer = layer.mixer
@@ -258,9 +270,10 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
             found.add(mixer.in_proj, True, STORE)
             found.add(mixer.out_proj, False, ADD, gdn)
         else:
-            if mixer.spec != (attention or mixer.spec) or mixer.q_norm is None or mixer.bias is not None:
+            own_form = form_of(mixer)
+            if attention and (mixer.spec, own_form) != (attention, form):
                 return None
-            attention = mixer.spec
+            attention, form = mixer.spec, own_form
             found.add(mixer.qkv, True, STORE)
             found.add(mixer.o_proj, False, ADD)
         if isinstance(layer.mlp, MoeWeights):
@@ -293,6 +306,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         experts=experts,
         kv=_KV[views.kv[0].keys.dtype] if views.kv else "u16",
         state=STATES[views.states[0].recurrent.dtype] if views.states else "float",
+        form=form,
     )
     return shapes if found.all_known and _supported(shapes) else None
 
@@ -324,6 +338,11 @@ class _Found:
             self.all_known = False
 
 
+def form_of(weights: AttentionWeights) -> int:
+    """Returns `Shapes.form`: bits for a gate, norms of heads, and a bias."""
+    return weights.spec.gate + 2 * (weights.q_norm is not None) + 4 * (weights.bias is not None)
+
+
 def blocks_of(device: torch.device) -> int:
     """Blocks of a product: one for each multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -334,19 +353,13 @@ def _plain(weight: Weight) -> bool:
             and weight.is_contiguous())
 
 
-def knows_sizes(hidden: int, intermediate: int) -> bool:
-    """True if no product of a dense model has more columns than the kernels take."""
-    return hidden <= _MAX_NORMED_COLUMNS and intermediate <= _MAX_COLUMNS
-
-
 def _supported(shapes: Shapes) -> bool:
     gdn, attention = shapes.gdn, shapes.attention
-    for product in shapes.products:
-        if product.columns % 64 or product.columns > (_MAX_NORMED_COLUMNS if product.norm else _MAX_COLUMNS):
-            return False
+    if any(product.columns % 64 or product.most < 1 for product in shapes.products):
+        return False
     if gdn and (gdn.conv_kernel != 4 or (gdn.key_dim, gdn.value_dim) not in ((128, 128), (32, 32))):
         return False
-    return attention is None or (attention.gate and attention.head_dim in (64, 128, 256)
+    return attention is None or (attention.head_dim in (64, 128, 256)
                                  and attention.rotary_dim % (attention.head_dim // 16) == 0)
 
 

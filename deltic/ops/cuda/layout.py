@@ -14,8 +14,9 @@ SHARED_BYTES_BESIDE_NEXT, MAX_SHARED_BYTES = 105 << 10, 226 << 10
 """Shared memory of a block that leaves room for the next kernel's block and a small one, and of a block alone."""
 TWO_BLOCKS_SHARED_BYTES = 84 << 10
 """Shared memory with which only two blocks fit on a multiprocessor."""
-MAX_INPUT_BYTES = 132 << 10
-"""Input that a block keeps in shared memory, at most."""
+MIN_RING_BYTES = 48 << 10
+"""Shared memory for weights on their way to a block of several tokens, at least. More tokens than leave room for it are
+multiplied by several launches, each of which reads the weights."""
 BOUND_FOR_72_REGISTERS = 448
 """Launch bound (threads) with which the compiler gives a thread at most 72 registers if two blocks must fit. A block of
 the delta rule then fits beside two blocks of products, each of which counts as twelve warps."""

@@ -44,17 +44,18 @@ def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) ->
     shapes = shapes_of(decoder, kv, ((weights.fc, False), (keys_values, True)))
     if shapes is None or shapes.attention is None:
         return None
-    if any(why_not_compiled(text, slots.device) for text in (source(shapes), shapes.source())):
+    if any(why_not_compiled(text, slots.device) for text in (source(shapes, slots.shape[1]), shapes.source())):
         return None
     head = MtpHeadOp(decoder, weights, keys_values, kv, shapes, slots)
     return MtpStep(head.follow, head.draft, head.draft_ahead, head.record, head.last)
 
 
-def source(shapes: Shapes) -> str:
-    """Returns the CUDA source of the kernels that a head needs besides a layer's."""
+def source(shapes: Shapes, hidden: int) -> str:
+    """Returns the CUDA source of the kernels that a head needs besides a layer's. hidden: size of its hidden states."""
     assert shapes.attention
     text = [headers("kv", "attention", "draft")]
-    text += [entry(name, type, "256", name) for name, type in (("head_enter", "HeadEnter"), ("accept", "Accept"))]
+    text += [entry("head_enter", "HeadEnter", "256", f"head_enter<{hidden}>"),
+             entry("accept", "Accept", "256", "accept")]
     text += [entry(f"head_keys_{kind}", "HeadKeys", "256",
                    f"head_keys<{shapes.attention.head_dim}, {number}, {shapes.kv}>")
              for kind, number in (("few", "float"), ("many", "u16"))]
@@ -104,7 +105,7 @@ class MtpHeadOp:
         self._weights, self._slots, self._views = weights, slots, views
         self._layer, self._device, self._size = decoder.layers[0], slots.device, slots.shape[1]
         self._step = DecodeStep(decoder, views, shapes, reads=False)
-        self._module = Module(source(shapes), slots.device)
+        self._module = Module(source(shapes, self._size), slots.device)
         mixer = self._layer.mixer
         assert isinstance(mixer, AttentionWeights)
         self._mixer, self._kv = mixer, keys_values

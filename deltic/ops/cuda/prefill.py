@@ -209,8 +209,7 @@ def columns(size: int) -> int:
 
 def source(shapes: Shapes) -> str:
     """Returns the CUDA source for a model's prefill steps."""
-    text = [state_header(shapes.state), headers("kv", "prompt", "delta", "scan"),
-            entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
+    text = [state_header(shapes.state), headers("kv", "attention", "prompt", "delta", "scan"),
             entry("copy_slot", "CopySlot", "256", "copy_slot")]
     if shapes.gdn:
         text += [entry(name, type, bounds, f"{name}<{shapes.gdn.key_dim}>") for name, type, bounds in (
@@ -219,8 +218,10 @@ def source(shapes: Shapes) -> str:
             ("delta_scan", "DeltaScan", "256, 1"))]
     if shapes.attention:
         spec = shapes.attention
-        text.append(entry("prompt_heads", "PromptHeads", "256",
-                          f"prompt_heads<{spec.head_dim}, {spec.heads + 2 * spec.kv_heads}, {shapes.kv}>"))
+        heads = spec.heads + 2 * spec.kv_heads
+        text += [entry("prompt_heads", "PromptHeads", "256",
+                       f"prompt_heads<{spec.head_dim}, {heads}, {shapes.kv}, {shapes.form}>"),
+                 entry("prompt_gate", "PromptGate", "256", f"prompt_gate<{shapes.form}>")]
     return "".join(text)
 
 
@@ -441,12 +442,14 @@ class PrefillStep:
         side = max((group.square.side for group in plan.groups if group.square), default=0)
         query = proj.new_empty(PREFIX_GRAIN + proj.shape[0] + side, spec.heads, spec.head_dim)
         self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeadsArgs(
-            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=buffers.turns, query=query[PREFIX_GRAIN:],
-            keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
-            stride=stride, rotary=spec.rotary_dim, token=batch.layout.decode_rows))
+            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, bias=mixer.bias, turns=buffers.turns,
+            query=query[PREFIX_GRAIN:], keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps,
+            heads=spec.heads, kv_heads=spec.kv_heads, stride=stride, rotary=spec.rotary_dim,
+            token=batch.layout.decode_rows))
         for group in plan.groups:
             parts = self._attend(query, kv, group)
             self._module.launch("k_prompt_gate", (len(parts.own), -(-spec.queries // 2048)), 256, args.PromptGateArgs(
-                proj=proj, own=parts.own, prefix=parts.prefix, own_mass=parts.own_mass, prefix_mass=parts.prefix_mass,
-                y=y, heads=spec.heads, size=spec.head_dim, stride=stride, token=group.first))
+                proj=proj, bias=mixer.bias, own=parts.own, prefix=parts.prefix, own_mass=parts.own_mass,
+                prefix_mass=parts.prefix_mass, y=y, heads=spec.heads, size=spec.head_dim, stride=stride,
+                token=group.first))
         return y

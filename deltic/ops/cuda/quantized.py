@@ -22,6 +22,7 @@ from deltic.ops.cuda.layout import (
     MAX_GEMV_TOKENS,
     MAX_SHARED_BYTES,
     MAX_SPLIT_HEAD_TOKENS,
+    MIN_RING_BYTES,
     MMA_TOKENS,
     TWO_BLOCKS_SHARED_BYTES,
     WARPS,
@@ -371,8 +372,6 @@ _UNPACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
 
 _SHARED_BYTES_BESIDE_NEXT = 104 << 10
 """Shared memory of a block that leaves room for the next product's block."""
-_MAX_INPUT_BYTES = 144 << 10
-"""Input that a block keeps in shared memory, at most."""
 _SUM_BYTES = 16 << 10
 """Shared memory for a block's sums, or for the sums of two rounds."""
 _MAX_PARTS, _MAX_SLOTS = 4, 16
@@ -381,7 +380,6 @@ _LINE_BYTES = 4 * 144
 """Bytes of a token's columns of a tile, quantized to integers."""
 _LONG_UNITS = 32
 """Units of a block from which on it may take the next kernel's shared memory."""
-
 
 def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
     """Returns the parts of a weight that has tiles, plain parts as tiles too; gate: its two halves, gate and up. None
@@ -421,9 +419,8 @@ class PackedMultiply:
 
     @property
     def most(self) -> int:
-        """Largest number of tokens."""
-        fit = _MAX_INPUT_BYTES // _input(self.columns, self.kinds)
-        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
+        """Largest number of tokens; 0 if not even one fits."""
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, self._fit(1))
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -443,7 +440,12 @@ class PackedMultiply:
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
     def _high(self, tokens: int) -> int:
-        return self.high if tokens <= MMA_TOKENS // 2 else 1
+        return self.high if tokens <= min(MMA_TOKENS // 2, self._fit(self.high)) else 1
+
+    def _fit(self, high: int) -> int:
+        """Tokens whose input leaves room for the sums of `high` units and for weights on their way."""
+        sums = 2 * self.parts * high * self.columns // TILE_COLUMNS * TILE_ROWS * 4
+        return (MAX_SHARED_BYTES - MIN_RING_BYTES - 1024) // (_input(self.columns, self.kinds) + sums)
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """counts: units of each part in a block, at most."""
@@ -500,15 +502,12 @@ def _input(columns: int, kinds: frozenset[str]) -> int:
 
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
                slice: int = 0) -> PackedMultiply:
-    columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
+    columns, kinds = parts[0].columns, frozenset(part.type for part in parts)
+    units = max(len(part.data) for part in parts)
     sums = units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
     room = _SHARED_BYTES_BESIDE_NEXT - 1024 - _input(columns, kinds) - sums
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
     return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
-
-
-def _units(part: Tiles) -> int:
-    return len(part.data)
 
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,

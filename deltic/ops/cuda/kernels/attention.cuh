@@ -1,10 +1,13 @@
-// Gated attention over paged K/V for rows that decode. Page p of a row belongs to part p mod parts, whatever the row's
+// Attention over paged K/V for rows that decode. Page p of a row belongs to part p mod parts, whatever the row's
 // length, and the block that is the last to end a token's parts joins them in their order: a token's sums have one order.
 // Of a row of several tokens each has blocks of its own, which make the keys and values of those before it themselves.
 
+enum { kGated = 1, kNormed = 2, kBiased = 4 };  // forms of attention layers, which may be combined
+
 struct Attention {
-    const void *proj;    // [T, stride]: per head query and gate, then keys, then values
-    const float *query_norm, *key_norm;
+    const void *proj;    // [T, stride]: per head query and, if kGated, gate; then keys, then values
+    const float *query_norm, *key_norm;  // [D]; null unless kNormed
+    const float *bias;   // [stride], added to the projections; null unless kBiased
     const float *turns;  // [T, rotary]: cosines, then sines, of half the rotary dimensions each
     u16 *keys, *values;  // [pages, PAGE, kv_heads, D], of the type KV
     float *mixed;        // [T, heads, parts, D]: not divided by the part's mass
@@ -17,20 +20,35 @@ struct Attention {
                                                          // of 2; not 1 if rows have several tokens, at most 16
 };
 
+// A lane's elements of a head's vector. bias: of the vector, if the layer has one.
+template <int FORM, int N, class In> DEVICE void load_head(float (&v)[N], const In *from, const float *bias) {
+    load_all<N>(v, from);
+    if constexpr (FORM & kBiased) {
+        float b[N];
+        load_all<N>(b, bias);
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] += b[i];
+    }
+}
 // A head's vector, normalised and rotated: lane has elements lane * D / 32 ... buffer: D floats of the warp's own. The
 // lane's elements lie all in one half of the rotated ones, or behind.
-template <int D, class In> DEVICE void turn(float (&v)[D / 32], const In *from, const float *norm, const float *turns,
-                                            int rotary, float eps, float *buffer) {
+template <int D, int FORM, class In>
+DEVICE void turn(float (&v)[D / 32], const In *from, const float *bias, const float *norm, const float *turns, int rotary,
+                 float eps, float *buffer) {
     constexpr int N = D / 32;
     const int first = (threadIdx.x & 31) * N, half = rotary / 2;
-    float scale[N], sum = 0;
-    load_all<N>(v, from + first);
-    load_all<N>(scale, norm + first);
+    load_head<FORM>(v, from + first, bias + first);
+    if constexpr (FORM & kNormed) {
+        float scale[N], sum = 0;
+        load_all<N>(scale, norm + first);
 #pragma unroll
-    for (int i = 0; i < N; ++i) sum += v[i] * v[i];
-    const float factor = rsqrtf(warp_sum(sum) / D + eps);
+        for (int i = 0; i < N; ++i) sum += v[i] * v[i];
+        const float factor = rsqrtf(warp_sum(sum) / D + eps);
 #pragma unroll
-    for (int i = 0; i < N; ++i) v[i] *= factor * scale[i], buffer[first + i] = v[i];
+        for (int i = 0; i < N; ++i) v[i] *= factor * scale[i];
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) buffer[first + i] = v[i];
     __syncwarp();
     if (first < rotary) {
         const bool second = first >= half;
@@ -46,9 +64,9 @@ template <int D, class In> DEVICE void turn(float (&v)[D / 32], const In *from, 
     __syncwarp();
 }
 
-// In: of the projections. KV: of keys and values in the pages, as in kv.cuh.
-template <int D, int SHARE, class In, class KV> struct Attend {
-    static constexpr int WARPS = 8, N = D / 32, TURN = WARPS * 128;  // TURN: numbers that a block has at once, a thread four
+// In: of the projections. KV: of keys and values in the pages, as in kv.cuh. WIDTH: columns of a query and its gate.
+template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
+    static constexpr int WARPS = 8, N = D / 32, WIDTH = FORM & kGated ? 2 * D : D, TURN = WARPS * 128;  // TURN: numbers that a block has at once, a thread four
     typedef Vector<N, KV> Kept;
     struct alignas(16) Shared {
         float query[SHARE][D], buffers[WARPS][SHARE < 3 ? 3 : SHARE][D], top[WARPS][SHARE], weight[WARPS][SHARE];
@@ -103,8 +121,9 @@ template <int D, int SHARE, class In, class KV> struct Attend {
         const int own = position % PAGE / 2;
         for (int job = (warp - own - 1) & (WARPS - 1); job < SHARE; job += WARPS) {
             float v[N];
-            turn<D>(v, input(token) + (kv * SHARE + job) * 2 * D, a.query_norm, a.turns + token * a.rotary, a.rotary, a.eps,
-                    m.buffers[warp][0]);
+            const int column = (kv * SHARE + job) * WIDTH;
+            turn<D, FORM>(v, input(token) + column, a.bias + column, a.query_norm, a.turns + token * a.rotary, a.rotary,
+                          a.eps, m.buffers[warp][0]);
 #pragma unroll
             for (int i = 0; i < N; ++i) m.query[job][own_query(i)] = v[i] * rsqrtf(float(D));
         }
@@ -112,12 +131,13 @@ template <int D, int SHARE, class In, class KV> struct Attend {
         for (int h = 0; h < 2; ++h) {
             const int p = first_of(last_page()) + h, other = start + p - done;
             if (!is_new(p)) continue;
-            const In *raw = input(other) + a.heads * 2 * D + kv * D;
+            const int column = a.heads * WIDTH + kv * D, value = column + a.kv_heads * D + lane * N;
             const i64 at = p == position ? place(page_of(p / PAGE), p) : -1;
             float v[N];
-            turn<D>(v, raw, a.key_norm, a.turns + other * a.rotary, a.rotary, a.eps, m.buffers[warp][0]);
+            turn<D, FORM>(v, input(other) + column, a.bias + column, a.key_norm, a.turns + other * a.rotary, a.rotary,
+                          a.eps, m.buffers[warp][0]);
             keep(h, 0, v, at < 0 ? nullptr : keys() + at);
-            load_all<N>(v, raw + a.kv_heads * D + lane * N);
+            load_head<FORM>(v, input(other) + value, a.bias + value);
             keep(h, 1, v, at < 0 ? nullptr : values() + at);
         }
     }
@@ -197,7 +217,7 @@ template <int D, int SHARE, class In, class KV> struct Attend {
                 add(sum, share, *(const float4 *)&m.buffers[w][g][d]), total += share * m.weight[w][g];
             }
             if (all == 1) {
-                float gate[4];
+                float gate[4] = {};
                 load_gate(gate, g, d);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sum[i] *= 1.f / total;
@@ -213,13 +233,14 @@ template <int D, int SHARE, class In, class KV> struct Attend {
         sum[0] += share * v.x, sum[1] += share * v.y, sum[2] += share * v.z, sum[3] += share * v.w;
     }
     DEVICE void load_gate(float (&gate)[4], int g, int d) const {
-        load_all<4>(gate, input(token) + (kv * SHARE + g) * 2 * D + D + d);
+        const int column = (kv * SHARE + g) * WIDTH + D + d;
+        if constexpr (FORM & kGated) load_head<FORM>(gate, input(token) + column, a.bias + column);
     }
     // Four columns of a query's output.
     DEVICE void finish(int g, int d, const float (&sum)[4], const float (&gate)[4]) {
         float v[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = sum[i] * sigmoid(gate[i]);
+        for (int i = 0; i < 4; ++i) v[i] = FORM & kGated ? sum[i] * sigmoid(gate[i]) : sum[i];
         store_all<4>(a.y + i64(token) * (a.heads * D) + (kv * SHARE + g) * D + d, v);
     }
     // The last block of a token's K/V head joins what all have found.
@@ -278,7 +299,7 @@ template <int D, int SHARE, class In, class KV> struct Attend {
     DEVICE void run() {
         Kept key[2], value[2];
         if (active) fetch(part, page_of(part), key, value);  // what earlier steps have stored can be read at once
-        if (tid * 32 < D) prefetch(a.query_norm + tid * 32), prefetch(a.key_norm + tid * 32);
+        if (FORM & kNormed && tid * 32 < D) prefetch(a.query_norm + tid * 32), prefetch(a.key_norm + tid * 32);
         wait();
         if (!active) return;
         prepare();
@@ -289,8 +310,8 @@ template <int D, int SHARE, class In, class KV> struct Attend {
 };
 
 // Grid [parts * K/V heads * T or more], 256 threads.
-template <int D, int SHARE, class In, class KV> DEVICE void attention(const Attention &a) {
-    __shared__ typename Attend<D, SHARE, In, KV>::Shared shared;
+template <int D, int SHARE, class In, class KV, int FORM> DEVICE void attention(const Attention &a) {
+    __shared__ typename Attend<D, SHARE, In, KV, FORM>::Shared shared;
     launch_dependents();
-    Attend<D, SHARE, In, KV>(a, shared, blockIdx.x).run();
+    Attend<D, SHARE, In, KV, FORM>(a, shared, blockIdx.x).run();
 }

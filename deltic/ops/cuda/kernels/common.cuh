@@ -39,6 +39,7 @@ DEVICE u32 narrow2(float lo, float hi) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
     return r;
 }
+constexpr int least(int a, int b) { return a < b ? a : b; }
 DEVICE float warp_sum(float v) {
 #pragma unroll
     for (int i = 16; i; i >>= 1) v += __shfl_xor_sync(~0u, v, i);

@@ -36,8 +36,9 @@ DEVICE float4 scaled(float4 v, float factor, const float *norm) {
     return make_float4(v.x * factor * n.x, v.y * factor * n.y, v.z * factor * n.z, v.w * factor * n.w);
 }
 
-// A block of 256 threads for each token; sizes up to 4,096.
-DEVICE void head_enter(const HeadEnter &a) {
+// A block of 256 threads for each token. SIZE: H.
+template <int SIZE> DEVICE void head_enter(const HeadEnter &a) {
+    constexpr int PASSES = (SIZE + 1023) / 1024;
     __shared__ float red[8];
     launch_dependents();
     const int token = blockIdx.x, rows = int(*a.count), found = row_of(a.starts, rows, token), row = min(found, rows - 1);
@@ -47,9 +48,9 @@ DEVICE void head_enter(const HeadEnter &a) {
     const u16 *word = a.embedding ? a.embedding + a.ids[token] * a.size : nullptr;
     const float *row_of_table = a.embedded + i64(token) * a.size;
     const float *before = first ? a.slots + a.source[row] * a.size : a.hidden + i64(a.slots ? token - 1 : token) * a.size;
-    float4 e[4], h[4];
+    float4 e[PASSES], h[PASSES];
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
+    for (int p = 0; p < PASSES; ++p) {
         const int i = p * 1024 + threadIdx.x * 4;
         if (word) {
             const uint2 w = i < a.size ? __ldg((const uint2 *)(word + i)) : make_uint2(0, 0);
@@ -62,12 +63,12 @@ DEVICE void head_enter(const HeadEnter &a) {
     }
     float sum_e = 0, sum_h = 0;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) sum_e += square(e[p]), sum_h += square(h[p]);
+    for (int p = 0; p < PASSES; ++p) sum_e += square(e[p]), sum_h += square(h[p]);
     if (a.norm) {
         const float factor = rsqrtf(block_sum(sum_h, red) / a.size + a.eps);
         sum_h = 0;
 #pragma unroll
-        for (int p = 0; p < 4; ++p) {
+        for (int p = 0; p < PASSES; ++p) {
             const int i = p * 1024 + threadIdx.x * 4;
             if (i < a.size) h[p] = scaled(h[p], factor, a.norm + i);
             sum_h += square(h[p]);
@@ -75,7 +76,7 @@ DEVICE void head_enter(const HeadEnter &a) {
     }
     const float of_e = rsqrtf(block_sum(sum_e, red) / a.size + a.eps), of_h = rsqrtf(block_sum(sum_h, red) / a.size + a.eps);
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
+    for (int p = 0; p < PASSES; ++p) {
         const int i = p * 1024 + threadIdx.x * 4;
         if (i >= a.size) continue;
         const float4 x = scaled(e[p], of_e, a.norm_embedding + i), y = scaled(h[p], of_h, a.norm_hidden + i);
@@ -118,7 +119,7 @@ template <int D, class In, class KV> DEVICE void head_keys(const HeadKeys &a) {
     for (int job = warp; job < 2 * a.kv_heads; job += 8) {
         float v[N];
         const int head = job % a.kv_heads;
-        if (job < a.kv_heads) turn<D>(v, from + head * D, a.key_norm, a.turns + token * a.rotary, a.rotary, a.eps, buffers[warp]);
+        if (job < a.kv_heads) turn<D, kNormed>(v, from + head * D, nullptr, a.key_norm, a.turns + token * a.rotary, a.rotary, a.eps, buffers[warp]);
         else load_all<N>(v, from + (a.kv_heads + head) * D + lane * N);
         store_all<N>((KV *)(job < a.kv_heads ? a.keys : a.values) + (place * a.kv_heads + head) * D + lane * N, v);
     }

@@ -67,70 +67,77 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
         return __byte_perm(__byte_perm(a, b, which), __byte_perm(c, d, which), 0x5410);
     }
     // x into shared memory; with a norm, times its scale: what is the same for a whole token is multiplied at the end.
+    // N: tokens at once. All that a thread loads of AHEAD passes is on its way before it waits for any of it.
     template <int N> DEVICE void stage_normalised(int token) {
-        constexpr int PASSES = (K + 1023) / 1024;
-        float4 v[PASSES][N];
+        constexpr int PASSES = (K + 1023) / 1024, AHEAD = least(PASSES, N == 1 ? 8 : N == 2 ? 5 : 2);
+        float sum[N] = {};
+#pragma unroll 1
+        for (int from = 0; from < PASSES; from += AHEAD) {
+            float4 v[AHEAD][N];
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p)
+            for (int p = 0; p < AHEAD; ++p)
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const int k = p * 1024 + tid * 4;
-                v[p][n] = k < K && token + n < tokens() ? load4((const float *)a.x + i64(token + n) * K + k)
-                                                        : make_float4(0, 0, 0, 0);
-            }
-        float sum[N];
+                for (int n = 0; n < N; ++n) {
+                    const int k = (from + p) * 1024 + tid * 4;
+                    v[p][n] = k < K && token + n < tokens() ? load4((const float *)a.x + i64(token + n) * K + k)
+                                                            : make_float4(0, 0, 0, 0);
+                }
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p) {
-            const int k = p * 1024 + tid * 4;
-            const float4 s = k < K ? __ldg((const float4 *)(a.scale + k)) : make_float4(0, 0, 0, 0);
+            for (int p = 0; p < AHEAD; ++p) {
+                const int k = (from + p) * 1024 + tid * 4;
+                const float4 s = k < K ? __ldg((const float4 *)(a.scale + k)) : make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const float4 f = v[p][n];
-                sum[n] = __fmaf_rn(f.x, f.x, __fmaf_rn(f.y, f.y, __fmaf_rn(f.z, f.z, __fmaf_rn(f.w, f.w, p ? sum[n] : 0.f))));
-                if (k < K && token + n < tokens())
-                    put4(k, token + n, make_uint2(narrow2(f.x * s.x, f.y * s.y), narrow2(f.z * s.z, f.w * s.w)));
+                for (int n = 0; n < N; ++n) {
+                    const float4 f = v[p][n];
+                    sum[n] = __fmaf_rn(f.x, f.x, __fmaf_rn(f.y, f.y, __fmaf_rn(f.z, f.z, __fmaf_rn(f.w, f.w, sum[n]))));
+                    if (k < K && token + n < tokens())
+                        put4(k, token + n, make_uint2(narrow2(f.x * s.x, f.y * s.y), narrow2(f.z * s.z, f.w * s.w)));
+                }
             }
         }
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const float all = warp_sum(sum[n]);
-            if (lane == 0 && token + n < tokens()) squares[warp * 16 + token + n] = all;
-        }
+        put_squares(token, sum);
     }
     // The same for tiles, where a warp has 256 columns.
     template <int N> DEVICE void stage_normalised_tiles(int token) {
-        constexpr int PASSES = (K + 2047) / 2048;
-        float v[PASSES][N][8];
+        constexpr int PASSES = (K + 2047) / 2048, AHEAD = least(PASSES, N == 1 ? 4 : N == 2 ? 2 : 1);
+        float sum[N] = {};
+#pragma unroll 1
+        for (int from = 0; from < PASSES; from += AHEAD) {
+            float v[AHEAD][N][8];
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p)
+            for (int p = 0; p < AHEAD; ++p)
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const int k = p * 2048 + tid * 8;
-                if (k < K && token + n < tokens()) load_all<8>(v[p][n], (const float *)a.x + i64(token + n) * K + k);
-                else {
+                for (int n = 0; n < N; ++n) {
+                    const int k = (from + p) * 2048 + tid * 8;
+                    if (k < K && token + n < tokens()) load_all<8>(v[p][n], (const float *)a.x + i64(token + n) * K + k);
+                    else {
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) v[p][n][i] = 0;
+                        for (int i = 0; i < 8; ++i) v[p][n][i] = 0;
+                    }
                 }
-            }
-        float sum[N];
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p) {
-            const int k = p * 2048 + tid * 8;
-            float s[8];
-            if (k < K) load_all<8>(s, a.scale + k);
+            for (int p = 0; p < AHEAD; ++p) {
+                const int k = (from + p) * 2048 + tid * 8;
+                float s[8];
+                if (k < K) load_all<8>(s, a.scale + k);
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
-                float f[8], part[2];
+                for (int n = 0; n < N; ++n) {
+                    float f[8], part[2];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const float x = v[p][n][i];
-                    part[i % 2] = i < 2 ? __fmul_rn(x, x) : __fmaf_rn(x, x, part[i % 2]);
-                    f[i] = __fmul_rn(x, s[i]);
+                    for (int i = 0; i < 8; ++i) {
+                        const float x = v[p][n][i];
+                        part[i % 2] = i < 2 ? __fmul_rn(x, x) : __fmaf_rn(x, x, part[i % 2]);
+                        f[i] = __fmul_rn(x, s[i]);
+                    }
+                    sum[n] = __fadd_rn(__fadd_rn(part[0], part[1]), sum[n]);
+                    if (k < K && token + n < tokens()) put8(k, token + n, f);
                 }
-                sum[n] = __fadd_rn(__fadd_rn(part[0], part[1]), p ? sum[n] : 0.f);
-                if (k < K && token + n < tokens()) put8(k, token + n, f);
             }
         }
+        put_squares(token, sum);
+    }
+    // A warp's sums of squares of N tokens.
+    template <int N> DEVICE void put_squares(int token, const float (&sum)[N]) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float all = warp_sum(sum[n]);
@@ -186,7 +193,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
             }
         } else {
             // all that a thread loads of a token is on its way before it waits for any of it
-            constexpr int N = ONE ? (K + 2047) / 2048 : K > 8192 ? 6 : K > 4096 ? 4 : 2;
+            constexpr int N = ONE ? least((K + 2047) / 2048, 9) : K > 8192 ? 6 : K > 4096 ? 4 : 2;
             const int count = tokens() * (K / 8);
 #pragma unroll 1
             for (int first = tid; first < count; first += 256 * N) {

@@ -166,8 +166,8 @@ template <int D> DEVICE void gated_norm(const GatedNorm &a) {
 }
 
 struct PromptHeads {
-    const u16 *proj;     // [T, stride]: per head query and gate, then keys, then values
-    const float *query_norm, *key_norm;
+    const u16 *proj;     // as in attention.cuh, with the same forms
+    const float *query_norm, *key_norm, *bias;
     const float *turns;  // [T, rotary]
     u16 *query;          // [T, heads, D]
     u16 *keys, *values;  // [pages * PAGE, kv_heads, D], of the type KV
@@ -178,10 +178,10 @@ struct PromptHeads {
 // Queries and keys normalised and rotated, keys and values stored: a warp for every eighth head of a token, all of which it
 // loads at once. Lane has elements lane * D / 32 ... of a head; those that they are rotated with are whole lanes away. KV: of
 // keys and values in the pages, as in kv.cuh.
-template <int D, int HEADS, class KV> DEVICE void prompt_heads(const PromptHeads &a) {
+template <int D, int HEADS, class KV, int FORM> DEVICE void prompt_heads(const PromptHeads &a) {
     launch_dependents();
     wait();
-    constexpr int N = D / 32, MOST = (HEADS + 7) / 8;
+    constexpr int N = D / 32, MOST = (HEADS + 7) / 8, WIDTH = FORM & kGated ? 2 * D : D;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = lane * N, half = a.rotary / 2;
     const i64 token = a.token + i64(blockIdx.x), place = a.store[token];
     const u16 *row = a.proj + token * a.stride + first;
@@ -190,7 +190,8 @@ template <int D, int HEADS, class KV> DEVICE void prompt_heads(const PromptHeads
 #pragma unroll
     for (int i = 0; i < MOST; ++i) {
         const int head = warp + i * 8;
-        if (head < HEADS) load_all<N>(v[i], row + (head < a.heads ? head * 2 : head + a.heads) * D);
+        const int column = head < a.heads ? head * WIDTH : a.heads * WIDTH + (head - a.heads) * D;
+        if (head < HEADS) load_head<FORM>(v[i], row + column, a.bias + column + first);
     }
     if (turned) {
         const float *turns = a.turns + token * a.rotary + (second ? first - half : first);
@@ -203,14 +204,16 @@ template <int D, int HEADS, class KV> DEVICE void prompt_heads(const PromptHeads
         if (head >= HEADS) break;
         const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
         if (!value) {
-            const float *norm = (query ? a.query_norm : a.key_norm) + first;
-            float sum = 0;
+            float factor = 1, sum = 0;
+            if constexpr (FORM & kNormed) {
 #pragma unroll
-            for (int k = 0; k < N; ++k) sum += v[i][k] * v[i][k];
-            const float factor = rsqrtf(warp_sum(sum) / D + a.eps);
+                for (int k = 0; k < N; ++k) sum += v[i][k] * v[i][k];
+                factor = rsqrtf(warp_sum(sum) / D + a.eps);
+            }
+            const float *norm = (query ? a.query_norm : a.key_norm) + first;
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                const float x = v[i][k] * factor * __ldg(norm + k);
+                const float x = FORM & kNormed ? v[i][k] * factor * __ldg(norm + k) : v[i][k];
                 const float other = __shfl_sync(~0u, x, second ? lane - half / N : lane + half / N);
                 v[i][k] = turned ? x * cosine[k] + (second ? other : -other) * sine[k] : x;
             }
@@ -235,14 +238,15 @@ template <int D, int HEADS, class KV> DEVICE void prompt_heads(const PromptHeads
 
 struct PromptGate {
     const u16 *proj;           // [T, stride]
+    const float *bias;         // [stride]; null unless kBiased
     const u16 *own, *prefix;   // [n, heads, D]: attention to the row's own tokens and to what lies before; or null
     const float *own_mass, *prefix_mass;  // [n, heads]: logarithms of the sums of exponentials
     u16 *y;                    // [T, heads * D]
     int heads, size, stride, token;
 };
-// Joins the two parts of the attention where there are two, times sigmoid(gate): a thread for 8 numbers; blocks (token,
-// 2048 numbers).
-DEVICE void prompt_gate(const PromptGate &a) {
+// Joins the two parts of the attention where there are two, times sigmoid(gate) if there is one: a thread for 8 numbers;
+// blocks (token, 2048 numbers).
+template <int FORM> DEVICE void prompt_gate(const PromptGate &a) {
     launch_dependents();
     wait();
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 8, queries = a.heads * a.size;
@@ -250,8 +254,14 @@ DEVICE void prompt_gate(const PromptGate &a) {
     const i64 token = blockIdx.x, at = token * queries + column;
     const int head = column / a.size;
     const uint4 x = load8(a.own + at);
-    const u16 *gates = a.proj + (a.token + token) * a.stride + head * 2 * a.size + a.size + column % a.size;
-    const uint4 gate = load_unit<64>(gates);
+    float gate[8] = {};
+    if constexpr (FORM & kGated) {
+        const int from = head * 2 * a.size + a.size + column % a.size;
+        const uint4 v = load_unit<64>(a.proj + (a.token + token) * a.stride + from);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            gate[i] = (i & 1 ? high(word(v, i / 2)) : low(word(v, i / 2))) + (FORM & kBiased ? __ldg(a.bias + from + i) : 0.f);
+    }
     uint4 y = make_uint4(0, 0, 0, 0);
     float share = 0;
     if (a.prefix) {
@@ -263,7 +273,7 @@ DEVICE void prompt_gate(const PromptGate &a) {
     for (int w = 0; w < 4; ++w) {
         const float l = low(word(x, w)) + share * (low(word(y, w)) - low(word(x, w)));
         const float h = high(word(x, w)) + share * (high(word(y, w)) - high(word(x, w)));
-        out[w] = narrow2(l * sigmoid(low(word(gate, w))), h * sigmoid(high(word(gate, w))));
+        out[w] = FORM & kGated ? narrow2(l * sigmoid(gate[2 * w]), h * sigmoid(gate[2 * w + 1])) : narrow2(l, h);
     }
     *(uint4 *)(a.y + (a.token + token) * queries + column) = make_uint4(out[0], out[1], out[2], out[3]);
 }
