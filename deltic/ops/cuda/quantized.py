@@ -504,7 +504,7 @@ def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head
                slice: int = 0) -> PackedMultiply:
     columns, kinds = parts[0].columns, frozenset(part.type for part in parts)
     units = max(len(part.data) for part in parts)
-    sums = units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
+    sums = -(-units // blocks) * (columns // TILE_COLUMNS * TILE_ROWS * 4)
     room = _SHARED_BYTES_BESIDE_NEXT - 1024 - _input(columns, kinds) - sums
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
     return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
