@@ -121,6 +121,8 @@ def _decode(runtime: ModelRunner, args: argparse.Namespace, batch: int, ready: f
             engine.step()
     if profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+    if not times:
+        raise SystemExit("no steps were timed: raise --new above 8 and --repeat above 1")
     step = median(times)
     floor = step_bytes(runtime, batch, args.prompt + args.new // 2) / BANDWIDTH
     record("gpu", {"task": "decode", "model": runtime.name, "served": _served(runtime), "batch": batch,

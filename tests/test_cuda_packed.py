@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from support import numbers, odd_shape, tiny_texts
 from test_cuda_kernels import HEADS, NAN, error, in_slices, normed, randn
 from test_cuda_tiles import packed
+from test_loader_fp8 import checkpoint
 from torch import Tensor
 
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
@@ -284,20 +285,30 @@ def test_input_larger_than_shared_memory(name: str, quant: str) -> None:
         assert answers(packed, count)[0] == alone, count
 
 
-def test_file_too_wide_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                 caplog: pytest.LogCaptureFixture) -> None:
+def test_file_that_torch_serves(file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its weights become bfloat16 at load where they fit; else torch dequantizes them in every step."""
-    shape = replace(SHAPE, hidden_size=5120, intermediate_size=512)
-    wide = file_of(random_weights(shape, "float32", initializer_range=0.02), "Q4_K_M", tmp_path, shape)
     caplog.set_level("INFO")
-    plain = load(str(wide), options())
+    plain = load(str(file), options(ops=("torch",)))
     assert {*plain.decoder.weight_kinds()} == {"BF16", "F32"}
-    assert "the weights become bfloat16 when they are loaded, as the GPU kernels know no quantized" in caplog.text
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * shape.parameter_count, 80 << 30))
-    packed = load(str(wide), options(memory="16MiB"))
+    assert "the weights become bfloat16 when they are loaded, as with `ops` torch serves the model" in caplog.text
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * SHAPE.parameter_count, 80 << 30))
+    packed = load(str(file), options(memory="16MiB", ops=("torch",)))
     assert "torch dequantizes each matrix in every step; the CPU (device=cpu) may be faster" in caplog.text
     assert {"Q4_K", "Q6_K"} <= {*packed.decoder.weight_kinds()}
     same = [one == other for found, wanted in zip(answers(packed, 4), answers(plain, 4), strict=True)
+            for one, other in zip(found[:4], wanted[:4], strict=True)]
+    assert sum(same) > 0.7 * len(same)
+
+
+def test_float8_checkpoint_stays_as_it_is(tmp_path: Path) -> None:
+    """Without an option, and its answers are those of the same numbers in bfloat16."""
+    checkpoint(SHAPE, tmp_path)
+    packed, plain = load(str(tmp_path), options()), load(str(tmp_path), options(packed_weights="off"))
+    assert isinstance(packed.step, DecodeStep) and {"FP8", "BF16"} <= {*packed.decoder.weight_kinds()}
+    assert "FP8" not in plain.decoder.weight_kinds()
+    alone, together = answers(packed, 1)[0], answers(packed, 16)
+    assert together[0] == alone, "an answer depends on its neighbours"
+    same = [one == other for found, wanted in zip(together, answers(plain, 16), strict=True)
             for one, other in zip(found[:4], wanted[:4], strict=True)]
     assert sum(same) > 0.7 * len(same)
 

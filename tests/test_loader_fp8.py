@@ -24,7 +24,7 @@ from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import open_model
 from deltic.loader.mtp_head import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.loader.names import EMBEDDING, HEAD
-from deltic.loader.quantize import FP8, quantize_tensors
+from deltic.loader.quantize import FP8, STORED, quantize_tensors
 from deltic.loader.safetensors import FLOAT8_BLOCK_BYTES, FLOAT8_LARGEST, Float8, quantize_fp8
 from deltic.ops.cuda.quantized import Tiles, tiles_form
 from deltic.runner.input_batch import build
@@ -235,14 +235,18 @@ def test_float8_converts_to_gguf(type: str, config: ModelConfig, tmp_path: Path)
         assert error < (1e-5 if type == "F32" else 0.01), name
 
 
+@pytest.mark.parametrize("scheme", [FP8, STORED])
 @pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
-def test_stored_float8_codes_kept(config: ModelConfig, tmp_path: Path) -> None:
-    """Code by code, if it is asked for; rows that fit no tiles become plain numbers."""
+def test_stored_float8_codes_kept(config: ModelConfig, scheme: str, tmp_path: Path) -> None:
+    """Code by code; rows that fit no tiles become plain numbers. What is plain stays plain, or is quantized to Q8_0."""
     numbers = checkpoint(config, tmp_path)
-    tensors = open_model(tmp_path, progress=False).float8_tensors("bfloat16", "cpu", None)
-    for name, weight in quantize_tensors(tensors, FP8, config, tiles_form("cpu")).items():
+    opened = open_model(tmp_path, progress=False)
+    assert opened.has_float8
+    tensors, kinds = opened.float8_tensors("bfloat16", "cpu", None), set[str]()
+    for name, weight in quantize_tensors(tensors, scheme, config, tiles_form("cpu")).items():
         whole = torch.stack([one.dequantize() for one in weight]) if isinstance(weight, tuple) else weight  # type: ignore
         kind = weight[0] if isinstance(weight, tuple) else weight
+        kinds.add(kind.type if isinstance(kind, Tiles) else "plain")
         if isinstance(kind, Tiles) and kind.type == "FP8":
             found = whole if isinstance(weight, tuple) else kind.dequantize()
             assert torch.equal(found, numbers[name]), name
@@ -250,6 +254,7 @@ def test_stored_float8_codes_kept(config: ModelConfig, tmp_path: Path) -> None:
             assert torch.equal(kind, numbers[name].to(kind.dtype)), name
         else:
             assert kind.type == "Q8_0"
+    assert kinds == ({"plain", "FP8", "Q8_0"} if scheme == FP8 else {"plain", "FP8"})
 
 
 @pytest.mark.parametrize("size", [128, 144])

@@ -124,7 +124,8 @@ class EngineConfig:
         "none", "quantize an unquantized model while loading: to 8 bits, to about 4.8 as in Q4_K_M files, or on a GPU "
         "to float8", choices=("none", "q8_0", "q4_k", "fp8"))
     packed_weights: str = _weights(
-        "auto", "keep the weights of a GGUF file quantized in memory; auto: for types such as Q4_K, and large files",
+        "auto", "keep quantized weights of a file quantized in memory; auto: types such as Q4_K, large GGUF files, and "
+        "float8 on a GPU",
         choices=("auto", "on", "off"))
     aot_dir: str | None = _weights(
         None, "directory that keeps the packed weights of --quant, so that the next start on such a machine is fast "

@@ -16,7 +16,7 @@ from deltic.config.vision import ImageConfig, Vision, VisionConfig
 from deltic.errors import ConfigError, ModelError, show
 from deltic.loader.catalog import is_model
 from deltic.loader.disk import has_weights, read_json, refuse
-from deltic.loader.files import IN_MEMORY, ITEM_BYTES, InMemory, Source, StoredTensor, find_tensors, in_memory
+from deltic.loader.files import FLOAT8, IN_MEMORY, ITEM_BYTES, InMemory, Source, StoredTensor, find_tensors, in_memory
 from deltic.loader.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.loader.gguf.file import GgufFile
 from deltic.loader.gguf.load import (
@@ -76,6 +76,11 @@ class ModelFiles:
     @property
     def _stored(self) -> Path | InMemory:
         return self.weights or self.path
+
+    @property
+    def has_float8(self) -> bool:
+        """True if safetensors store matrices in float8. Reads their headers."""
+        return self.gguf is None and any(tensor.dtype == FLOAT8 for tensor in find_tensors(self._stored).values())
 
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """Returns the weights by canonical name."""

@@ -25,6 +25,8 @@ SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M"}
 FP8: Final = "fp8"
 """The scheme of float8, on GPUs only. Embedding, lm_head and the small projections of decays and betas get Q8_0, which
 is more precise."""
+STORED: Final = "stored"
+"""The scheme that keeps float8 weights and quantizes no others."""
 FP8_TYPE: Final = BlockType("FP8", -1, GROUP, FLOAT8_BLOCK_BYTES, True)
 """Float8 blocks, which GGUF files do not have."""
 _PLAIN: Final = ("F32", "F16", "BF16")
@@ -33,8 +35,8 @@ _PRECISE: Final = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight
 
 def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str, config: ModelConfig,
                      form: PackedForm | None = None) -> dict[str, Weight]:
-    """Quantizes matrices by a scheme of SCHEMES, or FP8, which keeps float8 weights. Other tensors, and matrices whose
-    rows fit no blocks or whose type `form` does not serve, stay unchanged. Value heads keep the canonical order.
+    """Quantizes matrices by a scheme of SCHEMES, or by FP8 or STORED, which keep float8 weights. Other tensors, and
+    matrices whose rows fit no blocks or whose type `form` does not serve, stay unchanged. Value heads keep their order.
 
     form: default: that of the CPU's compiled kernels. Holds one input tensor in memory at a time. Raises ModelError
     naming a tensor with values that its type cannot hold.
@@ -44,7 +46,8 @@ def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str
         while (item := next(tensors, None)) is not None:
             name, tensor = item
             type = _target_type(name, tuple(tensor.shape), scheme, config)
-            plain = type.name in _PLAIN or not kept.serves(type.name, tensor.shape[-1])
+            stays = scheme == STORED and not isinstance(tensor, Float8)
+            plain = stays or type.name in _PLAIN or not kept.serves(type.name, tensor.shape[-1])
             if isinstance(tensor, Float8) and (plain or type is not FP8_TYPE):
                 tensor = tensor.numbers().to(kept.dtype)
             if isinstance(tensor, Float8):
@@ -60,10 +63,11 @@ def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str
 
 def _target_type(name: str, shape: tuple[int, ...], scheme: str, config: ModelConfig) -> BlockType:
     """Returns the type that a tensor gets."""
-    file_type = FILE_TYPES[SCHEMES["q8_0" if scheme == FP8 else scheme]]
+    float8 = scheme in (FP8, STORED)
+    file_type = FILE_TYPES[SCHEMES["q8_0" if float8 else scheme]]
     type = target_of(name, shape, config, file_type).type
     precise = name in (EMBEDDING, HEAD) or name.endswith(_PRECISE)
-    return FP8_TYPE if scheme == FP8 and type.name not in _PLAIN and not precise else type
+    return FP8_TYPE if float8 and type.name not in _PLAIN and not precise else type
 
 
 def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:

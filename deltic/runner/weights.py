@@ -18,7 +18,7 @@ from deltic.errors import ConfigError, ModelError
 from deltic.loader.gguf.load import is_quantized, unserved_experts, wants_packing
 from deltic.loader.gguf.tokenizer import TokenizerTexts
 from deltic.loader.model_files import ModelFiles
-from deltic.loader.quantize import FP8, quantize_tensors, quantize_tower
+from deltic.loader.quantize import FP8, STORED, quantize_tensors, quantize_tower
 from deltic.loader.safetensors import Progress
 from deltic.model.draft_vocabulary import Tokens, draftable
 from deltic.model.vision_tower import build_tower
@@ -75,9 +75,11 @@ class WeightReader:
         """Raises ConfigError for options that do not suit the weights. Reads none."""
         self.source, self.options, self.ops, self.dtype, self.drafts = source, options, ops, dtype, drafts
         self._progress = progress
-        files, quantizes = source.files, options.quant != "none"
+        files = source.files
         check_packed(files, options, drafts)
         self.tiled = files is not None and keeps_packed(files, options, dtype)
+        self._scheme = STORED if files and keeps_float8(files, options, dtype) else options.quant
+        quantizes = self._scheme != "none"
         self._quantizes = quantizes and not (drafts and self.tiled)
         self._marks = self._mark_files() if files and (options.cache_dir or options.aot_dir) else []
         in_files = files if files and not files.weights else None
@@ -87,7 +89,7 @@ class WeightReader:
     def identity(self, head: bool) -> Identity:
         """Returns what the weights are made of. head: with a draft head."""
         facts = {"random": self.source.random, "config": self.source.config, "dtype": self.dtype,
-                 "packed": self.tiled, "quant": self.options.quant, "head": head}
+                 "packed": self.tiled, "quant": self._scheme, "head": head}
         return Identity(facts, self._marks)
 
     def read(self) -> tuple[dict[str, Weight], PinnedExpertStore | None]:
@@ -162,7 +164,7 @@ class WeightReader:
         return source.files.tensors(self.dtype, device, self._progress, self._here)
 
     def _quantize(self) -> dict[str, Weight]:
-        """Quantizes the weights as `options.quant` says, one by one, so that memory stays near the result's size; or
+        """Quantizes the weights, or keeps those in float8, one by one, so that memory stays near the result's size; or
         reads what an earlier start has stored."""
         files, config, options, dtype = self.source.files, self.source.config, self.options, self.dtype
         reason = not_packed(options, config, dtype)
@@ -176,8 +178,8 @@ class WeightReader:
         found = stored.read() if stored else None
         if found is None:
             tensors = (files.float8_tensors(dtype, options.device, self._progress, self._here)
-                       if files and options.quant == FP8 else self._plain())
-            found = quantize_tensors(tensors, options.quant, config, packed_form(options))
+                       if files and self._scheme in (FP8, STORED) else self._plain())
+            found = quantize_tensors(tensors, self._scheme, config, packed_form(options))
             if stored:
                 stored.write(found)
         return found
@@ -225,7 +227,7 @@ def dequantized_in_steps(options: EngineConfig, config: ModelConfig) -> str | No
     """Returns the reason why torch dequantizes each matrix in every step on a GPU; None if it does not."""
     if not options.on_gpu or config.experts:
         return None
-    if why := _kernels_missing(options, config):
+    if why := _kernels_missing(options):
         return f"{why}: torch dequantizes each matrix in every step"
     return None
 
@@ -254,6 +256,13 @@ def keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool
     return True
 
 
+def keeps_float8(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool:
+    """True if matrices in float8 stay as they are in safetensors: on a GPU whose kernels multiply them."""
+    if not options.on_gpu or options.quant != "none" or options.packed_weights == "off" or options.offloads_experts:
+        return False
+    return (not not_packed(options, files.config, dtype) and not _kernels_missing(options) and files.has_float8)
+
+
 def check_packed(files: ModelFiles | None, options: EngineConfig, drafts: bool) -> None:
     """Raises ConfigError if `packed_weights` is on for weights that are not quantized. With a draft model the option
     may be meant for either model."""
@@ -269,7 +278,7 @@ def _plain_weights_fit(options: EngineConfig, config: ModelConfig) -> bool:
     return 2 * config.parameter_count <= _FREE_SHARE * free
 
 
-def _kernels_missing(options: EngineConfig, config: ModelConfig) -> str | None:
+def _kernels_missing(options: EngineConfig) -> str | None:
     """Returns the reason why deltic's kernels do not serve the model on this GPU, regardless of its sizes."""
     if options.ops:
         return "with `ops` torch serves the model on a GPU"
@@ -282,7 +291,7 @@ def _experts_not_packed(options: EngineConfig, config: ModelConfig) -> str | Non
     """Returns the reason why the experts cannot stay quantized on a GPU."""
     experts = config.experts
     assert experts
-    if why := _kernels_missing(options, config):
+    if why := _kernels_missing(options):
         return f"only the kernels compute with quantized experts, and {why}"
     if options.expert_compute == "host":
         return "the host computes experts of bfloat16 only; leave out expert_compute"
