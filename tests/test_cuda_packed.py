@@ -47,7 +47,7 @@ from deltic.runner.model_runner import ModelRunner
 __test__ = torch.cuda.is_available()  # without a device only the helpers below are of use
 BLOCKS = 24
 """Few, so that every one has several rounds of units."""
-COLUMNS = (256, 1024, 2560, 9216)
+COLUMNS = (256, 1024, 2560, 9216, 17408)
 MIXED = (("Q6_K", 500), ("Q4_K", 200), ("Q8_0", 5), ("Q5_K", 40))
 PLAIN = (("FP8", 343), ("BF16", 24), ("FP8", 13))
 BOTH = (("FP8", 343), ("Q8_0", 24))
@@ -113,8 +113,8 @@ def multiply(module: Module, parts: tuple[Tiles, ...], x: Tensor, scale: Tensor 
     torch.cuda.synchronize()
 
 
-def tokens_of(parts: tuple[Tiles, ...]) -> list[int]:
-    most = product_of(parts, False, ADD, BLOCKS).most
+def tokens_of(parts: tuple[Tiles, ...], norm: bool = False) -> list[int]:
+    most = product_of(parts, norm, STORE, BLOCKS).most
     return [tokens for tokens in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16) if tokens <= most]
 
 
@@ -130,7 +130,7 @@ def check_store(products: Module, parts: tuple[Tiles, ...], weight: Tensor) -> N
     wanted = torch.cat([((x * scale).bfloat16() if part.type in PLAIN_KINDS else x.double() * scale.double()).double()
                         * factor @ numbers.t() for part, numbers in zip(parts, own, strict=True)], 1)
     assert error(alone, wanted) < 5e-5
-    for tokens in tokens_of(parts):
+    for tokens in tokens_of(parts, norm=True):
         y = torch.full((tokens, rows), NAN, device="cuda")
         multiply(products, parts, x[:tokens], scale, y, STORE)
         assert torch.equal(y, alone[:tokens]), tokens
@@ -147,9 +147,12 @@ def test_products(products: Module, kind: str, columns: int, rows: int) -> None:
         check_store(products, parts, weight)
     for tokens in tokens_of(parts):
         x, old = randn(tokens, columns, seed=4, dtype=torch.bfloat16), randn(tokens, rows, seed=5)
-        y = old.clone()
+        y, alone = old.clone(), old.clone()
         multiply(products, parts, x, None, y, ADD)
         assert error(y, old.double() + x.double() @ weight.t()) < 5e-5
+        for token in range(tokens):
+            multiply(products, parts, x[token:token + 1], None, alone[token:token + 1], ADD)
+        assert torch.equal(y, alone), tokens
     assert torch.equal(unpack(products, parts), weight.float().bfloat16())
 
 

@@ -19,7 +19,7 @@ def _struct(name: str, pointers: str, floats: str = "", integers: str = "") -> t
 ProductArgs = _struct("ProductArgs", "weight x scale y", "eps", "tokens rows whole rest group inverse slots")
 PackedArgs = _struct_of("PackedArgs", [
     ("data", c_void_p * 4),
-    *fields("x scale y", "eps", "tokens total inverse slots slot parts rounds round sums"),
+    *fields("x scale y", "eps", "tokens total inverse slots slot parts rounds round sums chunk"),
     *((name, c_int * 4) for name in ("kind", "row", "rows", "whole", "rest", "shift"))])
 UnpackArgs = _struct("UnpackArgs", "data y", "", "rows columns")
 GdnArgs = _struct(

@@ -376,6 +376,10 @@ _SUM_BYTES = 16 << 10
 """Shared memory for a block's sums, or for the sums of two rounds."""
 _MAX_PARTS, _MAX_SLOTS = 4, 16
 """Largest number of parts of a weight, and of slots of a ring."""
+_CHUNK_TILES = 8
+"""Chunks of an input are multiples of so many tiles: one for each warp."""
+_ROOM = MAX_SHARED_BYTES - MIN_RING_BYTES - 1024
+"""Shared memory for a block's input and sums."""
 _LINE_BYTES = 4 * 144
 """Bytes of a token's columns of a tile, quantized to integers."""
 _LONG_UNITS = 32
@@ -420,19 +424,37 @@ class PackedMultiply:
     @property
     def most(self) -> int:
         """Largest number of tokens; 0 if not even one fits."""
-        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, self._fit(1))
+        fit = self._fit(1)
+        if self._may_chunk:
+            fit = max(fit, _ROOM // (_CHUNK_TILES * (self._tile_input + 32 * self.parts) + 64 * self.parts))
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
+
+    @property
+    def _may_chunk(self) -> bool:
+        """True if the input can be staged in chunks of columns."""
+        return not self.norm and not self.head and self.out != 2
+
+    @property
+    def _tile_input(self) -> int:
+        return _input(TILE_COLUMNS, self.kinds)
+
+    def _chunked(self, tokens: int) -> bool:
+        """True if the input of so many tokens does not fit as a whole."""
+        return tokens > self._fit(1)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
         return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
-                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}")
+                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}"
+                f"{'_chunked' * self._chunked(tokens)}")
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
         threads = BOUND_FOR_72_REGISTERS if tokens == 1 else WARPS * 32 + 32
         return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
-                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}>(a); }}\n")
+                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
+                f"{str(self._chunked(tokens)).lower()}>(a); }}\n")
 
     @property
     def shared(self) -> int:
@@ -445,10 +467,12 @@ class PackedMultiply:
     def _fit(self, high: int) -> int:
         """Tokens whose input leaves room for the sums of `high` units and for weights on their way."""
         sums = 2 * self.parts * high * self.columns // TILE_COLUMNS * TILE_ROWS * 4
-        return (MAX_SHARED_BYTES - MIN_RING_BYTES - 1024) // (_input(self.columns, self.kinds) + sums)
+        return _ROOM // (_input(self.columns, self.kinds) + sums)
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """counts: units of each part in a block, at most."""
+        if self._chunked(tokens):
+            return self._chunked_plan(tokens, counts)
         high = self._high(tokens)
         tile = self.columns // TILE_COLUMNS
         unit = tile * TILE_ROWS * tokens * 4
@@ -469,6 +493,26 @@ class PackedMultiply:
         slots = max(2, min(fit, _MAX_SLOTS, wanted))
         return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
 
+    def _chunked_plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
+        """The plan that stages the fewest chunks."""
+        tiles, slot, found = self.columns // TILE_COLUMNS, _slot(self.kinds, 1), list[tuple[int, int, int, int]]()
+        round = max(counts)
+        while True:
+            units = sum(min(round, count) for count in counts)
+            each = tokens * (self._tile_input + units * TILE_ROWS * 4)
+            chunk = (_ROOM - units * tokens * 64) // each // _CHUNK_TILES * _CHUNK_TILES
+            if chunk > 0:
+                rounds = -(-max(counts) // round)
+                found.append((rounds * -(-tiles // chunk), round, chunk, units))
+            if round == 1:
+                break
+            round = -(-round // 2)
+        _, round, chunk, units = min(found)
+        fixed = 1024 + chunk * tokens * (self._tile_input + units * TILE_ROWS * 4) + units * tokens * 64
+        slots = max(2, min((MAX_SHARED_BYTES - fixed) // slot, _MAX_SLOTS))
+        return ProductPlan(round, -(-max(counts) // round), units * chunk * TILE_ROWS * tokens, slots, slot,
+                           max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot), chunk)
+
 
 @dataclass(frozen=True, slots=True)
 class ProductPlan:
@@ -476,6 +520,7 @@ class ProductPlan:
 
     round: units of each part between two sums. rounds: of them. sums: floats of a round's sums.
     slots, slot: slots of the ring, and bytes of a slot. shared: bytes in all.
+    chunk: tiles of a row for which the input is staged at once; 0: all.
     """
 
     round: int
@@ -484,6 +529,7 @@ class ProductPlan:
     slots: int
     slot: int
     shared: int
+    chunk: int = 0
 
 
 def _class(tokens: int) -> int:
@@ -530,8 +576,8 @@ def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, bl
     return plan, args.PackedArgs(
         data=_four([part.data.data_ptr() for part in parts]), tokens=tokens, total=total,
         inverse=65536 // tokens + 1, slots=plan.slots, slot=plan.slot, parts=len(parts), rounds=plan.rounds,
-        round=plan.round, sums=plan.sums, kind=_four([part.kind.number for part in parts]), row=_four(row),
-        rows=_four([part.rows for part in parts]), whole=_four(whole), rest=_four(rest), shift=_four(shift), **values)
+        round=plan.round, sums=plan.sums, chunk=plan.chunk, kind=_four([part.kind.number for part in parts]),
+        row=_four(row), rows=_four([part.rows for part in parts]), whole=_four(whole), rest=_four(rest), shift=_four(shift), **values)
 
 
 def _four(values: list[int]) -> tuple[int, ...]:

@@ -177,6 +177,32 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
             if (k < K) put8(k, token, v[p]);
         }
     }
+    // So many columns from `begin` on of x, which is not normed; WHOLE: all of them. What a thread loads at once is on its
+    // way before it waits for any of it.
+    template <bool WHOLE> DEVICE void stage_columns(int begin, int width) {
+        constexpr int N = ONE ? least((K + 2047) / 2048, 9) : K > 8192 ? 6 : K > 4096 ? 4 : 2;
+        const int each = WHOLE ? K / 8 : width / 8, count = tokens() * each;
+#pragma unroll 1
+        for (int first = tid; first < count; first += 256 * N) {
+            uint4 v[N];
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const int e = first + n * 256, token = e / each;
+                if (e < count) v[n] = load8((const u16 *)a.x + (WHOLE ? i64(e) * 8 : i64(token) * K + begin + (e - token * each) * 8));
+            }
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const int e = first + n * 256, token = e / each, column = (e - token * each) * 8;
+                if (e >= count) continue;
+                if constexpr (!FIXED) put_words(column, token, v[n]);
+                else {
+                    const float f[8] = {low(v[n].x), high(v[n].x), low(v[n].y), high(v[n].y),
+                                        low(v[n].z), high(v[n].z), low(v[n].w), high(v[n].w)};
+                    put8(column, token, f);
+                }
+            }
+        }
+    }
     DEVICE void stage() {
         if constexpr (HEAD > 0) {
             for (int token = 0; token < tokens(); ++token) stage_heads(token);
@@ -192,27 +218,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
                 }
             }
         } else {
-            // all that a thread loads of a token is on its way before it waits for any of it
-            constexpr int N = ONE ? least((K + 2047) / 2048, 9) : K > 8192 ? 6 : K > 4096 ? 4 : 2;
-            const int count = tokens() * (K / 8);
-#pragma unroll 1
-            for (int first = tid; first < count; first += 256 * N) {
-                uint4 v[N];
-#pragma unroll
-                for (int n = 0; n < N; ++n)
-                    if (first + n * 256 < count) v[n] = load8((const u16 *)a.x + i64(first + n * 256) * 8);
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    const int e = first + n * 256, token = e / (K / 8), column = (e - token * (K / 8)) * 8;
-                    if (e >= count) continue;
-                    if constexpr (!FIXED) put_words(column, token, v[n]);
-                    else {
-                        const float f[8] = {low(v[n].x), high(v[n].x), low(v[n].y), high(v[n].y),
-                                            low(v[n].z), high(v[n].z), low(v[n].w), high(v[n].w)};
-                        put8(column, token, f);
-                    }
-                }
-            }
+            stage_columns<true>(0, K);
         }
         meet();
     }

@@ -267,34 +267,40 @@ struct Packed {
     int slots, slot;         // of the ring, at least 2; bytes of one: of HIGH tiles for each warp
     int parts, rounds;       // rounds: sums over a block's tiles
     int round, sums;         // units of 8 rows of each part in a round; floats of all their tiles
+    int chunk;               // tiles of a row for which x is staged at once, a multiple of 8, if not for all
     int kind[4], row[4], rows[4];     // row: a part's first one in y
     int whole[4], rest[4], shift[4];  // units of every block; so many have one more, from block `shift` on
 };
 
 // TOKENS: up to 1, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
-// the tensor cores have 16 rows.
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE>
+// the tensor cores have 16 rows. CHUNKED: x is staged chunk by chunk, because it does not fit as a whole. A token's sums are
+// made in the same order all the same.
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED>
 struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1> {
     using Base = Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1>;
     using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
     static constexpr bool PLAIN = form_of(KINDS) != kFixed;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
     // a warp's tiles are all of the same columns of x, which stay in registers if they are plain
-    static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1 && !FIXED;
-    int lap = 0, place = 0;
+    static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1 && !FIXED && !CHUNKED;
+    static_assert(!CHUNKED || (!NORM && HEAD == 0 && OUT != kGate), "inputs with a norm are staged as a whole");
+    int lap = 0, place = 0, begin = 0, width = TILES;  // begin, width: tiles of the current chunk
     u32 barrier, ring, at;  // of the current slot
     u32 x[HALVES];          // of plain numbers: of the lane's token, its first columns
     u32 line;               // of whole numbers, of the first tile and token: the lane's line
-    float *partial;         // [rounds, tiles of one, T, 8]: two at most
+    float *partial;         // [rounds, tiles of one, T, 8]: two at most; CHUNKED: [tiles of a round and chunk, T, 8]
+    float2 *kept;           // CHUNKED: [units of a round, T, 8]: sums over the chunks before, of even and odd tiles
     Part *parts;
     float old = 0, alone = 0;  // alone: the norm's factor of the only token
     uint4 held[HELD ? 8 : 1];
 
     DEVICE PackedMultiplier(const Packed &args, char *shared) : Base(args, (float *)(shared + 512)) {
         char *next = shared + 1024 + a.slots * a.slot;
-        if constexpr (FIXED) lines = next, next += TILES * LINES_BYTES * tokens();
-        if constexpr (PLAIN) this->xs = next, next += K * 2 * tokens();
+        const int most = CHUNKED ? a.chunk : TILES;
+        if constexpr (FIXED) lines = next, next += most * LINES_BYTES * tokens();
+        if constexpr (PLAIN) this->xs = next, next += most * 512 * tokens();
         partial = (float *)next;
+        if constexpr (CHUNKED) kept = (float2 *)(partial + a.sums);
         parts = (Part *)(shared + 256);
         barrier = shared_address(shared), ring = at = shared_address(shared + 1024);
         if constexpr (FIXED) line = shared_address(lines) + (lane & 3) * LINE_BYTES;
@@ -309,6 +315,12 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     DEVICE void next() {
         at += a.slot, barrier += 8;
         if (++place == a.slots) place = 0, lap ^= 1, at = ring, barrier -= a.slots * 8;
+    }
+    // Tiles of a row in the current chunk.
+    DEVICE int tiles() const { return CHUNKED ? width : TILES; }
+    DEVICE bool enter_chunk(int first) {
+        begin = first, width = min(a.chunk, TILES - first);
+        return first < TILES;
     }
     // The current slot may be written again.
     DEVICE void release() { release_slot(barrier + 8 * a.slots); }
@@ -328,16 +340,30 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     }
     // Tiles t ... t + 7 of each row of units, of `count` units. A lane copies what lies in one unit.
     DEVICE void copy_slot(const char *from, int t, int count, int each, u64 policy) {
-        const int row = t / TILES + lane / HIGH, unit = row * HIGH + lane % HIGH;
-        const int begin = max(row * TILES, t), end = min(row * TILES + TILES, t + WARPS);
-        int tiles = 0;
+        const int row = t / tiles() + lane / HIGH, unit = row * HIGH + lane % HIGH;
+        const int first = max(row * tiles(), t), end = min(row * tiles() + tiles(), t + WARPS);
+        int copied = 0;
 #pragma unroll
-        for (int n = 0; n < HIGH; ++n) tiles += max(0, min(WARPS, (count + n) / HIGH * TILES - t));
-        if (lane == 0) expect_bytes(barrier, tiles * each);
+        for (int n = 0; n < HIGH; ++n) copied += max(0, min(WARPS, (count + n) / HIGH * tiles() - t));
+        if (lane == 0) expect_bytes(barrier, copied * each);
         __syncwarp();
-        if (unit < count && begin < end)
-            bulk_copy(at + (lane % HIGH * WARPS + begin - t) * each, from + (i64(unit) * TILES + begin - row * TILES) * each,
-                      (end - begin) * each, barrier, policy);
+        if (unit < count && first < end)
+            bulk_copy(at + (lane % HIGH * WARPS + first - t) * each, from + (i64(unit) * TILES + first - row * tiles()) * each,
+                      (end - first) * each, barrier, policy);
+    }
+    DEVICE void copy_chunk(int round, int &copied, u64 policy) {
+        for (int p = 0; p < a.parts; ++p) {
+            int first;
+            const Part of = part(p);
+            const int count = units(of, round, first), each = bytes_of(of.kind);
+            const char *from = a.data[p] + (i64(first) * TILES + begin) * each;
+            for (int t = 0; t < (count + HIGH - 1) / HIGH * tiles(); t += WARPS, ++copied) {
+                if (copied == a.slots) __syncthreads();  // the barriers are there
+                if (copied >= a.slots) await_barrier(barrier + 8 * a.slots, lap ^ 1);
+                copy_slot(from, t, count, each, policy);
+                next();
+            }
+        }
     }
     // The copying warp: all tiles in the order in which they are multiplied; the first ones need no room to be made.
     DEVICE void copy_all() {
@@ -348,18 +374,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         __syncwarp();
         int copied = 0;
         for (int round = 0; round < a.rounds; ++round)
-            for (int p = 0; p < a.parts; ++p) {
-                int first;
-                const Part of = part(p);
-                const int count = units(of, round, first), each = bytes_of(of.kind);
-                const char *from = a.data[p] + i64(first) * (TILES * each);
-                for (int t = 0; t < (count + HIGH - 1) / HIGH * TILES; t += WARPS, ++copied) {
-                    if (copied == a.slots) __syncthreads();  // the barriers are there
-                    if (copied >= a.slots) await_barrier(barrier + empty, lap ^ 1);
-                    copy_slot(from, t, count, each, policy);
-                    next();
-                }
-            }
+            for (int t = 0; CHUNKED ? enter_chunk(t) : t == 0; t += CHUNKED ? a.chunk : 1) copy_chunk(round, copied, policy);
         if (copied <= a.slots) __syncthreads();
     }
     // Called directly, these two make the compiler keep more on the stack.
@@ -386,7 +401,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         const int own = HIGH > 1 ? lane & 1 : 0;
         float v = (own ? sum[HIGH - 1] : sum[0]) + __shfl_xor_sync(~0u, own ? sum[0] : sum[HIGH - 1], 1);
         v += __shfl_xor_sync(~0u, v, 2);
-        if ((lane & 3) < HIGH && own < units) to[own * (TILES * 8) + (lane >> 2)] = v;
+        if ((lane & 3) < HIGH && own < units) to[own * (tiles() * 8) + (lane >> 2)] = v;
     }
     // The same with all tokens, [T, 8], four at a time; scales: of the lane's row.
     template <int KIND>
@@ -478,21 +493,21 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     }
     template <int KIND> DEVICE void multiply_tiles(int count, float *to) {
         const int rows = (count + HIGH - 1) / HIGH;
-        int row = warp / TILES, tile = warp % TILES;
+        int row = warp / tiles(), tile = warp % tiles();
 #pragma unroll 1
-        for (int t = 0; t < rows * TILES; t += WARPS) {
+        for (int t = 0; t < rows * tiles(); t += WARPS) {
             await_barrier(barrier, lap);
             __syncwarp();
-            if (row < rows) multiply_slot<KIND>(tile, to + (row * HIGH * TILES + tile) * 8 * tokens(), count - row * HIGH);
+            if (row < rows) multiply_slot<KIND>(tile, to + (row * HIGH * tiles() + tile) * 8 * tokens(), count - row * HIGH);
             else release();
             next();
-            row += WARPS / TILES, tile += WARPS % TILES;
-            if (WARPS % TILES && tile >= TILES) tile -= TILES, ++row;
+            row += WARPS / tiles(), tile += WARPS % tiles();
+            if ((CHUNKED || WARPS % TILES) && tile >= tiles()) tile -= tiles(), ++row;
         }
     }
     // A warp's tiles of the current slot, of so many units, with all tokens.
     template <int KIND> DEVICE void multiply_slot(int tile, float *to, int units) {
-        const int below = HIGH > 1 && units > 1 ? TILES * 8 * tokens() : 0;
+        const int below = HIGH > 1 && units > 1 ? tiles() * 8 * tokens() : 0;
         if constexpr (is_plain(KIND)) {
             Tile<KIND> w[HIGH];
             load_tiles<KIND>(w);
@@ -512,10 +527,13 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if constexpr ((KINDS >> KIND) & 1)
             if (kind == KIND || KINDS == 1 << KIND) multiply_tiles<KIND>(count, to);
     }
-    DEVICE float sum(const float *from, int token, int n) const {
+    // A number's sum over all chunks up to the current one.
+    DEVICE float sum(const float *from, int token, int n, float2 *before = nullptr) const {
         float v[2] = {};
+        if (CHUNKED && begin) v[0] = before->x, v[1] = before->y;
 #pragma unroll 8
-        for (int tile = 0; tile < TILES; ++tile) v[tile & 1] += from[(tile * tokens() + token) * 8 + n];
+        for (int tile = 0; tile < tiles(); ++tile) v[tile & 1] += from[(tile * tokens() + token) * 8 + n];
+        if (CHUNKED) *before = make_float2(v[0], v[1]);
         return v[0] + v[1];
     }
     DEVICE int slot_of(int i) const { return TOKENS == 1 ? i : (i * a.inverse) >> 16; }
@@ -526,16 +544,24 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         const int column = (first + slot) * 8 + tid % 8;
         if (slot < count && column < parts[0].rows) old = load((const float *)a.y + i64(token) * a.total + column);
     }
-    // The sums of a round, to where they belong.
+    // The sums of a round, to where they belong, after its last chunk.
     DEVICE void finish(int round, const float *from) {
+        float2 *before = kept;
         for (int p = 0; p < (OUT == kGate ? 1 : a.parts); ++p) {
             int first;
             const Part of = parts[p];
-            const int count = units(of, round, first), each = TILES * 8 * tokens();
+            const int count = units(of, round, first), each = tiles() * 8 * tokens();
             for (int o = tid; o < count * tokens() * 8; o += WARPS * 32) {
                 const int n = o % 8, slot = slot_of(o / 8), token = o / 8 - slot * tokens();
                 const int row = (first + slot) * 8 + n;
                 if (row >= of.rows) continue;
+                if constexpr (CHUNKED) {
+                    const float v = sum(from + slot * each, token, n, before + o);
+                    if (begin + width < TILES) continue;
+                    float *const to = (float *)a.y + i64(token) * a.total + of.row + row;
+                    *to = OUT == kAdd ? load(to) + v : v;
+                    continue;
+                }
                 const i64 to = i64(token) * a.total + of.row + row;
                 if (OUT == kAdd && (round || o != tid)) old = load((const float *)a.y + to);
                 const float f = !NORM ? 1.f : TOKENS == 1 ? alone : this->factor(token),
@@ -544,7 +570,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                     ((u16 *)a.y)[to] = narrow(silu(v) * (sum(from + (count + slot) * each, token, n) * f));
                 else ((float *)a.y)[to] = OUT == kAdd ? old + v : v;
             }
-            from += count * each;
+            from += count * each, before += count * tokens() * 8;
         }
     }
     DEVICE void run() {
@@ -553,35 +579,40 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             for (int g = 0; g < 8; ++g) held[g] = load_shared(x[0] + (warp % TILES * 8 + g) * 64);
         }
         if (NORM && TOKENS == 1) alone = this->factor(0);
-        for (int round = 0; round < a.rounds; ++round) {
-            float *begin = partial + (round & 1) * a.sums, *to = begin;
-            for (int p = 0; p < a.parts; ++p) {
-                int first;
-                const Part of = parts[p];
-                const int count = units(of, round, first), kind = of.kind;
-#define MULTIPLY(k) multiply_kind<k>(kind, count, to);
-                EACH_KIND(MULTIPLY)
-#undef MULTIPLY
-                to += count * TILES * 8 * tokens();
+        for (int round = 0; round < a.rounds; ++round)
+            for (int t = 0; CHUNKED ? enter_chunk(t) : t == 0; t += CHUNKED ? a.chunk : 1) {
+                if constexpr (CHUNKED) this->template stage_columns<false>(begin * 256, width * 256), this->meet();
+                multiply_round(round, CHUNKED ? partial : partial + (round & 1) * a.sums);
             }
-            this->meet();
-            finish(round, begin);
+    }
+    DEVICE void multiply_round(int round, float *sums) {
+        float *to = sums;
+        for (int p = 0; p < a.parts; ++p) {
+            int first;
+            const Part of = parts[p];
+            const int count = units(of, round, first), kind = of.kind;
+#define MULTIPLY(k) multiply_kind<k>(kind, count, to);
+            EACH_KIND(MULTIPLY)
+#undef MULTIPLY
+            to += count * tiles() * 8 * tokens();
         }
+        this->meet();
+        finish(round, sums);
     }
 };
 
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE>
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE, bool CHUNKED>
 DEVICE void packed(const Packed &a) {
     extern __shared__ __align__(128) char shared[];
-    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE> m(a, shared);
+    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE, CHUNKED> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     m.keep_parts();
     __syncthreads();
     wait();
     launch_dependents();  // only now, so that what comes next finds the room that the kernel before has left
-    if constexpr (OUT == kAdd) m.load_old();
-    m.stage();
+    if constexpr (OUT == kAdd && !CHUNKED) m.load_old();
+    if constexpr (!CHUNKED) m.stage();
     m.run();
 }
 
