@@ -335,15 +335,15 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         for (int n = 0; n < HIGH; ++n) tiles += max(0, min(WARPS, (count + n) / HIGH * TILES - t));
         if (lane == 0) expect_bytes(barrier, tiles * each);
         __syncwarp();
-        if (unit < count && begin < end)
-            bulk_copy(at + (lane % HIGH * WARPS + begin - t) * each, from + (i64(unit) * TILES + begin - row * TILES) * each,
-                      (end - begin) * each, barrier, policy);
+        COPY_EACH((unit < count && begin < end), at + (lane % HIGH * WARPS + begin - t) * each,
+                  from + (i64(unit) * TILES + begin - row * TILES) * each, (end - begin) * each, barrier, policy);
+        end_copies(barrier);
     }
     // The copying warp: all tiles in the order in which they are multiplied; the first ones need no room to be made.
     DEVICE void copy_all() {
         const u64 policy = read_once();
         const u32 empty = 8 * a.slots;
-        if (lane < a.slots) init_barrier(barrier + 8 * lane, 1), init_barrier(barrier + empty + 8 * lane, WARPS);
+        if (lane < a.slots) init_barrier(barrier + 8 * lane, COPIERS), init_barrier(barrier + empty + 8 * lane, WARPS);
         publish_barriers();
         __syncwarp();
         int copied = 0;
