@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 
 from deltic.ops import explain, select
 from deltic.ops.cuda import arguments, driver, encoder, mtp, prefill, staging, state_delta_log
+from deltic.ops.cuda.card import CARDS, Card
 from deltic.ops.cuda.driver import FOLDER, CompileError, KernelArguments, compile_source
 from deltic.ops.cuda.encoder import tower_source
 from deltic.ops.cuda.kernel_config import (
@@ -27,7 +29,6 @@ from deltic.ops.cuda.kernel_config import (
     STATES,
     STORE,
     WARPS,
-    WHOLE_STATE_SHARED_BYTES,
     Multiply,
     Shapes,
     heads_product,
@@ -46,56 +47,62 @@ MODELS = {
     "4B": (2560, 9216, GdnSpec(16, 32, 128, 128, 4, 1e-6), AttentionSpec(16, 4, 256, 64, True, 1e-6)),
     "9B": (4096, 12288, GdnSpec(16, 32, 128, 128, 4, 1e-6), AttentionSpec(16, 4, 256, 64, True, 1e-6)),
 }
+HOPPER = CARDS["sm_90"]
 MULTIPROCESSOR, BLOCK = 228 << 10, 227 << 10
 """Bytes of shared memory, on compute capability 9.0."""
 
 
-def shapes_of(name: str) -> Shapes:
+def shapes_of(name: str, card: Card = HOPPER) -> Shapes:
     hidden, ffn, gdn, attention = MODELS[name]
-    products = {Multiply(hidden, True, STORE): None, Multiply(gdn.values, False, ADD): None,
-                Multiply(attention.queries, False, ADD): None, Multiply(hidden, True, GATE): None,
-                Multiply(ffn, False, ADD): None, Multiply(ffn, False, ADD, 4): None, heads_product(gdn, 4): None,
-                heads_product(gdn, 8): None}
-    return Shapes(tuple(products), gdn, attention)
+    multiply = partial(Multiply, card=card)
+    products = {multiply(hidden, True, STORE): None, multiply(gdn.values, False, ADD): None,
+                multiply(attention.queries, False, ADD): None, multiply(hidden, True, GATE): None,
+                multiply(ffn, False, ADD): None, multiply(ffn, False, ADD, 4): None, heads_product(gdn, 4, card): None,
+                heads_product(gdn, 8, card): None}
+    return Shapes(tuple(products), gdn, attention, card=card)
 
 
-def packed_shapes(name: str) -> Shapes:
+def packed_shapes(name: str, card: Card = HOPPER) -> Shapes:
     """Of a model whose file is Q4_K_M."""
     hidden, ffn, gdn, attention = MODELS[name]
     few, more = frozenset({"Q4_K"}), frozenset({"Q4_K", "Q6_K"})
-    products = (PackedMultiply(hidden, True, STORE, few), PackedMultiply(hidden, True, STORE, more, 2, 2),
-                PackedMultiply(gdn.values, False, ADD, few), PackedMultiply(hidden, True, GATE, few, 2, 2),
-                PackedMultiply(ffn, False, ADD, few), PackedMultiply(ffn, False, ADD, more - few),
-                PackedMultiply(hidden, True, STORE, more - few, 1, 2),
-                PackedMultiply(hidden, False, STORE, more - few, 1, 2),
-                PackedMultiply(gdn.values, False, ADD, few, 1, 2, gdn.value_dim, 16))
-    return Shapes(products, gdn, attention, more)
+    multiply = partial(PackedMultiply, card=card)
+    products = (multiply(hidden, True, STORE, few), multiply(hidden, True, STORE, more, 2, 2),
+                multiply(gdn.values, False, ADD, few), multiply(hidden, True, GATE, few, 2, 2),
+                multiply(ffn, False, ADD, few), multiply(ffn, False, ADD, more - few),
+                multiply(hidden, True, STORE, more - few, 1, 2),
+                multiply(hidden, False, STORE, more - few, 1, 2),
+                multiply(gdn.values, False, ADD, few, 1, 2, gdn.value_dim, 16))
+    return Shapes(products, gdn, attention, more, card=card)
 
 
-def float8_shapes(name: str) -> Shapes:
+def float8_shapes(name: str, card: Card = HOPPER) -> Shapes:
     """Of a model in float8."""
     hidden, ffn, gdn, attention = MODELS[name]
     fp8, both, eight = frozenset({"FP8"}), frozenset({"FP8", "Q8_0"}), frozenset({"Q8_0"})
-    products = (PackedMultiply(hidden, True, STORE, both, 4), PackedMultiply(hidden, True, STORE, fp8, 3, 2),
-                PackedMultiply(gdn.values, False, ADD, fp8), PackedMultiply(hidden, True, GATE, fp8, 2, 2),
-                PackedMultiply(ffn, False, ADD, fp8), PackedMultiply(hidden, True, STORE, eight, 1, 2),
-                PackedMultiply(hidden, False, STORE, eight, 1, 2),
-                PackedMultiply(gdn.values, False, ADD, fp8, 1, 2, gdn.value_dim, 16))
-    return Shapes(products, gdn, attention, both)
+    multiply = partial(PackedMultiply, card=card)
+    products = (multiply(hidden, True, STORE, both, 4), multiply(hidden, True, STORE, fp8, 3, 2),
+                multiply(gdn.values, False, ADD, fp8), multiply(hidden, True, GATE, fp8, 2, 2),
+                multiply(ffn, False, ADD, fp8), multiply(hidden, True, STORE, eight, 1, 2),
+                multiply(hidden, False, STORE, eight, 1, 2),
+                multiply(gdn.values, False, ADD, fp8, 1, 2, gdn.value_dim, 16))
+    return Shapes(products, gdn, attention, both, card=card)
 
 
-def packed_mixture() -> Shapes:
+def packed_mixture(card: Card = HOPPER) -> Shapes:
     """Of 35B-A3B in Q4_K_M, with a shared expert in Q8_0."""
     _, _, gdn, attention = MODELS["4B"]
     attention = replace(attention, kv_heads=2)
     few, more = frozenset({"Q4_K"}), frozenset({"Q4_K", "Q6_K"})
-    products = (Multiply(2048, True, STORE), PackedMultiply(2048, True, STORE, few, 1, 2),
-                PackedMultiply(2048, True, STORE, more, 2, 2), PackedMultiply(gdn.values, False, ADD, few),
-                PackedMultiply(2048, True, STORE, more - few, 1, 2),
-                PackedMultiply(2048, False, STORE, more - few, 1, 2))
+    multiply = partial(PackedMultiply, card=card)
+    products = (Multiply(2048, True, STORE, card=card), multiply(2048, True, STORE, few, 1, 2),
+                multiply(2048, True, STORE, more, 2, 2), multiply(gdn.values, False, ADD, few),
+                multiply(2048, True, STORE, more - few, 1, 2),
+                multiply(2048, False, STORE, more - few, 1, 2))
     routed = frozenset({Kinds("Q4_K", "Q4_K", "Q4_K"), Kinds("Q4_K", "Q4_K", "Q6_K")})
-    experts = PackedShape(2048, 512, 256, 8, True, True, routed, frozenset({Kinds("Q8_0", "Q8_0", "Q8_0")}))
-    return Shapes(products, gdn, attention, more, experts=experts)
+    experts = PackedShape(2048, 512, 256, 8, True, True, routed, frozenset({Kinds("Q8_0", "Q8_0", "Q8_0")}),
+                          card=card)
+    return Shapes(products, gdn, attention, more, experts=experts, card=card)
 
 
 def members(struct: str) -> list[str]:
@@ -239,10 +246,12 @@ def test_sources_for_bfloat16_states_compile(name: str, tmp_path: Path, monkeypa
 def test_whole_states_fill_a_block() -> None:
     """Whatever their numbers are: no second block finds room beside them."""
     gdn = MODELS["4B"][2]
-    for dtype, state in STATES.items():
-        count = states_at_once(gdn, state)
-        assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == WHOLE_STATE_SHARED_BYTES > MULTIPROCESSOR // 2
-        assert f"gdn_many<128, {count}, false>" in replace(shapes_of("4B"), state=state).source()
+    for card in CARDS.values():
+        assert card.whole_state_bytes > card.shared_memory // 2
+        for dtype, state in STATES.items():
+            count = states_at_once(gdn, state, card)
+            assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == card.whole_state_bytes
+            assert f"gdn_many<128, {count}, false>" in replace(shapes_of("4B", card), state=state).source()
 
 
 def compiles(text: str, tmp_path: Path, newer: bool) -> None:

@@ -14,15 +14,16 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prefill, quantized
-from deltic.ops.cuda.driver import load_module, shared_memory, why_not_compiled
+from deltic.ops.cuda.card import card_of
+from deltic.ops.cuda.driver import load_module, why_not_compiled
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
     STORE,
-    WHOLE_STATE_SHARED_BYTES,
     WHOLE_STATE_THREADS,
     Multiply,
     Shapes,
+    attention_bytes,
     blocks_of,
     gdn_slice,
     heads_product,
@@ -77,7 +78,7 @@ def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
     if shapes is None:
         return "the kernels do not know its dtype, its sizes or its experts"
     device = decoder.norm.device
-    if shapes.shared > shared_memory(device):
+    if shapes.shared > card_of(device).shared_memory:
         return "the card has too little shared memory for the kernels"
     sources = [shapes.source()]
     if _serves_prefill(device):
@@ -93,7 +94,7 @@ def left_to_torch(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[
 
 def serves_delta_logs(device: torch.device, dtype: str) -> bool:
     """True if the kernels can verify drafts and defer state writes for models of this dtype, before one is loaded."""
-    return dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _serves_prefill(device: torch.device) -> bool:
@@ -263,7 +264,7 @@ class DecodeStep:
         if parts:
             product = quantized.product_of(parts, False, ADD, self.blocks, spec.value_dim, gdn_slice(spec, "few"))
         else:
-            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks))
+            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card)
         self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
                      eps=spec.eps)
 
@@ -276,7 +277,7 @@ class DecodeStep:
             product = quantized.product_of(parts, scale is not None, out, self.blocks)
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
-            product = Multiply(_columns(weight), scale is not None, out, unit)
+            product = Multiply(_columns(weight), scale is not None, out, unit, card=self._shapes.card)
         if len(x) > product.most:  # the input would not fit in shared memory
             half = len(x) // 2
             x = _compact(x, len(x), _columns(weight))
@@ -323,7 +324,7 @@ class DecodeStep:
             alone = grid == self.blocks and not self._shapes.limits_registers and self._shapes.experts is None
             shared = SPLIT_HEAD_SHARED_BYTES * alone
         elif kind == "many" and passes_whole(spec):
-            grid, block, shared = min(heads, self.blocks), WHOLE_STATE_THREADS, WHOLE_STATE_SHARED_BYTES
+            grid, block, shared = min(heads, self.blocks), WHOLE_STATE_THREADS, self._shapes.card.whole_state_bytes
         else:
             grid, block = min(heads, 8 // slices * self.blocks), slices * 128
             shared = spec.key_dim * spec.value_dim * state.recurrent.element_size()
@@ -349,7 +350,7 @@ class DecodeStep:
             values=kv.values, mixed=buffers.mixed, mass=buffers.mass, y=buffers.y, ended=self._ended,
             count=batch.count, starts=batch.starts, done=batch.done, pages=batch.pages, eps=spec.eps, heads=spec.heads,
             kv_heads=spec.kv_heads, stride=stride, rotary=spec.rotary_dim, width=batch.pages.shape[1],
-            parts=buffers.parts))
+            parts=buffers.parts), attention_bytes(spec, self._shapes.card))
 
     # Many tokens
 

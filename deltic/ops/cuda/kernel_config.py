@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda.card import Card, card_of, default_card
 from deltic.ops.cuda.driver import entry, headers
 from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
     MAX_GEMV_TOKENS,
-    MAX_INPUT_BYTES,
-    MAX_SHARED_BYTES,
     MAX_SPLIT_HEAD_TOKENS,
     PLAIN_MMA_TOKENS,
     SHARED_BYTES_BESIDE_NEXT,
@@ -37,8 +36,8 @@ _KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8"}
 """The kernels' types of keys and values."""
 STATES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 """The kernels' types of states in their slots."""
-WHOLE_STATE_THREADS, WHOLE_STATE_SHARED_BYTES = 384, 192 << 10
-"""Of a block through which whole states pass: so large that a multiprocessor never has two."""
+WHOLE_STATE_THREADS = 384
+"""Threads of a block through which whole states pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,13 @@ class Multiply:
     unit: int = 8
     head: int = 0
     slice: int = 0
+    card: Card = field(default_factory=default_card)
 
     @property
     def most(self) -> int:
         """Largest number of tokens."""
-        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, MAX_INPUT_BYTES // (self.columns * 2))
+        fit = self.card.max_input_bytes // (self.columns * 2)
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -72,8 +73,10 @@ class Multiply:
         """Returns the kernel's CUDA source."""
         several = tokens > PLAIN_MMA_TOKENS
         fours, norm = MAX_GEMV_TOKENS // PLAIN_MMA_TOKENS if several else 1, str(self.norm).lower()
-        threads = BOUND_FOR_72_REGISTERS if limits_registers and not several else WARPS * 32 + 32
-        return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
+        resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
+        limited = limits_registers and not several and resident > 1
+        threads = BOUND_FOR_72_REGISTERS if limited else WARPS * 32 + 32
+        return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {fours}, "
                 f"{self.unit}, {self.head}, {self.slice}>(a); }}\n")
 
@@ -85,9 +88,10 @@ class Multiply:
     def slots(self, tokens: int, sums: int) -> int:
         """Slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
         slot, fixed = self._slot, self._fixed(tokens) + sums
-        slots = (SHARED_BYTES_BESIDE_NEXT - fixed) // slot
+        most = self.card.max_shared_bytes
+        slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
         if slots < 3 or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
-            slots = (MAX_SHARED_BYTES - fixed) // slot
+            slots = (most - fixed) // slot
         return max(2, min(slots, 24 if self.columns < SEGMENT else 12))
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
@@ -119,6 +123,7 @@ class Shapes:
     delta_logs: states have delta logs.
     experts: of the mixture-of-experts layers.
     kv, state: the kernels' types of keys and values (kernels/kv.cuh), and of states.
+    card: for which the kernels are made.
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -130,6 +135,7 @@ class Shapes:
     experts: ExpertsShape | None = None
     kv: str = "u16"
     state: str = "float"
+    card: Card = field(default_factory=default_card)
 
     @property
     def shared(self) -> int:
@@ -165,12 +171,19 @@ class Shapes:
                 text += self._gdn(self.gdn, kind, name)
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
-                text.append(entry(f"attention_{name}", "Attention", "256, 2",
+                room = attention_bytes(self.attention, self.card)
+                text.append(entry(f"attention_{name}", "Attention", f"256, {self.card.resident(room)}",
                                   f"attention<{size}, {share}, {kind}, {self.kv}>"))
+                if room:
+                    text.append(f"static_assert(sizeof(Attend<{size}, {share}, {kind}, {self.kv}>::Shared) <= {room});\n")
         if self.gdn and self.delta_logs:
             text.append(entry("append", "Append", "256", "append"))
         text += self.experts.entries() if self.experts else ()
         return "".join(text)
+
+    def _streams_alone(self, gdn: GdnSpec) -> bool:
+        """True if a multiprocessor has room for one state in shared memory only."""
+        return self.card.resident(gdn.key_dim * gdn.value_dim * 4 + (16 << 10)) == 1
 
     def _products(self) -> list[str]:
         """Each kernel once: one kernel serves several numbers of tokens."""
@@ -190,12 +203,13 @@ class Shapes:
         if name == "few":
             text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
         if name == "many" and passes_whole(gdn):
-            whole = f"gdn_many<{gdn.key_dim}, {states_at_once(gdn, self.state)}"
+            whole = f"gdn_many<{gdn.key_dim}, {states_at_once(gdn, self.state, self.card)}"
             text.append(entry("gdn_many", "Gdn", f"{WHOLE_STATE_THREADS}, 1", f"{whole}, false>"))
             if self.delta_logs:
                 text.append(entry("gdn_many_rings", "OverRings", f"{WHOLE_STATE_THREADS}, 1", f"{whole}, true>"))
         else:
-            text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
+            fit = min(1024 // block, 1 if self._streams_alone(gdn) else 8)
+            text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {fit}", f"gdn_stream<{shape}>"))
         if self.delta_logs:
             text.append(entry(f"gdn_verify_{name}", "Verify", "128, 4", f"gdn_verify<{shape}>"))
         return text
@@ -223,19 +237,26 @@ def heads_stride(spec: GdnSpec) -> int:
     return (spec.values + spec.values // gdn_slice(spec, "few") + 3) // 4 * 4
 
 
+def attention_bytes(spec: AttentionSpec, card: Card) -> int:
+    """Shared memory with which attention is launched; where a kernel may have all of it as its own, nothing."""
+    share = spec.heads // spec.kv_heads
+    floats = (share + WARPS * max(share, 3)) * spec.head_dim + (2 * WARPS + 64) * share + 4
+    return 0 if card.bulk_copies else 4 * floats
+
+
 def passes_whole(spec: GdnSpec) -> bool:
     """True if states of many rows pass through shared memory as a whole (kernels/gdn_many.cuh)."""
     return (spec.key_dim, spec.value_dim) == (128, 128)
 
 
-def states_at_once(spec: GdnSpec, state: str) -> int:
+def states_at_once(spec: GdnSpec, state: str, card: Card) -> int:
     """Whole states in the shared memory of a block. state: as in `Shapes`."""
-    return WHOLE_STATE_SHARED_BYTES // (spec.key_dim * spec.value_dim * (4 if state == "float" else 2))
+    return card.whole_state_bytes // (spec.key_dim * spec.value_dim * (4 if state == "float" else 2))
 
 
-def heads_product(spec: GdnSpec, unit: int) -> Multiply:
+def heads_product(spec: GdnSpec, unit: int, card: Card | None = None) -> Multiply:
     """Returns the output projection of split heads."""
-    return Multiply(spec.values, False, ADD, unit, spec.value_dim, gdn_slice(spec, "few"))
+    return Multiply(spec.values, False, ADD, unit, spec.value_dim, gdn_slice(spec, "few"), card or default_card())
 
 
 def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[Weight, bool]] = ()) -> Shapes | None:
@@ -245,7 +266,8 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
     """
     if not decoder.norm.is_cuda:
         return None
-    found = _Found(blocks_of(decoder.norm.device))
+    card = card_of(decoder.norm.device)
+    found = _Found(blocks_of(decoder.norm.device), card)
     gdn: GdnSpec | None = None
     attention: AttentionSpec | None = None
     experts: ExpertsShape | None = None
@@ -293,6 +315,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         experts=experts,
         kv=_KV[views.kv[0].keys.dtype] if views.kv else "u16",
         state=STATES[views.states[0].recurrent.dtype] if views.states else "float",
+        card=card,
     )
     return shapes if found.all_known and _supported(shapes) else None
 
@@ -302,6 +325,7 @@ class _Found:
     """The kernels that a model's weights need, collected. blocks: of a product."""
 
     blocks: int
+    card: Card
     products: dict[Multiply | PackedMultiply, None] = field(default_factory=dict)
     parts: dict[int, tuple[Tiles, ...]] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
@@ -310,9 +334,11 @@ class _Found:
     def add(self, weight: Weight, norm: bool, out: int, heads: GdnSpec | None = None) -> None:
         """heads: the weight may be multiplied with the outputs of split heads."""
         if isinstance(weight, Tensor) and _plain(weight):
-            self.products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, self.blocks))] = None
+            unit = unit_of(weight.shape[0], out, self.blocks)
+            self.products[Multiply(weight.shape[1], norm, out, unit, card=self.card)] = None
             if heads:
-                self.products[heads_product(heads, unit_of(weight.shape[0], ADD, self.blocks))] = None
+                unit = unit_of(weight.shape[0], ADD, self.blocks)
+                self.products[heads_product(heads, unit, self.card)] = None
         elif parts := self.parts.get(id(weight)) or parts_of(weight, out == GATE):
             self.parts[id(weight)] = parts
             self.kinds.update(part.type for part in parts)

@@ -8,7 +8,7 @@ described in loader/safetensors.py. The tests pack tiles on a CPU, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Final
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.card import Card, card_of, default_card
 from deltic.ops.cuda.driver import KernelArguments, Module
 from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
     MAX_GEMV_TOKENS,
-    MAX_SHARED_BYTES,
     MAX_SPLIT_HEAD_TOKENS,
     MMA_TOKENS,
     TWO_BLOCKS_SHARED_BYTES,
@@ -373,8 +373,6 @@ _SHARED_BYTES_BESIDE_NEXT = 104 << 10
 """Shared memory of a block that leaves room for the next product's block."""
 _MAX_INPUT_BYTES = 144 << 10
 """Input that a block keeps in shared memory, at most."""
-_SUM_BYTES = 16 << 10
-"""Shared memory for a block's sums, or for the sums of two rounds."""
 _MAX_PARTS, _MAX_SLOTS = 4, 16
 """Largest number of parts of a weight, and of slots of a ring."""
 _LINE_BYTES = 4 * 144
@@ -418,12 +416,12 @@ class PackedMultiply:
     high: int = 1
     head: int = 0
     slice: int = 0
+    card: Card = field(default_factory=default_card)
 
     @property
     def most(self) -> int:
         """Largest number of tokens."""
-        fit = _MAX_INPUT_BYTES // _input(self.columns, self.kinds)
-        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
+        return _most_tokens(self)
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -432,8 +430,9 @@ class PackedMultiply:
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
-        threads = BOUND_FOR_72_REGISTERS if tokens == 1 else WARPS * 32 + 32
-        return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
+        resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
+        threads = BOUND_FOR_72_REGISTERS if tokens == 1 and resident > 1 else WARPS * 32 + 32
+        return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
                 f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}>(a); }}\n")
 
@@ -452,18 +451,20 @@ class PackedMultiply:
         unit = tile * TILE_ROWS * tokens * 4
         most = max(counts)
         round = most
-        if sum(counts) * unit > _SUM_BYTES:  # a multiple of `high`, so that only the last unit may be single
-            fits = [units for units in range(high, min(most, _SUM_BYTES // unit) + 1, high)
-                    if sum(min(units, count) for count in counts) * unit <= _SUM_BYTES // 2]
+        room = self.card.sum_bytes
+        if sum(counts) * unit > room:  # a multiple of `high`, so that only the last unit may be single
+            fits = [units for units in range(high, min(most, room // unit) + 1, high)
+                    if sum(min(units, count) for count in counts) * unit <= room // 2]
             round = max(fits, default=high)
         rounds = -(-most // round)
         sums = sum(min(round, count) for count in counts) * unit
         slot = _slot(self.kinds, high)
         fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
-        slots_beside = (_SHARED_BYTES_BESIDE_NEXT - fixed) // slot
+        shared = self.card.max_shared_bytes
+        slots_beside = (min(_SHARED_BYTES_BESIDE_NEXT, shared) - fixed) // slot
         # slots that a block fills in all
         wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
-        fit = slots_beside if slots_beside >= 3 else (MAX_SHARED_BYTES - fixed) // slot
+        fit = slots_beside if slots_beside >= 3 else (shared - fixed) // slot
         slots = max(2, min(fit, _MAX_SLOTS, wanted))
         return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
 
@@ -484,6 +485,18 @@ class ProductPlan:
     shared: int
 
 
+@cache
+def _most_tokens(product: PackedMultiply) -> int:
+    """Tokens whose input and sums fit into shared memory beside two slots of weights."""
+    most = min(MAX_SPLIT_HEAD_TOKENS if product.head else MAX_GEMV_TOKENS,
+               _MAX_INPUT_BYTES // _input(product.columns, product.kinds))
+    return next((tokens for tokens in range(most, 1, -1) if _fits(product, tokens)), 1)
+
+
+def _fits(product: PackedMultiply, tokens: int) -> bool:
+    return product.plan(tokens, (1 << 20,) * product.parts).shared <= product.card.max_shared_bytes
+
+
 def _class(tokens: int) -> int:
     return 1 if tokens == 1 else 8 if tokens <= 8 else 16
 
@@ -501,10 +514,11 @@ def _input(columns: int, kinds: frozenset[str]) -> int:
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
                slice: int = 0) -> PackedMultiply:
     columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
-    sums = units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
-    room = _SHARED_BYTES_BESIDE_NEXT - 1024 - _input(columns, kinds) - sums
+    card, sums = card_of(parts[0].data.device), units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
+    room = min(_SHARED_BYTES_BESIDE_NEXT, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
-    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
+    product = PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, card)
+    return product if high == 1 or _fits(product, 1) else replace(product, high=1)
 
 
 def _units(part: Tiles) -> int:
