@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.card import Card
 from deltic.ops.cuda.driver import entry, headers, load_module
 from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
@@ -196,10 +197,11 @@ def terms_shared(size: int) -> int:
     return 2 * CHUNK * _LINE * 4 + CHUNK * size * 2 + 6 * CHUNK * 4
 
 
-def scan_shared(size: int) -> int:
-    """Bytes of shared memory of a block of `delta_scan`."""
-    tile, part = CHUNK * size * 2, CHUNK * columns(size) * 2
-    return _STAGES * (3 * tile + CHUNK * CHUNK * 2 + part + 4 * CHUNK * 4) + (size // 16 + 4) * 2048 + 64 + 1024
+def scan_shared(size: int, card: Card) -> int:
+    """Bytes of shared memory of a block of `delta_scan`: of several chunks, or of one whose gates both groups have."""
+    tile, part, gates = CHUNK * size * 2, CHUNK * columns(size) * 2, 4 * CHUNK * 4
+    stage = 3 * tile + CHUNK * CHUNK * 2 + part + gates
+    return (_STAGES * stage if card.wgmma else stage + gates) + (size // 16 + 4) * 2048 + 64 + 1024
 
 
 def columns(size: int) -> int:
@@ -417,7 +419,8 @@ class PrefillStep:
             terms_shared(size))
         launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScanArgs(
             tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
-            firsts=plan.firsts, row=decode_rows, **heads, **places, **emits), scan_shared(size))
+            firsts=plan.firsts, row=decode_rows, **heads, **places, **emits),
+            scan_shared(size, self._shapes.card))
         launch("k_prompt_ring", (-(-spec.channels // 1024), plan.rows), 128, args.PromptRingArgs(
             proj=proj, ring=state.conv, target=batch.target, stride=stride, channels=spec.channels, row=decode_rows,
             **places, **emits))
