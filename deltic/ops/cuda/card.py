@@ -86,12 +86,13 @@ CARDS: Final = {card.name: card for card in (
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """Returns a device's card, restricted to the one that DELTIC_CARD names. Without a GPU, the card of 9.0."""
+    """Returns a device's card, restricted to the one that DELTIC_CARD names; of a CPU that of the GPU beside it, or of
+    9.0 if there is none."""
     wanted = os.environ.get(OPTION)
     if wanted and wanted not in CARDS:
         raise ConfigError(f"{OPTION}={wanted} is no card: use one of {', '.join(CARDS)}, or leave it out", OPTION)
     if device.type != "cuda":
-        return CARDS[wanted or "sm_90"]
+        return card_of(torch.device("cuda")) if torch.cuda.is_available() else CARDS[wanted or "sm_90"]
     major, minor = torch.cuda.get_device_capability(device)
     own = CARDS.get(f"sm_{major}{minor}") or _card(major, minor)
     return restricted(own, CARDS[wanted]) if wanted else own
@@ -116,4 +117,4 @@ def restricted(own: Card, other: Card) -> Card:
 @cache
 def default_card() -> Card:
     """Returns the card of torch's current device."""
-    return card_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return card_of(torch.device("cpu"))

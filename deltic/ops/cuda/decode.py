@@ -80,9 +80,7 @@ def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
     device = decoder.norm.device
     if shapes.shared > card_of(device).shared_memory:
         return "the card has too little shared memory for the kernels"
-    sources = [shapes.source()]
-    if _serves_prefill(device):
-        sources.append(prefill.source(shapes))
+    sources = shapes.source(), prefill.source(shapes)
     return next(filter(None, (why_not_compiled(source, device) for source in sources)), None)
 
 
@@ -95,10 +93,6 @@ def left_to_torch(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[
 def serves_delta_logs(device: torch.device, dtype: str) -> bool:
     """True if the kernels can verify drafts and defer state writes for models of this dtype, before one is loaded."""
     return dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _serves_prefill(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _all_ops_replaceable(ops: Ops) -> bool:
@@ -151,9 +145,7 @@ class DecodeStep:
             self.delta_log = StateDeltaLog(self._module, views, shapes.gdn, _MAX_ROWS)
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
         self._experts = experts_of(self._module, shapes.experts, mixtures, self.blocks) if shapes.experts else None
-        self.prefill = None
-        if reads and _serves_prefill(self._device):
-            self.prefill = prefill.PrefillStep(self, shapes, self._device)
+        self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
         if batch.count is None:

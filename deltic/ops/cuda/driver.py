@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import os
+import struct
 import sys
 import tempfile
 from collections.abc import Callable
@@ -258,7 +259,10 @@ def make_current(device: torch.device) -> None:
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
     """Returns a descriptor with which the tensor memory accelerator copies boxes of a bfloat16 matrix; the 128 bytes of
-    a row (64 columns) are swizzled in shared memory."""
+    a row (64 columns) are swizzled in shared memory. Without such an accelerator, what kernels/grouped.cuh asks for."""
+    if not card_of(matrix.device).bulk_copies:
+        words = (matrix.data_ptr(), matrix.stride(0) * 2, matrix.shape[0], matrix.shape[1])
+        return struct.pack("16Q", *words, *[0] * 12)
     room = (c_uint64 * 24)()
     map = ctypes.addressof(room) + -ctypes.addressof(room) % 64
     _check(_driver().cuTensorMapEncodeTiled(

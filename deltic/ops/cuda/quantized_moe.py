@@ -125,7 +125,8 @@ class PackedShape(ExpertsShape):
     def gemv_entries(self) -> Iterator[str]:
         common = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
         mixed = cpp_bool(any(kinds.gate != kinds.up for kinds in self._all))
-        threads, behind = f"{WARPS * 32 + 32}, {self.card.resident(TWO_BLOCKS_SHARED_BYTES)}", -(-(self.ring_offset + 8 * (self.count + 1)) // 128) * 128
+        threads = f"{WARPS * 32 + 32}, {self.card.resident(TWO_BLOCKS_SHARED_BYTES)}"
+        behind = -(-(self.ring_offset + 8 * (self.count + 1)) // 128) * 128
         yield entry("packed_gate", "PackedGate", threads,
                      f"packed_gate<{common}, {_bits(self._gate_kinds)}, {mixed}, {behind}>")
         yield entry("packed_down", "PackedDown", threads,
