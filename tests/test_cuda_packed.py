@@ -26,7 +26,8 @@ from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
 from deltic.ops.cuda.arguments import EnterArgs
 from deltic.ops.cuda.decode import DecodeStep
-from deltic.ops.cuda.driver import Module, architecture, compile_source
+from deltic.ops.cuda.card import default_card
+from deltic.ops.cuda.driver import Module, compile_source
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Shapes, gdn_slice
 from deltic.ops.cuda.quantized import (
     KINDS,
@@ -88,7 +89,7 @@ class Modules:
     def __init__(self, sources: list[str]) -> None:
         device = torch.device("cuda")
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda source: compile_source(source, architecture(device)), sources))
+            list(pool.map(lambda source: compile_source(source, default_card().target), sources))
         self._modules = [(source, Module(source, device)) for source in sources]
 
     def launch(self, name: str, *args: Any, **options: Any) -> None:

@@ -33,7 +33,8 @@ from deltic.loader.quantize import FP8_TYPE, quantize_tensors
 from deltic.model.decoder import build as build_decoder
 from deltic.ops import reference, select
 from deltic.ops.cuda import arguments, quantized
-from deltic.ops.cuda.driver import CompileError, Module, architecture, compile_source, headers
+from deltic.ops.cuda.card import CARDS, default_card
+from deltic.ops.cuda.driver import CompileError, Module, compile_source, headers
 from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, RealTokens
 from deltic.ops.cuda.quantized import KINDS, Tiles, pack_stack
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape, QuantizedMoeOp, experts_shape, knows_packed, scratch_bytes
@@ -251,7 +252,7 @@ class Mixture:
 def compiled() -> None:
     """All kernels, side by side."""
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda shape: compile_source(source(shape), architecture(torch.device("cuda"))),
+        list(pool.map(lambda shape: compile_source(source(shape), default_card().target),
                       SHAPES.values()))
 
 

@@ -106,7 +106,7 @@ class ExpertsShape:
         units = -(-(min(self.count, tokens * self.per_token) + self.shared) * (self.size // 4) // blocks)
         group = max(1, min(SUM_BYTES // (WARPS * 8 * 4 * tokens), units))
         fixed = self.ring_offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
-        slots = ring_slots(fixed, 16 * self.hidden, GATE_SHARED_BYTES, units, self.card)
+        slots = ring_slots(fixed, 16 * self.hidden, GATE_SHARED_BYTES, units, self.card, tokens)
         return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * 16 * self.hidden)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
@@ -115,7 +115,7 @@ class ExpertsShape:
         slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
         fixed = self.ring_offset + 2 * WARPS * 16 * 4 * tokens
         slots = ring_slots(fixed, slot, DOWN_SHARED_BYTES, experts * -(-self.hidden // (16 * blocks)),
-                           self.card)
+                           self.card, tokens)
         return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot)
 
     @property
@@ -340,12 +340,14 @@ def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(gate.shape), tuple(down.shape)
 
 
-def ring_slots(fixed: int, slot: int, beside: int, items: int, card: Card) -> int:
+def ring_slots(fixed: int, slot: int, beside: int, items: int, card: Card, tokens: int) -> int:
     """Returns the slots of a ring: at least three within the budget that leaves room for the next kernel's block, or as
-    many as all shared memory holds. fixed: bytes of the block besides the ring."""
+    many as all shared memory holds; one if a token's block has room for no more. fixed: bytes of the block besides the
+    ring."""
     shared = card.max_shared_bytes
     few, most = (min(beside, shared) - fixed) // slot, (shared - fixed) // slot
-    return max(2, min(few if few >= 3 else most, items, 16))
+    least = 1 if tokens == most == 1 else 2
+    return max(least, min(few if few >= 3 else most, items, 16))
 
 
 def _tile(average: float) -> int:

@@ -442,11 +442,11 @@ class PackedMultiply:
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
     def _high(self, tokens: int) -> int:
-        return self.high if tokens <= MMA_TOKENS // 2 else 1
+        return _high_of(self, tokens)
 
-    def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
-        """counts: units of each part in a block, at most."""
-        high = self._high(tokens)
+    def plan(self, tokens: int, counts: tuple[int, ...], high: int = 0) -> ProductPlan:
+        """counts: units of each part in a block, at most. high: units that are multiplied at once; 0: as many as do."""
+        high = high or self._high(tokens)
         tile = self.columns // TILE_COLUMNS
         unit = tile * TILE_ROWS * tokens * 4
         most = max(counts)
@@ -493,8 +493,13 @@ def _most_tokens(product: PackedMultiply) -> int:
     return next((tokens for tokens in range(most, 1, -1) if _fits(product, tokens)), 1)
 
 
-def _fits(product: PackedMultiply, tokens: int) -> bool:
-    return product.plan(tokens, (1 << 20,) * product.parts).shared <= product.card.max_shared_bytes
+@cache
+def _high_of(product: PackedMultiply, tokens: int) -> int:
+    return product.high if tokens <= MMA_TOKENS // 2 and _fits(product, tokens, product.high) else 1
+
+
+def _fits(product: PackedMultiply, tokens: int, high: int = 1) -> bool:
+    return product.plan(tokens, (1 << 20,) * product.parts, high).shared <= product.card.max_shared_bytes
 
 
 def _class(tokens: int) -> int:
@@ -517,8 +522,7 @@ def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head
     card, sums = card_of(parts[0].data.device), units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
     room = min(_SHARED_BYTES_BESIDE_NEXT, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
-    product = PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, card)
-    return product if high == 1 or _fits(product, 1) else replace(product, high=1)
+    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, card)
 
 
 def _units(part: Tiles) -> int:

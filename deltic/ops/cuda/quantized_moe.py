@@ -110,7 +110,7 @@ class PackedShape(ExpertsShape):
         fixed = self.ring_offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
         slots = ring_slots(
             fixed, self.gate_slot, GATE_SHARED_BYTES, items * -(-tiles // min(map(self.wide, self._all))),
-            self.card,
+            self.card, tokens,
         )
         return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.gate_slot)
 
@@ -119,7 +119,7 @@ class PackedShape(ExpertsShape):
         sums = tokens * self.experts_per_token * self._down_tiles * 2 * TILE_ROWS * 4
         fixed = self.ring_offset + WARPS * own + 2 * sums
         fills = -(-self._max_experts(tokens) // self._experts_at_once) * -(-self.hidden // (2 * TILE_ROWS * blocks))
-        slots = ring_slots(fixed, self.down_slot, DOWN_SHARED_BYTES, fills, self.card)
+        slots = ring_slots(fixed, self.down_slot, DOWN_SHARED_BYTES, fills, self.card, tokens)
         return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.down_slot)
 
     def gemv_entries(self) -> Iterator[str]:
