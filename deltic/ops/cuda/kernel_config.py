@@ -238,10 +238,10 @@ def heads_stride(spec: GdnSpec) -> int:
 
 
 def attention_bytes(spec: AttentionSpec, card: Card) -> int:
-    """Shared memory with which attention is launched; where a kernel may have all of it as its own, nothing."""
+    """Shared memory with which attention is launched; nothing on 9.0, where more than 48 KiB may be a kernel's own."""
     share = spec.heads // spec.kv_heads
     floats = (share + WARPS * max(share, 3)) * spec.head_dim + (2 * WARPS + 64) * share + 4
-    return 0 if card.bulk_copies else 4 * floats
+    return 0 if card.wgmma else 4 * floats
 
 
 def passes_whole(spec: GdnSpec) -> bool:

@@ -87,7 +87,7 @@ class ExpertsShape:
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory of the largest block."""
-        return max(self._few_bytes(max(self.most, 1)), *(_tile_bytes(self.card, tile) for tile in _STAGES))
+        return max(self._few_bytes(max(self.most, 1)), *(tile_bytes(self.card, tile) for tile in _STAGES))
 
     @property
     def most(self) -> int:
@@ -277,7 +277,7 @@ class MoeOp:
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
                 weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
                 ahead=self.ahead if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
-                _tile_bytes(shape.card, tile))
+                tile_bytes(shape.card, tile))
         mixture = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.CombineArgs(
             x=outputs, y=mixture, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
@@ -368,7 +368,8 @@ def _stage_bytes(tile: int) -> int:
     return (128 + tile) * 2 * BOX_COLUMNS + 16
 
 
-def _tile_bytes(card: Card, tile: int) -> int:
+def tile_bytes(card: Card, tile: int) -> int:
+    """Bytes of shared memory of a block of a grouped product. tile: as in `_STAGES`."""
     return 1024 + _stages(card, tile)[0] * _stage_bytes(tile)
 
 

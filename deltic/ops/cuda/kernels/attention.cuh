@@ -290,7 +290,7 @@ template <int D, int SHARE, class In, class KV> struct Attend {
 
 // Grid [parts * K/V heads * T or more], 256 threads.
 template <int D, int SHARE, class In, class KV> DEVICE void attention(const Attention &a) {
-#if __CUDA_ARCH__ >= 900
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     __shared__ typename Attend<D, SHARE, In, KV>::Shared shared;
 #else  // where a kernel has 48 KB of its own, and gets more only when it is launched (kernel_config.py)
     extern __shared__ __align__(16) char room[];
