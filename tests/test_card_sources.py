@@ -9,23 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from test_cuda_source import (
-    MODELS,
-    encoder,
-    float8_shapes,
-    mtp,
-    packed_mixture,
-    packed_shapes,
-    prefill,
-    shapes_of,
-    source,
-    staging,
-    state_delta_log,
-    tower_source,
-)
+import torch
+from test_cuda_source import MODELS, float8_shapes, packed_mixture, packed_shapes, shapes_of
 
 from deltic.errors import ConfigError
 from deltic.ops.cuda import card as cards
+from deltic.ops.cuda import encoder, mtp, prefill, sample, staging, state_delta_log
 from deltic.ops.cuda.card import CARDS, Card, restricted
 from deltic.ops.cuda.driver import CompileError, compile_source
 from deltic.ops.cuda.kernel_config import ADD, STORE, Multiply, Shapes, attention_bytes
@@ -84,8 +73,8 @@ def test_all_kernels_compile(name: str, card: Card, tmp_path: Path, monkeypatch:
 def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     bfloat16 = replace(few_kernels(card), products=(), delta_logs=True, state="unsigned short", kv="u8")
-    for text in (source(), staging.source(), state_delta_log.flush_source(), encoder.encoder_source(1000),
-                 tower_source(1152, 72), bfloat16.source(), prefill.source(bfloat16)):
+    for text in (sample.source(), staging.source(), state_delta_log.flush_source(), encoder.encoder_source(1000),
+                 encoder.tower_source(1152, 72), bfloat16.source(), prefill.source(bfloat16)):
         check(text, bfloat16)
     for size in (64, 128):
         float8 = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8", card=card)
@@ -115,11 +104,11 @@ def test_the_option_names_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     cards.card_of.cache_clear()
     monkeypatch.setenv("DELTIC_CARD", "sm_86")
     try:
-        assert cards.card_of(cards.torch.device("cpu")).name == "sm_86"
+        assert cards.card_of(torch.device("cpu")).name == "sm_86"
         cards.card_of.cache_clear()
         monkeypatch.setenv("DELTIC_CARD", "rtx")
         with pytest.raises(ConfigError, match="DELTIC_CARD=rtx is no card: use one of sm_80, sm_86"):
-            cards.card_of(cards.torch.device("cpu"))
+            cards.card_of(torch.device("cpu"))
     finally:
         cards.card_of.cache_clear()
 

@@ -25,8 +25,8 @@ from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
 from deltic.ops.cuda.arguments import EnterArgs
-from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.card import default_card
+from deltic.ops.cuda.decode import DecodeStep
 from deltic.ops.cuda.driver import Module, compile_source
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Shapes, gdn_slice
 from deltic.ops.cuda.quantized import (

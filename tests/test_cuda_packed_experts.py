@@ -33,7 +33,7 @@ from deltic.loader.quantize import FP8_TYPE, quantize_tensors
 from deltic.model.decoder import build as build_decoder
 from deltic.ops import reference, select
 from deltic.ops.cuda import arguments, quantized
-from deltic.ops.cuda.card import CARDS, default_card
+from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.driver import CompileError, Module, compile_source, headers
 from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, RealTokens
 from deltic.ops.cuda.quantized import KINDS, Tiles, pack_stack

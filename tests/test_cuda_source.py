@@ -18,10 +18,9 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, driver, encoder, mtp, prefill, staging, state_delta_log
+from deltic.ops.cuda import arguments, driver, prefill
 from deltic.ops.cuda.card import CARDS, Card
-from deltic.ops.cuda.driver import FOLDER, CompileError, KernelArguments, compile_source
-from deltic.ops.cuda.encoder import tower_source
+from deltic.ops.cuda.driver import FOLDER, KernelArguments
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -36,7 +35,6 @@ from deltic.ops.cuda.kernel_config import (
 )
 from deltic.ops.cuda.quantized import PackedMultiply
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
-from deltic.ops.cuda.sample import source
 from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
 
 steps = import_module("deltic.ops.cuda.decode")

@@ -26,7 +26,7 @@ class Card:
 
     name: its compute capability, as sm_86. target: for NVRTC; compute_86 for code that the driver compiles further.
     shared_memory: bytes of a block, at most.
-    bulk_copies: a thread copies kilobytes to shared memory, and boxes of matrices; otherwise warps copy 16 bytes a lane.
+    bulk_copies: a thread copies kilobytes to shared memory, or boxes of a matrix; otherwise each lane copies 16 bytes.
     overlaps: a kernel may start while the one before still runs (programmatic dependent launch).
     wgmma: warp groups multiply matrices in shared memory; otherwise warps multiply registers.
     """
@@ -54,13 +54,13 @@ class Card:
         return self.shared_memory - 1024
 
     def resident(self, shared: int) -> int:
-        """Blocks of so much shared memory that a multiprocessor holds, two at most. It has 1 KiB more than one block may
-        take, and takes 1 KiB for each."""
+        """Blocks of so much shared memory that a multiprocessor holds, two at most. It has 1 KiB more than a block may
+        take, and keeps 1 KiB of each."""
         return 2 if 2 * (shared + 1024) <= self.shared_memory + 1024 else 1
 
     @property
     def max_input_bytes(self) -> int:
-        """Input that a block of a product keeps in shared memory: beside it, two slots of weights and sums have room."""
+        """Input that a block of a product keeps in shared memory, beside two slots of weights, and sums."""
         return min(MAX_INPUT_BYTES, self.max_shared_bytes - (51 << 10))
 
     @property

@@ -171,11 +171,11 @@ class Shapes:
                 text += self._gdn(self.gdn, kind, name)
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
-                room = attention_bytes(self.attention, self.card)
+                shape, room = f"<{size}, {share}, {kind}, {self.kv}>", attention_bytes(self.attention, self.card)
                 text.append(entry(f"attention_{name}", "Attention", f"256, {self.card.resident(room)}",
-                                  f"attention<{size}, {share}, {kind}, {self.kv}>"))
+                                  f"attention{shape}"))
                 if room:
-                    text.append(f"static_assert(sizeof(Attend<{size}, {share}, {kind}, {self.kv}>::Shared) <= {room});\n")
+                    text.append(f"static_assert(sizeof(Attend{shape}::Shared) <= {room});\n")
         if self.gdn and self.delta_logs:
             text.append(entry("append", "Append", "256", "append"))
         text += self.experts.entries() if self.experts else ()

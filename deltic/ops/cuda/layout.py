@@ -11,7 +11,7 @@ MAX_SPLIT_HEAD_TOKENS = 2
 WARPS = 8
 """Warps of a block that multiply; one more copies."""
 SHARED_BYTES_BESIDE_NEXT = 105 << 10
-"""Shared memory of a block that leaves room for the next kernel's block and a small one, on cards that have that much."""
+"""Shared memory of a block that leaves room for the next kernel's block and a small one, on cards that have so much."""
 TWO_BLOCKS_SHARED_BYTES = 84 << 10
 """Shared memory with which only two blocks fit on a multiprocessor."""
 MAX_INPUT_BYTES = 132 << 10

@@ -157,14 +157,16 @@ class ExpertsShape:
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
     """Returns the shape of a layer; None if the kernels do not know it (dtype, size of the shared expert,
     quantized)."""
-    shared, store = weights.shared is not None, _store(weights)
+    shared, store, router = weights.shared is not None, _store(weights), weights.router
+    if not isinstance(router, Tensor):
+        return None
     if not all(map(_plain, _matrices(weights))) or (isinstance(weights.experts, ExpertPool) and store is None):
         return None
     hidden, size = (store.hidden, store.size) if store else _sizes(weights.parts[0])[1]
     if any(_sizes(part) != ((2 * size, hidden), (hidden, size)) for part in weights.parts):
         return None
     shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, shared, weights.normalised,
-                         host=store is not None and store.host is not None, card=card_of(weights.router.device))
+                         host=store is not None and store.host is not None, card=card_of(router.device))
     return shape if shape.known else None
 
 
