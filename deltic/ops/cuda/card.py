@@ -49,6 +49,14 @@ class Card:
         return self.wgmma
 
     @property
+    def description(self) -> str:
+        """Which form of the kernels serves the card, in a line."""
+        copies = "bulk copies" if self.bulk_copies else "copies of 16 bytes"
+        products = "wgmma and mma.sync" if self.wgmma else "mma.sync"
+        note = "" if self.measured else "; we have not measured this card"
+        return f"for {self.name} ({self.shared_memory >> 10} KiB a block, {copies}, {products}){note}"
+
+    @property
     def max_shared_bytes(self) -> int:
         """Shared memory of a block that a kernel asks for; a little is left for its own variables."""
         return self.shared_memory - 1024

@@ -20,7 +20,7 @@ from deltic.ops.cuda.layout import (
     WARPS,
 )
 from deltic.ops.cuda.moe import ExpertsShape
-from deltic.ops.cuda.quantized import PackedMultiply, Tiles, kinds_entries, parts_of, product_of
+from deltic.ops.cuda.quantized import KINDS, PackedMultiply, Tiles, parts_of, product_of
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
 from deltic.ops.types import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, MoeWeights, Weight
 
@@ -165,7 +165,9 @@ class Shapes:
         text = [state_header(self.state), headers(*files), *self._products()]
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
-        text += [entry(*row) for row in kinds_entries(self.kinds)]
+        for kind, number in ((kind, KINDS[kind].number) for kind in sorted(self.kinds)):
+            text.append(entry(f"unpack_{kind.lower()}", "Unpack", "256", f"unpack<{number}>"))
+            text.append(entry(f"enter_{kind.lower()}", "Enter", "256", f"enter_packed<{number}>"))
         for kind, name in (("float", "few"), ("u16", "many")):
             if self.gdn:
                 text += self._gdn(self.gdn, kind, name)

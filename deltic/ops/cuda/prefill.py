@@ -6,6 +6,7 @@ prefix: a large row's attention is computed in two parts, its own tokens and wha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.card import Card
+from deltic.ops.cuda.card import Card, card_of
 from deltic.ops.cuda.driver import entry, headers, load_module
 from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
@@ -35,6 +36,7 @@ from deltic.ops.types import (
 if TYPE_CHECKING:
     from deltic.ops.cuda.decode import DecodeStep, _DecodeBuffers
 
+log = logging.getLogger("deltic")
 _LARGE = 1 << 22
 """Tokens times context from which on cuDNN serves a row by itself."""
 _LONG = 1024
@@ -144,11 +146,16 @@ class Attend:
     """Attention of a group's tokens to K/V that are stored already."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        self._cudnn = torch.backends.cudnn.is_available()
+        # on older cards it knows no large heads, and torch's flash kernels are as fast
+        self._cudnn = torch.backends.cudnn.is_available() and card_of(device).capability >= (9, 0)
         if self._cudnn:  # its first call takes a second
             query, keys = (torch.zeros(64, heads, spec.head_dim, dtype=torch.bfloat16, device=device)
                            for heads in (spec.heads, spec.kv_heads))
-            _cudnn_attention(query, keys, keys, True)
+            try:
+                _cudnn_attention(query, keys, keys, True)
+            except RuntimeError as error:
+                log.warning("cuDNN does not serve attention on this GPU, torch's flash kernels do: %s", error)
+                self._cudnn = False
 
     def __call__(self, query: Tensor, kv: KvView, group: AttentionGroup) -> AttentionParts:
         """query [PREFIX_GRAIN + T + side of the largest square, heads, D] bfloat16; the tokens' queries begin at

@@ -7,7 +7,7 @@ described in loader/safetensors.py. The tests pack tiles on a CPU, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Final
@@ -426,7 +426,7 @@ class PackedMultiply:
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
         return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
-                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}")
+                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (_high_of(self, tokens) - 1)}")
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
@@ -434,24 +434,19 @@ class PackedMultiply:
         threads = BOUND_FOR_72_REGISTERS if tokens == 1 and resident > 1 else WARPS * 32 + 32
         return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
-                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}>(a); }}\n")
+                f"{_class(tokens)}, {kinds}, {_high_of(self, tokens)}, {self.head}, {self.slice}>(a); }}\n")
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block, at most."""
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
-    def _high(self, tokens: int) -> int:
-        return _high_of(self, tokens)
-
     def plan(self, tokens: int, counts: tuple[int, ...], high: int = 0) -> ProductPlan:
         """counts: units of each part in a block, at most. high: units that are multiplied at once; 0: as many as do."""
-        high = high or self._high(tokens)
-        tile = self.columns // TILE_COLUMNS
-        unit = tile * TILE_ROWS * tokens * 4
-        most = max(counts)
-        round = most
-        room = self.card.sum_bytes
+        high = high or _high_of(self, tokens)
+        tile, unit = self.columns // TILE_COLUMNS, self.columns // TILE_COLUMNS * TILE_ROWS * tokens * 4
+        round = most = max(counts)
+        room, shared = self.card.sum_bytes, self.card.max_shared_bytes
         if sum(counts) * unit > room:  # a multiple of `high`, so that only the last unit may be single
             fits = [units for units in range(high, min(most, room // unit) + 1, high)
                     if sum(min(units, count) for count in counts) * unit <= room // 2]
@@ -460,7 +455,6 @@ class PackedMultiply:
         sums = sum(min(round, count) for count in counts) * unit
         slot = _slot(self.kinds, high)
         fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
-        shared = self.card.max_shared_bytes
         slots_beside = (min(_SHARED_BYTES_BESIDE_NEXT, shared) - fixed) // slot
         # slots that a block fills in all
         wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
@@ -488,13 +482,14 @@ class ProductPlan:
 @cache
 def _most_tokens(product: PackedMultiply) -> int:
     """Tokens whose input and sums fit into shared memory beside two slots of weights."""
-    most = min(MAX_SPLIT_HEAD_TOKENS if product.head else MAX_GEMV_TOKENS,
-               _MAX_INPUT_BYTES // _input(product.columns, product.kinds))
-    return next((tokens for tokens in range(most, 1, -1) if _fits(product, tokens)), 1)
+    most = MAX_SPLIT_HEAD_TOKENS if product.head else MAX_GEMV_TOKENS
+    fit = min(most, _MAX_INPUT_BYTES // _input(product.columns, product.kinds))
+    return next((tokens for tokens in range(fit, 1, -1) if _fits(product, tokens)), 1)
 
 
 @cache
 def _high_of(product: PackedMultiply, tokens: int) -> int:
+    """Units that are multiplied at once."""
     return product.high if tokens <= MMA_TOKENS // 2 and _fits(product, tokens, product.high) else 1
 
 
@@ -518,15 +513,12 @@ def _input(columns: int, kinds: frozenset[str]) -> int:
 
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
                slice: int = 0) -> PackedMultiply:
-    columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
-    card, sums = card_of(parts[0].data.device), units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
+    columns, kinds, card = parts[0].columns, frozenset(part.type for part in parts), card_of(parts[0].data.device)
+    units = max(len(part.data) for part in parts)
+    sums = units // blocks * (columns // TILE_COLUMNS * TILE_ROWS * 4)
     room = min(_SHARED_BYTES_BESIDE_NEXT, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
     return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, card)
-
-
-def _units(part: Tiles) -> int:
-    return len(part.data)
 
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
@@ -538,8 +530,7 @@ def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], to
 
 def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
               **values: Any) -> tuple[ProductPlan, KernelArguments]:
-    gate = product.out == 2
-    units = [len(part.data) for part in parts]
+    gate, units = product.out == 2, [len(part.data) for part in parts]
     whole, rest = [unit // blocks for unit in units], [unit % blocks for unit in units]
     # no block gets one more unit of every part; gate and up lie in the same block
     shift = [0 if gate else sum(rest[:index]) % blocks for index in range(len(parts))]
@@ -557,19 +548,10 @@ def _four(values: list[int]) -> tuple[int, ...]:
     return (*values, *[0] * (_MAX_PARTS - len(values)))
 
 
-def kinds_entries(kinds: frozenset[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Yields arguments of `kernel_config.entry` for kernels that dequantize tiles."""
-    for kind in sorted(kinds):
-        number = KINDS[kind].number
-        yield f"unpack_{kind.lower()}", "Unpack", "256", f"unpack<{number}>"
-        yield f"enter_{kind.lower()}", "Enter", "256", f"enter_packed<{number}>"
-
-
 def unpack(module: Module, parts: tuple[Tiles, ...]) -> Tensor:
     """Returns the weight dequantized to bfloat16 [rows, columns]."""
     rows, columns = sum(part.rows for part in parts), parts[0].columns
-    plain = torch.empty(rows, columns, dtype=torch.bfloat16, device=parts[0].data.device)
-    first = 0
+    plain, first = torch.empty(rows, columns, dtype=torch.bfloat16, device=parts[0].data.device), 0
     for part in parts:
         tiles = len(part.data) * (columns // TILE_COLUMNS)
         module.launch(f"k_unpack_{part.type.lower()}", (-(-tiles // 8),), 256, args.UnpackArgs(
