@@ -15,7 +15,7 @@ from test_cuda_source import MODELS, float8_shapes, packed_mixture, packed_shape
 from deltic.errors import ConfigError
 from deltic.ops.cuda import card as cards
 from deltic.ops.cuda import encoder, mtp, prefill, sample, staging, state_delta_log
-from deltic.ops.cuda.card import CARDS, Card, restricted
+from deltic.ops.cuda.card import CARDS, Card, common_card
 from deltic.ops.cuda.driver import CompileError, compile_source
 from deltic.ops.cuda.kernel_config import ADD, STORE, Multiply, Shapes, attention_bytes
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
@@ -85,12 +85,12 @@ def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.M
 def test_restricted_cards() -> None:
     """What the driver compiles for the present card from the instructions of another."""
     hopper, ampere, blackwell = CARDS["sm_90"], CARDS["sm_86"], CARDS["sm_120"]
-    assert restricted(hopper, hopper) == hopper
-    assert restricted(hopper, ampere) == replace(ampere, target="compute_86")
-    assert restricted(hopper, blackwell) == replace(blackwell, target="compute_90")
-    assert restricted(ampere, hopper) == replace(ampere, name="sm_90", target="compute_86")
+    assert common_card(hopper, hopper) == hopper
+    assert common_card(hopper, ampere) == replace(ampere, target="compute_86")
+    assert common_card(hopper, blackwell) == replace(blackwell, target="compute_90")
+    assert common_card(ampere, hopper) == replace(ampere, name="sm_90", target="compute_86")
     for other in CARDS.values():
-        both = restricted(hopper, other)
+        both = common_card(hopper, other)
         assert both.shared_memory <= other.shared_memory and (both.wgmma or other is not hopper)
 
 

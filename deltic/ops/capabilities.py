@@ -118,7 +118,11 @@ def numeric_facts(device: str, cpu_level: str) -> dict[str, object]:
                "level": best if cpu_level == "auto" else cpu_level}
     if torch.device(device).type == "cpu":
         return {"cpu": cpu}
-    return {"cpu": cpu, "cuda": [torch.version.cuda, torch.cuda.get_device_name(torch.device(device))]}
+    from deltic.ops.cuda.card import card_of
+
+    card = card_of(torch.device(device))
+    return {"cpu": cpu, "cuda": [torch.version.cuda, torch.cuda.get_device_name(torch.device(device)),
+                                 *[card.name] * card.restricted]}
 
 
 def backend_summary(facts: Mapping[str, Any]) -> str:

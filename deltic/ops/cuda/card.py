@@ -49,6 +49,11 @@ class Card:
         return self.wgmma
 
     @property
+    def restricted(self) -> bool:
+        """True if it is another card than the one that is there."""
+        return self.target.startswith("compute_")
+
+    @property
     def description(self) -> str:
         """Which form of the kernels serves the card, in a line."""
         copies = "bulk copies" if self.bulk_copies else "copies of 16 bytes"
@@ -103,10 +108,10 @@ def card_of(device: torch.device) -> Card:
         return card_of(torch.device("cuda")) if torch.cuda.is_available() else CARDS[wanted or "sm_90"]
     major, minor = torch.cuda.get_device_capability(device)
     own = CARDS.get(f"sm_{major}{minor}") or _card(major, minor)
-    return restricted(own, CARDS[wanted]) if wanted else own
+    return common_card(own, CARDS[wanted]) if wanted else own
 
 
-def restricted(own: Card, other: Card) -> Card:
+def common_card(own: Card, other: Card) -> Card:
     """Returns what `own` can do with the instructions and the shared memory that `other` has, too."""
     if own.name == other.name:
         return own
