@@ -108,7 +108,11 @@ def multiply(module: Module, parts: tuple[Tiles, ...], x: Tensor, scale: Tensor 
              spec: GdnSpec | None = None) -> None:
     heads = (spec.value_dim, gdn_slice(spec, "few")) if spec else (0, 0)
     product = product_of(parts, scale is not None, out, BLOCKS, *heads)
-    assert len(x) <= product.most
+    if len(x) > product.most:  # of a card with less shared memory
+        half = len(x) // 2
+        for part in (slice(half), slice(half, None)):
+            multiply(module, parts, x[part], scale, y[part], out, spec)
+        return
     launch(module, product, parts, len(x), BLOCKS, x=x, scale=scale, y=y, eps=1e-6)
     torch.cuda.synchronize()
 

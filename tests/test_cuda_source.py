@@ -19,7 +19,7 @@ import torch
 
 from deltic.ops import explain, select
 from deltic.ops.cuda import arguments, driver, prefill
-from deltic.ops.cuda.card import CARDS, Card
+from deltic.ops.cuda.card import CARDS, Card, default_card
 from deltic.ops.cuda.driver import FOLDER, KernelArguments
 from deltic.ops.cuda.kernel_config import (
     ADD,
@@ -218,7 +218,7 @@ def test_broken_kernel_falls_back_to_torch(
     (broken / "common.cuh").write_text("this is no kernel", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(driver, "FOLDER", broken)
-    monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny"))
+    monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny", default_card()))
     decoder: Any = SimpleNamespace(embedding=torch.zeros(1), norm=torch.zeros(1))
     views, ops = CacheViews((), ()), select((), "cuda")
     assert ops.step(ops, decoder, views) is None

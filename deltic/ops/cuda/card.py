@@ -74,12 +74,12 @@ class Card:
     @property
     def max_input_bytes(self) -> int:
         """Input that a block of a product keeps in shared memory, beside two slots of weights, and sums."""
-        return min(MAX_INPUT_BYTES, self.max_shared_bytes - (51 << 10))
+        return min(MAX_INPUT_BYTES, self.max_shared_bytes - (35 << 10) - 2 * self.sum_bytes)
 
     @property
     def sum_bytes(self) -> int:
-        """Shared memory for the sums of a block of a quantized product, or of two rounds of it."""
-        return (16 if self.shared_memory > _LEAST_SHARED_BYTES else 8) << 10
+        """Shared memory for the sums of a group of units; a block has it twice."""
+        return (8 if self.shared_memory > _LEAST_SHARED_BYTES else 4) << 10
 
     @property
     def whole_state_bytes(self) -> int:

@@ -28,7 +28,6 @@ SEGMENT = 1024
 """Columns of a weight that are copied to shared memory at once."""
 _MIN_BYTES_IN_FLIGHT = 60 << 10
 """Weights for which a block with several tokens needs shared memory; otherwise it takes the next kernel's share too."""
-_SUM_BYTES = 8 << 10
 _MAX_NORMED_COLUMNS, _MAX_COLUMNS = 4096, 12288
 STORE, ADD, GATE = range(3)
 """What a product does with its sums: write them, add them to y, or write silu(first half) * second half."""
@@ -82,7 +81,7 @@ class Multiply:
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""
-        fit = max(1, _SUM_BYTES // (WARPS * 8 * tokens * 4))
+        fit = max(1, self.card.sum_bytes // (WARPS * 8 * tokens * 4))
         return max(1, min(fit, units))
 
     def slots(self, tokens: int, sums: int) -> int:

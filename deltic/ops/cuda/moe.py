@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from ctypes import c_uint64
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -27,8 +28,6 @@ from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 
 GATE_SHARED_BYTES, DOWN_SHARED_BYTES = 115 << 10, 98 << 10
 """Shared memory of the blocks of both products, which then fit on a multiprocessor together."""
-SUM_BYTES = 8 << 10
-"""Shared memory for the sums of a group of units."""
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
 _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
 """Stages of the pipeline, by tokens of a tile; fewer where a block has less shared memory."""
@@ -92,11 +91,9 @@ class ExpertsShape:
     @property
     def most(self) -> int:
         """Tokens whose input fits in a block's shared memory."""
-        return max(
-            (tokens for tokens in range(1, MAX_GEMV_TOKENS + 1)
-             if self._few_bytes(tokens) <= self.card.max_shared_bytes),
-            default=0,
-        )
+        room = self.card.max_shared_bytes
+        tokens = takewhile(lambda tokens: self._few_bytes(tokens) <= room, range(1, MAX_GEMV_TOKENS + 1))
+        return max(tokens, default=0)
 
     def _few_bytes(self, tokens: int) -> int:
         return max(self.gate_plan(tokens, 1)[2], self.down_plan(tokens, 1)[1])
@@ -104,7 +101,7 @@ class ExpertsShape:
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
         """Returns units between two sums, slots of the ring, bytes of shared memory."""
         units = -(-(min(self.count, tokens * self.per_token) + self.shared) * (self.size // 4) // blocks)
-        group = max(1, min(SUM_BYTES // (WARPS * 8 * 4 * tokens), units))
+        group = max(1, min(self.card.sum_bytes // (WARPS * 8 * 4 * tokens), units))
         fixed = self.ring_offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
         slots = ring_slots(fixed, 16 * self.hidden, GATE_SHARED_BYTES, units, self.card, tokens)
         return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * 16 * self.hidden)

@@ -446,7 +446,7 @@ class PackedMultiply:
         high = high or _high_of(self, tokens)
         tile, unit = self.columns // TILE_COLUMNS, self.columns // TILE_COLUMNS * TILE_ROWS * tokens * 4
         round = most = max(counts)
-        room, shared = self.card.sum_bytes, self.card.max_shared_bytes
+        room, shared = 2 * self.card.sum_bytes, self.card.max_shared_bytes
         if sum(counts) * unit > room:  # a multiple of `high`, so that only the last unit may be single
             fits = [units for units in range(high, min(most, room // unit) + 1, high)
                     if sum(min(units, count) for count in counts) * unit <= room // 2]

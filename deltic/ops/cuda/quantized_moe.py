@@ -18,7 +18,6 @@ from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, TWO_BLOCKS_SHARED_BYTES, WAR
 from deltic.ops.cuda.moe import (
     DOWN_SHARED_BYTES,
     GATE_SHARED_BYTES,
-    SUM_BYTES,
     ExpertsShape,
     ExpertTable,
     MoeOp,
@@ -105,7 +104,7 @@ class PackedShape(ExpertsShape):
         tiles = self.hidden // TILE_COLUMNS
         items = -(-self._max_experts(tokens) * (self.size // TILE_ROWS) // blocks)
         sums = tiles * tokens * 2 * TILE_ROWS * 4
-        group = max(1, min(SUM_BYTES // sums, items))
+        group = max(1, min(self.card.sum_bytes // sums, items))
         plain = 2 * self.hidden * bool(PLAIN_KINDS & self._gate_kinds)
         fixed = self.ring_offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
         slots = ring_slots(
