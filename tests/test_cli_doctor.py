@@ -26,6 +26,7 @@ from deltic.loader.dummy import random_head
 from deltic.loader.hub import resolve
 from deltic.loader.model_files import open_model
 from deltic.ops import NativeKernels
+from deltic.ops.cuda.card import card_of
 
 GIB = 1 << 30
 HERE = Path(__file__)
@@ -100,7 +101,14 @@ def test_gpus_are_named_and_an_unused_gpu_is_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
-    assert look(doctor.check_torch).fact.endswith("Card 0, Card 1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - device.index, 0))
+    card_of.cache_clear()
+    try:
+        fact = look(doctor.check_torch).fact
+    finally:
+        card_of.cache_clear()
+    assert "Card 0, kernels for sm_90 (227 KiB a block, bulk copies, wgmma and mma.sync); Card 1, kernels" in fact
+    assert fact.endswith("for sm_80 (163 KiB a block, copies of 16 bytes, mma.sync); we have not measured this card")
 
 
 def test_unusable_kernels(monkeypatch, tmp_path):

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support import drain, greedy, numbers, serve
+from test_card_sources import compiled
 from test_cuda_experts import SHAPES, TRUE, rows, weights_of, wide
 from test_cuda_kernels import NAN, batch_of, check_alone, check_replays, error, fill, randn, served
-from test_cuda_source import compiles, members
+from test_cuda_source import members
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
@@ -25,6 +26,7 @@ from deltic.ops.cpu import missing
 from deltic.ops.cpu.experts import OffloadedExperts
 from deltic.ops.cpu.library import library
 from deltic.ops.cuda import arguments, expert_offload
+from deltic.ops.cuda.card import CARDS
 from deltic.ops.cuda.driver import Module, headers
 from deltic.ops.cuda.expert_offload import HostExperts, PinnedExpertStore, hosted_experts
 from deltic.ops.cuda.moe import ALL_REAL, ExpertsShape, MoeOp, RealTokens, shape_of
@@ -79,7 +81,8 @@ def test_resident_models_have_no_host_kernels() -> None:
 @pytest.mark.parametrize("shape", HOSTED, ids=str)
 def test_sources_compile(shape: ExpertsShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiles(source(shape), tmp_path, False)
+    for card in CARDS.values():
+        assert compiled(source(replace(shape, card=card)), card.target)[:4] == b"\x7fELF"
 
 
 def test_host_experts_are_spread_evenly() -> None:

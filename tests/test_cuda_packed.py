@@ -26,20 +26,12 @@ from deltic.loader.gguf.convert import convert
 from deltic.loader.model_files import ModelFiles
 from deltic.loader.quantize import FP8, quantize_tensors
 from deltic.ops.cuda.arguments import EnterArgs
+from deltic.ops.cuda.card import default_card
 from deltic.ops.cuda.decode import DecodeStep
-from deltic.ops.cuda.driver import Module, architecture, compile_source
+from deltic.ops.cuda.driver import Module, compile_source
 from deltic.ops.cuda.kernel_config import ADD, GATE, STORE, Shapes, gdn_slice
-from deltic.ops.cuda.quantized import (
-    KINDS,
-    PLAIN_KINDS,
-    PackedMultiply,
-    Tiles,
-    launch,
-    product_of,
-    tiles_form,
-    tiles_of,
-    unpack,
-)
+from deltic.ops.cuda.quantized import KINDS, PLAIN_KINDS, Tiles, tiles_form, tiles_of
+from deltic.ops.cuda.quantized_product import PackedMultiply, launch, product_of, unpack
 from deltic.ops.types import GdnSpec
 from deltic.params import EngineRequest, SamplingParams
 from deltic.runner.model_runner import ModelRunner
@@ -89,7 +81,7 @@ class Modules:
     def __init__(self, sources: list[str]) -> None:
         device = torch.device("cuda")
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda source: compile_source(source, architecture(device)), sources))
+            list(pool.map(lambda source: compile_source(source, default_card().target), sources))
         self._modules = [(source, Module(source, device)) for source in sources]
 
     def launch(self, name: str, *args: Any, **options: Any) -> None:
@@ -108,7 +100,11 @@ def multiply(module: Module, parts: tuple[Tiles, ...], x: Tensor, scale: Tensor 
              spec: GdnSpec | None = None) -> None:
     heads = (spec.value_dim, gdn_slice(spec, "few")) if spec else (0, 0)
     product = product_of(parts, scale is not None, out, BLOCKS, *heads)
-    assert len(x) <= product.most
+    if len(x) > product.most:  # of a card with less shared memory
+        half = len(x) // 2
+        for part in (slice(half), slice(half, None)):
+            multiply(module, parts, x[part], scale, y[part], out, spec)
+        return
     launch(module, product, parts, len(x), BLOCKS, x=x, scale=scale, y=y, eps=1e-6)
     torch.cuda.synchronize()
 

@@ -224,8 +224,8 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
         check_experts(None, SMALL, asked, "bfloat16", True)
     host = options(expert_cap=3, expert_compute="host")
     assert "bfloat16 only; leave out expert_compute" in str(not_packed(host, SMALL, "bfloat16"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    with pytest.raises(ConfigError, match=r"expert_cap=3 is not possible: it needs a GPU of compute capability 9\.0"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match=r"expert_cap=3 is not possible: it needs a GPU of compute capability 8\.0"):
         check_experts(None, SMALL, options(quant="q4_k", expert_cap=3), "bfloat16", True)
 
 

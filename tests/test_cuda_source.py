@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,9 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, driver, encoder, mtp, prefill, staging, state_delta_log
-from deltic.ops.cuda.driver import FOLDER, CompileError, KernelArguments, compile_source
-from deltic.ops.cuda.encoder import tower_source
+from deltic.ops.cuda import arguments, driver, prefill
+from deltic.ops.cuda.card import CARDS, Card, default_card
+from deltic.ops.cuda.driver import FOLDER, KernelArguments
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
@@ -27,15 +28,13 @@ from deltic.ops.cuda.kernel_config import (
     STATES,
     STORE,
     WARPS,
-    WHOLE_STATE_SHARED_BYTES,
     Multiply,
     Shapes,
     heads_product,
     states_at_once,
 )
-from deltic.ops.cuda.quantized import PackedMultiply
 from deltic.ops.cuda.quantized_moe import Kinds, PackedShape
-from deltic.ops.cuda.sample import source
+from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.types import AttentionSpec, CacheViews, GdnSpec
 
 steps = import_module("deltic.ops.cuda.decode")
@@ -47,56 +46,62 @@ MODELS = {
     "9B": (4096, 12288, GdnSpec(16, 32, 128, 128, 4, 1e-6), AttentionSpec(16, 4, 256, 64, True, 1e-6)),
     "27B": (5120, 17408, GdnSpec(16, 48, 128, 128, 4, 1e-6), AttentionSpec(24, 4, 256, 64, True, 1e-6)),
 }
+HOPPER = CARDS["sm_90"]
 MULTIPROCESSOR, BLOCK = 228 << 10, 227 << 10
 """Bytes of shared memory, on compute capability 9.0."""
 
 
-def shapes_of(name: str) -> Shapes:
+def shapes_of(name: str, card: Card = HOPPER) -> Shapes:
     hidden, ffn, gdn, attention = MODELS[name]
-    products = {Multiply(hidden, True, STORE): None, Multiply(gdn.values, False, ADD): None,
-                Multiply(attention.queries, False, ADD): None, Multiply(hidden, True, GATE): None,
-                Multiply(ffn, False, ADD): None, Multiply(ffn, False, ADD, 4): None, heads_product(gdn, 4): None,
-                heads_product(gdn, 8): None}
-    return Shapes(tuple(products), gdn, attention)
+    multiply = partial(Multiply, card=card)
+    products = {multiply(hidden, True, STORE): None, multiply(gdn.values, False, ADD): None,
+                multiply(attention.queries, False, ADD): None, multiply(hidden, True, GATE): None,
+                multiply(ffn, False, ADD): None, multiply(ffn, False, ADD, 4): None, heads_product(gdn, 4, card): None,
+                heads_product(gdn, 8, card): None}
+    return Shapes(tuple(products), gdn, attention, card=card)
 
 
-def packed_shapes(name: str) -> Shapes:
+def packed_shapes(name: str, card: Card = HOPPER) -> Shapes:
     """Of a model whose file is Q4_K_M."""
     hidden, ffn, gdn, attention = MODELS[name]
     few, more = frozenset({"Q4_K"}), frozenset({"Q4_K", "Q6_K"})
-    products = (PackedMultiply(hidden, True, STORE, few), PackedMultiply(hidden, True, STORE, more, 2, 2),
-                PackedMultiply(gdn.values, False, ADD, few), PackedMultiply(hidden, True, GATE, few, 2, 2),
-                PackedMultiply(ffn, False, ADD, few), PackedMultiply(ffn, False, ADD, more - few),
-                PackedMultiply(hidden, True, STORE, more - few, 1, 2),
-                PackedMultiply(hidden, False, STORE, more - few, 1, 2),
-                PackedMultiply(gdn.values, False, ADD, few, 1, 2, gdn.value_dim, 16))
-    return Shapes(products, gdn, attention, more)
+    multiply = partial(PackedMultiply, card=card)
+    products = (multiply(hidden, True, STORE, few), multiply(hidden, True, STORE, more, 2, 2),
+                multiply(gdn.values, False, ADD, few), multiply(hidden, True, GATE, few, 2, 2),
+                multiply(ffn, False, ADD, few), multiply(ffn, False, ADD, more - few),
+                multiply(hidden, True, STORE, more - few, 1, 2),
+                multiply(hidden, False, STORE, more - few, 1, 2),
+                multiply(gdn.values, False, ADD, few, 1, 2, gdn.value_dim, 16))
+    return Shapes(products, gdn, attention, more, card=card)
 
 
-def float8_shapes(name: str) -> Shapes:
+def float8_shapes(name: str, card: Card = HOPPER) -> Shapes:
     """Of a model in float8."""
     hidden, ffn, gdn, attention = MODELS[name]
     fp8, both, eight = frozenset({"FP8"}), frozenset({"FP8", "Q8_0"}), frozenset({"Q8_0"})
-    products = (PackedMultiply(hidden, True, STORE, both, 4), PackedMultiply(hidden, True, STORE, fp8, 3, 2),
-                PackedMultiply(gdn.values, False, ADD, fp8), PackedMultiply(hidden, True, GATE, fp8, 2, 2),
-                PackedMultiply(ffn, False, ADD, fp8), PackedMultiply(hidden, True, STORE, eight, 1, 2),
-                PackedMultiply(hidden, False, STORE, eight, 1, 2),
-                PackedMultiply(gdn.values, False, ADD, fp8, 1, 2, gdn.value_dim, 16))
-    return Shapes(products, gdn, attention, both)
+    multiply = partial(PackedMultiply, card=card)
+    products = (multiply(hidden, True, STORE, both, 4), multiply(hidden, True, STORE, fp8, 3, 2),
+                multiply(gdn.values, False, ADD, fp8), multiply(hidden, True, GATE, fp8, 2, 2),
+                multiply(ffn, False, ADD, fp8), multiply(hidden, True, STORE, eight, 1, 2),
+                multiply(hidden, False, STORE, eight, 1, 2),
+                multiply(gdn.values, False, ADD, fp8, 1, 2, gdn.value_dim, 16))
+    return Shapes(products, gdn, attention, both, card=card)
 
 
-def packed_mixture() -> Shapes:
+def packed_mixture(card: Card = HOPPER) -> Shapes:
     """Of 35B-A3B in Q4_K_M, with a shared expert in Q8_0."""
     _, _, gdn, attention = MODELS["4B"]
     attention = replace(attention, kv_heads=2)
     few, more = frozenset({"Q4_K"}), frozenset({"Q4_K", "Q6_K"})
-    products = (Multiply(2048, True, STORE), PackedMultiply(2048, True, STORE, few, 1, 2),
-                PackedMultiply(2048, True, STORE, more, 2, 2), PackedMultiply(gdn.values, False, ADD, few),
-                PackedMultiply(2048, True, STORE, more - few, 1, 2),
-                PackedMultiply(2048, False, STORE, more - few, 1, 2))
+    multiply = partial(PackedMultiply, card=card)
+    products = (Multiply(2048, True, STORE, card=card), multiply(2048, True, STORE, few, 1, 2),
+                multiply(2048, True, STORE, more, 2, 2), multiply(gdn.values, False, ADD, few),
+                multiply(2048, True, STORE, more - few, 1, 2),
+                multiply(2048, False, STORE, more - few, 1, 2))
     routed = frozenset({Kinds("Q4_K", "Q4_K", "Q4_K"), Kinds("Q4_K", "Q4_K", "Q6_K")})
-    experts = PackedShape(2048, 512, 256, 8, True, True, routed, frozenset({Kinds("Q8_0", "Q8_0", "Q8_0")}))
-    return Shapes(products, gdn, attention, more, experts=experts)
+    experts = PackedShape(2048, 512, 256, 8, True, True, routed, frozenset({Kinds("Q8_0", "Q8_0", "Q8_0")}),
+                          card=card)
+    return Shapes(products, gdn, attention, more, experts=experts, card=card)
 
 
 def members(struct: str) -> list[str]:
@@ -158,7 +163,7 @@ def test_models_fit(name: str) -> None:
     shapes = shapes_of(name)
     assert shapes.shared <= BLOCK and shapes.gdn
     assert 4 * (prefill.terms_shared(shapes.gdn.key_dim) + 1024) <= MULTIPROCESSOR
-    assert prefill.scan_shared(shapes.gdn.key_dim) <= BLOCK
+    assert prefill.scan_shared(shapes.gdn.key_dim, HOPPER) <= BLOCK
 
 
 def test_quantized_mixture_fits() -> None:
@@ -191,77 +196,15 @@ def test_importing_loads_no_driver() -> None:
     assert result.stdout.strip() == "False"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [
-    *MODELS, "draws", "numbers", "folds", "encoder", "towers",
-    *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
-    *(f"{model} {part}" for model in ("0.8B", "4B", "9B", "27B") for part in ("packed", "float8")), "packed mixture"])
-def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model, _, part = name.partition(" ")
-    # where prompts are read; and eight heads of queries to one of keys have no room on the older cards
-    newer = part == "prompts" or name == "packed mixture"
-    if name == "packed mixture":
-        text = replace(packed_mixture(), delta_logs=True).source()
-    elif model in MODELS:
-        shapes = replace(
-            {"packed": packed_shapes, "float8": float8_shapes}.get(part, shapes_of)(model), delta_logs=True
-        )
-        text = {"": shapes.source, "packed": shapes.source, "float8": shapes.source,
-                "prompts": lambda: prefill.source(shapes),
-                "drafts": lambda: mtp.source(shapes, MODELS[model][0])}[part]()
-    else:
-        text = {"draws": source, "numbers": staging.source, "folds": state_delta_log.flush_source,
-                "encoder": lambda: encoder.encoder_source(1000), "towers": lambda: tower_source(1152, 72)}[name]()
-    compiles(text, tmp_path, newer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_sources_for_float8_compile(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what reads or writes keys and values."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shapes = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8")
-    for text in (shapes.source(), mtp.source(shapes, 1024), prefill.source(shapes)):
-        compiles(text, tmp_path, text == prefill.source(shapes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS, "folds"])
-def test_sources_for_bfloat16_states_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what reads or writes states."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    if name == "folds":
-        return compiles(state_delta_log.flush_source(STATES[torch.bfloat16]), tmp_path, False)
-    shapes = replace(shapes_of(name), products=(), attention=None, delta_logs=True, state=STATES[torch.bfloat16])
-    for text in (shapes.source(), prefill.source(shapes)):
-        compiles(text, tmp_path, text == prefill.source(shapes))
-
-
 def test_whole_states_fill_a_block() -> None:
     """Whatever their numbers are: no second block finds room beside them."""
     gdn = MODELS["4B"][2]
-    for dtype, state in STATES.items():
-        count = states_at_once(gdn, state)
-        assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == WHOLE_STATE_SHARED_BYTES > MULTIPROCESSOR // 2
-        assert f"gdn_many<128, {count}, false>" in replace(shapes_of("4B"), state=state).source()
-
-
-def compiles(text: str, tmp_path: Path, newer: bool) -> None:
-    """By NVRTC, or by a toolkit; skips where there is neither. newer: for cards of 9.0 alone."""
-    try:
-        for architecture in ("sm_90a",) if newer else ("sm_90a", "sm_80"):
-            assert compile_source(text, architecture)[:4] == b"\x7fELF"
-        return
-    except CompileError as error:
-        if "not installed" not in str(error):
-            raise
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("neither NVRTC nor nvcc is installed")
-    (tmp_path / "kernels.cu").write_text(text, encoding="utf-8")
-    subprocess.run([compiler, "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-o",
-                    str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.cu")], check=True)
+    for card in CARDS.values():
+        assert card.whole_state_bytes > card.shared_memory // 2
+        for dtype, state in STATES.items():
+            count = states_at_once(gdn, state, card)
+            assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == card.whole_state_bytes
+            assert f"gdn_many<128, {count}, false>" in replace(shapes_of("4B", card), state=state).source()
 
 
 def test_blocks_are_whole_warps() -> None:
@@ -275,10 +218,7 @@ def test_broken_kernel_falls_back_to_torch(
     (broken / "common.cuh").write_text("this is no kernel", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(driver, "FOLDER", broken)
-    monkeypatch.setattr(driver, "architecture", lambda _: "sm_90a")
-    monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny"))
-    monkeypatch.setattr(steps, "shared_memory", lambda _: BLOCK)
-    monkeypatch.setattr(steps, "_serves_prefill", lambda _: True)
+    monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny", default_card()))
     decoder: Any = SimpleNamespace(embedding=torch.zeros(1), norm=torch.zeros(1))
     views, ops = CacheViews((), ()), select((), "cuda")
     assert ops.step(ops, decoder, views) is None

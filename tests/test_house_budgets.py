@@ -15,21 +15,21 @@ LINES = {
     ".": 1900,
     "cache": 4050,
     "chat": 6650,
-    "cli": 4850,
+    "cli": 4860,
     "config": 1650,
     "embeddings": 2600,
     "engine": 3250,
     "export": 3950,
     "loader": 5950,
     "model": 750,
-    "ops": 9150,
+    "ops": 9400,
     "runner": 3300,
     "server": 8150,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 240
+FILES_AT_MOST = 245
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

@@ -27,6 +27,7 @@ CACHES = {
     "deltic/export/tvm/runtime.py tvm_runtime": "a library that can be loaded once",
     "deltic/cache/offload/host.py _copy_stream": "a stream of a device, which orders what is put into it",
     "deltic/cache/offload/host.py _staging": "pinned memory through which a thread copies",
+    **{f"deltic/ops/cuda/card.py {name}": "a record, which nobody changes" for name in ("card_of", "default_card")},
     "deltic/ops/cuda/quantized.py _bytes_of_rows": "a constant that is never written to",
     "deltic/ops/cuda/staging.py _buffers": "pinned memory that small tensors go through",
     "deltic/cache/tensors.py _side_stream": "a stream of a device, which orders what is put into it",

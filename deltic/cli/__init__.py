@@ -55,6 +55,7 @@ _EPILOG = f"""exit codes:
 
 environment variables:
   DELTIC_API_KEY    API key if --api-key is not given (serve, connect)
+  DELTIC_CARD       restrict the GPU kernels to another card: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120
   HF_HOME           where models of the Hugging Face hub are kept
   HF_TOKEN          token for the hub
   HF_HUB_OFFLINE    1: never ask the hub

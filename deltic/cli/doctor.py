@@ -148,8 +148,10 @@ def check_torch(args: argparse.Namespace) -> Finding:
     if not count and _has_nvidia():
         return Finding.of("torch", f"{fact}, which cannot use this machine's NVIDIA GPU",
                           ("warning", _CHECK_DRIVER if cuda else _INSTALL_CUDA))
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-    return Finding.of("torch", f"{fact}, {names or 'no CUDA device'}")
+    from deltic.ops.capabilities import gpu_kernels
+
+    found = [f"{torch.cuda.get_device_name(index)}, kernels {gpu_kernels(f'cuda:{index}')}" for index in range(count)]
+    return Finding.of("torch", f"{fact}, {'; '.join(found) or 'no CUDA device'}")
 
 
 def _has_nvidia() -> bool:

@@ -82,9 +82,11 @@ def _preset_facts(args: argparse.Namespace) -> Facts:
 
 def _facts(config: ModelConfig, engine: EngineConfig, ops: Ops, plan: tuple[MemoryPlan, PoolOptions] | None) -> Facts:
     from deltic.ops import explain
+    from deltic.ops.capabilities import gpu_kernels
 
     return {"config": _config_facts(config), "weights": _weight_facts(config, activation_dtype(config, engine)),
-            "memory": _memory_facts(config, engine, *plan) if plan else None, "ops": explain(ops)}
+            "memory": _memory_facts(config, engine, *plan) if plan else None, "gpu_kernels": gpu_kernels(engine.device),
+            "ops": explain(ops)}
 
 
 def _speculation(llm: LLM) -> str | None:

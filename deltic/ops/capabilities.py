@@ -87,6 +87,15 @@ def can_defer_state_writes(device: str, dtype: str) -> bool:
     return device_capabilities(device).overlaps and verifies_drafts(device, dtype)
 
 
+def gpu_kernels(device: str) -> str | None:
+    """Returns which form of deltic's kernels serves a GPU; None for another device."""
+    if torch.device(device).type != "cuda":
+        return None
+    from deltic.ops.cuda.card import card_of
+
+    return card_of(torch.device(device)).description
+
+
 def on_device(host: Tensor, device: torch.device) -> Tensor:
     """Copies a host tensor to the device, in stream order, without waiting. On a CPU returns the tensor itself."""
     if device.type == "cpu":
@@ -109,7 +118,11 @@ def numeric_facts(device: str, cpu_level: str) -> dict[str, object]:
                "level": best if cpu_level == "auto" else cpu_level}
     if torch.device(device).type == "cpu":
         return {"cpu": cpu}
-    return {"cpu": cpu, "cuda": [torch.version.cuda, torch.cuda.get_device_name(torch.device(device))]}
+    from deltic.ops.cuda.card import card_of
+
+    card = card_of(torch.device(device))
+    return {"cpu": cpu, "cuda": [torch.version.cuda, torch.cuda.get_device_name(torch.device(device)),
+                                 *[card.name] * card.restricted]}
 
 
 def backend_summary(facts: Mapping[str, Any]) -> str:

@@ -104,8 +104,8 @@ def _not_beside_the_card(config: ModelConfig, experts: ExpertsConfig, options: E
         return f"on a GPU only with dtype bfloat16, not {dtype}"
     if options.ops or options.debug_layers:
         return "on a GPU only deltic's own kernels know such experts; leave out `ops` and `debug_layers`"
-    if torch.cuda.get_device_capability(options.device) != (9, 0):
-        return "it needs a GPU of compute capability 9.0"
+    if torch.cuda.get_device_capability(options.device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or later"
     shape = ExpertsShape(config.hidden_size, experts.size, experts.count, experts.per_token, bool(experts.shared_size),
                          True)
     if not packed and not shape.known:  # of quantized ones it was asked before

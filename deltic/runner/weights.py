@@ -282,8 +282,8 @@ def _kernels_missing(options: EngineConfig) -> str | None:
     """Returns the reason why deltic's kernels do not serve the model on this GPU, regardless of its sizes."""
     if options.ops:
         return "with `ops` torch serves the model on a GPU"
-    if torch.cuda.get_device_capability(options.device) < (9, 0):
-        return "the GPU kernels need compute capability 9.0 or later"
+    if torch.cuda.get_device_capability(options.device) < (8, 0):
+        return "the GPU kernels need compute capability 8.0 or later"
     return None
 
 

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda import prefill, quantized
-from deltic.ops.cuda.driver import load_module, shared_memory, why_not_compiled
+from deltic.ops.cuda import prefill, quantized_product
+from deltic.ops.cuda.card import card_of
+from deltic.ops.cuda.driver import load_module, why_not_compiled
 from deltic.ops.cuda.kernel_config import (
     ADD,
     GATE,
     STORE,
-    WHOLE_STATE_SHARED_BYTES,
     WHOLE_STATE_THREADS,
     Multiply,
     Shapes,
+    attention_bytes,
     blocks_of,
     gdn_slice,
     heads_product,
@@ -34,8 +35,8 @@ from deltic.ops.cuda.kernel_config import (
 )
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, MAX_SPLIT_HEAD_TOKENS, SPLIT_HEAD_SHARED_BYTES, WARPS
 from deltic.ops.cuda.moe import ALL_REAL, RealTokens
-from deltic.ops.cuda.quantized import PackedMultiply
 from deltic.ops.cuda.quantized_moe import experts_of
+from deltic.ops.cuda.quantized_product import PackedMultiply
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.state_delta_log import NewDeltas, StateDeltaLog, gdn_arguments
 from deltic.ops.reference import frequency_axis
@@ -78,11 +79,9 @@ def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
     if shapes is None:
         return "the kernels do not know its dtype, its sizes or its experts"
     device = decoder.norm.device
-    if shapes.shared > shared_memory(device):
+    if shapes.shared > card_of(device).shared_memory:
         return "the card has too little shared memory for the kernels"
-    sources = [shapes.source()]
-    if _serves_prefill(device):
-        sources.append(prefill.source(shapes))
+    sources = shapes.source(), prefill.source(shapes)
     return next(filter(None, (why_not_compiled(source, device) for source in sources)), None)
 
 
@@ -94,11 +93,7 @@ def left_to_torch(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[
 
 def serves_delta_logs(device: torch.device, dtype: str) -> bool:
     """True if the kernels can verify drafts and defer state writes for models of this dtype, before one is loaded."""
-    return dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _serves_prefill(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _all_ops_replaceable(ops: Ops) -> bool:
@@ -151,9 +146,7 @@ class DecodeStep:
             self.delta_log = StateDeltaLog(self._module, views, shapes.gdn, _MAX_ROWS)
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
         self._experts = experts_of(self._module, shapes.experts, mixtures, self.blocks) if shapes.experts else None
-        self.prefill = None
-        if reads and _serves_prefill(self._device):
-            self.prefill = prefill.PrefillStep(self, shapes, self._device)
+        self.prefill = prefill.PrefillStep(self, shapes, self._device) if reads else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
         if batch.count is None:
@@ -262,9 +255,10 @@ class DecodeStep:
         spec, parts = mixer.spec, self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized.product_of(parts, False, ADD, self.blocks, spec.value_dim, gdn_slice(spec, "few"))
+            product = quantized_product.product_of(parts, False, ADD, self.blocks, spec.value_dim,
+                                                   gdn_slice(spec, "few"))
         else:
-            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks))
+            product = heads_product(spec, unit_of(_rows(weight), ADD, self.blocks), self._shapes.card)
         self._launch(product, weight, len(buffers.residual), x=buffers.core, scale=None, y=buffers.residual,
                      eps=spec.eps)
 
@@ -274,10 +268,10 @@ class DecodeStep:
         parts = self._shapes.parts.get(id(weight))
         product: Multiply | PackedMultiply
         if parts:
-            product = quantized.product_of(parts, scale is not None, out, self.blocks)
+            product = quantized_product.product_of(parts, scale is not None, out, self.blocks)
         else:
             unit = unit_of(_rows(weight), out, self.blocks)
-            product = Multiply(_columns(weight), scale is not None, out, unit)
+            product = Multiply(_columns(weight), scale is not None, out, unit, card=self._shapes.card)
         tokens, launches = len(x), -(-len(x) // product.most)
         if launches > 1:
             x = _compact(x, tokens, _columns(weight))
@@ -290,7 +284,7 @@ class DecodeStep:
         blocks = self.blocks
         if isinstance(product, PackedMultiply):
             parts = self._shapes.parts[id(weight)]
-            return quantized.launch(self._module, product, parts, tokens, blocks, **values)
+            return quantized_product.launch(self._module, product, parts, tokens, blocks, **values)
         rows = _rows(weight)
         units = -(-rows // product.unit)
         units_of_block = -(-units // blocks)
@@ -324,7 +318,7 @@ class DecodeStep:
             alone = grid == self.blocks and not self._shapes.limits_registers and self._shapes.experts is None
             shared = SPLIT_HEAD_SHARED_BYTES * alone
         elif kind == "many" and passes_whole(spec):
-            grid, block, shared = min(heads, self.blocks), WHOLE_STATE_THREADS, WHOLE_STATE_SHARED_BYTES
+            grid, block, shared = min(heads, self.blocks), WHOLE_STATE_THREADS, self._shapes.card.whole_state_bytes
         else:
             grid, block = min(heads, 8 // slices * self.blocks), slices * 128
             shared = spec.key_dim * spec.value_dim * state.recurrent.element_size()
@@ -350,7 +344,7 @@ class DecodeStep:
             keys=kv.keys, values=kv.values, mixed=buffers.mixed, mass=buffers.mass, y=buffers.y, ended=self._ended,
             count=batch.count, starts=batch.starts, done=batch.done, pages=batch.pages, eps=spec.eps, heads=spec.heads,
             kv_heads=spec.kv_heads, stride=stride, rotary=spec.rotary_dim, width=batch.pages.shape[1],
-            parts=buffers.parts))
+            parts=buffers.parts), attention_bytes(spec, self._shapes.card))
 
     # Many tokens
 
@@ -393,7 +387,7 @@ class DecodeStep:
         """Returns a weight [rows, columns] as bf16; of a quantized one a copy."""
         parts = self._shapes.parts.get(id(weight))
         if parts:
-            return quantized.unpack(self._module, parts)
+            return quantized_product.unpack(self._module, parts)
         assert isinstance(weight, Tensor)
         return weight
 

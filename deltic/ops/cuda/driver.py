@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import os
+import struct
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda.card import card_of
 from deltic.ops.memory import guard
 
 _Result = TypeVar("_Result")
@@ -41,7 +43,8 @@ def entry(name: str, type: str, bounds: str, call: str) -> str:
 
 
 def compile_source(source: str, architecture: str) -> bytes:
-    """Returns machine code for `architecture` (sm_90, ...); kept in the user's cache directory."""
+    """Returns machine code for `architecture` (sm_90, ...), or text for one (compute_90, ...) that the driver compiles
+    further; kept in the user's cache directory."""
     library = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(byref(major), byref(minor))
@@ -73,9 +76,10 @@ def _compile(library: ctypes.CDLL, source: str, architecture: str) -> bytes:
             text = ctypes.create_string_buffer(size.value)
             library.nvrtcGetProgramLog(program, text)
             raise CompileError(text.value.decode(errors="replace"))
-        _check_nvrtc(library.nvrtcGetCUBINSize(program, byref(size)))
+        kind = "CUBIN" if architecture.startswith("sm_") else "PTX"
+        _check_nvrtc(library[f"nvrtcGet{kind}Size"](program, byref(size)))
         code = ctypes.create_string_buffer(size.value)
-        _check_nvrtc(library.nvrtcGetCUBIN(program, code))
+        _check_nvrtc(library[f"nvrtcGet{kind}"](program, code))
         return code.raw
     finally:
         library.nvrtcDestroyProgram(byref(program))
@@ -103,10 +107,9 @@ def _cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "deltic" / "cuda"
 
 
-_PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 6, 8, 9, 97
+_PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT = 6, 8, 9
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
+CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
 
 _BFLOAT16, _SWIZZLE_128, _PROMOTE = 9, 3, 2
 """CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B."""
@@ -145,9 +148,9 @@ class Module:
     """Machine code on one device, and its kernels by name. Launch them while torch's current device is that one."""
 
     def __init__(self, source: str, device: torch.device) -> None:
-        self.device, self._overlaps = device, torch.cuda.get_device_capability(device) >= (9, 0)
+        self.device, card = device, card_of(device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._code = compile_source(source, architecture(device))
+        self._overlaps, self._code = card.overlaps, compile_source(source, card.target)
         self._module = c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # torch makes the context current
@@ -201,7 +204,7 @@ def module_or_none(source: str, device: torch.device) -> Module | None:
 def why_not_compiled(source: str, device: torch.device) -> str | None:
     """Returns why the source cannot be compiled; None if it can."""
     try:
-        compile_source(source, architecture(device))
+        compile_source(source, card_of(device).target)
     except CompileError as error:
         return f"the kernels cannot be compiled: {error}"
     return None
@@ -256,7 +259,10 @@ def make_current(device: torch.device) -> None:
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
     """Returns a descriptor with which the tensor memory accelerator copies boxes of a bfloat16 matrix; the 128 bytes of
-    a row (64 columns) are swizzled in shared memory."""
+    a row (64 columns) are swizzled in shared memory. Without such an accelerator, what kernels/grouped.cuh asks for."""
+    if not card_of(matrix.device).bulk_copies:
+        words = (matrix.data_ptr(), matrix.stride(0) * 2, matrix.shape[0], matrix.shape[1])
+        return struct.pack("16Q", *words, *[0] * 12)
     room = (c_uint64 * 24)()
     map = ctypes.addressof(room) + -ctypes.addressof(room) % 64
     _check(_driver().cuTensorMapEncodeTiled(
@@ -264,21 +270,6 @@ def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
         (c_uint64 * 1)(matrix.stride(0) * 2), (c_uint * 2)(columns, rows), (c_uint * 2)(1, 1), 0, _SWIZZLE_128,
         _PROMOTE, 0))
     return ctypes.string_at(map, 128)
-
-
-def architecture(device: torch.device) -> str:
-    """Returns the architecture to compile for; for 9.0 with the features of that card alone."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have."""
-    if torch.cuda.get_device_capability(device) == (9, 0):
-        return 227 << 10
-    value = c_int()
-    _check(_driver().cuDeviceGetAttribute(byref(value), _MOST_SHARED, device.index or 0))
-    return value.value
 
 
 def _check(result: int) -> None:

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda.card import Card, card_of, default_card
 from deltic.ops.cuda.driver import entry, headers
 from deltic.ops.cuda.layout import (
     BOUND_FOR_72_REGISTERS,
     MAX_GEMV_TOKENS,
-    MAX_SHARED_BYTES,
     MAX_SPLIT_HEAD_TOKENS,
-    MIN_RING_BYTES,
     PLAIN_MMA_TOKENS,
     SHARED_BYTES_BESIDE_NEXT,
     TWO_BLOCKS_SHARED_BYTES,
     WARPS,
 )
 from deltic.ops.cuda.moe import ExpertsShape
-from deltic.ops.cuda.quantized import PackedMultiply, Tiles, kinds_entries, parts_of, product_of
+from deltic.ops.cuda.quantized import KINDS, Tiles
 from deltic.ops.cuda.quantized_moe import PackedShape, experts_shape
+from deltic.ops.cuda.quantized_product import PackedMultiply, parts_of, product_of
 from deltic.ops.types import (
     AttentionSpec,
     AttentionWeights,
@@ -38,15 +38,14 @@ SEGMENT = 1024
 """Columns of a weight that are copied to shared memory at once."""
 _MIN_BYTES_IN_FLIGHT = 60 << 10
 """Weights for which a block with several tokens needs shared memory; otherwise it takes the next kernel's share too."""
-_SUM_BYTES = 8 << 10
 STORE, ADD, GATE = range(3)
 """What a product does with its sums: write them, add them to y, or write silu(first half) * second half."""
 _KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8"}
 """The kernels' types of keys and values."""
 STATES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 """The kernels' types of states in their slots."""
-WHOLE_STATE_THREADS, WHOLE_STATE_SHARED_BYTES = 384, 192 << 10
-"""Of a block through which whole states pass: so large that a multiprocessor never has two."""
+WHOLE_STATE_THREADS = 384
+"""Threads of a block through which whole states pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +64,12 @@ class Multiply:
     unit: int = 8
     head: int = 0
     slice: int = 0
+    card: Card = field(default_factory=default_card)
 
     @property
     def most(self) -> int:
         """Largest number of tokens: their input leaves room for sums and for weights on their way; 0 if none fits."""
-        fit = (MAX_SHARED_BYTES - MIN_RING_BYTES - 1024) // (self.columns * 2 + 2 * WARPS * 8 * 4)
+        fit = self.card.product_bytes // (self.columns * 2 + 2 * WARPS * 8 * 4)
         return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
 
     def name(self, tokens: int) -> str:
@@ -81,22 +81,25 @@ class Multiply:
         """Returns the kernel's CUDA source."""
         several = tokens > PLAIN_MMA_TOKENS
         fours, norm = MAX_GEMV_TOKENS // PLAIN_MMA_TOKENS if several else 1, str(self.norm).lower()
-        threads = BOUND_FOR_72_REGISTERS if limits_registers and not several else WARPS * 32 + 32
-        return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
+        resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
+        limited = limits_registers and not several and resident > 1
+        threads = BOUND_FOR_72_REGISTERS if limited else WARPS * 32 + 32
+        return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {fours}, "
                 f"{self.unit}, {self.head}, {self.slice}>(a); }}\n")
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over its warps: as many as fit."""
-        rest = MAX_SHARED_BYTES - MIN_RING_BYTES - self._fixed(tokens)
-        return max(1, min(min(_SUM_BYTES, rest // 2) // (WARPS * 8 * tokens * 4), units))
+        rest = self.card.product_bytes + 1024 - self._fixed(tokens)
+        return max(1, min(min(self.card.sum_bytes, rest // 2) // (WARPS * 8 * tokens * 4), units))
 
     def slots(self, tokens: int, sums: int) -> int:
         """Slots of a block's ring of weight segments. sums: bytes of shared memory for sums."""
         slot, fixed = self._slot, self._fixed(tokens) + sums
-        slots = (SHARED_BYTES_BESIDE_NEXT - fixed) // slot
+        most = self.card.max_shared_bytes
+        slots = (min(SHARED_BYTES_BESIDE_NEXT, most) - fixed) // slot
         if slots < 3 or (tokens > 1 and slots * slot < _MIN_BYTES_IN_FLIGHT):
-            slots = (MAX_SHARED_BYTES - fixed) // slot
+            slots = (most - fixed) // slot
         return max(2, min(slots, 24 if self.columns < SEGMENT else 12))
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
@@ -129,6 +132,7 @@ class Shapes:
     experts: of the mixture-of-experts layers.
     kv, state: the kernels' types of keys and values (kernels/kv.cuh), and of states.
     form: of the attention layers (kernels/attention.cuh).
+    card: for which the kernels are made.
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -141,6 +145,7 @@ class Shapes:
     kv: str = "u16"
     state: str = "float"
     form: int = 3
+    card: Card = field(default_factory=default_card)
 
     @property
     def shared(self) -> int:
@@ -170,18 +175,28 @@ class Shapes:
         text = [state_header(self.state), headers(*files), *self._products()]
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
-        text += [entry(*row) for row in kinds_entries(self.kinds)]
+        for kind, number in ((kind, KINDS[kind].number) for kind in sorted(self.kinds)):
+            text.append(entry(f"unpack_{kind.lower()}", "Unpack", "256", f"unpack<{number}>"))
+            text.append(entry(f"enter_{kind.lower()}", "Enter", "256", f"enter_packed<{number}>"))
         for kind, name in (("float", "few"), ("u16", "many")):
             if self.gdn:
                 text += self._gdn(self.gdn, kind, name)
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
-                text.append(entry(f"attention_{name}", "Attention", "256, 2",
-                                  f"attention<{size}, {share}, {kind}, {self.kv}, {self.form}>"))
+                shape = f"<{size}, {share}, {kind}, {self.kv}, {self.form}>"
+                room = attention_bytes(self.attention, self.card)
+                text.append(entry(f"attention_{name}", "Attention", f"256, {self.card.resident(room)}",
+                                  f"attention{shape}"))
+                if room:
+                    text.append(f"static_assert(sizeof(Attend{shape}::Shared) <= {room});\n")
         if self.gdn and self.delta_logs:
             text.append(entry("append", "Append", "256", "append"))
         text += self.experts.entries() if self.experts else ()
         return "".join(text)
+
+    def _streams_alone(self, gdn: GdnSpec) -> bool:
+        """True if a multiprocessor has room for one state in shared memory only."""
+        return self.card.resident(gdn.key_dim * gdn.value_dim * 4 + (16 << 10)) == 1
 
     def _products(self) -> list[str]:
         """Each kernel once: one kernel serves several numbers of tokens."""
@@ -201,12 +216,13 @@ class Shapes:
         if name == "few":
             text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
         if name == "many" and passes_whole(gdn):
-            whole = f"gdn_many<{gdn.key_dim}, {states_at_once(gdn, self.state)}"
+            whole = f"gdn_many<{gdn.key_dim}, {states_at_once(gdn, self.state, self.card)}"
             text.append(entry("gdn_many", "Gdn", f"{WHOLE_STATE_THREADS}, 1", f"{whole}, false>"))
             if self.delta_logs:
                 text.append(entry("gdn_many_rings", "OverRings", f"{WHOLE_STATE_THREADS}, 1", f"{whole}, true>"))
         else:
-            text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
+            fit = min(1024 // block, 1 if self._streams_alone(gdn) else 8)
+            text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {fit}", f"gdn_stream<{shape}>"))
         if self.delta_logs:
             text.append(entry(f"gdn_verify_{name}", "Verify", "128, 4", f"gdn_verify<{shape}>"))
         return text
@@ -234,19 +250,26 @@ def heads_stride(spec: GdnSpec) -> int:
     return (spec.values + spec.values // gdn_slice(spec, "few") + 3) // 4 * 4
 
 
+def attention_bytes(spec: AttentionSpec, card: Card) -> int:
+    """Shared memory with which attention is launched; nothing on 9.0, where more than 48 KiB may be a kernel's own."""
+    share = spec.heads // spec.kv_heads
+    floats = (share + WARPS * max(share, 3)) * spec.head_dim + (2 * WARPS + 64) * share + 4
+    return 0 if card.wgmma else 4 * floats
+
+
 def passes_whole(spec: GdnSpec) -> bool:
     """True if states of many rows pass through shared memory as a whole (kernels/gdn_many.cuh)."""
     return (spec.key_dim, spec.value_dim) == (128, 128)
 
 
-def states_at_once(spec: GdnSpec, state: str) -> int:
+def states_at_once(spec: GdnSpec, state: str, card: Card) -> int:
     """Whole states in the shared memory of a block. state: as in `Shapes`."""
-    return WHOLE_STATE_SHARED_BYTES // (spec.key_dim * spec.value_dim * (4 if state == "float" else 2))
+    return card.whole_state_bytes // (spec.key_dim * spec.value_dim * (4 if state == "float" else 2))
 
 
-def heads_product(spec: GdnSpec, unit: int) -> Multiply:
+def heads_product(spec: GdnSpec, unit: int, card: Card | None = None) -> Multiply:
     """Returns the output projection of split heads."""
-    return Multiply(spec.values, False, ADD, unit, spec.value_dim, gdn_slice(spec, "few"))
+    return Multiply(spec.values, False, ADD, unit, spec.value_dim, gdn_slice(spec, "few"), card or default_card())
 
 
 def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[Weight, bool]] = ()) -> Shapes | None:
@@ -254,9 +277,10 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
 
     also: weights of further products with STORE, and whether their input is normed.
     """
-    if not decoder.norm.is_cuda:
+    if not decoder.norm.is_cuda or not _supported_stores(views):
         return None
-    found = _Found(blocks_of(decoder.norm.device))
+    card = card_of(decoder.norm.device)
+    found = _Found(blocks_of(decoder.norm.device), card)
     gdn: GdnSpec | None = None
     attention: AttentionSpec | None = None
     form = 0
@@ -294,8 +318,6 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         found.kinds.add(decoder.embedding.type)
     elif not _plain(decoder.embedding):
         return None
-    if not _supported_stores(views):
-        return None
     shapes = Shapes(
         products=tuple(found.products),
         gdn=gdn,
@@ -307,6 +329,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews, also: Sequence[tuple[W
         kv=_KV[views.kv[0].keys.dtype] if views.kv else "u16",
         state=STATES[views.states[0].recurrent.dtype] if views.states else "float",
         form=form,
+        card=card,
     )
     return shapes if found.all_known and _supported(shapes) else None
 
@@ -316,6 +339,7 @@ class _Found:
     """The kernels that a model's weights need, collected. blocks: of a product."""
 
     blocks: int
+    card: Card
     products: dict[Multiply | PackedMultiply, None] = field(default_factory=dict)
     parts: dict[int, tuple[Tiles, ...]] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
@@ -324,9 +348,11 @@ class _Found:
     def add(self, weight: Weight, norm: bool, out: int, heads: GdnSpec | None = None) -> None:
         """heads: the weight may be multiplied with the outputs of split heads."""
         if isinstance(weight, Tensor) and _plain(weight):
-            self.products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, self.blocks))] = None
+            unit = unit_of(weight.shape[0], out, self.blocks)
+            self.products[Multiply(weight.shape[1], norm, out, unit, card=self.card)] = None
             if heads:
-                self.products[heads_product(heads, unit_of(weight.shape[0], ADD, self.blocks))] = None
+                unit = unit_of(weight.shape[0], ADD, self.blocks)
+                self.products[heads_product(heads, unit, self.card)] = None
         elif parts := self.parts.get(id(weight)) or parts_of(weight, out == GATE):
             self.parts[id(weight)] = parts
             self.kinds.update(part.type for part in parts)

@@ -10,13 +10,10 @@ MAX_SPLIT_HEAD_TOKENS = 2
 """Tokens of a step whose heads are split into slices, one block each, if the card has room for so many blocks."""
 WARPS = 8
 """Warps of a block that multiply; one more copies."""
-SHARED_BYTES_BESIDE_NEXT, MAX_SHARED_BYTES = 105 << 10, 226 << 10
-"""Shared memory of a block that leaves room for the next kernel's block and a small one, and of a block alone."""
+SHARED_BYTES_BESIDE_NEXT = 105 << 10
+"""Shared memory of a block that leaves room for the next kernel's block and a small one, on cards that have so much."""
 TWO_BLOCKS_SHARED_BYTES = 84 << 10
 """Shared memory with which only two blocks fit on a multiprocessor."""
-MIN_RING_BYTES = 48 << 10
-"""Shared memory for weights on their way to a block of several tokens, at least. More tokens than leave room for it are
-multiplied by several launches, each of which reads the weights."""
 BOUND_FOR_72_REGISTERS = 448
 """Launch bound (threads) with which the compiler gives a thread at most 72 registers if two blocks must fit. A block of
 the delta rule then fits beside two blocks of products, each of which counts as twelve warps."""

@@ -6,19 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from ctypes import c_uint64
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.card import Card, card_of, default_card
 from deltic.ops.cuda.driver import Module, entry, tensor_map
 from deltic.ops.cuda.expert_offload import ExpertAddresses, PinnedExpertStore
 from deltic.ops.cuda.layout import (
     BOX_COLUMNS,
     BOX_ROWS,
     MAX_GEMV_TOKENS,
-    MAX_SHARED_BYTES,
     MMA_TOKENS,
     TWO_BLOCKS_SHARED_BYTES,
     WARPS,
@@ -27,11 +28,9 @@ from deltic.ops.types import ExpertPool, MlpWeights, MoeWeights, Weight
 
 GATE_SHARED_BYTES, DOWN_SHARED_BYTES = 115 << 10, 98 << 10
 """Shared memory of the blocks of both products, which then fit on a multiprocessor together."""
-SUM_BYTES = 8 << 10
-"""Shared memory for the sums of a group of units."""
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
 _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
-"""Stages of the pipeline, by tokens of a tile."""
+"""Stages of the pipeline, by tokens of a tile; fewer where a block has less shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,7 @@ class ExpertsShape:
     shared: bool
     normalised: bool
     host: bool = field(default=False, kw_only=True)
+    card: Card = field(default_factory=default_card, kw_only=True)
 
     @property
     def experts_per_token(self) -> int:
@@ -59,7 +59,7 @@ class ExpertsShape:
     @property
     def known(self) -> bool:
         return (self.fits_blocks and self.count <= _MOST_EXPERTS and self.per_token <= _MOST_CHOSEN
-                and self.shared_memory <= MAX_SHARED_BYTES)
+                and self.most > 0)
 
     @property
     def fits_blocks(self) -> bool:
@@ -86,15 +86,14 @@ class ExpertsShape:
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory of the largest block."""
-        return max(self._few_bytes(max(self.most, 1)), *map(_tile_bytes, _STAGES))
+        return max(self._few_bytes(max(self.most, 1)), *(tile_bytes(self.card, tile) for tile in _STAGES))
 
     @property
     def most(self) -> int:
         """Tokens whose input fits in a block's shared memory."""
-        return max(
-            (tokens for tokens in range(1, MAX_GEMV_TOKENS + 1) if self._few_bytes(tokens) <= MAX_SHARED_BYTES),
-            default=0,
-        )
+        room = self.card.max_shared_bytes
+        tokens = takewhile(lambda tokens: self._few_bytes(tokens) <= room, range(1, MAX_GEMV_TOKENS + 1))
+        return max(tokens, default=0)
 
     def _few_bytes(self, tokens: int) -> int:
         return max(self.gate_plan(tokens, 1)[2], self.down_plan(tokens, 1)[1])
@@ -102,9 +101,9 @@ class ExpertsShape:
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
         """Returns units between two sums, slots of the ring, bytes of shared memory."""
         units = -(-(min(self.count, tokens * self.per_token) + self.shared) * (self.size // 4) // blocks)
-        group = max(1, min(SUM_BYTES // (WARPS * 8 * 4 * tokens), units))
+        group = max(1, min(self.card.sum_bytes // (WARPS * 8 * 4 * tokens), units))
         fixed = self.ring_offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
-        slots = ring_slots(fixed, 16 * self.hidden, GATE_SHARED_BYTES, units)
+        slots = ring_slots(fixed, 16 * self.hidden, GATE_SHARED_BYTES, units, self.card, tokens)
         return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * 16 * self.hidden)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
@@ -112,7 +111,8 @@ class ExpertsShape:
         experts = min(self.count, tokens * self.per_token) + self.shared
         slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
         fixed = self.ring_offset + 2 * WARPS * 16 * 4 * tokens
-        slots = ring_slots(fixed, slot, DOWN_SHARED_BYTES, experts * -(-self.hidden // (16 * blocks)))
+        slots = ring_slots(fixed, slot, DOWN_SHARED_BYTES, experts * -(-self.hidden // (16 * blocks)),
+                           self.card, tokens)
         return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot)
 
     @property
@@ -128,10 +128,10 @@ class ExpertsShape:
     def gemv_entries(self) -> Iterator[str]:
         """Yields the sources of kernels for few tokens."""
         few = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
-        host = ", true" * self.host
+        host, resident = ", true" * self.host, self.card.resident(TWO_BLOCKS_SHARED_BYTES)
         for name, many in (("few", False), ("many", True)):
             for kind, type in (("gate", "ExpertsGate"), ("down", "ExpertsDown")):
-                yield entry(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
+                yield entry(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, {resident}",
                              f"experts_{kind}<{few}, {cpp_bool(many)}, {self.ring_offset}{host}>")
         if self.host:
             yield entry("ask_host", "AskHost", f"{WARPS * 32 + 32}",
@@ -144,23 +144,26 @@ class ExpertsShape:
         yield entry("route", "Route", "256", f"route<{experts}, {cpp_bool(self.normalised)}>")
         yield entry("group", "Group", "1024", f"group<{experts}>")
         yield entry("combine", "Combine", "256", "combine")
-        for tile, stages in _STAGES.items():
+        for tile in _STAGES:
+            stages, resident = _stages(self.card, tile)
             for kind, columns, rows in (("gate", self.hidden, 2 * self.size), ("down", self.size, self.hidden)):
-                yield entry(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
+                yield entry(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {resident}",
                              f"grouped<{columns}, {rows}, {tile}, {stages}, {cpp_bool(kind == 'gate')}>")
 
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
     """Returns the shape of a layer; None if the kernels do not know it (dtype, size of the shared expert,
     quantized)."""
-    shared, store = weights.shared is not None, _store(weights)
+    shared, store, router = weights.shared is not None, _store(weights), weights.router
+    if not isinstance(router, Tensor):
+        return None
     if not all(map(_plain, _matrices(weights))) or (isinstance(weights.experts, ExpertPool) and store is None):
         return None
     hidden, size = (store.hidden, store.size) if store else _sizes(weights.parts[0])[1]
     if any(_sizes(part) != ((2 * size, hidden), (hidden, size)) for part in weights.parts):
         return None
     shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, shared, weights.normalised,
-                         host=store is not None and store.host is not None)
+                         host=store is not None and store.host is not None, card=card_of(router.device))
     return shape if shape.known else None
 
 
@@ -247,6 +250,7 @@ class MoeOp:
         """Normed hidden states [T, H] bf16 -> the mixture [T, H] bf16; zeros for padding."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
         pairs, tile = tokens * shape.experts_per_token, _tile(tokens * shape.per_token / shape.count)
+        _, resident = _stages(shape.card, tile)
         logits = torch.mm(x, table.router.t(), out_dtype=torch.float32)
 
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -267,12 +271,12 @@ class MoeOp:
             hidden=shape.hidden, shift=tile.bit_length() - 1))
         for kind, source, target, maps in (("gate", ordered, gated, table.at.gate_maps),
                                            ("down", gated, outputs, table.at.down_maps)):
-            self._module.launch(f"k_grouped_{kind}_{tile}", (_resident(tile) * self._blocks,), WARPS * 32 + 32,
+            self._module.launch(f"k_grouped_{kind}_{tile}", (resident * self._blocks,), WARPS * 32 + 32,
                                 args.GroupedArgs(
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
                 weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
                 ahead=self.ahead if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
-                _tile_bytes(tile))
+                tile_bytes(shape.card, tile))
         mixture = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.CombineArgs(
             x=outputs, y=mixture, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
@@ -335,11 +339,14 @@ def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(gate.shape), tuple(down.shape)
 
 
-def ring_slots(fixed: int, slot: int, beside: int, items: int) -> int:
+def ring_slots(fixed: int, slot: int, beside: int, items: int, card: Card, tokens: int) -> int:
     """Returns the slots of a ring: at least three within the budget that leaves room for the next kernel's block, or as
-    many as all shared memory holds. fixed: bytes of the block besides the ring."""
-    few, most = (beside - fixed) // slot, (MAX_SHARED_BYTES - fixed) // slot
-    return max(2, min(few if few >= 3 else most, items, 16))
+    many as all shared memory holds; one if a token's block has room for no more. fixed: bytes of the block besides the
+    ring."""
+    shared = card.max_shared_bytes
+    few, most = (min(beside, shared) - fixed) // slot, (shared - fixed) // slot
+    least = 1 if tokens == most == 1 else 2
+    return max(least, min(few if few >= 3 else most, items, 16))
 
 
 def _tile(average: float) -> int:
@@ -347,13 +354,22 @@ def _tile(average: float) -> int:
     return 16 if average <= 10 else 32 if average <= 24 else 64 if average <= 64 else 128
 
 
-def _resident(tile: int) -> int:
-    """Blocks on a multiprocessor."""
-    return 1 if tile == 128 else 2
+def _stages(card: Card, tile: int) -> tuple[int, int]:
+    """Returns stages of the pipeline, and blocks on a multiprocessor."""
+    for resident in (2, 1) if tile < 128 else (1,):
+        fit = ((card.shared_memory + 1024) // resident - 2048) // _stage_bytes(tile)
+        if fit >= 2:
+            return min(fit, _STAGES[tile]), resident
+    raise ValueError(f"{card} has no room for tiles of {tile} tokens")
 
 
-def _tile_bytes(tile: int) -> int:
-    return 1024 + _STAGES[tile] * ((128 + tile) * 2 * BOX_COLUMNS + 16)
+def _stage_bytes(tile: int) -> int:
+    return (128 + tile) * 2 * BOX_COLUMNS + 16
+
+
+def tile_bytes(card: Card, tile: int) -> int:
+    """Bytes of shared memory of a block of a grouped product. tile: as in `_STAGES`."""
+    return 1024 + _stages(card, tile)[0] * _stage_bytes(tile)
 
 
 def _words(map: bytes) -> object:

@@ -6,6 +6,7 @@ prefix: a large row's attention is computed in two parts, its own tokens and wha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.card import Card, card_of
 from deltic.ops.cuda.driver import entry, headers, load_module
 from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
@@ -34,6 +36,7 @@ from deltic.ops.types import (
 if TYPE_CHECKING:
     from deltic.ops.cuda.decode import DecodeStep, _DecodeBuffers
 
+log = logging.getLogger("deltic")
 _LARGE = 1 << 22
 """Tokens times context from which on cuDNN serves a row by itself."""
 _LONG = 1024
@@ -143,11 +146,16 @@ class Attend:
     """Attention of a group's tokens to K/V that are stored already."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        self._cudnn = torch.backends.cudnn.is_available()
+        # on older cards it knows no large heads, and torch's flash kernels are as fast
+        self._cudnn = torch.backends.cudnn.is_available() and card_of(device).capability >= (9, 0)
         if self._cudnn:  # its first call takes a second
             query, keys = (torch.zeros(64, heads, spec.head_dim, dtype=torch.bfloat16, device=device)
                            for heads in (spec.heads, spec.kv_heads))
-            _cudnn_attention(query, keys, keys, True)
+            try:
+                _cudnn_attention(query, keys, keys, True)
+            except RuntimeError as error:
+                log.warning("cuDNN does not serve attention on this GPU, torch's flash kernels do: %s", error)
+                self._cudnn = False
 
     def __call__(self, query: Tensor, kv: KvView, group: AttentionGroup) -> AttentionParts:
         """query [PREFIX_GRAIN + T + side of the largest square, heads, D] bfloat16; the tokens' queries begin at
@@ -196,10 +204,11 @@ def terms_shared(size: int) -> int:
     return 2 * CHUNK * _LINE * 4 + CHUNK * size * 2 + 6 * CHUNK * 4
 
 
-def scan_shared(size: int) -> int:
-    """Bytes of shared memory of a block of `delta_scan`."""
-    tile, part = CHUNK * size * 2, CHUNK * columns(size) * 2
-    return _STAGES * (3 * tile + CHUNK * CHUNK * 2 + part + 4 * CHUNK * 4) + (size // 16 + 4) * 2048 + 64 + 1024
+def scan_shared(size: int, card: Card) -> int:
+    """Bytes of shared memory of a block of `delta_scan`: of several chunks, or of one whose gates both groups have."""
+    tile, part, gates = CHUNK * size * 2, CHUNK * columns(size) * 2, 4 * CHUNK * 4
+    stage = 3 * tile + CHUNK * CHUNK * 2 + part + gates
+    return (_STAGES * stage if card.wgmma else stage + gates) + (size // 16 + 4) * 2048 + 64 + 1024
 
 
 def columns(size: int) -> int:
@@ -418,7 +427,8 @@ class PrefillStep:
             terms_shared(size))
         launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScanArgs(
             tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
-            firsts=plan.firsts, row=decode_rows, **heads, **places, **emits), scan_shared(size))
+            firsts=plan.firsts, row=decode_rows, **heads, **places, **emits),
+            scan_shared(size, self._shapes.card))
         launch("k_prompt_ring", (-(-spec.channels // 1024), plan.rows), 128, args.PromptRingArgs(
             proj=proj, ring=state.conv, target=batch.target, stride=stride, channels=spec.channels, row=decode_rows,
             **places, **emits))

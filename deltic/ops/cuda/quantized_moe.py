@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.driver import Module, entry
 from deltic.ops.cuda.expert_offload import ExpertAddresses, TileStore
 from deltic.ops.cuda.layout import MAX_GEMV_TOKENS, TWO_BLOCKS_SHARED_BYTES, WARPS
 from deltic.ops.cuda.moe import (
     DOWN_SHARED_BYTES,
     GATE_SHARED_BYTES,
-    SUM_BYTES,
     ExpertsShape,
     ExpertTable,
     MoeOp,
@@ -104,11 +104,12 @@ class PackedShape(ExpertsShape):
         tiles = self.hidden // TILE_COLUMNS
         items = -(-self._max_experts(tokens) * (self.size // TILE_ROWS) // blocks)
         sums = tiles * tokens * 2 * TILE_ROWS * 4
-        group = max(1, min(SUM_BYTES // sums, items))
+        group = max(1, min(self.card.sum_bytes // sums, items))
         plain = 2 * self.hidden * bool(PLAIN_KINDS & self._gate_kinds)
         fixed = self.ring_offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
         slots = ring_slots(
-            fixed, self.gate_slot, GATE_SHARED_BYTES, items * -(-tiles // min(map(self.wide, self._all)))
+            fixed, self.gate_slot, GATE_SHARED_BYTES, items * -(-tiles // min(map(self.wide, self._all))),
+            self.card, tokens,
         )
         return group, slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.gate_slot)
 
@@ -117,13 +118,14 @@ class PackedShape(ExpertsShape):
         sums = tokens * self.experts_per_token * self._down_tiles * 2 * TILE_ROWS * 4
         fixed = self.ring_offset + WARPS * own + 2 * sums
         fills = -(-self._max_experts(tokens) // self._experts_at_once) * -(-self.hidden // (2 * TILE_ROWS * blocks))
-        slots = ring_slots(fixed, self.down_slot, DOWN_SHARED_BYTES, fills)
+        slots = ring_slots(fixed, self.down_slot, DOWN_SHARED_BYTES, fills, self.card, tokens)
         return slots, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * self.down_slot)
 
     def gemv_entries(self) -> Iterator[str]:
         common = f"{self.hidden}, {self.size}, {self.template_args}, {cpp_bool(self.normalised)}"
         mixed = cpp_bool(any(kinds.gate != kinds.up for kinds in self._all))
-        threads, behind = f"{WARPS * 32 + 32}, 2", -(-(self.ring_offset + 8 * (self.count + 1)) // 128) * 128
+        threads = f"{WARPS * 32 + 32}, {self.card.resident(TWO_BLOCKS_SHARED_BYTES)}"
+        behind = -(-(self.ring_offset + 8 * (self.count + 1)) // 128) * 128
         yield entry("packed_gate", "PackedGate", threads,
                      f"packed_gate<{common}, {_bits(self._gate_kinds)}, {mixed}, {behind}>")
         yield entry("packed_down", "PackedDown", threads,
@@ -201,7 +203,7 @@ def _packed_shape(weights: MoeWeights) -> PackedShape | None:
         return None
     size, hidden = sizes.pop()
     shape = PackedShape(hidden, size, len(experts), weights.per_token, shared is not None, weights.normalised, routed,
-                        shared_one)
+                        shared_one, card=card_of(router.device))
     return shape if shape.fits_blocks and shape.known else None
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.card import card_of
 from deltic.ops.cuda.driver import Module, entry, headers, module_or_none
 from deltic.ops.cuda.kernel_config import (
     STATES,
-    WHOLE_STATE_SHARED_BYTES,
     WHOLE_STATE_THREADS,
     gdn_slice,
     state_header,
@@ -76,7 +76,7 @@ class StateDeltaLog:
         state, heads = self._states[store], mixer.spec.value_heads * len(batch.source)
         self._module.launch("k_gdn_many_rings", (min(heads, blocks),), WHOLE_STATE_THREADS, args.OverRingsArgs(
             **gdn_arguments(mixer, state, batch, proj, stride, y), **_log_arguments(state, batch), heads=heads),
-            WHOLE_STATE_SHARED_BYTES)
+            card_of(self._device).whole_state_bytes)
 
     def end(self, batch: Batch, new: NewDeltas) -> None:
         """Appends the step's entries to the logs. Call it after the last layer."""

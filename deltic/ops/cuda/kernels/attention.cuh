@@ -311,7 +311,12 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
 
 // Grid [parts * K/V heads * T or more], 256 threads.
 template <int D, int SHARE, class In, class KV, int FORM> DEVICE void attention(const Attention &a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     __shared__ typename Attend<D, SHARE, In, KV, FORM>::Shared shared;
+#else  // where a kernel has 48 KB of its own, and gets more only when it is launched (kernel_config.py)
+    extern __shared__ __align__(16) char room[];
+    auto &shared = *(typename Attend<D, SHARE, In, KV, FORM>::Shared *)room;
+#endif
     launch_dependents();
     Attend<D, SHARE, In, KV, FORM>(a, shared, blockIdx.x).run();
 }

@@ -198,12 +198,6 @@ DEVICE void arrive_barrier(u32 barrier) {
 // Plain reads of shared memory that copies write to next are done. Copies are of another proxy, so that a barrier alone does
 // not keep them behind reads (PTX ISA, proxies): without this, reads that were on their way have seen what was copied.
 DEVICE void end_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// A whole warp has read what a copy writes to next; whoever makes that waits for the barrier.
-DEVICE void release_slot(u32 barrier) {
-    end_reads();
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) arrive_barrier(barrier);
-}
 DEVICE void await_barrier(u32 barrier, u32 parity) {
     u32 done;
     do asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -219,16 +213,72 @@ DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-#else  // where these are missing, no kernel that calls them is launched
-DEVICE void init_barrier(u32, int) {}
+#else  // one proxy for all copies; `COPIERS` threads make them, and each says when its own have come
+DEVICE void init_barrier(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
 DEVICE void publish_barriers() {}
 DEVICE void expect_bytes(u32, int) {}
-DEVICE void arrive_barrier(u32) {}
+DEVICE void arrive_barrier(u32 barrier) {
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [%0]; }" :: "r"(barrier) : "memory");
+}
 DEVICE void end_reads() {}
-DEVICE void release_slot(u32) {}
-DEVICE void await_barrier(u32, u32) {}
-DEVICE void bulk_copy(u32, const void *, int, u32, u64) {}
-DEVICE void bulk_copy_kept(u32, const void *, int, u32) {}
+DEVICE void await_barrier(u32 barrier, u32 parity) {
+    u32 done;
+    do asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                    : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    while (!done);
+}
+// By a whole warp: 16 bytes each at a time.
+DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32, u64 policy) {
+    for (int at = (threadIdx.x & 31) * 16; at < bytes; at += 512)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                     :: "r"(to + at), "l"((const char *)from + at), "l"(policy) : "memory");
+}
+DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32) {
+    for (int at = (threadIdx.x & 31) * 16; at < bytes; at += 512) copy_async<16>(to + at, (const char *)from + at);
+}
+#endif
+// A whole warp has read what a copy writes to next; whoever makes that waits for the barrier.
+DEVICE void release_slot(u32 barrier) {
+    end_reads();
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) arrive_barrier(barrier);
+}
+// Where the card copies in bulk, one thread asks for a copy; where it does not, a whole warp makes it, by and by. So copies
+// are asked for by those of whom this is true, of the warp of the thread `first`, and barriers expect COPIERS arrivals.
+constexpr __device__ bool BULK_COPIES = __CUDA_ARCH__ >= 900;
+constexpr __device__ int COPIERS = BULK_COPIES ? 1 : 32;
+DEVICE bool is_copier(int first) { return BULK_COPIES ? threadIdx.x == first : threadIdx.x >> 5 == first >> 5; }
+DEVICE void meet_copiers() {
+    if constexpr (!BULK_COPIES) __syncwarp();
+}
+// After the last of the copies that a barrier waits for, by all that made them.
+DEVICE void end_copies(u32 barrier) {
+    if constexpr (!BULK_COPIES) asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+}
+// By a whole warp: the copy of each lane that has one.
+#if __CUDA_ARCH__ >= 900
+#define COPY_EACH(has, to, from, bytes, barrier, policy) \
+    if (has) bulk_copy(to, from, bytes, barrier, policy)
+#define COPY_EACH_KEPT(has, to, from, bytes, barrier) \
+    if (has) bulk_copy_kept(to, from, bytes, barrier)
+#else
+struct Copy {
+    u32 to;
+    const void *from;
+    int bytes;
+};
+template <class F> DEVICE void copy_in_turn(bool has, const Copy &own, F copy) {
+    for (u32 left = __ballot_sync(~0u, has); left; left &= left - 1) {
+        const int lane = __ffs(left) - 1;
+        copy(__shfl_sync(~0u, own.to, lane), (const void *)__shfl_sync(~0u, u64(own.from), lane), __shfl_sync(~0u, own.bytes, lane));
+    }
+}
+#define COPY_EACH(has, to, from, bytes, barrier, policy) \
+    copy_in_turn(has, has ? Copy{to, from, bytes} : Copy{}, [=](u32 t, const void *f, int n) { bulk_copy(t, f, n, 0, policy); })
+#define COPY_EACH_KEPT(has, to, from, bytes, barrier) \
+    copy_in_turn(has, has ? Copy{to, from, bytes} : Copy{}, [=](u32 t, const void *f, int n) { bulk_copy_kept(t, f, n, 0); })
 #endif
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

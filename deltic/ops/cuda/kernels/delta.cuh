@@ -21,6 +21,20 @@ template <bool TRANS> DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 
     else
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                      :: "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+#else
+    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const u32 words[4] = {a, b, c, d};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (TRANS) {
+            const u32 one = __shfl_sync(~0u, address, i * 8 + q * 2), two = __shfl_sync(~0u, address, i * 8 + q * 2 + 1);
+            asm volatile("st.shared.u16 [%0], %1;" :: "r"(one + g * 2), "h"(u16(words[i])) : "memory");
+            asm volatile("st.shared.u16 [%0], %1;" :: "r"(two + g * 2), "h"(u16(words[i] >> 16)) : "memory");
+        } else {
+            const u32 row = __shfl_sync(~0u, address, i * 8 + g);
+            asm volatile("st.shared.u32 [%0], %1;" :: "r"(row + q * 4), "r"(words[i]) : "memory");
+        }
+    }
 #endif
 }
 
@@ -40,8 +54,7 @@ template <int D> struct DeltaShape {
                          LINE = 72, MATRIX = CHUNK * LINE * 4,           // bytes of a float32 matrix
                          INNER = 2 * MATRIX + TILE + 6 * CHUNK * 4,  // shared memory of delta_terms: k is beside matrices
                          COLUMNS = D >= 64 ? 64 : D, SLICE = CHUNK * COLUMNS * 2,
-                         STAGE = 3 * TILE + SCORES + SLICE + 4 * CHUNK * 4, STAGES = 3,
-                         SCAN = STAGES * STAGE + (STEPS + 4) * 2048 + 64 + 1024;  // shared memory of delta_scan
+                         STAGE = 3 * TILE + SCORES + SLICE + 4 * CHUNK * 4, STAGES = 3;
     static_assert(MATRIX >= TILE && STAGE % 1024 == 0, "tiles do not fit");
 };
 

@@ -169,7 +169,7 @@ struct Ring {
     DEVICE Ring(void *barriers, int slots) : barrier(shared_address(barriers)), slots(slots) {}
     DEVICE void init(int lane) {
         if (lane == 0) {
-            for (int i = 0; i < slots; ++i) init_barrier(barrier + 8 * i, 1), init_barrier(barrier + 8 * (slots + i), 8);
+            for (int i = 0; i < slots; ++i) init_barrier(barrier + 8 * i, COPIERS), init_barrier(barrier + 8 * (slots + i), 8);
             publish_barriers();
         }
         __syncwarp();
@@ -220,10 +220,9 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
         const int unit = item % UNITS;
         if (lane == 0) expect_bytes(ring.filled(), SLOT);
         __syncwarp();
-        if (lane < 8) {
-            const int row = unit * 4 + (lane & 3) + (lane >> 2) * I;
-            bulk_copy(slots_at + ring.slot * SLOT + lane * LINE, from + i64(row) * LINE, LINE, ring.filled(), policy);
-        }
+        const int row = unit * 4 + (lane & 3) + (lane >> 2) * I;
+        COPY_EACH(lane < 8, slots_at + ring.slot * SLOT + lane * LINE, from + i64(row) * LINE, LINE, ring.filled(), policy);
+        end_copies(ring.filled());
         ring.next();
     }
     // What the shared expert's weights are is known before anything else; -> the first item that is left.
@@ -353,16 +352,16 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
           slot_bytes((MATRIX + args.tokens * STRIDE + 127) / 128 * 128), who(*(Who *)(shared + 1024)), ring(shared, args.slots),
           slots_at(shared_address(shared + OFFSET)), partial((float *)(shared + OFFSET + args.slots * slot_bytes)) {}
     DEVICE void copy_matrix(int unit, int slot, u64 policy) {
-        if (lane == 0) {
+        if (!BULK_COPIES || lane == 0) {
             expect_bytes(ring.filled(), MATRIX + __popc(who.mask[slot]) * LINE);
             bulk_copy(slots_at + ring.slot * slot_bytes, who.from[slot] + i64(unit) * MATRIX, MATRIX, ring.filled(), policy);
         }
         __syncwarp();
     }
     DEVICE void copy_input(int slot) {
-        if (lane < __popc(who.mask[slot]))
-            bulk_copy_kept(slots_at + ring.slot * slot_bytes + MATRIX + lane * STRIDE, a.x + i64(who.first[slot] + lane) * I, LINE,
-                           ring.filled());
+        COPY_EACH_KEPT(lane < __popc(who.mask[slot]), slots_at + ring.slot * slot_bytes + MATRIX + lane * STRIDE,
+                       a.x + i64(who.first[slot] + lane) * I, LINE, ring.filled());
+        end_copies(ring.filled());
     }
     DEVICE void copy_all(u64 policy) {
         const int mine = (UNITS - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), total = mine * who.count;

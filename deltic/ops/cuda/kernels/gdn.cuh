@@ -381,16 +381,20 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a)
         if (threadIdx.x < KNOWN && exists(n + threadIdx.x))
             places[threadIdx.x] = Place::of(a, blockIdx.x + (n + threadIdx.x) * gridDim.x);
     };
-    const auto fetch = [&](const Head &g) {  // by one thread
+    const auto fetch = [&](const Head &g) {  // by copiers
         const State *from = g.state(g.source);
         expect_bytes(full, g.done ? SIZE : 0);
         for (int at = 0; g.done && at < SIZE; at += CHUNK)
             bulk_copy(shared_address(stage) + at, (const char *)from + at, CHUNK, full, policy);
+        end_copies(full);
     };
     const Head first(a, shared, 0, Place::of(a, blockIdx.x));
-    if (threadIdx.x == 0) {
-        init_barrier(full, 1);
-        publish_barriers();
+    if (is_copier(0)) {
+        if (threadIdx.x == 0) {
+            init_barrier(full, COPIERS);
+            publish_barriers();
+        }
+        meet_copiers();
         if (exists(0)) fetch(first);
     }
     launch_dependents();
@@ -417,7 +421,7 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a)
             for (int i = 0; i < Head::ROWS; ++i)
                 g.s[i] = g.done ? take4(stage + g.place() + i * Head::GROUPS * DV) : make_float4(0, 0, 0, 0);
             __syncthreads();
-            if (threadIdx.x == 0 && exists(n + 1)) fetch(following);
+            if (is_copier(0) && exists(n + 1)) fetch(following);
         });
         g.rest(1, of, g.state(g.target));
     }

@@ -63,11 +63,12 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
     }
     DEVICE char *state(i64 slot, int head) const { return (char *)(a.state + (slot * a.value_heads + head) * (D * D)); }
     DEVICE u32 full(int n) const { return shared_address(&m.full[n % STAGES]); }
-    // By one thread.
+    // By copiers.
     DEVICE void fetch(int n, const Place &p, const Since &since) const {
         expect_bytes(full(n), since.base ? SIZE : 0);
         for (int at = 0; since.base && at < SIZE; at += CHUNK)
             bulk_copy_kept(stage + n % STAGES * SIZE + at, state(p.source, p.head) + at, CHUNK, full(n));
+        end_copies(full(n));
     }
     // A token's step of a state: a lane has four columns, a warp some rows.
     DEVICE void advance(int n, u64 policy) {
@@ -102,7 +103,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         *(float4 *)&m.parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
         end_reads();
         meet_eight_warps();  // all have taken theirs from shared memory, and have their sums there
-        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES), since(n + STAGES));
+        if (is_copier(224) && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES), since(n + STAGES));
         __syncwarp();
         const float keep = m.rates[side][0], beta = m.rates[side][1], dot = m.rates[side][2];
         float u[4];
@@ -324,9 +325,12 @@ template <int D, int STAGES, bool RINGS> DEVICE void gdn_many(const typename Ent
     __shared__ typename Heads::Shared shared;
     Heads g(a, shared, shared_address(shared_states));
     const int t = threadIdx.x - 256;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) init_barrier(g.full(i), 1);
-        publish_barriers();
+    if (is_copier(0)) {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < STAGES; ++i) init_barrier(g.full(i), COPIERS);
+            publish_barriers();
+        }
+        meet_copiers();
         for (int n = 0; n < STAGES && g.exists(n); ++n) {
             const Place p = g.find(n);
             g.fetch(n, p, Since::of(a, p));

@@ -116,8 +116,8 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// A box of a matrix; its 16 bytes c of a row r lie where those of c ^ r % 8 would.
-DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32 barrier, u64 policy) {
+// A box of a matrix, of ROWS rows; its 16 bytes c of a row r lie where those of c ^ r % 8 would.
+template <int ROWS> DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
@@ -128,8 +128,19 @@ DEVICE void prefetch_box(const TensorMap *map, int column, int row) {
 DEVICE void acquire_map(const TensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");
 }
-#else
-DEVICE void copy_box(u32, const TensorMap *, int, int, u32, u64) {}
+#else  // a map is the address of a matrix, its bytes from row to row, its rows and its columns (driver.py)
+template <int ROWS> DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32, u64 policy) {
+    const int lane = threadIdx.x & 31, chunk = lane & 7, rows = int(map->words[2]) - row;
+    const u64 from = map->words[0] + (column + chunk * 8) * 2, step = map->words[1];
+    const bool there = column + chunk * 8 < int(map->words[3]);
+#pragma unroll 4
+    for (int r = lane >> 3; r < ROWS; r += 4) {
+        const bool has = there && r < rows;  // what lies outside of the matrix is zero
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+                     :: "r"(to + r * 128 + ((chunk ^ (r & 7)) << 4)), "l"(has ? from + (row + r) * step : map->words[0]),
+                        "r"(has ? 16 : 0), "l"(policy) : "memory");
+    }
+}
 DEVICE void prefetch_box(const TensorMap *, int, int) {}
 DEVICE void acquire_map(const TensorMap *) {}
 #endif
@@ -170,9 +181,10 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> struct TileProduct {
                 if (done >= STAGES) ring.await_emptied();
                 const u32 to = stages + ring.slot * STAGE;
                 expect_bytes(ring.filled(), STAGE);
-                copy_box(to, map, step * 64, block * (GATE ? 64 : 128), ring.filled(), weights);
-                if (GATE) copy_box(to + MATRIX / 2, map, step * 64, INNER + block * 64, ring.filled(), weights);
-                copy_box(to + MATRIX, &a.x, step * 64, own.y, ring.filled(), input);
+                copy_box<GATE ? 64 : 128>(to, map, step * 64, block * (GATE ? 64 : 128), ring.filled(), weights);
+                if (GATE) copy_box<64>(to + MATRIX / 2, map, step * 64, INNER + block * 64, ring.filled(), weights);
+                copy_box<TILE>(to + MATRIX, &a.x, step * 64, own.y, ring.filled(), input);
+                end_copies(ring.filled());
             }
         }
     }
@@ -267,7 +279,7 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> DEVICE void grouped(
     if (a.counts && blockIdx.x == 0)
         for (int i = threadIdx.x; i < a.experts; i += 288) a.counts[i] = 0;
     if (!copies) g.multiply_all(items);
-    else if (g.lane == 0) g.copy_all(items);
+    else if (!BULK_COPIES || g.lane == 0) g.copy_all(items);
 }
 
 // Grid [T, parts of 2,048 columns], 256 threads: what a token's experts give, best first, the shared one last.

@@ -347,9 +347,9 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         for (int n = 0; n < HIGH; ++n) copied += max(0, min(WARPS, (count + n) / HIGH * tiles() - t));
         if (lane == 0) expect_bytes(barrier, copied * each);
         __syncwarp();
-        if (unit < count && first < end)
-            bulk_copy(at + (lane % HIGH * WARPS + first - t) * each, from + (i64(unit) * TILES + first - row * tiles()) * each,
-                      (end - first) * each, barrier, policy);
+        COPY_EACH((unit < count && first < end), at + (lane % HIGH * WARPS + first - t) * each,
+                  from + (i64(unit) * TILES + first - row * tiles()) * each, (end - first) * each, barrier, policy);
+        end_copies(barrier);
     }
     DEVICE void copy_chunk(int round, int &copied, u64 policy) {
         for (int p = 0; p < a.parts; ++p) {
@@ -369,7 +369,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     DEVICE void copy_all() {
         const u64 policy = read_once();
         const u32 empty = 8 * a.slots;
-        if (lane < a.slots) init_barrier(barrier + 8 * lane, 1), init_barrier(barrier + empty + 8 * lane, WARPS);
+        if (lane < a.slots) init_barrier(barrier + 8 * lane, COPIERS), init_barrier(barrier + empty + 8 * lane, WARPS);
         publish_barriers();
         __syncwarp();
         int copied = 0;

@@ -124,11 +124,10 @@ struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
             if (copied >= a.slots) ring.await_emptied();
             if (lane == 0) expect_bytes(ring.filled(), n * (each[0] + each[1]));
             __syncwarp();
-            if (lane < 2) {
-                const int own = lane ? each[1] : each[0];
-                bulk_copy(slots_at + ring.slot * a.slot + lane * n * each[0],
-                          (const char *)(lane ? up : gate) + i64(unit * TILES + tile) * own, n * own, ring.filled(), policy);
-            }
+            const int own = lane ? each[1] : each[0];
+            COPY_EACH(lane < 2, slots_at + ring.slot * a.slot + lane * n * each[0],
+                      (const char *)(lane ? up : gate) + i64(unit * TILES + tile) * own, n * own, ring.filled(), policy);
+            end_copies(ring.filled());
         }
     }
     // What the shared expert's weights are is known before anything else; -> the first item that is left.
@@ -291,9 +290,9 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
                 if (copied >= a.slots) ring.await_emptied();
                 if (lane == 0) expect_bytes(ring.filled(), begin(first, n));
                 __syncwarp();
-                if (lane < n)
-                    bulk_copy(slots_at + ring.slot * a.slot + begin(first, lane), who.from[first + lane] + i64(unit) * bytes(first + lane),
-                              bytes(first + lane), ring.filled(), policy);
+                COPY_EACH(lane < n, slots_at + ring.slot * a.slot + begin(first, lane),
+                          who.from[first + lane] + i64(unit) * bytes(first + lane), bytes(first + lane), ring.filled(), policy);
+                end_copies(ring.filled());
             }
     }
     DEVICE uint4 input(int pair) const { return load8(a.x + i64(pair) * I + tile * 256 + lane * 8); }

@@ -62,7 +62,7 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
         const u64 policy = read_once();
         const int total = count * SEGMENTS, first = min(a.slots, total), empty = 8 * a.slots, n = lane;
         if (lane == 0) {
-            for (int i = 0; i < a.slots; ++i) init_barrier(barrier + 8 * i, 1), init_barrier(barrier + empty + 8 * i, WARPS);
+            for (int i = 0; i < a.slots; ++i) init_barrier(barrier + 8 * i, COPIERS), init_barrier(barrier + empty + 8 * i, WARPS);
             publish_barriers();
         }
         __syncwarp();
@@ -84,7 +84,8 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
             }
             if (lane == 0) expect_bytes(barrier, bytes * COPIES);
             __syncwarp();
-            if (n < COPIES) bulk_copy(at, source, bytes, barrier, policy);
+            COPY_EACH(n < COPIES, at, source, bytes, barrier, policy);
+            end_copies(barrier);
             next();
             if (SEGMENTS > 1 && ++segment < SEGMENTS) from += SEGMENT * 2;
             else segment = 0, from += step - (SEGMENTS - 1) * (SEGMENT * 2);

@@ -1,4 +1,4 @@
-// The way through the chunks, with the tensor cores of compute capability 9.0 alone.
+// The way through the chunks: with the products of warp groups that only compute capability 9.0 has, or with those of warps.
 
 struct DeltaScan {
     const u16 *tiles, *terms;
@@ -10,10 +10,6 @@ struct DeltaScan {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-DEVICE void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
 // Asynchronous products of a warp group: d [64, N] (warp w has rows 16 w ..., laid out as by mma) = d * keep + SIGN a b, with
 // a [64, 16] in registers and b a descriptor of [N, 16], or of [16, N] for N that are not 64, in shared memory.
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -76,15 +72,58 @@ template <int D> DEVICE u64 columns_step(u32 tile, int s) {
 }
 template <int D> DEVICE u64 rows_step(u32 tile, int s) { return descriptor<D>(tile + s * 16 * (D >= 64 ? 128 : 64)); }
 
+template <int SIGN, int D> DEVICE void add_columns(float (&d)[32], const u32 (&a)[4], u32 tile, int s, int keep) {
+    multiply_64<SIGN>(d, a, columns_step<D>(tile, s), keep);
+}
+template <int D> DEVICE void add_rows(float (&d)[D / 2], const u32 (&a)[4], u32 tile, int s) {
+    multiply_state<D>(d, a, rows_step<D>(tile, s));
+}
+constexpr __device__ bool WARP_GROUPS = true;
+#else  // the same by warps, one instruction after the other
+DEVICE void begin_products() {}
+DEVICE void end_products() {}
+template <int N> DEVICE void await_products() {}
+template <int SIGN, int D> DEVICE void add_columns(float (&d)[32], const u32 (&a)[4], u32 tile, int s, int keep) {
+    const int lane = threadIdx.x & 31;
+    const u32 sign = SIGN < 0 ? 0x80008000u : 0u;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        u32 right[4];
+        load_matrices<false>(right, tile + tile_unit<D>(n * 16 + (lane & 7) + (lane >> 4) * 8, s * 2 + (lane >> 3 & 1)) * 16);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float(&part)[4] = *(float(*)[4])&d[n * 8 + half * 4];
+            if (!keep) part[0] = part[1] = part[2] = part[3] = 0;
+            multiply(part, a[0] ^ sign, a[1] ^ sign, a[2] ^ sign, a[3] ^ sign, right[half * 2], right[half * 2 + 1]);
+        }
+    }
+}
+template <int D> DEVICE void add_rows(float (&d)[D / 2], const u32 (&a)[4], u32 tile, int s) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < D / 16; ++n) {
+        u32 right[4];
+        load_matrices<true>(right, tile + tile_unit<D>(s * 16 + (lane & 15), n * 2 + (lane >> 4)) * 16);
+        multiply(*(float(*)[4])&d[n * 8], a[0], a[1], a[2], a[3], right[0], right[1]);
+        multiply(*(float(*)[4])&d[n * 8 + 4], a[0], a[1], a[2], a[3], right[2], right[3]);
+    }
+}
+constexpr __device__ bool WARP_GROUPS = false;
+#endif
+
 DEVICE void arrive(int barrier) { asm volatile("bar.arrive %0, 256;" :: "r"(barrier) : "memory"); }
 DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
 
 // Blocks (64 columns of the state, value head, row) of two warp groups: one has the state and makes the updates u, the
 // other makes the outputs, up to a chunk later. All is transposed, so that both stay in registers, where a result has the
 // layout of a left operand: warp w has columns 16 w ... of the state. The second group gets its operands by `published`.
+// With the products of warp groups, chunks come by bulk copies, STAGES at a time. Without them there is room for one chunk:
+// W and U of the next one come while S is multiplied with this one's keys, these while the next one's W is, and each group
+// copies for itself.
 template <int D> struct Scan {
     using Shape = DeltaShape<D>;
-    static constexpr int STEPS = Shape::STEPS, C = Shape::COLUMNS, STATE = 1, UPDATES = 2, TAKEN = 3, OUTPUTS = 4;
+    static constexpr int STEPS = Shape::STEPS, C = Shape::COLUMNS, STATE = 1, UPDATES = 2, TAKEN = 3, OUTPUTS = 4, STATES = 5;
+    static constexpr int T = Shape::TILE, P = Shape::SCORES, GATES = 4 * CHUNK * 4;
     const DeltaScan &a;
     unsigned char *memory;
     uint4 *published;  // [STEPS + 4, 128]: rounded states, then updates
@@ -94,7 +133,7 @@ template <int D> struct Scan {
 
     DEVICE Scan(const DeltaScan &args, unsigned char *shared) : a(args) {
         memory = shared + (-shared_address(shared) & 1023);
-        published = (uint4 *)(memory + Shape::STAGES * Shape::STAGE);
+        published = (uint4 *)(memory + (WARP_GROUPS ? Shape::STAGES * Shape::STAGE : Shape::STAGE + GATES));
         barriers = shared_address(published + (STEPS + 4) * 128);
         tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
         block = blockIdx.x, head = blockIdx.y, row = a.row + blockIdx.z;
@@ -168,23 +207,67 @@ template <int D> struct Scan {
             store_state(a.emit_slot[e], x);
         }
     }
+    // Pieces of a chunk, by the threads of a group, to so many bytes behind where the chunk begins.
+    DEVICE void copy(int to, const void *from, int bytes) const {
+        for (int at = tid * 16; at < bytes; at += 128 * 16) copy_async<16>(shared_address(memory) + to + at, (const char *)from + at);
+    }
+    DEVICE const unsigned char *terms_of(int chunk) const {
+        return (const unsigned char *)a.terms + ((first_chunk + chunk) * a.value_heads + head) * Shape::TERMS;
+    }
+    DEVICE const u16 *tiles_of(int chunk) const {
+        return a.tiles + (first_chunk + chunk) * (2 * a.key_heads + a.value_heads) * CHUNK * D + from * CHUNK * D;
+    }
+    DEVICE const float *gates_of(int chunk) const { return a.gates + ((first_chunk + chunk) * a.value_heads + head) * 4 * CHUNK; }
+    DEVICE void copy_updates(int chunk) const {
+        if (chunk >= chunks) return;
+        copy(2 * T, terms_of(chunk), T);
+        copy(3 * T + P, terms_of(chunk) + T + P + block * Shape::SLICE, Shape::SLICE);
+    }
+    DEVICE void copy_keys(int chunk) const {
+        copy(T, tiles_of(chunk) + a.key_heads * CHUNK * D, T);
+        copy(3 * T + P + Shape::SLICE, gates_of(chunk), GATES);
+    }
+    DEVICE void copy_queries(int chunk) const {
+        copy(0, tiles_of(chunk), T);
+        copy(3 * T, terms_of(chunk) + T, P);
+        copy(3 * T + P + Shape::SLICE + GATES, gates_of(chunk), GATES);
+    }
+    // By threads with the states: W and U of a chunk are there, and nobody reads the keys of the chunk before any more.
+    DEVICE void await_updates(int chunk) const {
+        if constexpr (WARP_GROUPS) return await_stage(chunk);
+        await_copies();
+        meet(STATES, 128);
+        copy_keys(chunk);
+    }
+    // The keys and gates of a chunk are there, and nobody reads its W and U any more.
+    DEVICE void await_keys(int chunk) const {
+        if constexpr (WARP_GROUPS) return;
+        await_copies();
+        meet(STATES, 128);
+        copy_updates(chunk + 1);
+    }
+    // By those with the outputs.
+    DEVICE void await_queries(int chunk) const {
+        if constexpr (WARP_GROUPS) return await_stage(chunk);
+        await_copies();
+        meet(OUTPUTS, 128);
+    }
     DEVICE void fetch(int chunk) const {
         const u32 to = shared_address(stage_of(chunk)), barrier = barriers + chunk % Shape::STAGES * 8;
         const i64 at = first_chunk + chunk;
         const u16 *tiles = a.tiles + at * (2 * a.key_heads + a.value_heads) * CHUNK * D;
         const unsigned char *terms = (const unsigned char *)a.terms + (at * a.value_heads + head) * Shape::TERMS;
-        constexpr int T = Shape::TILE, P = Shape::SCORES;
         expect_bytes(barrier, Shape::STAGE);
-        copy_bulk(to + 2 * T, terms, T + P, barrier);
-        copy_bulk(to + 3 * T + P, terms + T + P + block * Shape::SLICE, Shape::SLICE, barrier);
-        copy_bulk(to, tiles + from * CHUNK * D, T, barrier);
-        copy_bulk(to + T, tiles + (a.key_heads + from) * CHUNK * D, T, barrier);
-        copy_bulk(to + 3 * T + P + Shape::SLICE, a.gates + (at * a.value_heads + head) * 4 * CHUNK, 4 * CHUNK * 4, barrier);
+        bulk_copy_kept(to + 2 * T, terms, T + P, barrier);
+        bulk_copy_kept(to + 3 * T + P, terms + T + P + block * Shape::SLICE, Shape::SLICE, barrier);
+        bulk_copy_kept(to, tiles + from * CHUNK * D, T, barrier);
+        bulk_copy_kept(to + T, tiles + (a.key_heads + from) * CHUNK * D, T, barrier);
+        bulk_copy_kept(to + 3 * T + P + Shape::SLICE, a.gates + (at * a.value_heads + head) * 4 * CHUNK, 4 * CHUNK * 4, barrier);
     }
     DEVICE int slice_unit(int n) const {  // of tokens 8 n ... 8 n + 15 and a warp's columns, for the lane
         return tile_unit<C>(n * 8 + (lane & 7) + (lane >> 4) * 8, warp * 2 + (lane >> 3 & 1));
     }
-    DEVICE const unsigned char *stage_of(int chunk) const { return memory + chunk % Shape::STAGES * Shape::STAGE; }
+    DEVICE const unsigned char *stage_of(int chunk) const { return WARP_GROUPS ? memory + chunk % Shape::STAGES * Shape::STAGE : memory; }
     DEVICE void await_stage(int chunk) const {
         await_barrier(barriers + chunk % Shape::STAGES * 8, chunk / Shape::STAGES & 1);
     }
@@ -200,7 +283,6 @@ template <int D> struct Scan {
     }
     // All that the next products do not wait for happens while others run.
     template <bool EMITS> DEVICE void run_states() {
-        constexpr int T = Shape::TILE, P = Shape::SCORES;
         float s[D / 2] = {}, v[32];  // [columns, D], [columns, tokens]
         u32 left[STEPS][4], u[4][4];
         if (done && has_columns()) {
@@ -208,8 +290,9 @@ template <int D> struct Scan {
 #pragma unroll
             for (int i = 0; i < D / 2; ++i) s[i] = load(from + offset(i));
         }
+        if constexpr (!WARP_GROUPS) copy_updates(0);
         narrow_all<STEPS>(left, s);
-        await_stage(0);
+        await_updates(0);
         load_updates(v, 0);
         for (int chunk = 0; chunk < chunks; ++chunk) {
             const unsigned char *data = stage_of(chunk);
@@ -218,8 +301,9 @@ template <int D> struct Scan {
             const int first = chunk * CHUNK, count = min(CHUNK, tokens - first);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < STEPS; ++k) multiply_64<-1>(v, left[k], columns_step<D>(tile_w, k), 1);
+            for (int k = 0; k < STEPS; ++k) add_columns<-1, D>(v, left[k], tile_w, k, 1);
             end_products();
+            await_keys(chunk);
             if (chunk) meet(TAKEN, 256);
             publish<STEPS>(0, left);
             arrive(STATE);
@@ -245,14 +329,14 @@ template <int D> struct Scan {
             }
             begin_products();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) multiply_state<D>(s, u[k], rows_step<D>(tile_k, k));
+            for (int k = 0; k < 4; ++k) add_rows<D>(s, u[k], tile_k, k);
             end_products();
             u32 plain[4][4];
             narrow_all<4>(plain, v);
             publish<4>(STEPS, plain);
             arrive(UPDATES);
             if (chunk + 1 < chunks) {
-                await_stage(chunk + 1);
+                await_updates(chunk + 1);
                 load_updates(v, chunk + 1);
             }
             await_products<0>();
@@ -266,25 +350,25 @@ template <int D> struct Scan {
         store_state(a.target[row], s);
     }
     DEVICE void run_outputs() {
-        constexpr int T = Shape::TILE, P = Shape::SCORES;
+        if constexpr (!WARP_GROUPS) copy_queries(0);
         float o[32], inner[32];
         u32 left[STEPS][4], updates[4][4], rounded[4][4];
         for (int chunk = 0; chunk < chunks; ++chunk) {
             meet(STATE, 256);  // nobody reads the stage of the chunk before any more
-            if (tid == 0 && chunk && chunk + Shape::STAGES - 1 < chunks) fetch(chunk + Shape::STAGES - 1);
+            if (WARP_GROUPS && tid == 0 && chunk && chunk + Shape::STAGES - 1 < chunks) fetch(chunk + Shape::STAGES - 1);
             take<STEPS>(left, 0);
             meet(UPDATES, 256);
             take<4>(updates, STEPS);
             arrive(TAKEN);
-            await_stage(chunk);
+            await_queries(chunk);
             const unsigned char *data = stage_of(chunk);
             const u32 tile_q = shared_address(data), tile_p = tile_q + 3 * T;
-            const float *gates = (const float *)(data + 3 * T + P + Shape::SLICE);
+            const float *gates = (const float *)(data + 3 * T + P + Shape::SLICE + (WARP_GROUPS ? 0 : GATES));
             begin_products();
 #pragma unroll
-            for (int k = 0; k < STEPS; ++k) multiply_64<1>(o, left[k], columns_step<D>(tile_q, k), k > 0);
+            for (int k = 0; k < STEPS; ++k) add_columns<1, D>(o, left[k], tile_q, k, k > 0);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) multiply_64<1>(inner, updates[k], columns_step<64>(tile_p, k), k > 0);
+            for (int k = 0; k < 4; ++k) add_columns<1, 64>(inner, updates[k], tile_p, k, k > 0);
             end_products();
             await_products<0>();
             scale_tokens(o, o, gates);
@@ -297,7 +381,7 @@ template <int D> struct Scan {
                 for (int n = 0; n < 4; ++n)
                     store_matrices<true>(tile_p + slice_unit(n * 2) * 16, rounded[n][0], rounded[n][1], rounded[n][2],
                                          rounded[n][3]);
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            end_reads();
             meet(OUTPUTS, 128);
             const int first = chunk * CHUNK, count = min(CHUNK, tokens - first);
             u16 *to = a.core + (start + first) * (a.value_heads * D) + head * D + block * C;
@@ -308,11 +392,15 @@ template <int D> struct Scan {
                     *(uint4 *)(to + i64(t) * (a.value_heads * D) + unit * 8) =
                         ((const uint4 *)(data + 3 * T))[tile_unit<C>(t, unit)];
             }
+            if constexpr (!WARP_GROUPS) {
+                meet(OUTPUTS, 128);
+                if (chunk + 1 < chunks) copy_queries(chunk + 1);
+            }
         }
         meet(STATE, 256);
     }
     DEVICE void run() {
-        if (threadIdx.x == 0) {
+        if (WARP_GROUPS && threadIdx.x == 0) {
             for (int i = 0; i < Shape::STAGES; ++i) init_barrier(barriers + i * 8, 1);
             publish_barriers();
             for (int i = 0; i < Shape::STAGES && i < chunks; ++i) fetch(i);
@@ -323,13 +411,10 @@ template <int D> struct Scan {
         else run_states<false>();
     }
 };
-#endif
 
 template <int D> DEVICE void delta_scan(const DeltaScan &a) {
     launch_dependents();
     wait();
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char memory[];
     Scan<D>(a, memory).run();
-#endif
 }

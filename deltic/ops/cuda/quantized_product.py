@@ -1,0 +1,247 @@
+"""Products of up to 16 tokens with quantized weights: which kernel serves one, and the shared memory of its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.card import Card, card_of, default_card
+from deltic.ops.cuda.driver import KernelArguments, Module
+from deltic.ops.cuda.layout import (
+    BOUND_FOR_72_REGISTERS,
+    MAX_GEMV_TOKENS,
+    MAX_SPLIT_HEAD_TOKENS,
+    MMA_TOKENS,
+    TWO_BLOCKS_SHARED_BYTES,
+    WARPS,
+)
+from deltic.ops.cuda.quantized import KINDS, PLAIN_KINDS, TILE_COLUMNS, TILE_ROWS, Tiles, tiles_of
+from deltic.ops.types import Block, Weight
+
+_SHARED_BYTES_BESIDE_NEXT = 104 << 10
+"""Shared memory of a block that leaves room for the next product's block."""
+_MAX_PARTS, _MAX_SLOTS = 4, 16
+"""Largest number of parts of a weight, and of slots of a ring."""
+_CHUNK_TILES = 8
+"""Chunks of an input are multiples of so many tiles: one for each warp."""
+_LINE_BYTES = 4 * 144
+"""Bytes of a token's columns of a tile, quantized to integers."""
+_LONG_UNITS = 32
+"""Units of a block from which on it may take the next kernel's shared memory."""
+
+
+def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
+    """Returns the parts of a weight that has tiles, plain parts as tiles too; gate: its two halves, gate and up. None
+    if the kernels cannot serve it."""
+    blocks = weight if isinstance(weight, tuple) else (weight,)
+    if len(blocks) > _MAX_PARTS or not any(isinstance(block, Tiles) for block in blocks):
+        return None
+    parts = tuple(found for found in map(_tiles, blocks) if found is not None)
+    if gate and len(parts) == 1 and parts[0].rows % (2 * TILE_ROWS) == 0:
+        parts = parts[0].halves()
+    return parts if len(parts) >= len(blocks) and (not gate or len(parts) == 2) else None
+
+
+def _tiles(block: Block) -> Tiles | None:
+    if isinstance(block, Tensor) and block.dtype == torch.bfloat16 and block.shape[1] % TILE_COLUMNS == 0:
+        return tiles_of(block)
+    return block if isinstance(block, Tiles) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMultiply:
+    """A product with a quantized weight.
+
+    columns: of the weight. norm: the input is RMS-normed first. out: STORE, ADD or GATE (kernel_config).
+    kinds: tile formats. parts: of the weight. high: units that are multiplied at once, for few tokens.
+    head, slice: as in `kernel_config.Multiply`.
+    """
+
+    columns: int
+    norm: bool
+    out: int
+    kinds: frozenset[str]
+    parts: int = 1
+    high: int = 1
+    head: int = 0
+    slice: int = 0
+    card: Card = field(default_factory=default_card)
+
+    @property
+    def most(self) -> int:
+        """Largest number of tokens; 0 if not even one fits."""
+        fit = self._fit(1)
+        if self._may_chunk:
+            chunk = _CHUNK_TILES * (self._tile_input + 32 * self.parts)
+            fit = max(fit, self.card.product_bytes // (chunk + 64 * self.parts))
+        return min(MAX_SPLIT_HEAD_TOKENS if self.head else MAX_GEMV_TOKENS, fit)
+
+    @property
+    def _may_chunk(self) -> bool:
+        """True if the input can be staged in chunks of columns."""
+        return not self.norm and not self.head and self.out != 2
+
+    @property
+    def _tile_input(self) -> int:
+        return _input(TILE_COLUMNS, self.kinds)
+
+    def _chunked(self, tokens: int) -> bool:
+        """True if the input of so many tokens does not fit as a whole."""
+        return tokens > self._fit(1)
+
+    def name(self, tokens: int) -> str:
+        kind = "norm" if self.norm else "heads" if self.head else "plain"
+        return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
+                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}"
+                f"{'_chunked' * self._chunked(tokens)}")
+
+    def source(self, tokens: int) -> str:
+        kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
+        resident = self.card.resident(TWO_BLOCKS_SHARED_BYTES)
+        threads = BOUND_FOR_72_REGISTERS if tokens == 1 and resident > 1 else WARPS * 32 + 32
+        return (f'extern "C" __global__ void __launch_bounds__({threads}, {resident}) {self.name(tokens)}'
+                f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
+                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}, "
+                f"{str(self._chunked(tokens)).lower()}>(a); }}\n")
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block, at most."""
+        return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
+
+    def _high(self, tokens: int) -> int:
+        return self.high if tokens <= min(MMA_TOKENS // 2, self._fit(self.high)) else 1
+
+    def _fit(self, high: int) -> int:
+        """Tokens whose input leaves room for the sums of `high` units and for weights on their way."""
+        sums = 2 * self.parts * high * self.columns // TILE_COLUMNS * TILE_ROWS * 4
+        return self.card.product_bytes // (_input(self.columns, self.kinds) + sums)
+
+    def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
+        """counts: units of each part in a block, at most."""
+        if self._chunked(tokens):
+            return self._chunked_plan(tokens, counts)
+        high = self._high(tokens)
+        tile, unit = self.columns // TILE_COLUMNS, self.columns // TILE_COLUMNS * TILE_ROWS * tokens * 4
+        round = most = max(counts)
+        room, shared = 2 * self.card.sum_bytes, self.card.max_shared_bytes
+        if sum(counts) * unit > room:  # a multiple of `high`, so that only the last unit may be single
+            fits = [units for units in range(high, min(most, room // unit) + 1, high)
+                    if sum(min(units, count) for count in counts) * unit <= room // 2]
+            round = max(fits, default=high)
+        rounds = -(-most // round)
+        sums = sum(min(round, count) for count in counts) * unit
+        slot = _slot(self.kinds, high)
+        fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
+        slots_beside = (min(_SHARED_BYTES_BESIDE_NEXT, shared) - fixed) // slot
+        # slots that a block fills in all
+        wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
+        fit = slots_beside if slots_beside >= 3 else (shared - fixed) // slot
+        slots = max(2, min(fit, _MAX_SLOTS, wanted))
+        return ProductPlan(round, rounds, sums // 4, slots, slot, max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot))
+
+    def _chunked_plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
+        """The plan that stages the fewest chunks."""
+        tiles, slot, found = self.columns // TILE_COLUMNS, _slot(self.kinds, 1), list[tuple[int, int, int, int]]()
+        round = max(counts)
+        while True:
+            units = sum(min(round, count) for count in counts)
+            each = tokens * (self._tile_input + units * TILE_ROWS * 4)
+            chunk = (self.card.product_bytes - units * tokens * 64) // each // _CHUNK_TILES * _CHUNK_TILES
+            if chunk > 0:
+                rounds = -(-max(counts) // round)
+                found.append((rounds * -(-tiles // chunk), round, chunk, units))
+            if round == 1:
+                break
+            round = -(-round // 2)
+        _, round, chunk, units = min(found)
+        fixed = 1024 + chunk * tokens * (self._tile_input + units * TILE_ROWS * 4) + units * tokens * 64
+        slots = max(2, min((self.card.max_shared_bytes - fixed) // slot, _MAX_SLOTS))
+        return ProductPlan(round, -(-max(counts) // round), units * chunk * TILE_ROWS * tokens, slots, slot,
+                           max(TWO_BLOCKS_SHARED_BYTES, fixed + slots * slot), chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """The shared memory of a block.
+
+    round: units of each part between two sums. rounds: of them. sums: floats of a round's sums.
+    slots, slot: slots of the ring, and bytes of a slot. shared: bytes in all.
+    chunk: tiles of a row for which the input is staged at once; 0: all.
+    """
+
+    round: int
+    rounds: int
+    sums: int
+    slots: int
+    slot: int
+    shared: int
+    chunk: int = 0
+
+
+def _class(tokens: int) -> int:
+    return 1 if tokens == 1 else 8 if tokens <= 8 else 16
+
+
+def _slot(kinds: frozenset[str], high: int) -> int:
+    """Bytes of a slot of the ring."""
+    return high * WARPS * max(KINDS[kind].nbytes for kind in kinds)
+
+
+def _input(columns: int, kinds: frozenset[str]) -> int:
+    """Bytes of a token's input."""
+    return columns // TILE_COLUMNS * _LINE_BYTES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
+
+
+def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
+               slice: int = 0) -> PackedMultiply:
+    columns, kinds, card = parts[0].columns, frozenset(part.type for part in parts), card_of(parts[0].data.device)
+    units = max(len(part.data) for part in parts)
+    sums = -(-units // blocks) * (columns // TILE_COLUMNS * TILE_ROWS * 4)
+    room = min(_SHARED_BYTES_BESIDE_NEXT, card.max_shared_bytes) - 1024 - _input(columns, kinds) - sums
+    high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG_UNITS * blocks) else 1
+    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice, card)
+
+
+def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
+           **values: Any) -> None:
+    """values: x, scale, y and eps of `arguments.PackedArgs`."""
+    plan, filled = arguments(product, parts, tokens, blocks, **values)
+    module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, filled, plan.shared)
+
+
+def arguments(product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
+              **values: Any) -> tuple[ProductPlan, KernelArguments]:
+    gate, units = product.out == 2, [len(part.data) for part in parts]
+    whole, rest = [unit // blocks for unit in units], [unit % blocks for unit in units]
+    # no block gets one more unit of every part; gate and up lie in the same block
+    shift = [0 if gate else sum(rest[:index]) % blocks for index in range(len(parts))]
+    plan = product.plan(tokens, tuple(w + (r > 0) for w, r in zip(whole, rest, strict=True)))
+    row = [0 if gate else sum(part.rows for part in parts[:index]) for index in range(len(parts))]
+    total = parts[0].rows if gate else sum(part.rows for part in parts)
+    return plan, args.PackedArgs(
+        data=_four([part.data.data_ptr() for part in parts]), tokens=tokens, total=total,
+        inverse=65536 // tokens + 1, slots=plan.slots, slot=plan.slot, parts=len(parts), rounds=plan.rounds,
+        round=plan.round, sums=plan.sums, chunk=plan.chunk, kind=_four([part.kind.number for part in parts]),
+        row=_four(row), rows=_four([part.rows for part in parts]), whole=_four(whole), rest=_four(rest),
+        shift=_four(shift), **values)
+
+
+def _four(values: list[int]) -> tuple[int, ...]:
+    return (*values, *[0] * (_MAX_PARTS - len(values)))
+
+
+def unpack(module: Module, parts: tuple[Tiles, ...]) -> Tensor:
+    """Returns the weight dequantized to bfloat16 [rows, columns]."""
+    rows, columns = sum(part.rows for part in parts), parts[0].columns
+    plain, first = torch.empty(rows, columns, dtype=torch.bfloat16, device=parts[0].data.device), 0
+    for part in parts:
+        tiles = len(part.data) * (columns // TILE_COLUMNS)
+        module.launch(f"k_unpack_{part.type.lower()}", (-(-tiles // 8),), 256, args.UnpackArgs(
+            data=part.data, y=plain[first:], rows=part.rows, columns=columns))
+        first += part.rows
+    return plain

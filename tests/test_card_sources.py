@@ -1,0 +1,176 @@
+"""Without a GPU: the kernels compile for every card, within its shared memory and its registers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from test_cuda_source import MODELS, float8_shapes, packed_mixture, packed_shapes, shapes_of
+
+from deltic.errors import ConfigError
+from deltic.ops.cuda import card as cards
+from deltic.ops.cuda import encoder, mtp, prefill, sample, staging, state_delta_log
+from deltic.ops.cuda.card import CARDS, Card, common_card
+from deltic.ops.cuda.driver import CompileError, compile_source
+from deltic.ops.cuda.kernel_config import ADD, STORE, Multiply, Shapes, attention_bytes
+from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
+from deltic.ops.cuda.quantized_product import PackedMultiply
+from deltic.ops.types import AttentionSpec
+
+MOST_SPILLED = 192
+"""Bytes of a thread's registers that lie in memory, at most; most kernels have none."""
+
+
+def few_kernels(card: Card) -> Shapes:
+    """Of the 27B: a product of each form, and what else a step without drafts needs."""
+    hidden, _, gdn, attention = MODELS["27B"]
+    products = (Multiply(hidden, True, STORE, card=card),
+                PackedMultiply(hidden, True, STORE, frozenset({"Q4_K"}), card=card))
+    return Shapes(products, gdn, attention, frozenset({"Q4_K"}), card=card)
+
+
+def mixture(card: Card) -> Shapes:
+    """Of 35B-A3B in bfloat16."""
+    _, _, gdn, attention = MODELS["4B"]
+    products = (Multiply(2048, True, STORE, card=card), Multiply(gdn.values, False, ADD, card=card))
+    experts = ExpertsShape(2048, 512, 256, 8, True, True, card=card)
+    return Shapes(products, gdn, replace(attention, kv_heads=2), experts=experts, card=card)
+
+
+WHOLE: dict[str, Callable[[Card], Shapes]] = {
+    "0.8B": partial(shapes_of, "0.8B"), "27B": partial(shapes_of, "27B"), "27B Q4_K": partial(packed_shapes, "27B"),
+    "4B float8": partial(float8_shapes, "4B"), "35B-A3B": mixture, "35B-A3B Q4_K": packed_mixture,
+    "tiny": partial(shapes_of, "tiny")}
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_a_few_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shapes = few_kernels(card)
+    check(shapes.source(), shapes)
+    if card.name not in ("sm_80", "sm_89"):  # which have the instructions of sm_86
+        check(prefill.source(shapes), shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("name", WHOLE)
+def test_all_kernels_compile(name: str, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shapes = replace(WHOLE[name](card), delta_logs=True)
+    assert shapes.shared <= card.shared_memory
+    for text in (shapes.source(), prefill.source(shapes), mtp.source(shapes)):
+        check(text, shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bfloat16 = replace(few_kernels(card), products=(), delta_logs=True, state="unsigned short", kv="u8")
+    for text in (sample.source(), staging.source(), state_delta_log.flush_source(), encoder.encoder_source(1000),
+                 encoder.tower_source(1152, 72), bfloat16.source(), prefill.source(bfloat16)):
+        check(text, bfloat16)
+    for size in (64, 128):
+        float8 = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8", card=card)
+        for text in (float8.source(), mtp.source(float8), prefill.source(float8)):
+            check(text, float8)
+
+
+def test_restricted_cards() -> None:
+    """What the driver compiles for the present card from the instructions of another."""
+    hopper, ampere, blackwell = CARDS["sm_90"], CARDS["sm_86"], CARDS["sm_120"]
+    assert common_card(hopper, hopper) == hopper
+    assert common_card(hopper, ampere) == replace(ampere, target="compute_86")
+    assert common_card(hopper, blackwell) == replace(blackwell, target="compute_90")
+    assert common_card(ampere, hopper) == replace(ampere, name="sm_90", target="compute_86")
+    for other in CARDS.values():
+        both = common_card(hopper, other)
+        assert both.shared_memory <= other.shared_memory and (both.wgmma or other is not hopper)
+
+
+def test_restricted_kernels_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = compiled(state_delta_log.flush_source(), "compute_86")
+    assert b".target sm_86" in text and text.endswith(b"\0")
+
+
+def test_the_option_names_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards.card_of.cache_clear()
+    monkeypatch.setenv("DELTIC_CARD", "sm_86")
+    try:
+        assert cards.card_of(torch.device("cpu")).name == "sm_86"
+        cards.card_of.cache_clear()
+        monkeypatch.setenv("DELTIC_CARD", "rtx")
+        with pytest.raises(ConfigError, match="DELTIC_CARD=rtx is no card: use one of sm_80, sm_86"):
+            cards.card_of(torch.device("cpu"))
+    finally:
+        cards.card_of.cache_clear()
+
+
+def compiled(text: str, target: str) -> bytes:
+    try:
+        return compile_source(text, target)
+    except CompileError as error:
+        if "not installed" not in str(error):
+            raise
+        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+
+
+def check(text: str, shapes: Shapes) -> None:
+    """Compiles a source for the shapes' card; looks at the shared memory and the registers of its kernels."""
+    kernels = dict(usage(compiled(text, shapes.card.target)))
+    assert kernels and len(kernels) == text.count("__global__")
+    launched = dynamic_bytes(shapes)
+    for name, (own, spilled) in kernels.items():
+        shared = own + next((most for part, most in launched.items() if name.startswith(part)), 0)
+        assert shared <= shapes.card.shared_memory, f"{name} has {shared} bytes of shared memory"
+        assert spilled <= MOST_SPILLED, f"{name} has {spilled} bytes of registers in memory"
+
+
+def dynamic_bytes(shapes: Shapes) -> dict[str, int]:
+    """Shared memory with which kernels are launched, at most, by how their names begin."""
+    card, gdn, attention, experts = shapes.card, shapes.gdn, shapes.attention, shapes.experts
+    found = {"product_": shapes.shared, "packed_": shapes.shared}
+    if gdn:
+        size = gdn.key_dim * gdn.value_dim * (4 if shapes.state == "float" else 2)
+        whole = card.whole_state_bytes if gdn.key_dim == 128 else size
+        found |= {"k_gdn_few": size, "k_gdn_many": whole, "k_delta_terms": prefill.terms_shared(gdn.key_dim),
+                  "k_delta_scan": prefill.scan_shared(gdn.key_dim, card)}
+    if attention:
+        found["k_attention_"] = attention_bytes(attention, card)
+    if experts:
+        found |= {f"k_grouped_{kind}_{tile}": tile_bytes(card, tile) for kind in ("gate", "down")
+                  for tile in (128, 64, 32, 16)}
+        found |= {"k_experts_": experts.shared_memory, "k_packed_": experts.shared_memory}
+    return found
+
+
+def usage(code: bytes) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Of each kernel of a cubin (ELF) its shared memory, and a thread's registers in memory, in bytes."""
+    table, count, names_at = (struct.unpack_from(kind, code, at)[0] for kind, at in
+                              (("<Q", 0x28), ("<H", 0x3c), ("<H", 0x3e)))
+    headers = [struct.unpack_from("<IIQQQQIIQQ", code, table + 64 * index) for index in range(count)]
+
+    def text_at(place: int) -> str:
+        return code[place:code.index(b"\0", place)].decode()
+
+    sections = {text_at(headers[names_at][4] + header[0]): header for header in headers}
+    symbols, strings, info = (sections[name][4] for name in (".symtab", ".strtab", ".nv.info"))
+    frames, at, end = dict[str, int](), info, info + sections[".nv.info"][5]
+    while at < end:
+        form, attribute, size = struct.unpack_from("<BBH", code, at)
+        if (form, attribute) == (4, 0x11):  # the size of a frame
+            symbol, frame = struct.unpack_from("<II", code, at + 4)
+            frames[text_at(strings + struct.unpack_from("<I", code, symbols + 24 * symbol)[0])] = frame
+        at += 4 + (size if form == 4 else 0)
+    for section in sections:
+        if section.startswith(".text."):
+            name = section.removeprefix(".text.")
+            shared = sections.get(f".nv.shared.{name}")
+            yield name, (shared[5] if shared else 0, frames[name])
