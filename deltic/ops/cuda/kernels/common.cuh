@@ -256,6 +256,10 @@ DEVICE void meet_copiers() {
 DEVICE void end_copies(u32 barrier) {
     if constexpr (!BULK_COPIES) asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
+// Before a thread that copies ends.
+DEVICE void await_own_copies() {
+    if constexpr (!BULK_COPIES) await_copies();
+}
 // By a whole warp: the copy of each lane that has one.
 #if __CUDA_ARCH__ >= 900
 #define COPY_EACH(has, to, from, bytes, barrier, policy) \

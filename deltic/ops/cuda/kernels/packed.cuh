@@ -361,6 +361,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                 }
             }
         if (copied <= a.slots) __syncthreads();
+        await_own_copies();
     }
     // Called directly, these two make the compiler keep more on the stack.
     DEVICE float whole(int upper, int lower) const { return ::whole(upper, lower); }
