@@ -16,7 +16,7 @@ from deltic.errors import ConfigError
 from deltic.ops.capabilities import gpu_kernels
 from deltic.ops.cuda import encoder, mtp, prefill, staging, state_delta_log
 from deltic.ops.cuda.card import CARDS, Card, card_of, common_card, default_card
-from deltic.ops.cuda.driver import CompileError, compile_source, tensor_map
+from deltic.ops.cuda.driver import CompileError, compile_source, load_module, tensor_map, why_not_compiled
 from deltic.ops.cuda.kernel_config import ADD, STORE, Multiply, Shapes, attention_bytes
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
 from deltic.ops.cuda.quantized import PackedMultiply
@@ -103,15 +103,18 @@ def test_restricted_kernels_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def restrict(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """A function that restricts the kernels to a card."""
+    """A function that restricts the kernels of models that are loaded afterwards to a card."""
+    def forget() -> None:
+        for known in (card_of, default_card, load_module, why_not_compiled):
+            known.cache_clear()
+
     def to(name: str) -> None:
         monkeypatch.setenv("DELTIC_CARD", name)
-        card_of.cache_clear()
-        default_card.cache_clear()
+        forget()
 
+    forget()
     yield to
-    card_of.cache_clear()
-    default_card.cache_clear()
+    forget()
 
 
 def test_the_option_names_a_card(restrict: Callable[[str], None]) -> None:
