@@ -13,13 +13,14 @@ import torch
 from test_cuda_source import MODELS, float8_shapes, packed_mixture, packed_shapes, shapes_of
 
 from deltic.errors import ConfigError
-from deltic.ops.cuda import card as cards
-from deltic.ops.cuda import encoder, mtp, prefill, sample, staging, state_delta_log
-from deltic.ops.cuda.card import CARDS, Card, common_card
-from deltic.ops.cuda.driver import CompileError, compile_source
+from deltic.ops.capabilities import gpu_kernels
+from deltic.ops.cuda import encoder, mtp, prefill, staging, state_delta_log
+from deltic.ops.cuda.card import CARDS, Card, card_of, common_card, default_card
+from deltic.ops.cuda.driver import CompileError, compile_source, load_module, tensor_map, why_not_compiled
 from deltic.ops.cuda.kernel_config import ADD, STORE, Multiply, Shapes, attention_bytes
 from deltic.ops.cuda.moe import ExpertsShape, tile_bytes
 from deltic.ops.cuda.quantized_product import PackedMultiply
+from deltic.ops.cuda.sample import source as draws_source
 from deltic.ops.types import AttentionSpec
 
 MOST_SPILLED = 192
@@ -73,7 +74,7 @@ def test_all_kernels_compile(name: str, card: Card, tmp_path: Path, monkeypatch:
 def test_small_kernels_compile(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     bfloat16 = replace(few_kernels(card), products=(), delta_logs=True, state="unsigned short", kv="u8")
-    for text in (sample.source(), staging.source(), state_delta_log.flush_source(), encoder.encoder_source(1000),
+    for text in (draws_source(), staging.source(), state_delta_log.flush_source(), encoder.encoder_source(1000),
                  encoder.tower_source(1152, 72), bfloat16.source(), prefill.source(bfloat16)):
         check(text, bfloat16)
     for size in (64, 128):
@@ -100,17 +101,38 @@ def test_restricted_kernels_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert b".target sm_86" in text and text.endswith(b"\0")
 
 
-def test_the_option_names_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards.card_of.cache_clear()
-    monkeypatch.setenv("DELTIC_CARD", "sm_86")
-    try:
-        assert cards.card_of(torch.device("cpu")).name == "sm_86"
-        cards.card_of.cache_clear()
-        monkeypatch.setenv("DELTIC_CARD", "rtx")
-        with pytest.raises(ConfigError, match="DELTIC_CARD=rtx is no card: use one of sm_80, sm_86"):
-            cards.card_of(torch.device("cpu"))
-    finally:
-        cards.card_of.cache_clear()
+@pytest.fixture
+def restrict(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A function that restricts the kernels of models that are loaded afterwards to a card."""
+    def forget() -> None:
+        for known in (card_of, default_card, load_module, why_not_compiled):
+            known.cache_clear()
+
+    def to(name: str) -> None:
+        monkeypatch.setenv("DELTIC_CARD", name)
+        forget()
+
+    forget()
+    yield to
+    forget()
+
+
+def test_the_option_names_a_card(restrict: Callable[[str], None]) -> None:
+    restrict("sm_86")
+    assert card_of(torch.device("cpu")).name == default_card().name == "sm_86"
+    assert gpu_kernels("cpu") is None and default_card().description == (
+        "for sm_86 (99 KiB a block, copies of 16 bytes, mma.sync); we have not measured this card")
+    restrict("rtx")
+    with pytest.raises(ConfigError, match="DELTIC_CARD=rtx is no card: use one of sm_80, sm_86"):
+        card_of(torch.device("cpu"))
+
+
+def test_a_matrix_without_tensor_maps(restrict: Callable[[str], None]) -> None:
+    """Its address, bytes from row to row, rows and columns."""
+    restrict("sm_80")
+    matrix = torch.zeros(5, 128, dtype=torch.bfloat16)[:, :72]
+    words = struct.unpack("16Q", tensor_map(matrix, 64, 64))
+    assert words == (matrix.data_ptr(), 256, 5, 72, *[0] * 12)
 
 
 def compiled(text: str, target: str) -> bytes:

@@ -118,8 +118,10 @@ class PackedMultiply:
 
     def _fit(self, high: int) -> int:
         """Tokens whose input leaves room for the sums of `high` units and for weights on their way."""
+        input = _input(self.columns, self.kinds)
         sums = 2 * self.parts * high * self.columns // TILE_COLUMNS * TILE_ROWS * 4
-        return self.card.product_bytes // (_input(self.columns, self.kinds) + sums)
+        room = min(self.card.product_bytes, self.card.max_shared_bytes - 1024 - 2 * _slot(self.kinds, high))
+        return min(room // (input + sums), (room - 2 * self.card.sum_bytes) // input)
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> ProductPlan:
         """counts: units of each part in a block, at most."""

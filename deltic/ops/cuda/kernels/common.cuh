@@ -213,7 +213,7 @@ DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-#else  // one proxy for all copies; `COPIERS` threads make them, and each says when its own have come
+#else  // a whole warp copies; reads need no fence, as these copies are of the same proxy
 DEVICE void init_barrier(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
@@ -231,11 +231,13 @@ DEVICE void await_barrier(u32 barrier, u32 parity) {
 }
 // By a whole warp: 16 bytes each at a time.
 DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32, u64 policy) {
+#pragma unroll 4
     for (int at = (threadIdx.x & 31) * 16; at < bytes; at += 512)
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
                      :: "r"(to + at), "l"((const char *)from + at), "l"(policy) : "memory");
 }
 DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32) {
+#pragma unroll 4
     for (int at = (threadIdx.x & 31) * 16; at < bytes; at += 512) copy_async<16>(to + at, (const char *)from + at);
 }
 #endif
@@ -245,17 +247,21 @@ DEVICE void release_slot(u32 barrier) {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) arrive_barrier(barrier);
 }
-// Where the card copies in bulk, one thread asks for a copy; where it does not, a whole warp makes it, by and by. So copies
-// are asked for by those of whom this is true, of the warp of the thread `first`, and barriers expect COPIERS arrivals.
+// Copiers call `bulk_copy`: the thread `first` where the card copies in bulk, else all of its warp, 16 bytes a lane. The
+// barrier of a slot expects so many arrivals.
 constexpr __device__ bool BULK_COPIES = __CUDA_ARCH__ >= 900;
 constexpr __device__ int COPIERS = BULK_COPIES ? 1 : 32;
 DEVICE bool is_copier(int first) { return BULK_COPIES ? threadIdx.x == first : threadIdx.x >> 5 == first >> 5; }
 DEVICE void meet_copiers() {
     if constexpr (!BULK_COPIES) __syncwarp();
 }
-// After the last of the copies that a barrier waits for, by all that made them.
+// By all copiers, after the last copy that a barrier waits for: it arrives when their copies are there.
 DEVICE void end_copies(u32 barrier) {
     if constexpr (!BULK_COPIES) asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+}
+// Before a copier ends.
+DEVICE void await_own_copies() {
+    if constexpr (!BULK_COPIES) await_copies();
 }
 // By a whole warp: the copy of each lane that has one.
 #if __CUDA_ARCH__ >= 900

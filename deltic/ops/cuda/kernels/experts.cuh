@@ -237,6 +237,7 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
             if (done >= a.slots) ring.await_emptied();
             copy(item, who.from[item / UNITS], policy);
         }
+        await_own_copies();
     }
     DEVICE void multiply_unit(float *to) {
         float d[2][4] = {};
@@ -365,16 +366,17 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
     }
     DEVICE void copy_all(u64 policy) {
         const int mine = (UNITS - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), total = mine * who.count;
-        const int early = min(total, a.slots);
+        const int early = BULK_COPIES ? min(total, a.slots) : 0;
         for (int i = 0; i < early; ++i, ring.next()) copy_matrix(blockIdx.x + i / who.count * gridDim.x, i % who.count, policy);
         wait();
         ring.slot = 0, ring.lap = 0;
         for (int i = 0; i < early; ++i, ring.next()) copy_input(i % who.count);
         for (int i = early; i < total; ++i, ring.next()) {
-            ring.await_emptied();
+            if (BULK_COPIES || i >= a.slots) ring.await_emptied();
             copy_matrix(blockIdx.x + i / who.count * gridDim.x, i % who.count, policy);
             copy_input(i % who.count);
         }
+        await_own_copies();
     }
     // A lane's eight columns of a token's input; zeros where it does not pass the expert.
     DEVICE uint4 input(u32 at, bool there) const { return there ? load_shared(at) : make_uint4(0, 0, 0, 0); }

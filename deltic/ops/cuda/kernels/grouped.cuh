@@ -187,6 +187,7 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> struct TileProduct {
                 end_copies(ring.filled());
             }
         }
+        await_own_copies();
     }
     // While it is not known yet which tiles there are: if every expert has one.
     DEVICE void guess() const {

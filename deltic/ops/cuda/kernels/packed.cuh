@@ -376,6 +376,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         for (int round = 0; round < a.rounds; ++round)
             for (int t = 0; CHUNKED ? enter_chunk(t) : t == 0; t += CHUNKED ? a.chunk : 1) copy_chunk(round, copied, policy);
         if (copied <= a.slots) __syncthreads();
+        await_own_copies();
     }
     // Called directly, these two make the compiler keep more on the stack.
     DEVICE float whole(int upper, int lower) const { return ::whole(upper, lower); }

@@ -143,6 +143,7 @@ struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
             const int slot = item / UNITS;
             copy(slot, item - slot * UNITS, u64(who.from[slot]), ups[who.expert[slot]], policy);
         }
+        await_own_copies();
     }
     // The sums of HIGH tiles from `from` on, `below` bytes apart, of the tokens of `mask`, [T, 16].
     template <int KIND, int HIGH> DEVICE void multiply_tiles(u32 from, int below, u32 mask, int tile, float *to) {
@@ -294,6 +295,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
                           who.from[first + lane] + i64(unit) * bytes(first + lane), bytes(first + lane), ring.filled(), policy);
                 end_copies(ring.filled());
             }
+        await_own_copies();
     }
     DEVICE uint4 input(int pair) const { return load8(a.x + i64(pair) * I + tile * 256 + lane * 8); }
     // The products of a unit of the expert of a slot, of all that pass it. next: the first one's input; then that of the

@@ -91,6 +91,7 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
             else segment = 0, from += step - (SEGMENTS - 1) * (SEGMENT * 2);
         }
         if (first == total) __syncthreads();
+        await_own_copies();
     }
     // Whether a lane's load j of a segment exists: pieces of 64 columns go round the warps, each is two loads.
     DEVICE bool exists(int segment, int j) const {
