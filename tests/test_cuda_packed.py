@@ -39,7 +39,7 @@ from deltic.runner.model_runner import ModelRunner
 __test__ = torch.cuda.is_available()  # without a device only the helpers below are of use
 BLOCKS = 24
 """Few, so that every one has several rounds of units."""
-COLUMNS = (256, 1024, 2560, 9216, 17408)
+COLUMNS = (256, 1024, 2560, 9216)
 MIXED = (("Q6_K", 500), ("Q4_K", 200), ("Q8_0", 5), ("Q5_K", 40))
 PLAIN = (("FP8", 343), ("BF16", 24), ("FP8", 13))
 BOTH = (("FP8", 343), ("Q8_0", 24))
