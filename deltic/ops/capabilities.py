@@ -88,8 +88,8 @@ def can_defer_state_writes(device: str, dtype: str) -> bool:
 
 
 def gpu_kernels(device: str) -> str | None:
-    """Returns which form of deltic's kernels serves a GPU; None for another device."""
-    if torch.device(device).type != "cuda":
+    """Returns which form of deltic's kernels serves a GPU; None for another device, or if there is no GPU here."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None
     from deltic.ops.cuda.card import card_of
 
