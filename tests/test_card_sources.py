@@ -158,7 +158,7 @@ def check(text: str, shapes: Shapes) -> None:
 def dynamic_bytes(shapes: Shapes) -> dict[str, int]:
     """Shared memory with which kernels are launched, at most, by how their names begin."""
     card, gdn, attention, experts = shapes.card, shapes.gdn, shapes.attention, shapes.experts
-    found = {"product_": shapes.shared, "packed_": shapes.shared}
+    found = dict.fromkeys(("product_", "packed_"), shapes.shared if shapes.products else 0)
     if gdn:
         size = gdn.key_dim * gdn.value_dim * (4 if shapes.state == "float" else 2)
         whole = card.whole_state_bytes if gdn.key_dim == 128 else size
