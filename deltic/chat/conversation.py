@@ -19,9 +19,11 @@ from typing import Any
 
 from deltic.chat.control_tokens import MARK, Quoter
 from deltic.chat.markers import start_mode
-from deltic.chat.messages import See, normalise_messages, normalise_tools, plain
+from deltic.chat.message_cache import MessageCache, ReadMessage, Schemas
+from deltic.chat.messages import See, normalise_messages, plain
 from deltic.chat.template import ChatTemplate
 from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
+from deltic.chat.tools import tool_schemas
 from deltic.config import Limits
 from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.params import common_length
@@ -36,6 +38,7 @@ _TWO_SYSTEMS = [{"role": "system", "content": "Be"}, {"role": "user", "content":
 _LONG = 64  # messages from which on a shorter conversation is rendered in place of the whole
 _AROUND = 2  # turns, or steps of one turn, that a shorter conversation keeps at either side
 _MAX_PREFIXES = 256
+_NO_TOOLS = ReadMessage(None, schemas={})
 
 Messages = Sequence[Mapping[str, Any]]
 Anchor = tuple[int, int, int]
@@ -48,6 +51,7 @@ class Conversation:
     """The input of a prompt: normalised messages and tools, and template variables.
 
     quoter: keeps client text from becoming control tokens; None allows it.
+    read_once: what is cached of messages and tools, by their identity.
     """
 
     template: ChatTemplate
@@ -56,20 +60,39 @@ class Conversation:
     tools: Messages | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     quoter: Quoter | None = None
+    read_once: Mapping[int, ReadMessage] = field(default_factory=dict)
 
     @classmethod
     def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
              variables: Mapping[str, Any] | None = None, *, see: See | None = None,
-             parse_special: bool = False) -> Conversation:
+             parse_special: bool = False, cache: MessageCache | None = None, owner: str = "") -> Conversation:
         """Reads the fields of a request; RequestError names a wrong one. Later system messages move to the first if the
-        template takes no others. parse_special: messages may contain control tokens."""
+        template takes no others. parse_special: messages may contain control tokens. cache: of this owner's messages.
+        """
         given = plain(variables or {}, "chat_template_kwargs")
         for name in _RESERVED:
             if name in given:
                 raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
-        clean = normalise_messages(messages, see=see)
-        return _merge_system_messages(cls(template, tokenizer, clean, normalise_tools(tools), given,
-                                    None if parse_special else Quoter(tokenizer.controls)))
+        cache = cache or MessageCache()
+        clean, shown = cache.messages(messages, see, owner), cache.tools(tools, owner)
+        known = {id(read.value): read for read in (*clean, shown) if read.value}
+        quoter = None if parse_special else Quoter(tokenizer.controls, known)
+        return _merge_system_messages(
+            cls(template, tokenizer, [read.value for read in clean], shown.value, given, quoter, known))
+
+    @property
+    def schemas(self) -> Schemas:
+        """The schemas of the tools by name."""
+        read = self.read_once.get(id(self.tools)) if self.tools else _NO_TOOLS
+        return read.schemas if read and read.schemas is not None else tool_schemas(self.tools or ())
+
+    def json(self, value: Any) -> str:
+        """Returns JSON of a message or of the tools. Cached with them."""
+        read = self.read_once.get(id(value))
+        if read is None:
+            return json.dumps(value, sort_keys=True)
+        read.json = read.json or json.dumps(value, sort_keys=True)
+        return read.json
 
     def render_alone(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         """Renders other messages without tools; "" if the template refuses them. Results are cached."""
@@ -307,9 +330,11 @@ def _matching_unmarked(tokenizer: Tokenizer, text: str, marks: Sequence[int], kn
 
 def _digest(conversation: Conversation, count: int, kind: str = "") -> str:
     """Returns a hash of the first `count` messages, the template, tools and variables."""
-    known = [kind, conversation.template.source, conversation.tools, conversation.variables,
-             conversation.messages[:count]]
-    return blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
+    known = blake2b(json.dumps([kind, conversation.template.source, conversation.variables], sort_keys=True).encode(),
+                    digest_size=16)
+    for value in (conversation.tools, *conversation.messages[:count]):
+        known.update(f"\n{conversation.json(value)}".encode())
+    return known.hexdigest()
 
 
 def _text_digest(text: str) -> bytes:

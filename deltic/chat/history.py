@@ -39,11 +39,11 @@ from deltic.chat.history_store import (
     reasoning_hash,
     record_name,
 )
+from deltic.chat.message_cache import Schemas
 from deltic.chat.messages import REASONING
 from deltic.chat.output_router import Answer
 from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
 from deltic.chat.tool_arguments import argument_schema, typed
-from deltic.chat.tools import tool_schemas
 from deltic.errors import DelticError, LongPromptError
 from deltic.params import Finish
 
@@ -54,11 +54,9 @@ _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoni
 # A text with more characters per token than this is measured before it is rendered.
 _MAX_CHARS_PER_TOKEN = 8
 _KEY_VERSION = 4  # of what keys hash
+_CHARS_BY_TOKEN = 4  # of usual text
 _ANSWER_SHARE = 4  # a preserved prompt leaves 1/4 of the context to its answer
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
-
-Schemas = Mapping[str, Mapping[str, Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class HistoryTurn:
@@ -116,7 +114,7 @@ class History:
         asked = _unconditional_text(conversation)
         if len(asked) > _MAX_CHARS_PER_TOKEN * self._bound.tokens:
             self._tokenizer.check_length(asked, self._bound)
-        schemas = tool_schemas(conversation.tools or ())
+        schemas = conversation.schemas
         states = self._states(conversation, schemas, owner)
         records, base = self._recall(conversation, states, owner)
         keep = mode == "preserve"
@@ -155,10 +153,11 @@ class History:
         variables = {name: value for name, value in conversation.variables.items()
                      if value is not None and name not in _TOGGLES}
         source = conversation.template.source
-        states = [_next_state("", [_KEY_VERSION, owner, self._vocabulary, source, conversation.tools, variables,
-                                   conversation.quoter is None])]
+        before, after = (json.dumps(part, sort_keys=True)[1:-1] for part in (
+            [_KEY_VERSION, owner, self._vocabulary, source], [variables, conversation.quoter is None]))
+        states = [_state_after("", f"[{before}, {conversation.json(conversation.tools)}, {after}]")]
         for message in conversation.messages:
-            states.append(_next_state(states[-1], _visible_message(message, schemas)))
+            states.append(_state_behind(conversation, message, schemas, states[-1]))
         return states
 
     def _recall(self, conversation: Conversation, states: Sequence[str], owner: str
@@ -265,11 +264,11 @@ def _text_around(conversation: Conversation, index: int) -> list[str]:
 
 
 def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
-    wanted, spelled = unmarked(text).encode(), bytearray()
-    for id in ids:
-        if len(spelled) >= len(wanted):
-            break
-        spelled += tokenizer.token_bytes(id)
+    wanted, spelled, place = unmarked(text).encode(), bytearray(), 0
+    while place < len(ids) and len(spelled) < len(wanted):
+        end = place + 1 + (len(wanted) - len(spelled)) // _CHARS_BY_TOKEN
+        spelled += tokenizer.bytes_of(ids[place:end])
+        place = end
     return spelled.startswith(wanted)
 
 
@@ -298,7 +297,26 @@ def _sent_reasoning_hash(message: Mapping[str, Any]) -> str | None:
 
 
 def _next_state(state: str, seen: Any) -> str:
-    return blake2b(f"{state}\n{json.dumps(seen, sort_keys=True)}".encode(), digest_size=16).hexdigest()
+    return _state_after(state, json.dumps(seen, sort_keys=True))
+
+
+def _state_after(state: str, seen: str) -> str:
+    return blake2b(f"{state}\n{seen}".encode(), digest_size=16).hexdigest()
+
+
+def _state_behind(conversation: Conversation, message: Mapping[str, Any], schemas: Schemas, state: str) -> str:
+    """Returns the state behind a message. Cached with the message for the last state and schemas."""
+    read, depends = conversation.read_once.get(id(message)), schemas if message.get("tool_calls") else None
+    if read and read.state and read.state[0] == state and read.state[1] is depends:
+        return read.state[2]
+    if message["role"] != "assistant":
+        seen = conversation.json(message)
+    else:
+        seen = json.dumps(_visible_message(message, schemas), sort_keys=True)
+    behind = _state_after(state, seen)
+    if read:
+        read.state = state, depends, behind
+    return behind
 
 
 def _visible_message(message: Mapping[str, Any], schemas: Schemas) -> Any:
