@@ -150,21 +150,26 @@ def load_template(tokenizer: Tokenizer, tools: object = None,
     return ChatTemplate(source, tokenizer.special_tokens, seconds)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, known: Sequence[int] = (),
-                  bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
+def encode_prompt(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: TokenLimit = UNBOUNDED,
+                  before: EncodedPrompt | None = None) -> EncodedPrompt:
     """Encodes a text from `Conversation.render`. Known ids that spell its beginning are kept; the rest is encoded.
 
     They are kept as a whole or up to a special token, where tokens end in any case. LongPromptError beyond the bound.
+    before: a prompt of the same tokenizer whose text may begin alike. It saves work and changes nothing.
     """
-    kept, offset, anchors = _matching_prefix(tokenizer, text, known)
-    rest = text[offset:]
+    start, first, anchors = _shared_beginning(before, text, known)
+    shared = before.ids[:start] if before else ()
+    kept, offset, more = _matching_prefix(tokenizer, text[first:], known[start:])
+    anchors += [(start + index, first + begin, first + end) for index, begin, end in more]
+    offset, kept = first + offset, start + kept
+    shared, rest = (*shared, *known[start:kept]), text[offset:]
     ids = tokenizer.encode(rest, quoted=True, bound=bound.after(kept))
     special = [index for index, id in enumerate(ids) if id in tokenizer.special]
     spelled = list(tokenizer.special_in(rest))
     if [ids[index] for index in special] == [id for id, _, _ in spelled]:
         anchors += [(kept + index, offset + start, offset + end)
                     for index, (_, start, end) in zip(special, spelled, strict=True)]
-    return EncodedPrompt(text, (*known[:kept], *ids), tuple(anchors), kept)
+    return EncodedPrompt(text, (*shared, *ids), tuple(anchors), kept if known else 0)
 
 
 def encode_unfinished(conversation: Conversation, continues: bool, bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
@@ -291,6 +296,24 @@ class RenderedPrefixes:
             self._known[key] = len(shared), _text_digest(shared), ends
             while len(self._known) > _MAX_PREFIXES:
                 self._known.popitem(last=False)
+
+
+def _shared_beginning(before: EncodedPrompt | None, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
+    """Returns the last special token before which a text begins as the one of an earlier prompt, with the same ids: its
+    index and place, and the special tokens before it. Zeros if there is none.
+
+    With known ids the earlier prompt must have kept these; without, none.
+    """
+    if before is None or (before.kept and not known):
+        return 0, 0, []
+    shared = common_length(before.text, text)
+    anchors = before.anchors[:bisect_right(before.anchors, shared, key=itemgetter(2))]
+    if known:
+        anchors = anchors[:bisect_left(anchors, before.kept, key=itemgetter(0))]
+    index, start, _ = anchors[-1] if anchors else (0, 0, 0)
+    if known and tuple(known[:index + 1]) != before.ids[:index + 1]:
+        return 0, 0, []
+    return index, start, list(anchors[:-1])
 
 
 def _matching_prefix(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:

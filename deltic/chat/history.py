@@ -26,14 +26,23 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from threading import Lock
 from typing import Any
 
 from deltic.chat.control_tokens import unmarked
-from deltic.chat.conversation import Conversation, RenderedPrefixes, encode_prompt, stable_prefixes, system_prefix_len
+from deltic.chat.conversation import (
+    Conversation,
+    EncodedPrompt,
+    RenderedPrefixes,
+    encode_prompt,
+    stable_prefixes,
+    system_prefix_len,
+)
 from deltic.chat.history_store import (
     AnswerLog,
     AnswerRecord,
     AnswerStore,
+    OwnedEntries,
     chain_ids,
     ids_digest,
     reasoning_hash,
@@ -55,6 +64,8 @@ _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoni
 _MAX_CHARS_PER_TOKEN = 8
 _KEY_VERSION = 4  # of what keys hash
 _CHARS_BY_TOKEN = 4  # of usual text
+_MAX_PROMPT_CHARS = 64_000_000
+_CHARS_OF_ID = 40  # memory of an id in a prompt that is kept
 _ANSWER_SHARE = 4  # a preserved prompt leaves 1/4 of the context to its answer
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
@@ -89,6 +100,23 @@ class _BaseAnswer:
     ids: tuple[int, ...]
 
 
+class RenderedPrompts:
+    """The last prompts that were rendered and encoded as a whole, by owner and state. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._known: OwnedEntries[EncodedPrompt] = OwnedEntries(_MAX_PROMPT_CHARS)
+        self._lock = Lock()
+
+    def before(self, states: Sequence[str], owner: str) -> EncodedPrompt | None:
+        """Returns the prompt of the latest of these states that is known."""
+        with self._lock:
+            return next((prompt for state in reversed(states) if (prompt := self._known.get(owner, state))), None)
+
+    def put(self, state: str, prompt: EncodedPrompt, owner: str) -> None:
+        with self._lock:
+            self._known.put(owner, state, prompt, len(prompt.text) + _CHARS_OF_ID * len(prompt.ids))
+
+
 class History:
     """The recorded answers of one model. Threads may share it.
 
@@ -99,6 +127,7 @@ class History:
         self._tokenizer = tokenizer
         self._bound = bound
         self._prefixes = RenderedPrefixes()
+        self._prompts = RenderedPrompts()
         self._preserved_bound = replace(bound, tokens=bound.tokens - bound.tokens // _ANSWER_SHARE)
         self._records = AnswerLog(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
@@ -120,7 +149,9 @@ class History:
         keep = mode == "preserve"
         turn = _preserved_turn(conversation, self._prefixes, base, self._preserved_bound) if keep and base else None
         if turn is None:
-            turn = _rendered_turn(conversation, self._prefixes, records, base, self._bound, whole=keep)
+            before = self._prompts.before(states, owner)
+            turn, prompt = _rendered_turn(conversation, self._prefixes, records, base, self._bound, keep, before)
+            self._prompts.put(states[-1], prompt, owner)
         return replace(turn, state=states[-1], schemas=schemas, owner=owner)
 
     def remember(self, turn: HistoryTurn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
@@ -189,6 +220,8 @@ def _preserved_turn(
     conversation: Conversation, prefixes: RenderedPrefixes, base: _BaseAnswer, bound: TokenLimit
 ) -> HistoryTurn | None:
     """Returns the base's ids and those of the text after it; None if the text cannot be split there or is too long."""
+    if len(base.ids) >= bound.tokens:
+        return None
     try:
         parts = _text_around(conversation, base.index)
     except DelticError:
@@ -219,14 +252,16 @@ def _rendered_turn(
     base: _BaseAnswer | None,
     bound: TokenLimit,
     whole: bool,
-) -> HistoryTurn:
-    """Returns the rendered prompt, encoded with the base's ids. whole: the next prompt is expected to extend it."""
+    before: EncodedPrompt | None,
+) -> tuple[HistoryTurn, EncodedPrompt]:
+    """Returns the rendered prompt, encoded with the base's ids. whole: the next prompt is expected to extend it.
+    before: that of an earlier turn."""
     conversation, text = _with_recorded_answers(conversation, records)
-    prompt = encode_prompt(conversation.tokenizer, text, base.ids if base else (), bound)
+    prompt = encode_prompt(conversation.tokenizer, text, base.ids if base else (), bound, before)
     start = system_prefix_len(conversation, prompt, prefixes)
     found = _positions(*stable_prefixes(conversation, prompt, start), len(prompt.ids) if whole else 0)
     return HistoryTurn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
-                _sent_reasoning_hashes(conversation))
+                       _sent_reasoning_hashes(conversation)), prompt
 
 
 def _positions(*positions: int) -> tuple[int, ...]:
