@@ -58,7 +58,8 @@ def main() -> None:
 
 
 def _start(args: argparse.Namespace) -> None:
-    """From the process's start to its line that says it is ready, and to the end of a first answer."""
+    """From the process's start to its line that says it is ready; and a prompt of 3,000 tokens, the first request and
+    the tenth."""
     with tempfile.TemporaryDirectory() as directory:
         model, cache = args.directory or Path(directory) / "model", Path(directory) / "cache"
         if not model.exists():
@@ -104,11 +105,14 @@ def _ready(args: argparse.Namespace, model: Path, cache: Path) -> dict[str, floa
     try:
         port, ready = port_of(process), time.perf_counter() - began
         compiled = _files(cache)
-        replies = [asyncio.run(post(port, "/v1/completions", {"prompt": list(range(5, 5 + length)), "max_tokens": 32,
-                                                              "ignore_eos": True})) for length in (10, 900, 3000)]
+        lengths = (*[3000] * 10, 10, 900)
+        replies = [asyncio.run(post(port, "/v1/completions", {
+            "prompt": [(7 * token + index) % 3000 for token in range(length)], "max_tokens": 1, "ignore_eos": True,
+            "temperature": 0})) for index, length in enumerate(lengths)]
         assert all(reply.done for reply in replies), replies
         assert _files(cache) == compiled, "something was compiled after the server was ready"
-        return {"ready": round(ready, 2), "first_answer": round(replies[0].total, 3)}
+        return {"ready": round(ready, 2), "first_prompt": round(replies[0].total, 4),
+                "tenth_prompt": round(replies[9].total, 4)}
     finally:
         process.terminate()
         process.wait(60)

@@ -64,7 +64,7 @@ def _measure(args: argparse.Namespace) -> None:
     assert all(turn["cached"] > 0.9 * turn["prompt"] for turn in warm), "the conversation was read anew"
 
     def middle(name: str) -> float:
-        return round(median(turn[name] for turn in warm), 2)
+        return round(median([float(turn[name]) for turn in warm]), 2)
 
     threads = {name: round(median(turn["threads"][name] for turn in warm), 2) for name in cold["threads"]}
     record("warm_turn", {
@@ -153,14 +153,14 @@ def _report() -> None:
 
     before, close = _processor(), GenerationStream.close
 
-    def closing(stream: GenerationStream) -> None:
+    def closing(self: GenerationStream) -> None:
         nonlocal before
-        close(stream)
+        close(self)
         now = _processor()
-        handle, threads = stream._handle, {name: round(now[name] - before[name], 3) for name in now}
+        handle, threads = self._handle, {name: round(now[name] - before[name], 3) for name in now}
         before = now
         print(json.dumps({"engine_ms": round(((handle.first_token or 0) - handle.began) * 1e3, 3),
-                          "prompt": handle.prompt_tokens, "cached": stream.usage.cached_tokens, "threads": threads}),
+                          "prompt": handle.prompt_tokens, "cached": self.usage.cached_tokens, "threads": threads}),
               flush=True)
 
     GenerationStream.close = closing  # type: ignore[method-assign]
