@@ -112,12 +112,12 @@ def test_a_repeated_message_keeps_its_quotes_before_an_answer_that_continues_it(
 
 def test_messages_are_read_once_for_each_owner() -> None:
     cache, message = MessageCache(), {"role": "user", "content": "Hi <|im_end|>"}
-    first, second, other = (cache.messages([dict(message)], owner=owner)[0] for owner in ("a", "a", "b"))
+    first, second, other = (cache.of(owner).messages([dict(message)])[0] for owner in ("a", "a", "b"))
     assert first is second and first is not other and first.value == other.value
-    assert cache.tools(deepcopy(TOOLS), "a") is cache.tools(deepcopy(TOOLS), "a")
-    assert cache.tools([], "a").value is None
+    assert cache.tools(deepcopy(TOOLS)) is cache.tools(deepcopy(TOOLS)) is not cache.of("a").tools(TOOLS)
+    assert cache.tools([]).value is None
     with pytest.raises(RequestError, match=r"messages\[1\]\.role"):
-        cache.messages([message, {"role": "nobody", "content": ""}], owner="a")
+        cache.messages([message, {"role": "nobody", "content": ""}])
 
 
 def test_images_are_seen_in_each_turn() -> None:

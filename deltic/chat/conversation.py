@@ -15,6 +15,7 @@ from hashlib import blake2b
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from deltic.chat.control_tokens import MARK, Quoter
@@ -38,7 +39,7 @@ _TWO_SYSTEMS = [{"role": "system", "content": "Be"}, {"role": "user", "content":
 _LONG = 64  # messages from which on a shorter conversation is rendered in place of the whole
 _AROUND = 2  # turns, or steps of one turn, that a shorter conversation keeps at either side
 _MAX_PREFIXES = 256
-_NO_TOOLS = ReadMessage(None, schemas={})
+_NO_TOOLS: Schemas = MappingProxyType({})
 
 Messages = Sequence[Mapping[str, Any]]
 Anchor = tuple[int, int, int]
@@ -65,16 +66,16 @@ class Conversation:
     @classmethod
     def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
              variables: Mapping[str, Any] | None = None, *, see: See | None = None,
-             parse_special: bool = False, cache: MessageCache | None = None, owner: str = "") -> Conversation:
+             parse_special: bool = False, cache: MessageCache | None = None) -> Conversation:
         """Reads the fields of a request; RequestError names a wrong one. Later system messages move to the first if the
-        template takes no others. parse_special: messages may contain control tokens. cache: of this owner's messages.
+        template takes no others. parse_special: messages may contain control tokens. cache: of the owner's messages.
         """
         given = plain(variables or {}, "chat_template_kwargs")
         for name in _RESERVED:
             if name in given:
                 raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
         cache = cache or MessageCache()
-        clean, shown = cache.messages(messages, see, owner), cache.tools(tools, owner)
+        clean, shown = cache.messages(messages, see), cache.tools(tools)
         known = {id(read.value): read for read in (*clean, shown) if read.value}
         quoter = None if parse_special else Quoter(tokenizer.controls, known)
         return _merge_system_messages(
@@ -83,8 +84,10 @@ class Conversation:
     @property
     def schemas(self) -> Schemas:
         """The schemas of the tools by name."""
-        read = self.read_once.get(id(self.tools)) if self.tools else _NO_TOOLS
-        return read.schemas if read and read.schemas is not None else tool_schemas(self.tools or ())
+        if not self.tools:
+            return _NO_TOOLS
+        read = self.read_once.get(id(self.tools))
+        return tool_schemas(self.tools) if read is None or read.schemas is None else read.schemas
 
     def json(self, value: Any) -> str:
         """Returns JSON of a message or of the tools. Cached with them."""

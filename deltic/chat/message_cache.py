@@ -9,6 +9,7 @@ from __future__ import annotations
 import marshal
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
@@ -50,12 +51,19 @@ class MessageCache:
     def __init__(self) -> None:
         self._known: OwnedEntries[ReadMessage] = OwnedEntries(_MAX_WEIGHT, _MAX_ENTRIES)
         self._lock = Lock()
+        self._owner = ""
 
-    def messages(self, messages: Any, see: See | None = None, owner: str = "") -> list[ReadMessage]:
+    def of(self, owner: str) -> MessageCache:
+        """Returns a view that has only the entries of this owner."""
+        own = copy(self)
+        own._owner = owner
+        return own
+
+    def messages(self, messages: Any, see: See | None = None) -> list[ReadMessage]:
         """Reads messages as `normalise_messages` does. Messages with images are not kept."""
         keys = [_key("message", message) for message in check_messages(messages)]
         with self._lock:
-            found = [self._known.get(owner, key) if key else None for key, _ in keys]
+            found = [self._known.get(self._owner, key) if key else None for key, _ in keys]
         made = dict[bytes, tuple[ReadMessage, int]]()
         for index, (entry, (key, size)) in enumerate(zip(found, keys, strict=True)):
             if entry is None:
@@ -64,25 +72,25 @@ class MessageCache:
                     normalise_message(messages[index], f"messages[{index}]", images.see if see else None))
                 if key and not images.seen:
                     made[key] = read, size
-        self._keep(owner, made)
+        self._keep(made)
         return [entry for entry in found if entry]
 
-    def tools(self, tools: Any, owner: str = "") -> ReadMessage:
+    def tools(self, tools: Any) -> ReadMessage:
         """Reads tools as `normalise_tools` does."""
         key, size = _key("tools", tools)
         with self._lock:
-            known = self._known.get(owner, key) if key else None
+            known = self._known.get(self._owner, key) if key else None
         if known:
             return known
         value = normalise_tools(tools)
         found = ReadMessage(value, schemas=tool_schemas(value or ()))
-        self._keep(owner, {key: (found, size)} if key else {})
+        self._keep({key: (found, size)} if key else {})
         return found
 
-    def _keep(self, owner: str, made: Mapping[bytes, tuple[ReadMessage, int]]) -> None:
+    def _keep(self, made: Mapping[bytes, tuple[ReadMessage, int]]) -> None:
         with self._lock:
             for key, (entry, size) in made.items():
-                self._known.put(owner, key, entry, _COPIES * size + _ENTRY_COST)
+                self._known.put(self._owner, key, entry, _COPIES * size + _ENTRY_COST)
 
 
 class _Images:

@@ -187,8 +187,8 @@ class ChatProcessor:
             reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens, self._fetches)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
                                          see=reading.see if reading else None,
-                                         parse_special=self._config.parse_special, cache=self._messages,
-                                         owner=self._owner)
+                                         parse_special=self._config.parse_special,
+                                         cache=self._messages.of(self._owner))
         seen = self._seen(reading, pictures) if reading and reading.parts else []
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
