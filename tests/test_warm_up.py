@@ -12,7 +12,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.errors import UnavailableError
-from deltic.runner.input_batch import build
+from deltic.ops.types import Batch
 from deltic.runner.warm_up import prompt_plans, sizes_up_to
 
 
@@ -37,12 +37,23 @@ def test_sizes_grow_by_half() -> None:
     assert [len(row.tokens) for plan in few for row in plan.rows] == [512, 2]
 
 
-def test_plans_run_and_leave_no_trace() -> None:
-    """As on a GPU, where there is one for each: the steps are valid, and the cache stays empty."""
-    runtime = load(None, EngineConfig(device="cpu", memory="64MiB", max_batch=4, max_context=2048, token_budget=256))
-    for plan in prompt_plans(256, 2048, 4):
-        logits = runtime.run(build(plan, torch.device("cpu"), hidden=runtime.mtp_runner is not None))
-        assert logits.shape[0] == len(plan.rows) and logits.isfinite().all()
+@pytest.mark.parametrize("speculate", ["off", "mtp:3"])
+def test_prompts_run_and_leave_no_trace(speculate: str, monkeypatch: pytest.MonkeyPatch,
+                                        caplog: pytest.LogCaptureFixture) -> None:
+    """As on a GPU, where there is a step for each plan; one for which memory is short is named, and the others run."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    runtime = load(None, EngineConfig(device="cpu", memory="64MiB", max_batch=4, max_context=1024, token_budget=256,
+                                      speculate=speculate))
+    seen = list[int]()
+
+    def profiler(batch: Batch) -> None:
+        seen.append(batch.layout.tokens)
+        if len(seen) == 1:
+            raise MemoryError
+    runtime.profiler = profiler
+    runtime._warm_up_prompts()
+    assert seen == [sum(len(row.tokens) for row in plan.rows) for plan in prompt_plans(256, 1024, 4)]
+    assert "no memory for a step with 256 prompt tokens" in caplog.text
     runtime.cache.check()
     assert runtime.cache.idle and not len(runtime.cache.tree) and runtime.cache.pages.free == runtime.cache.pages.size
 

@@ -29,6 +29,7 @@ from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops, explain, select
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import use_torch_threads
+from deltic.ops.memory import is_shortage
 from deltic.ops.types import Batch, CacheViews, PreparesAttention, Sampled, Sampling
 from deltic.params import PAGE, Auto, Mtp
 from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_buckets
@@ -281,7 +282,14 @@ class ModelRunner:
         assert budget is not None
         plans = [*prompt_plans(budget, self.memory.max_context, self.memory.max_batch, few=self.experts is not None)]
         for plan in plans:
-            self.run(build(plan, self.device, hidden=head, memory=memory, verified=self.capabilities.verifies))
+            try:
+                self.run(build(plan, self.device, hidden=head, memory=memory, verified=self.capabilities.verifies))
+            except Exception as error:
+                if not is_shortage(error):
+                    raise
+                log.warning("%s: there is no memory for a step with %d prompt tokens, so that long prompts will fail: "
+                            "choose a smaller `token_budget`, `memory` or `gpu_memory_utilization`", self.name,
+                            sum(len(row.tokens) for row in plan.rows))
         if isinstance(self.step, PreparesAttention):
             self.step.prepare_attention(min(budget, self.memory.max_context))
         self.pools.apply((CopySlot(0, 0), CopyPage(0, 0)))
