@@ -1,4 +1,4 @@
-"""The first prompt after a warm-up on a GPU: as fast as later ones, with no module loaded and no large memory allocated for it."""
+"""The first prompt after a warm-up on a GPU: as fast as later ones, with no module loaded and no large memory allocated."""
 
 from __future__ import annotations
 
