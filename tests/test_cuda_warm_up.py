@@ -1,4 +1,4 @@
-"""The first prompt after a warm-up on a GPU: as fast as later ones, with no module loaded and no large memory allocated."""
+"""The first prompt after a warm-up on a GPU: as fast as later ones, without a new module or large block of memory."""
 
 from __future__ import annotations
 
