@@ -3,6 +3,8 @@ engine's own speed is left over HTTP when requests come as they like.
 
     python bench/gpu_serving.py start --model qwen3.5-4b      # twice: with nothing compiled yet, and again
     python bench/gpu_serving.py poisson --requests 1000
+    python bench/gpu_serving.py loop --clients 64 --requests 400 --prompt 512 --new 128
+    python bench/gpu_serving.py loop --clients 64 --requests 64 --prompt 512 --new 128      # all at once
     python bench/gpu_serving.py poisson --device cpu --layers 4 --requests 20 --offline 8 --prompt 64 --new 16 --batch 4
 """
 
@@ -34,12 +36,13 @@ SHARE = 0.9
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("start", "poisson"))
+    parser.add_argument("task", choices=("start", "poisson", "loop"))
     parser.add_argument("--model", default="qwen3.5-4b")
     parser.add_argument("--device", default="cuda", help="cpu only shows that everything works")
     parser.add_argument("--layers", type=int, help="of the model; default: all")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=64, help="of a loop, each with one request at a time")
     parser.add_argument("--offline", type=int, default=256, help="requests that the engine answers alone")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=256)
@@ -58,7 +61,8 @@ def main() -> None:
 
 
 def _start(args: argparse.Namespace) -> None:
-    """From the process's start to its line that says it is ready, and to the end of a first answer."""
+    """From the process's start to its line that says it is ready; and a prompt of 3,000 tokens, the first request and
+    the tenth."""
     with tempfile.TemporaryDirectory() as directory:
         model, cache = args.directory or Path(directory) / "model", Path(directory) / "cache"
         if not model.exists():
@@ -104,11 +108,14 @@ def _ready(args: argparse.Namespace, model: Path, cache: Path) -> dict[str, floa
     try:
         port, ready = port_of(process), time.perf_counter() - began
         compiled = _files(cache)
-        replies = [asyncio.run(post(port, "/v1/completions", {"prompt": list(range(5, 5 + length)), "max_tokens": 32,
-                                                              "ignore_eos": True})) for length in (10, 900, 3000)]
+        lengths = (*[3000] * 10, 10, 900)
+        replies = [asyncio.run(post(port, "/v1/completions", {
+            "prompt": [(7 * token + index) % 3000 for token in range(length)], "max_tokens": 1, "ignore_eos": True,
+            "temperature": 0})) for index, length in enumerate(lengths)]
         assert all(reply.done for reply in replies), replies
         assert _files(cache) == compiled, "something was compiled after the server was ready"
-        return {"ready": round(ready, 2), "first_answer": round(replies[0].total, 3)}
+        return {"ready": round(ready, 2), "first_prompt": round(replies[0].total, 4),
+                "tenth_prompt": round(replies[9].total, 4)}
     finally:
         process.terminate()
         process.wait(60)
@@ -132,14 +139,18 @@ def _poisson(args: argparse.Namespace) -> None:
         offline = json.loads(line)
         print(f"alone: {offline}", file=sys.stderr, flush=True)
         port = port_of(process)
-        found = asyncio.run(_requests(args, port, SHARE * offline["requests_per_second"]))
+        if args.task == "loop":
+            found = asyncio.run(_loop(args, port))
+        else:
+            found = asyncio.run(_requests(args, port, SHARE * offline["requests_per_second"]))
         process.terminate()
         found["steps"] = json.loads(process.stdout.readlines()[-1])
     finally:
         process.terminate()
         process.wait(60)
     share = found["tokens_per_second"] / offline["tokens_per_second"]
-    record("gpu", {"task": "serving", "model": args.model, "batch": args.batch, "requests": args.requests,
+    task = "loop" if args.task == "loop" else "serving"
+    record("gpu", {"task": task, "model": args.model, "batch": args.batch, "requests": args.requests,
                    "prompt": args.prompt, "new": args.new, "offline": offline, "http": found,
                    "share": round(share, 3)})
 
@@ -150,9 +161,7 @@ async def _requests(args: argparse.Namespace, port: int, rate: float) -> dict[st
     jobs, ends = list[asyncio.Task[Reply]](), list[float]()
 
     async def one(index: int) -> Reply:
-        body = {"prompt": _prompt(args, index), "max_tokens": args.new, "ignore_eos": True, "stream": True,
-                "temperature": 0, "max_repeat": 0}
-        reply = await post(port, "/v1/completions", body, 300.0)
+        reply = await _complete(args, port, index)
         ends.append(time.perf_counter() - began)
         if len(ends) % max(args.requests // 10, 1) == 0:
             print(f"{len(ends)} of {args.requests} answered after {ends[-1]:.0f} s", file=sys.stderr, flush=True)
@@ -168,9 +177,35 @@ async def _requests(args: argparse.Namespace, port: int, rate: float) -> dict[st
     first, last = 0.1 * due, 0.9 * due
     answered = sum(first <= end < last for end in ends)
     return {"tokens_per_second": round(answered * args.new / (last - first), 1), "requests_per_second": round(rate, 2),
-            "seconds": round(due, 1), **{f"{name}_ms": {share: percentile([getattr(reply, name) for reply in replies],
-                                                                          share) for share in (0.5, 0.99, 1.0)}
-                                         for name in ("first", "gap", "total")}}
+            "seconds": round(due, 1), **_times(replies)}
+
+
+async def _loop(args: argparse.Namespace, port: int) -> dict[str, Any]:
+    """Clients that send their next request when they have an answer. tokens_per_second counts answers, all_per_second
+    prompts, too."""
+    indices, began, replies = iter(range(args.requests)), time.perf_counter(), list[Reply]()
+
+    async def client() -> None:
+        for index in indices:
+            replies.append(await _complete(args, port, index))
+
+    await asyncio.gather(*[client() for _ in range(args.clients)])
+    seconds = time.perf_counter() - began
+    assert all(reply.done for reply in replies), next(reply for reply in replies if not reply.done)
+    return {"clients": args.clients, "seconds": round(seconds, 2),
+            "tokens_per_second": round(args.requests * args.new / seconds, 1),
+            "all_per_second": round(args.requests * (args.prompt + args.new) / seconds, 1), **_times(replies)}
+
+
+async def _complete(args: argparse.Namespace, port: int, index: int) -> Reply:
+    body = {"prompt": _prompt(args, index), "max_tokens": args.new, "ignore_eos": True, "stream": True,
+            "temperature": 0, "max_repeat": 0}
+    return await post(port, "/v1/completions", body, 300.0)
+
+
+def _times(replies: list[Reply]) -> dict[str, dict[float, float]]:
+    return {f"{name}_ms": {share: percentile([getattr(reply, name) for reply in replies], share)
+                           for share in (0.5, 0.99, 1.0)} for name in ("first", "gap", "total")}
 
 
 def _prompt(args: argparse.Namespace, index: int) -> list[int]:

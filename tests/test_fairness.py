@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -19,8 +19,9 @@ from support import Answers, Watch, drain, greedy, numbers, odd_runtime, serve, 
 from test_scheduler import VOCABULARY, Toy
 from torch import Tensor
 
+from deltic.engine import policy
 from deltic.engine.engine import Engine
-from deltic.engine.policy import PrefixWait, StepTimes, hurry, share
+from deltic.engine.policy import PrefixWait, StepTimes, hurry, is_burst, share
 from deltic.ops.types import Batch
 from deltic.params import EngineRequest, SamplingParams
 
@@ -121,6 +122,33 @@ def test_an_own_limit_holds_beside_answers_however_much_it_costs() -> None:
     assert times.limit(512, answers=True) == 16, "a step has a page at least"
 
 
+def test_steps_may_be_long_if_most_requests_wait() -> None:
+    times = StepTimes()
+    for _ in range(5):
+        times.add(0, 0.005)
+        times.add(8192, 0.12)
+    usual, burst = (times.limit(8192, True, burst) for burst in (False, True))
+    assert 1500 < usual < 2048 and 7000 < burst < 8192
+    assert times.limit(8192, False, True) == times.limit(8192, False)
+    own = StepTimes(0.05, times.without, times.by_token)
+    assert own.limit(8192, True, True) == own.limit(8192, True), "the limit of the options holds in any case"
+
+
+def of_clients(clients: str) -> list[Any]:
+    """A sequence of each client."""
+    return [Mock(client=client) for client in clients]
+
+
+@pytest.mark.parametrize(("prompts", "answers", "burst"), [
+    ("aaaa", "aaaa", True), ("aaa", "aaaa", False), ("aaaa", "", True),
+    ("bcde", "afgh", True), ("bc", "afgh", False), ("bcd", "aaa", False), ("bcde", "aaa", True),
+    # one client alone does not make another one's answer wait, however many prompts it has
+    ("bbbbbbbb", "a", False), ("bbbbbbbb", "ab", False), ("bbbbbbbb", "b", True), ("bc", "a", True),
+])
+def test_a_burst_is_of_most_requests_and_of_several_clients(prompts: str, answers: str, burst: bool) -> None:
+    assert is_burst(of_clients(prompts), of_clients(answers)) == burst
+
+
 def test_before_anything_was_timed_a_chunk_beside_answers_is_a_quarter_of_the_budget() -> None:
     times = StepTimes()
     times.add(0, 1.0)
@@ -181,6 +209,47 @@ def engine_of(slots: int = 40) -> Engine:
     return engine
 
 
+def test_a_burst_gets_its_first_tokens_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed loop on the clock of a GPU: 8 ms for a step with prompts, 14 us for each of their tokens."""
+    burst = loop()
+    monkeypatch.setattr(policy, "_BURST", policy._STALL)
+    usual = loop()
+    assert burst.last < 0.85 * usual.last and burst.seconds < usual.seconds
+
+
+@dataclass
+class Loop:
+    """Seconds until the last first token, and in all; those of each step."""
+
+    last: float
+    seconds: float
+    steps: list[float]
+
+
+def loop(clients: int = 64, total: int = 80, prompt: int = 512, answer: int = 40) -> Loop:
+    engine = Engine(Idle(pages=4000, max_batch=clients, budget=8192, context=2000, slots=200))  # type: ignore[arg-type]
+    sent, done, clock, arrived, first, steps = 0, 0, 0.0, dict[str, float](), dict[str, float](), list[float]()
+
+    def timed(flight: Any, _: float, prompt_tokens: int) -> None:
+        seconds = 0.003 + 2e-5 * len(flight.scheduled) + (0.005 + 14e-6 * prompt_tokens if prompt_tokens else 0.0)
+        steps.append(seconds)
+        engine.scheduler.times.add(prompt_tokens, seconds)  # type: ignore[union-attr]
+
+    engine._timed = timed  # type: ignore[method-assign]
+    while done < total:
+        while sent < total and sent - done < clients:
+            arrived[f"r{sent}"] = clock
+            tokens = tuple(numbers(sent, prompt, VOCABULARY))
+            engine.add(EngineRequest(f"r{sent}", tokens, SamplingParams(max_tokens=answer, max_repeat=0), client="one"))
+            sent += 1
+        events = engine.step()
+        clock = sum(steps)
+        for event in events:
+            first.setdefault(event.request, clock - arrived[event.request])
+            done += event.finish is not None
+    return Loop(max(first.values()), clock, steps)
+
+
 def ask(name: str, *lengths: int, count: int = 1) -> EngineRequest:
     """A prompt that begins with the same tokens as others with the same first lengths; the last part is its own."""
     *common, own = lengths
@@ -214,7 +283,7 @@ def test_a_known_prompt_is_answered_in_a_step_that_reads_no_other() -> None:
     first = ask("first", 40)
     engine.add(first)
     steps_to(engine, "first")
-    engine.scheduler.times = Mock(limit=lambda budget, answers: 64)
+    engine.scheduler.times = Mock(limit=lambda budget, answers, burst: 64)
     engine.add(ask("long", 5000))
     engine.step()
     engine.add(replace(first, id="again"))

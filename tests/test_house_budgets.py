@@ -14,22 +14,22 @@ from test_house import FILES, ROOT, TREES, imports, room, shown, walk
 LINES = {
     ".": 1900,
     "cache": 4050,
-    "chat": 6650,
-    "cli": 4860,
-    "config": 1650,
+    "chat": 6950,
+    "cli": 4900,
+    "config": 1700,
     "embeddings": 2600,
     "engine": 3250,
     "export": 3950,
     "loader": 5950,
     "model": 750,
-    "ops": 9400,
-    "runner": 3300,
+    "ops": 9750,
+    "runner": 3550,
     "server": 8150,
     "spec_decode": 1100,
     "vision": 1150,
 }
 """Lines of Python of each package, and of the files beside them."""
-FILES_AT_MOST = 245
+FILES_AT_MOST = 248
 MEDIAN_WIDTH, LONG_WIDTH = 46, 100
 """Characters of code lines: the median, and the width that nine of ten lines do not reach."""
 METHODS = 20

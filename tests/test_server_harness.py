@@ -74,7 +74,7 @@ def limited(model: Any, **limits: Any) -> Any:
     if limits.get("max_prompt_tokens"):
         processor = ChatProcessor(processor.tokenizer, longest=runtime.memory.max_context, limits=Limits(**limits))
     return SimpleNamespace(engine=model.engine, worker=model.worker, chat_processor=processor, runtime=runtime,
-                           close=lambda: None)
+                           warm_up=lambda: None, close=lambda: None)
 
 
 class Scripted:

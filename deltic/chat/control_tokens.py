@@ -17,7 +17,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 from deltic.chat.markers import THINK, THINK_END
 from deltic.errors import RequestError
@@ -123,18 +124,27 @@ class ControlTokens:
         return tuple(range(1, len(text)))
 
 
-class Quoter:
-    """Renders one conversation with quoted client text."""
+class Quoted(Protocol):
+    """A value whose quoted form is kept; None: it is not known yet."""
 
-    def __init__(self, tokens: ControlTokens) -> None:
+    quoted: Any
+
+
+class Quoter:
+    """Renders one conversation with quoted client text. read: values that are quoted once for all conversations, by
+    their identity."""
+
+    def __init__(self, tokens: ControlTokens, read: Mapping[int, Quoted] = MappingProxyType({})) -> None:
         self._tokens = tokens
+        self._read = read
         self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
     def render(self, render: Render, messages: Messages, tools: Messages | None, variables: Mapping[str, Any],
                prefill: bool = False) -> str:
         """Renders with marks. prefill: the last message is the beginning of the answer and keeps its markup."""
-        last = messages[-1] if prefill else None
-        quoted = [self._once(message, message is last) for message in messages]
+        quoted = [self._once(message) for message in (messages[:-1] if prefill else messages)]
+        if prefill:
+            quoted.append(self._once(messages[-1], True))
         extras = self._once(tools), self._once(variables)
         if all(new is old for new, old in zip((*quoted, *extras), (*messages, tools, variables))):
             return render(messages, tools, variables)
@@ -142,6 +152,11 @@ class Quoter:
 
     def _once(self, value: Any, prefill: bool = False) -> Any:
         """Quotes a value once. The cache holds the value, so that its id stays unique."""
+        read = None if prefill else self._read.get(id(value))
+        if read:
+            if read.quoted is None:
+                read.quoted = self._value(value)
+            return read.quoted
         key = id(value), prefill
         if key not in self._known:
             self._known[key] = value, self._value(value, prefill)

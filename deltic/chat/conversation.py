@@ -15,13 +15,16 @@ from hashlib import blake2b
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from deltic.chat.control_tokens import MARK, Quoter
 from deltic.chat.markers import start_mode
-from deltic.chat.messages import See, normalise_messages, normalise_tools, plain
+from deltic.chat.message_cache import MessageCache, ReadMessage, Schemas
+from deltic.chat.messages import See, normalise_messages, plain
 from deltic.chat.template import ChatTemplate
 from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
+from deltic.chat.tools import tool_schemas
 from deltic.config import Limits
 from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.params import common_length
@@ -36,6 +39,7 @@ _TWO_SYSTEMS = [{"role": "system", "content": "Be"}, {"role": "user", "content":
 _LONG = 64  # messages from which on a shorter conversation is rendered in place of the whole
 _AROUND = 2  # turns, or steps of one turn, that a shorter conversation keeps at either side
 _MAX_PREFIXES = 256
+_NO_TOOLS: Schemas = MappingProxyType({})
 
 Messages = Sequence[Mapping[str, Any]]
 Anchor = tuple[int, int, int]
@@ -48,6 +52,7 @@ class Conversation:
     """The input of a prompt: normalised messages and tools, and template variables.
 
     quoter: keeps client text from becoming control tokens; None allows it.
+    read_once: what is cached of messages and tools, by their identity.
     """
 
     template: ChatTemplate
@@ -56,20 +61,41 @@ class Conversation:
     tools: Messages | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     quoter: Quoter | None = None
+    read_once: Mapping[int, ReadMessage] = field(default_factory=dict)
 
     @classmethod
     def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
              variables: Mapping[str, Any] | None = None, *, see: See | None = None,
-             parse_special: bool = False) -> Conversation:
+             parse_special: bool = False, cache: MessageCache | None = None) -> Conversation:
         """Reads the fields of a request; RequestError names a wrong one. Later system messages move to the first if the
-        template takes no others. parse_special: messages may contain control tokens."""
+        template takes no others. parse_special: messages may contain control tokens. cache: of the owner's messages.
+        """
         given = plain(variables or {}, "chat_template_kwargs")
         for name in _RESERVED:
             if name in given:
                 raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
-        clean = normalise_messages(messages, see=see)
-        return _merge_system_messages(cls(template, tokenizer, clean, normalise_tools(tools), given,
-                                    None if parse_special else Quoter(tokenizer.controls)))
+        cache = cache or MessageCache()
+        clean, shown = cache.messages(messages, see), cache.tools(tools)
+        known = {id(read.value): read for read in (*clean, shown) if read.value}
+        quoter = None if parse_special else Quoter(tokenizer.controls, known)
+        return _merge_system_messages(
+            cls(template, tokenizer, [read.value for read in clean], shown.value, given, quoter, known))
+
+    @property
+    def schemas(self) -> Schemas:
+        """The schemas of the tools by name."""
+        if not self.tools:
+            return _NO_TOOLS
+        read = self.read_once.get(id(self.tools))
+        return tool_schemas(self.tools) if read is None or read.schemas is None else read.schemas
+
+    def json(self, value: Any) -> str:
+        """Returns JSON of a message or of the tools. Cached with them."""
+        read = self.read_once.get(id(value))
+        if read is None:
+            return json.dumps(value, sort_keys=True)
+        read.json = read.json or json.dumps(value, sort_keys=True)
+        return read.json
 
     def render_alone(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         """Renders other messages without tools; "" if the template refuses them. Results are cached."""
@@ -127,21 +153,26 @@ def load_template(tokenizer: Tokenizer, tools: object = None,
     return ChatTemplate(source, tokenizer.special_tokens, seconds)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, known: Sequence[int] = (),
-                  bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
+def encode_prompt(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: TokenLimit = UNBOUNDED,
+                  before: EncodedPrompt | None = None) -> EncodedPrompt:
     """Encodes a text from `Conversation.render`. Known ids that spell its beginning are kept; the rest is encoded.
 
     They are kept as a whole or up to a special token, where tokens end in any case. LongPromptError beyond the bound.
+    before: a prompt of the same tokenizer whose text may begin alike. It saves work and changes nothing.
     """
-    kept, offset, anchors = _matching_prefix(tokenizer, text, known)
-    rest = text[offset:]
+    start, first, anchors = _shared_beginning(before, text, known)
+    shared = before.ids[:start] if before else ()
+    kept, offset, more = _matching_prefix(tokenizer, text[first:], known[start:])
+    anchors += [(start + index, first + begin, first + end) for index, begin, end in more]
+    offset, kept = first + offset, start + kept
+    shared, rest = (*shared, *known[start:kept]), text[offset:]
     ids = tokenizer.encode(rest, quoted=True, bound=bound.after(kept))
     special = [index for index, id in enumerate(ids) if id in tokenizer.special]
     spelled = list(tokenizer.special_in(rest))
     if [ids[index] for index in special] == [id for id, _, _ in spelled]:
         anchors += [(kept + index, offset + start, offset + end)
                     for index, (_, start, end) in zip(special, spelled, strict=True)]
-    return EncodedPrompt(text, (*known[:kept], *ids), tuple(anchors), kept)
+    return EncodedPrompt(text, (*shared, *ids), tuple(anchors), kept if known else 0)
 
 
 def encode_unfinished(conversation: Conversation, continues: bool, bound: TokenLimit = UNBOUNDED) -> EncodedPrompt:
@@ -270,6 +301,24 @@ class RenderedPrefixes:
                 self._known.popitem(last=False)
 
 
+def _shared_beginning(before: EncodedPrompt | None, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
+    """Returns the last special token before which a text begins as the one of an earlier prompt, with the same ids: its
+    index and place, and the special tokens before it. Zeros if there is none.
+
+    With known ids the earlier prompt must have kept these; without, none.
+    """
+    if before is None or (before.kept and not known):
+        return 0, 0, []
+    shared = common_length(before.text, text)
+    anchors = before.anchors[:bisect_right(before.anchors, shared, key=itemgetter(2))]
+    if known:
+        anchors = anchors[:bisect_left(anchors, before.kept, key=itemgetter(0))]
+    index, start, _ = anchors[-1] if anchors else (0, 0, 0)
+    if known and tuple(known[:index + 1]) != before.ids[:index + 1]:
+        return 0, 0, []
+    return index, start, list(anchors[:-1])
+
+
 def _matching_prefix(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
     """Returns how many known ids the text begins with, their characters and their special tokens."""
     pieces = text.split(MARK)
@@ -307,9 +356,11 @@ def _matching_unmarked(tokenizer: Tokenizer, text: str, marks: Sequence[int], kn
 
 def _digest(conversation: Conversation, count: int, kind: str = "") -> str:
     """Returns a hash of the first `count` messages, the template, tools and variables."""
-    known = [kind, conversation.template.source, conversation.tools, conversation.variables,
-             conversation.messages[:count]]
-    return blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
+    known = blake2b(json.dumps([kind, conversation.template.source, conversation.variables], sort_keys=True).encode(),
+                    digest_size=16)
+    for value in (conversation.tools, *conversation.messages[:count]):
+        known.update(f"\n{conversation.json(value)}".encode())
+    return known.hexdigest()
 
 
 def _text_digest(text: str) -> bytes:

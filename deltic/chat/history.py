@@ -26,24 +26,33 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from threading import Lock
 from typing import Any
 
 from deltic.chat.control_tokens import unmarked
-from deltic.chat.conversation import Conversation, RenderedPrefixes, encode_prompt, stable_prefixes, system_prefix_len
+from deltic.chat.conversation import (
+    Conversation,
+    EncodedPrompt,
+    RenderedPrefixes,
+    encode_prompt,
+    stable_prefixes,
+    system_prefix_len,
+)
 from deltic.chat.history_store import (
     AnswerLog,
     AnswerRecord,
     AnswerStore,
+    OwnedEntries,
     chain_ids,
     ids_digest,
     reasoning_hash,
     record_name,
 )
+from deltic.chat.message_cache import Schemas
 from deltic.chat.messages import REASONING
 from deltic.chat.output_router import Answer
 from deltic.chat.tokenizer import UNBOUNDED, Tokenizer, TokenLimit
 from deltic.chat.tool_arguments import argument_schema, typed
-from deltic.chat.tools import tool_schemas
 from deltic.errors import DelticError, LongPromptError
 from deltic.params import Finish
 
@@ -54,11 +63,11 @@ _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoni
 # A text with more characters per token than this is measured before it is rendered.
 _MAX_CHARS_PER_TOKEN = 8
 _KEY_VERSION = 4  # of what keys hash
+_CHARS_BY_TOKEN = 4  # of usual text
+_MAX_PROMPT_CHARS = 64_000_000
+_CHARS_OF_ID = 40  # memory of an id in a prompt that is kept
 _ANSWER_SHARE = 4  # a preserved prompt leaves 1/4 of the context to its answer
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
-
-Schemas = Mapping[str, Mapping[str, Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class HistoryTurn:
@@ -91,6 +100,23 @@ class _BaseAnswer:
     ids: tuple[int, ...]
 
 
+class RenderedPrompts:
+    """The last prompts that were rendered and encoded as a whole, by owner and state. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._known: OwnedEntries[EncodedPrompt] = OwnedEntries(_MAX_PROMPT_CHARS)
+        self._lock = Lock()
+
+    def before(self, states: Sequence[str], owner: str) -> EncodedPrompt | None:
+        """Returns the prompt of the latest of these states that is known."""
+        with self._lock:
+            return next((prompt for state in reversed(states) if (prompt := self._known.get(owner, state))), None)
+
+    def put(self, state: str, prompt: EncodedPrompt, owner: str) -> None:
+        with self._lock:
+            self._known.put(owner, state, prompt, len(prompt.text) + _CHARS_OF_ID * len(prompt.ids))
+
+
 class History:
     """The recorded answers of one model. Threads may share it.
 
@@ -101,6 +127,7 @@ class History:
         self._tokenizer = tokenizer
         self._bound = bound
         self._prefixes = RenderedPrefixes()
+        self._prompts = RenderedPrompts()
         self._preserved_bound = replace(bound, tokens=bound.tokens - bound.tokens // _ANSWER_SHARE)
         self._records = AnswerLog(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
@@ -116,13 +143,15 @@ class History:
         asked = _unconditional_text(conversation)
         if len(asked) > _MAX_CHARS_PER_TOKEN * self._bound.tokens:
             self._tokenizer.check_length(asked, self._bound)
-        schemas = tool_schemas(conversation.tools or ())
+        schemas = conversation.schemas
         states = self._states(conversation, schemas, owner)
         records, base = self._recall(conversation, states, owner)
         keep = mode == "preserve"
         turn = _preserved_turn(conversation, self._prefixes, base, self._preserved_bound) if keep and base else None
         if turn is None:
-            turn = _rendered_turn(conversation, self._prefixes, records, base, self._bound, whole=keep)
+            before = self._prompts.before(states, owner)
+            turn, prompt = _rendered_turn(conversation, self._prefixes, records, base, self._bound, keep, before)
+            self._prompts.put(states[-1], prompt, owner)
         return replace(turn, state=states[-1], schemas=schemas, owner=owner)
 
     def remember(self, turn: HistoryTurn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
@@ -155,10 +184,11 @@ class History:
         variables = {name: value for name, value in conversation.variables.items()
                      if value is not None and name not in _TOGGLES}
         source = conversation.template.source
-        states = [_next_state("", [_KEY_VERSION, owner, self._vocabulary, source, conversation.tools, variables,
-                                   conversation.quoter is None])]
+        before, after = (json.dumps(part, sort_keys=True)[1:-1] for part in (
+            [_KEY_VERSION, owner, self._vocabulary, source], [variables, conversation.quoter is None]))
+        states = [_state_after("", f"[{before}, {conversation.json(conversation.tools)}, {after}]")]
         for message in conversation.messages:
-            states.append(_next_state(states[-1], _visible_message(message, schemas)))
+            states.append(_state_behind(conversation, message, schemas, states[-1]))
         return states
 
     def _recall(self, conversation: Conversation, states: Sequence[str], owner: str
@@ -190,6 +220,8 @@ def _preserved_turn(
     conversation: Conversation, prefixes: RenderedPrefixes, base: _BaseAnswer, bound: TokenLimit
 ) -> HistoryTurn | None:
     """Returns the base's ids and those of the text after it; None if the text cannot be split there or is too long."""
+    if len(base.ids) >= bound.tokens:
+        return None
     try:
         parts = _text_around(conversation, base.index)
     except DelticError:
@@ -220,14 +252,16 @@ def _rendered_turn(
     base: _BaseAnswer | None,
     bound: TokenLimit,
     whole: bool,
-) -> HistoryTurn:
-    """Returns the rendered prompt, encoded with the base's ids. whole: the next prompt is expected to extend it."""
+    before: EncodedPrompt | None,
+) -> tuple[HistoryTurn, EncodedPrompt]:
+    """Returns the rendered prompt, encoded with the base's ids. whole: the next prompt is expected to extend it.
+    before: that of an earlier turn."""
     conversation, text = _with_recorded_answers(conversation, records)
-    prompt = encode_prompt(conversation.tokenizer, text, base.ids if base else (), bound)
+    prompt = encode_prompt(conversation.tokenizer, text, base.ids if base else (), bound, before)
     start = system_prefix_len(conversation, prompt, prefixes)
     found = _positions(*stable_prefixes(conversation, prompt, start), len(prompt.ids) if whole else 0)
     return HistoryTurn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
-                _sent_reasoning_hashes(conversation))
+                       _sent_reasoning_hashes(conversation)), prompt
 
 
 def _positions(*positions: int) -> tuple[int, ...]:
@@ -265,11 +299,11 @@ def _text_around(conversation: Conversation, index: int) -> list[str]:
 
 
 def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
-    wanted, spelled = unmarked(text).encode(), bytearray()
-    for id in ids:
-        if len(spelled) >= len(wanted):
-            break
-        spelled += tokenizer.token_bytes(id)
+    wanted, spelled, place = unmarked(text).encode(), bytearray(), 0
+    while place < len(ids) and len(spelled) < len(wanted):
+        end = place + 1 + (len(wanted) - len(spelled)) // _CHARS_BY_TOKEN
+        spelled += tokenizer.bytes_of(ids[place:end])
+        place = end
     return spelled.startswith(wanted)
 
 
@@ -298,7 +332,26 @@ def _sent_reasoning_hash(message: Mapping[str, Any]) -> str | None:
 
 
 def _next_state(state: str, seen: Any) -> str:
-    return blake2b(f"{state}\n{json.dumps(seen, sort_keys=True)}".encode(), digest_size=16).hexdigest()
+    return _state_after(state, json.dumps(seen, sort_keys=True))
+
+
+def _state_after(state: str, seen: str) -> str:
+    return blake2b(f"{state}\n{seen}".encode(), digest_size=16).hexdigest()
+
+
+def _state_behind(conversation: Conversation, message: Mapping[str, Any], schemas: Schemas, state: str) -> str:
+    """Returns the state behind a message. Cached with the message for the last state and schemas."""
+    read, depends = conversation.read_once.get(id(message)), schemas if message.get("tool_calls") else None
+    if read and read.state and read.state[0] == state and read.state[1] is depends:
+        return read.state[2]
+    if message["role"] != "assistant":
+        seen = conversation.json(message)
+    else:
+        seen = json.dumps(_visible_message(message, schemas), sort_keys=True)
+    behind = _state_after(state, seen)
+    if read:
+        read.state = state, depends, behind
+    return behind
 
 
 def _visible_message(message: Mapping[str, Any], schemas: Schemas) -> Any:

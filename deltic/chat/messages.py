@@ -33,9 +33,15 @@ def normalise_messages(messages: Any, *, see: See | None = None) -> list[dict[st
     - Role `function` and `function_call` become those of tools.
     - Keys without a value are dropped, unknown keys kept.
     """
+    return [normalise_message(message, f"messages[{index}]", see)
+            for index, message in enumerate(check_messages(messages))]
+
+
+def check_messages(messages: Any) -> Sequence[Any]:
+    """RequestError if the messages are not a list."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError("messages must be a list of messages", "messages")
-    return [_message(message, f"messages[{index}]", see) for index, message in enumerate(messages)]
+    return messages
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -87,7 +93,8 @@ def _check_types(given: Mapping[str, Any], field: str, types: Iterable[tuple[str
             raise RequestError(f"{field}.{name} must be {wanted}, not {show(given[name])}", f"{field}.{name}")
 
 
-def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
+def normalise_message(message: Any, field: str, see: See | None) -> dict[str, Any]:
+    """Returns one message as `normalise_messages` does. field: its name in errors."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{field} must be an object, not {type(message).__name__}", field)
     present = {key: value for key, value in message.items() if value is not None}

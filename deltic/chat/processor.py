@@ -18,6 +18,7 @@ from deltic.chat.conversation import Conversation, encode_prompt, encode_unfinis
 from deltic.chat.history import MODES, History, HistoryTurn
 from deltic.chat.history_store import AnswerStore
 from deltic.chat.markers import THINK, closes_thinking
+from deltic.chat.message_cache import MessageCache
 from deltic.chat.messages import without_billing_headers
 from deltic.chat.output_router import (
     Answer,
@@ -146,6 +147,7 @@ class ChatProcessor:
         self._limits = limits
         self._fetches = image_urls
         self._history = History(tokenizer, notes, replace(self._bound, field="messages"))
+        self._messages = MessageCache()
         self._owner = ""
         self._warned = Event()
         self.grammars = Grammars(tokenizer, limits.schema_seconds)
@@ -185,16 +187,17 @@ class ChatProcessor:
             reading = Reading(self._vision, self.tokenizer.encode, self._limits, self._bound.tokens, self._fetches)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
                                          see=reading.see if reading else None,
-                                         parse_special=self._config.parse_special)
+                                         parse_special=self._config.parse_special,
+                                         cache=self._messages.of(self._owner))
         seen = self._seen(reading, pictures) if reading and reading.parts else []
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         grammar = self._grammar(conversation, answer, form)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel,
                              exact=grammar is not None)
-        closing = ThinkEnd.of(conversation)
+        closing = ThinkEnd.of(conversation) if grammar or budget is not None else None
         forced = None
-        if budget is not None:
+        if closing and budget is not None:
             forced = partial(ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         prepared = _prepare(turn.ids, sampling, router, turn.stable_prefixes, remember, forced)
@@ -202,7 +205,7 @@ class ChatProcessor:
             prompt, places = with_pictures(turn.ids, seen, self._vision.tower, turn.stable_prefixes)
             self._bound.check(len(prompt))
             prepared = replace(prepared, request=replace(prepared.request, prompt=prompt, stable_prefixes=places))
-        if grammar is None:
+        if grammar is None or closing is None:
             return prepared
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
         return _constrained(prepared, grammar, closing.rest_ids, thinks)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context, markup_join, str_join
+from jinja2.runtime import Context, LoopContext, Macro, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -35,6 +35,12 @@ _CONTAINERS = (dict, list, tuple, MappingView)
 
 _UNSAFE_METHODS = frozenset({"encode", "expandtabs", "from_bytes", "fromkeys", "maketrans", "to_bytes", "translate"})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_LOOP_ATTRIBUTES = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem",
+                              "nextitem"})
+_PLAIN = frozenset({bool, int, str, dict, list})
+_TEXT_METHODS = frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split", "rsplit", "replace", "lower",
+                           "upper", "find"})
+"""Attributes that jinja's sandbox allows: most of what templates read, for each message several times."""
 _REMOVED_FILTERS = frozenset({"filesizeformat", "pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr"})
 """Filters for web pages that may take more than linear time or memory."""
 
@@ -51,7 +57,7 @@ class SizeLimits:
         """Counts a value that an operation made, and returns it."""
         if isinstance(value, str):
             self.add_chars(len(value))
-        elif isinstance(value, _CONTAINERS):
+        elif type(value) is not bool and isinstance(value, _CONTAINERS):
             self.add_chars(_ENTRY_CHARS * len(value))
             self.weigh(value)
         return value
@@ -130,8 +136,16 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters |= {_SizeCounter.ADD: _add_size, _SizeCounter.JOIN: _join}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:  # the most frequent case
-            return obj[attribute]
+        kind = type(obj)  # the most frequent cases first, with the results of jinja's own longer checks
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is str and attribute in _TEXT_METHODS:
+            return getattr(obj, attribute)
+        named = kind is SafeNamespace and attribute[:1] != "_" and attribute not in _UNSAFE_METHODS
+        if named or (kind is LoopContext and attribute in _LOOP_ATTRIBUTES):
+            value = getattr(obj, attribute, None)
+            if type(value) in _PLAIN:
+                return value
         return super().getattr(obj, attribute)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -175,6 +189,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for arg in (*args, *kwargs.values()):
             if type(arg) is not str:
                 sizes.weigh(arg)
+        if type(obj) is Macro:  # which the sandbox allows, and takes no other context
+            return sizes.add(obj(context.eval_ctx, *args, **kwargs))
         return sizes.add(super().call(context, obj, *args, **kwargs))
 
 
@@ -227,7 +243,7 @@ def limited(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the filter with a limit of its result, before it is made if `_FILTER_SIZES` has it."""
     size = _FILTER_SIZES.get(name)
     passed = getattr(filter, "jinja_pass_arg", None)
-    first = str(passed.name) if passed else ""
+    given = _PASSED[str(passed.name) if passed else ""]
 
     @pass_context
     def limited_filter(context: TemplateContext, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,10 +251,14 @@ def limited(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
             if name in ("batch", "join") and not hasattr(value, "__len__"):
                 value = context.sizes.add(list(value))
             check_chars(size(value, *args, **kwargs))
-        given = {"": (), "context": (context,), "eval_context": (context.eval_ctx,),
-                 "environment": (context.environment,)}[first]
-        return context.sizes.add(filter(*given, value, *args, **kwargs))
+        return context.sizes.add(filter(*given(context), value, *args, **kwargs))
     return limited_filter
+
+
+_PASSED: dict[str, Callable[[Context], tuple[Any, ...]]] = {
+    "": lambda context: (), "context": lambda context: (context,), "eval_context": lambda context: (context.eval_ctx,),
+    "environment": lambda context: (context.environment,)}
+"""What filters get before their value."""
 
 
 # Upper bounds of results that may be far larger than their operands

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -187,13 +187,16 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Decodes ids; bytes that are not UTF-8 become U+FFFD."""
-        ids = list(ids)
+        if skip_special:
+            ids = [id for id in ids if id not in self.special]
+        return self.bytes_of(list(ids)).decode("utf-8", "replace")
+
+    def bytes_of(self, ids: Sequence[int]) -> bytes:
+        """Returns the exact bytes of tokens, special ones too."""
         try:
-            known = self._bytes
-            spelled = b"".join([known[id] for id in ids if not (skip_special and id in self.special)])
+            return b"".join(map(self._bytes.__getitem__, ids))
         except KeyError:
-            spelled = b"".join(map(self.visible_bytes if skip_special else self.token_bytes, ids))
-        return spelled.decode("utf-8", "replace")
+            return b"".join(map(self.token_bytes, ids))
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a token; None if it is not in the vocabulary."""

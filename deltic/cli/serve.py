@@ -314,10 +314,7 @@ def _load(args: argparse.Namespace, cache: int) -> LLM:
     llm = open_llm(options.without(args, "gpu_memory_utilization"), memory=str(cache))
     try:
         _prepare(args, llm)
-        with llm.worker.hold():
-            for tier in llm.runtime.cache.tiers:
-                tier.prepare()
-            llm.runtime.warm_up()
+        llm.warm_up()
     except BaseException:
         llm.close()
         raise

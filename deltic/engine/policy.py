@@ -34,6 +34,11 @@ _STALL = 0.03
 """Seconds of a step with prompts that readers of answers do not notice."""
 _MARGIN = 0.9
 """Fraction of the longest step to aim at, because durations vary."""
+_BURST = 0.12
+"""Seconds of a step with prompts if at least as many requests wait for their first token as have one: each step has
+a fixed cost, so that fewer steps bring all of them to their first token, and to their end, sooner."""
+_LASTS = 3
+"""A burst lasts until so many times more answers run than prompts wait: its last prompts have waited longest."""
 _BESIDE_ANSWERS, _ALONE = 4, 20
 """A step with prompts may last this many times as long as one without, so that reading the weights takes at most a
 quarter of the time while an answer runs, and a twentieth otherwise."""
@@ -128,19 +133,30 @@ class StepTimes:
         elif tokens >= PAGE:
             self.by_token.append(seconds / tokens)
 
-    def limit(self, budget: int, answers: bool) -> int:
-        """Upper bound for the prompt tokens of a step. answers: the step also decodes."""
+    def limit(self, budget: int, answers: bool, burst: bool = False) -> int:
+        """Upper bound for the prompt tokens of a step. answers: the step also decodes. burst: as `is_burst`."""
         if not self.by_token:
             wanted = budget // 4 if answers else budget
         else:
-            wanted = int(_MARGIN * self._seconds(answers) / median(self.by_token))
+            wanted = int(_MARGIN * self._seconds(answers, burst) / median(self.by_token))
         return min(max(wanted, PAGE), budget)
 
-    def _seconds(self, answers: bool) -> float:
+    def _seconds(self, answers: bool, burst: bool) -> float:
         if answers and self.longest is not None:
             return self.longest
         times = _BESIDE_ANSWERS if answers else _ALONE
-        return max(_STALL, times * median(self.without) if self.without else 0)
+        return max(_BURST if answers and burst else _STALL, times * median(self.without) if self.without else 0)
+
+
+def is_burst(prompts: Iterable[Running], answers: Iterable[Running], lasts: bool = False) -> bool:
+    """True if there are at least as many prompts as answers: in all, and for every client with answers. For a client
+    count its own prompts, and all but one of the other clients with prompts: no client alone makes another one's
+    answers stall. lasts: a burst of the last step goes on with a third as many."""
+    factor = _LASTS if lasts else 1
+    waiting, running = (Counter(sequence.client for sequence in some) for some in (prompts, answers))
+    return factor * waiting.total() >= running.total() and all(
+        factor * (waiting[client] + max(len(waiting) - (client in waiting) - 1, 0)) >= count
+        for client, count in running.items())
 
 
 # Places in the batch

@@ -21,6 +21,7 @@ from deltic.engine.policy import (
     StepTimes,
     hurry,
     in_turn,
+    is_burst,
     no_preemption,
     preempted_by,
     quantum_to_process,
@@ -86,7 +87,7 @@ class Scheduler:
         self.failed: list[tuple[Sequence, Exception]] = []
         """Waiting sequences that could not be admitted, and why. The engine ends them."""
         self.preemptions = self.turns = self._step = 0
-        self._hurried = False
+        self._hurried = self._in_burst = False
 
     def add(self, sequence: Sequence) -> None:
         sequence.queue.turn = self._step
@@ -172,7 +173,7 @@ class Scheduler:
         readable = _readable([sequence for sequence in prompts if sequence.cache])
         goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
                  for sequence, most in readable.items()]
-        limit = self.times.limit(budget, decoded > 0) if self.times else budget
+        limit = self.times.limit(budget, decoded > 0, self._burst(readable, goals)) if self.times else budget
         counts = given = share(limit, [*readable.values()], goals)
         if limit < budget and not self._hurried:
             first = any(not (sequence.generated or sequence.pending or sequence.awaits_mask)
@@ -180,6 +181,14 @@ class Scheduler:
             counts = hurry(given, goals, first)
         self._hurried = counts != given
         return [(sequence, count) for sequence, count in zip(readable, counts, strict=True) if count]
+
+    def _burst(self, prompts: Iterable[Sequence], goals: Iterable[int]) -> bool:
+        """`is_burst` for the prompts that one step could bring to their first token."""
+        near = [sequence for sequence, goal in zip(prompts, goals, strict=True)
+                if sequence.reading and goal <= self.token_budget]
+        answers = (sequence for sequence in self.running if not _is_prompt(sequence))
+        self._in_burst = bool(near) and is_burst(near, answers, self._in_burst)
+        return self._in_burst
 
     def pause(self, sequence: Sequence) -> None:
         """Stops a sequence until `resume`. It owns nothing meanwhile; what it has processed is cached like any

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,8 +77,8 @@ class _CallerTurn:
 class Worker:
     """Owns an engine from the first request until `stop` or the end of the process.
 
-    Its methods are thread-safe and return at once, except for `hold`, `call` and `stop`. They raise UnavailableError in
-    a forked process, which does not have the worker's thread.
+    Its methods are thread-safe and return at once, except for `hold`, `call`, `execute` and `stop`. They raise
+    UnavailableError in a forked process, which does not have the worker's thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -135,6 +136,18 @@ class Worker:
         """Calls a function between two steps. Returns or raises what it does."""
         with self.hold() as engine:
             return function(engine)
+
+    def execute(self, function: Callable[[Engine], Result]) -> Result:
+        """As `call`, but in the worker's thread: what CUDA's libraries prepare for steps belongs to a thread."""
+        done = Future[Result]()
+
+        def command() -> None:
+            try:
+                done.set_result(function(self.engine))
+            except BaseException as error:  # the caller would wait forever
+                done.set_exception(error)
+        self.ask(command, done.set_exception)
+        return done.result()
 
     def ask(self, command: Command, refuse: Refusal = lambda error: None) -> None:
         """Runs a command in the worker's thread between two steps. refuse: called instead if the worker has ended,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -497,6 +497,14 @@ class Drafted:
     def token_at(self, row: int) -> int:
         """The index of the token that the row's drafts follow; its position comes next."""
         return 2 * (self.rows * self.drafts + row)
+
+
+@runtime_checkable
+class PreparesAttention(Protocol):
+    """A step of a device that builds attention kernels for each length of a prompt."""
+
+    def prepare_attention(self, most: int) -> None:
+        """Builds those for prompts of up to so many tokens, for the calling thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from deltic.cache.handles import SequenceCache
 from deltic.cache.manager import HybridCache
 from deltic.cache.memory_plan import MemoryPlan
 from deltic.cache.offload.disk import DiskRecords
+from deltic.cache.operations import CopyPage, CopySlot
 from deltic.cache.tensors import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
@@ -28,12 +29,14 @@ from deltic.model.mtp_head import MtpHead as MtpHead
 from deltic.ops import Ops, explain, select
 from deltic.ops.capabilities import Capabilities, can_defer_state_writes, device_capabilities
 from deltic.ops.cpu import use_torch_threads
-from deltic.ops.types import Batch, CacheViews, Sampled, Sampling
-from deltic.params import Auto, Mtp
+from deltic.ops.memory import is_shortage
+from deltic.ops.types import Batch, CacheViews, PreparesAttention, Sampled, Sampling
+from deltic.params import PAGE, Auto, Mtp
 from deltic.runner.cuda_graphs import CudaGraphs, draft_buckets, recorded_buckets
 from deltic.runner.expert_offload import ExpertOffload
 from deltic.runner.image_embeds import Encode
 from deltic.runner.input_batch import FEW_ROWS, BucketNumbers, InputBatch, build
+from deltic.runner.warm_up import prompt_plans
 from deltic.spec_decode.mtp import MtpRunner, draft_sizes
 
 
@@ -246,10 +249,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """On a GPU: records the graphs of all decode steps, with drafts and without, and loads the sampling kernels.
-        Writes to page 0, slot 0 and delta log 0, which must be free."""
-        if self.graphs is None or (self.mtp_runner is not None and not self.capabilities.verifies):
+        """On a GPU: records the graphs of all decode steps, with drafts and without, and runs prompts of all sizes, so
+        that requests find everything loaded. Must run in the thread that will run the steps. Writes to page 0, slot 0
+        and delta log 0, which must be free."""
+        if not self.options.on_gpu:
             return
+        if self.graphs is not None and (self.mtp_runner is None or self.capabilities.verifies):
+            self._warm_up_decode()
+        if not self.options.batch_invariant:  # that reads prompts in decode steps
+            self._warm_up_prompts()
+
+    def _warm_up_decode(self) -> None:
         head, memory = self.mtp_runner is not None, InputBatch(self.numbers)
         began, most = time.perf_counter(), FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
         for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
@@ -264,8 +274,31 @@ class ModelRunner:
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)
+        assert self.graphs
         log.info("%s: recorded %d graphs of steps that decode in %.2f s", self.name, len(self.graphs.buckets),
                  time.perf_counter() - began)
+
+    def _warm_up_prompts(self) -> None:
+        head, memory, began = self.mtp_runner is not None, InputBatch(self.numbers), time.perf_counter()
+        budget = self.options.token_budget
+        assert budget is not None
+        plans = [*prompt_plans(budget, self.memory.max_context, self.memory.max_batch, few=self.experts is not None)]
+        for plan in plans:
+            try:
+                self.run(build(plan, self.device, hidden=head, memory=memory, verified=self.capabilities.verifies))
+            except Exception as error:
+                if not is_shortage(error):  # requests will find out; a server that only warms up need not end
+                    log.exception("%s: a step with prompts failed before the start", self.name)
+                    break
+                log.warning("%s: there is no memory for a step with %d prompt tokens, so that long prompts will fail: "
+                            "choose a smaller `token_budget`, `memory` or `gpu_memory_utilization`", self.name,
+                            sum(len(row.tokens) for row in plan.rows))
+        if isinstance(self.step, PreparesAttention):
+            self.step.prepare_attention(min(budget, self.memory.max_context))
+        self.pools.apply((CopySlot(0, 0), CopyPage(0, 0)))
+        self.pools.sound((0,), (0,), PAGE)
+        torch.cuda.synchronize(self.device)
+        log.info("%s: ran %d steps with prompts in %.2f s", self.name, len(plans), time.perf_counter() - began)
 
     @property
     def _drafts(self) -> int:

@@ -227,10 +227,7 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
         limits = llm.limits if isinstance(llm, ModelSet) else llm.runtime.options.limits
         ready = _ready_line(llm, listener, tls is not None, options.get("served_name"))
         if not isinstance(llm, ModelSet):
-            with llm.worker.hold():
-                for tier in llm.runtime.cache.tiers:
-                    tier.prepare()
-                llm.runtime.warm_up()
+            llm.warm_up()
         gc.collect()  # garbage would otherwise stay until the end
         Server(app, app.state.work, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)
     finally:

@@ -156,6 +156,11 @@ class DecodeStep:
             return None
         return self._gemv_rows(batch) if tokens <= MAX_GEMV_TOKENS else self._gemm_rows(batch)
 
+    def prepare_attention(self, most: int) -> None:
+        """As `PreparesAttention`."""
+        if self.prefill:
+            self.prefill.prepare_attention(most)
+
     def buffers(self, batch: Batch, kind: str, residual: Tensor | None = None) -> _DecodeBuffers:
         """Allocates a step's tensors. residual [T, H] float32: the input of the first layer, if it exists already."""
         layout, attention, gdn = batch.layout, self._shapes.attention, self._shapes.gdn

@@ -7,6 +7,7 @@ prefix: a large row's attention is computed in two parts, its own tokens and wha
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -156,6 +157,17 @@ class Attend:
             except RuntimeError as error:
                 log.warning("cuDNN does not serve attention on this GPU, torch's flash kernels do: %s", error)
                 self._cudnn = False
+
+    def prepare(self, spec: AttentionSpec, device: torch.device, most: int) -> None:
+        """Builds cuDNN's kernels for prompts of up to so many tokens without cached ones. They belong to the thread."""
+        if not self._cudnn:
+            return
+        large = max(_LONG, math.isqrt(_LARGE))
+        lengths = [*range(large, most, 64), most] if most >= large else []
+        for side in sorted({_square(tokens, tokens).side for tokens in lengths}):
+            query, keys = (torch.zeros(side, heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+                           for heads in (spec.heads, spec.kv_heads))
+            _cudnn_attention(query, keys, keys, True)
 
     def __call__(self, query: Tensor, kv: KvView, group: AttentionGroup) -> AttentionParts:
         """query [PREFIX_GRAIN + T + side of the largest square, heads, D] bfloat16; the tokens' queries begin at
@@ -330,6 +342,11 @@ class PrefillStep:
         self._step, self._shapes, self._device = step, shapes, device
         self._module = load_module(source(shapes), device)
         self._attend = Attend(shapes.attention, device) if shapes.attention else None
+
+    def prepare_attention(self, most: int) -> None:
+        """As `PreparesAttention`."""
+        if self._attend and self._shapes.attention:
+            self._attend.prepare(self._shapes.attention, self._device, most)
 
     def serves(self, batch: Batch) -> bool:
         layout = batch.layout
