@@ -1,9 +1,9 @@
 """K/V in pages: the model's dtype, float8 e4m3 with a scale of 1, or int4.
 
-int4: each head vector is rotated (`rotated`), so that its numbers are alike in size, and rounded to 2^bits levels
-between its largest magnitude and minus that: 5 bits for keys, whose errors change what is attended to, 4 for values.
-The level c stands for (c - (2^bits - 1) / 2) * scale. A token's bytes are [kv_heads, bits * D / 8 + 2] in number: the low
-four bits of all heads, two numbers to a byte; the fifth bits of keys, eight to a byte; the scales, bfloat16.
+int4: each head vector is rotated (`rotated`), so that its numbers are alike in size, and rounded to 2^bits levels around
+zero: 5 bits for keys, whose errors change what is attended to, 4 for values. The level c stands for (c - (2^bits - 1) / 2)
+* scale; scale is the largest magnitude over 2^(bits - 1). A token's bytes are [kv_heads, bits * D / 8 + 2] in number: the
+low four bits of all heads, two numbers to a byte; the fifth bits of keys, eight to a byte; the scales, bfloat16.
 Queries are rotated in the same way, which leaves their products with keys as they were; outputs are rotated back.
 """
 
@@ -103,7 +103,7 @@ def rotated_back(x: Tensor) -> Tensor:
 def pack(x: Tensor, bits: int) -> Tensor:
     """x [T, kv_heads, D], rotated -> bytes [T, kv_heads, width]. What is not finite gets a scale that is not."""
     middle = (2**bits - 1) / 2
-    scale = (x.abs().amax(-1) / middle).bfloat16()
+    scale = (x.abs().amax(-1) * 2.0**(1 - bits)).bfloat16()
     scale = torch.where(scale < _SMALLEST_SCALE, 0, scale)
     inverse = torch.where(scale == 0, 0, 1 / scale.to(x.dtype))
     codes = (x * inverse[..., None] + middle).nan_to_num(0).round().clamp(0, 2 * middle).to(torch.uint8)

@@ -511,7 +511,7 @@ def write_int4(x: Tensor, bits: int) -> Tensor:
     """x [kv_heads, D] -> bytes [kv_heads, D * bits / 8 + 2], rotated and rounded (`ops/kv`)."""
     low, high, scales, most = list[int](), list[int](), list[Tensor](), 2**bits - 1
     for head in x.to(wide(x)) @ hadamard(x.shape[-1]).to(wide(x)):
-        scale = (head.abs().max() / most * 2).to(torch.bfloat16)
+        scale = (head.abs().max() / 2 ** (bits - 1)).to(torch.bfloat16)
         scale = torch.zeros_like(scale) if scale < 2.0**-100 else scale
         levels = [] if scale == 0 else (head * (1 / scale.to(head.dtype)) + most / 2).nan_to_num(0).tolist()
         codes = [min(max(round(level), 0), most) for level in levels] or [(most + 1) // 2] * len(head)
