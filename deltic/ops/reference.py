@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -496,6 +497,7 @@ def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
     return torch.stack([read_int4(entry) for entry in entries] if pool.dtype == torch.uint8 else entries)
 
 
+@cache
 def hadamard(size: int) -> Tensor:
     """[size, size] float64: x @ hadamard rotates rows. Row i of the Hadamard matrix has the sign of a bent function: the
     parity of the pairs of neighbouring bits of i that are both set, which keeps equal numbers from adding up."""
