@@ -110,7 +110,7 @@ def members(struct: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["Product", "Packed", "Unpack", "Gdn", "Attention", "Enter", "AddNorm", "Gate",
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
-                                  "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
+                                  "PromptGate", "GatherInt4", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
                                   "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn", "TowerNorm"])
 def test_struct_layouts(name: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
@@ -215,11 +215,12 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv", ["u8", "Int4"])
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_sources_for_float8_compile(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_for_small_kv_compile(size: int, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what reads or writes keys and values."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shapes = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8")
+    shapes = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv=kv)
     for text in (shapes.source(), mtp.source(shapes), prefill.source(shapes)):
         compiles(text, tmp_path, text == prefill.source(shapes))
 
