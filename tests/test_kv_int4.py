@@ -4,21 +4,44 @@ GPU's kernels make of them is in test_cuda_kv_int4.py."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
-from op_cases import ROPE, Case, Row, attention_weights, build_batch, generator, hidden_states, relative_rms, rope_table
-from op_cases import same_bits
+from op_cases import (
+    ROPE,
+    Case,
+    Row,
+    attention_weights,
+    build_batch,
+    generator,
+    hidden_states,
+    relative_rms,
+    same_bits,
+)
+from real_models import documents, smollm2
+from reuse_cases import usage_of
+from support import drain, embedded_runtime, fresh_pools, greedy, numbers, small_runtime
 from torch import Tensor
 
+from deltic import LLM, SamplingParams
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.types import StoredItem
+from deltic.cache.operations import CopyPage
+from deltic.cache.tensors import page_bytes
 from deltic.config import EngineConfig, ModelConfig
+from deltic.engine.engine import Engine
 from deltic.errors import ConfigError
 from deltic.ops import Ops, backends, reference
 from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, is_finite, pack, rotated, rotated_back, store, unpack, width
 from deltic.ops.types import AttentionSpec, KvView, Rope, RopeSpec
-from deltic.params import PAGE
+from deltic.params import PAGE, EngineRequest
 from deltic.runner.memory import plan_memory
+from deltic.runner.model_runner import ModelRunner
+from deltic.session import Session
 
 SIZES = (16, 32, 64, 128, 256)
 BITS = {KEY_BITS: 0.057, VALUE_BITS: 0.112}
@@ -130,3 +153,114 @@ def test_attention(backend: str, dim: int, dtype: torch.dtype) -> None:
         assert is_finite(mine[stored])
         if dtype == torch.float32:
             assert (mine[stored] != theirs[stored]).float().mean() < 2e-3
+
+
+# Pools and tiers
+
+
+def over_int4(*tiers: TierIndex, reuse: bool = True) -> ModelRunner:
+    small = small_runtime(embedded_runtime(), batch=4)
+    pools = fresh_pools(small, 128, 24, kv=INT4)
+    assert pools.sizes.token_bytes == page_bytes(small.config, INT4) // PAGE == 2 * 2 * (42 + 34)
+    return replace(small, cache=HybridCache(pools, reuse, tiers))
+
+
+def test_pages_are_copied_and_checked() -> None:
+    pools = over_int4().pools
+    for tensor in pools.page_tensors:
+        tensor[:, 3] = torch.randint(0, 0x7f, tensor[:, 3].shape, dtype=INT4)
+        tensor[:, 5] = 1
+    pools.apply([CopyPage(3, 7)])
+    for tensor in pools.page_tensors:
+        assert same_bits(tensor[:, 7], tensor[:, 3]) and bool((tensor[:, 6] == 0xff).all())
+    assert pools.sound((), (3, 7), 2 * PAGE) and not pools.sound((), (3, 8), PAGE + 1)
+    pools.values[-1, 7, 3, -1, -2:] = 0xff
+    assert pools.sound((), (3, 7), PAGE + 3) and not pools.sound((), (3, 7), PAGE + 4)
+
+
+def test_only_what_these_pools_could_hold_is_let_in() -> None:
+    pools = over_int4().pools
+    item = StoredItem("kv", "key", "", 0, 3)
+    kept = {name: torch.ones(len(pool), 3, *pool.shape[3:], dtype=INT4)
+            for name, pool in zip(("keys", "values"), pools.page_tensors, strict=True)}
+    kept["tokens"] = torch.tensor([1, 2, 3])
+    assert pools.item_validator.refuse(item, kept) == ""
+    assert "its keys are torch.uint8" in pools.item_validator.refuse(item, {**kept, "keys": kept["values"]})
+    kept["values"][1, 2, -1, -2:] = 0xff
+    assert pools.item_validator.refuse(item, kept) == "its values are not all finite"
+
+
+PROMPT = numbers(1, 100, 500)
+
+
+def added(runtime: ModelRunner, request: EngineRequest) -> Engine:
+    engine = Engine(runtime)
+    engine.add(request)
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
+    def tier() -> TierIndex:
+        return TierIndex(HostStore(1 << 24) if kind == "host" else DiskStore(tmp_path, "model", 1 << 24), threads=False)
+
+    kept = tier()
+    first = over_int4(kept)
+    told = drain(added(first, greedy(PROMPT, 12)))["a", 0].tokens
+    longer = (*PROMPT, *told, *numbers(2, 30, 500))
+    wanted = drain(added(over_int4(reuse=False), greedy(longer, 24)))["a", 0].tokens
+    again = over_int4(kept if kind == "host" else tier())
+    answers = drain(added(again, greedy(longer, 24)))
+    assert usage_of(answers).cached_tokens >= 100 and answers["a", 0].tokens == wanted
+    pages = [runtime.cache.tree.shared(PROMPT) for runtime in (again, first)]
+    for pools in zip(again.pools.page_tensors, first.pools.page_tensors, strict=True):
+        found, before = (pool[:, known] for pool, known in zip(pools, pages, strict=True))
+        assert len(pages[0]) == 100 // PAGE and is_finite(found) and same_bits(found, before)
+
+
+# What it costs
+
+QUESTIONS = ("What is the capital of {}?", "Which language is spoken in {}?", "On which continent is {}?",
+             "Name a city in {}.", "Is {} in Europe?")
+COUNTRIES = ("France", "Italy", "Spain", "Japan", "Brazil", "Egypt", "Kenya", "Peru", "India", "Greece", "Norway", "Chile",
+             "Poland", "Turkey", "Canada", "Mexico", "China", "Sweden", "Portugal", "Austria")
+SUMS = tuple(f"What is {a} {op} {b}?" for a in range(3, 13) for op, b in (("+", 5), ("-", 2), ("*", 3), ("+", 8)))
+PROMPTS = (*(question.format(country) for question in QUESTIONS for country in COUNTRIES), *SUMS,
+           *(f"I have {a} apples and buy {b} more. How many are there?" for a in range(2, 14) for b in range(2, 7)))
+LEAST, MOST = 0.99, 0.035
+"""Least share of greedy tokens of the embedded model that are those over bfloat16 K/V. Most that the perplexity of SmolLM2
+may rise by, whose heads of 64 dimensions are a tenth of its width."""
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_the_embedded_model() -> None:
+    assert len(PROMPTS) == len({*PROMPTS}) == 200
+    answers = []
+    for kv in ("auto", "int4"):
+        with LLM("tiny", dtype="bfloat16", kv_dtype=kv, memory="128MiB", speculate="off") as llm:
+            prompts = [llm.chat_processor.chat([{"role": "user", "content": text}]).request.prompt for text in PROMPTS]
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48))
+        answers.append([output.choices[0].tokens for output in outputs])
+    tokens = sum(map(len, answers[0]))
+    same = sum(a == b for one, two in zip(*answers, strict=True) for a, b in zip(one, two, strict=False))
+    print(f"{same / tokens:.2%} of {tokens} greedy tokens are the same over int4 K/V")
+    assert tokens > 1000 and same / tokens >= LEAST
+
+
+@pytest.mark.slow
+def test_perplexity_of_a_real_model() -> None:
+    losses, window, windows = [], 1024, 12
+    with LLM(smollm2(), memory="64MiB", max_context=64) as llm:
+        ids = llm.chat_processor.tokenizer.encode(documents())
+    for kv in ("auto", "int4"):
+        session = Session(smollm2(), "bfloat16", kv_dtype=kv, memory="256MiB", max_context=window + 64, speculate="off")
+        losses.append(0.0)
+        for start in range(0, window * windows, window):
+            tokens = ids[start:start + window]
+            session.reset()
+            logits = session.prefill(tokens, all_logits=True)
+            loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))
+            losses[-1] += float(loss) / windows
+    rise = torch.tensor(losses[1] - losses[0]).exp().item() - 1
+    print(f"the perplexity rises by {rise:.2%} over int4 K/V")
+    assert 0.0005 < rise < MOST
