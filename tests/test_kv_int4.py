@@ -222,14 +222,14 @@ def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
 
 QUESTIONS = ("What is the capital of {}?", "Which language is spoken in {}?", "On which continent is {}?",
              "Name a city in {}.", "Is {} in Europe?")
-COUNTRIES = ("France", "Italy", "Spain", "Japan", "Brazil", "Egypt", "Kenya", "Peru", "India", "Greece", "Norway", "Chile",
-             "Poland", "Turkey", "Canada", "Mexico", "China", "Sweden", "Portugal", "Austria")
+COUNTRIES = ("France", "Italy", "Spain", "Japan", "Brazil", "Egypt", "Kenya", "Peru", "India", "Greece", "Norway",
+             "Chile", "Poland", "Turkey", "Canada", "Mexico", "China", "Sweden", "Portugal", "Austria")
 SUMS = tuple(f"What is {a} {op} {b}?" for a in range(3, 13) for op, b in (("+", 5), ("-", 2), ("*", 3), ("+", 8)))
 PROMPTS = (*(question.format(country) for question in QUESTIONS for country in COUNTRIES), *SUMS,
            *(f"I have {a} apples and buy {b} more. How many are there?" for a in range(2, 14) for b in range(2, 7)))
 LEAST, MOST = 0.99, 0.035
-"""Least share of greedy tokens of the embedded model that are those over bfloat16 K/V. Most that the perplexity of SmolLM2
-may rise by, whose heads of 64 dimensions are a tenth of its width."""
+"""Least share of greedy tokens of the embedded model that are those over bfloat16 K/V. Most that the perplexity of
+SmolLM2 may rise by, a small model with heads of 64 dimensions."""
 
 
 @pytest.mark.slow

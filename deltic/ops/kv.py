@@ -1,9 +1,9 @@
 """K/V in pages: the model's dtype, float8 e4m3 with a scale of 1, or int4.
 
-int4: each head vector is rotated (`rotated`), so that its numbers are alike in size, and rounded to 2^bits levels around
-zero: 5 bits for keys, whose errors change what is attended to, 4 for values. The level c stands for (c - (2^bits - 1) / 2)
-* scale; scale is the largest magnitude over 2^(bits - 1). A token's bytes are [kv_heads, bits * D / 8 + 2] in number: the
-low four bits of all heads, two numbers to a byte; the fifth bits of keys, eight to a byte; the scales, bfloat16.
+int4: each head vector is rotated (`rotated`), so that its numbers are alike in size, and rounded to 2^bits levels
+around zero: 5 bits for keys, whose errors change what is attended to, 4 for values. The level c stands for
+(c - (2^bits - 1) / 2) * scale; scale is the largest magnitude over 2^(bits - 1). A token has [kv_heads, bits * D / 8 + 2]
+bytes: the low four bits of all heads, two numbers to a byte; the fifth bits of keys, eight to a byte; the bfloat16 scales.
 Queries are rotated in the same way, which leaves their products with keys as they were; outputs are rotated back.
 """
 
@@ -55,8 +55,9 @@ def take(pool: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def is_finite(x: Tensor) -> bool:
-    """True if all numbers are finite. Takes one or two passes and, unlike `isfinite`, no tensor of their size. x of int4:
-    [..., kv_heads, width]."""
+    """True if all numbers are finite. Takes one or two passes and, unlike `isfinite`, no tensor of their size.
+
+    x: with int4 [..., kv_heads, width]."""
     if not x.numel():
         return True
     if x.dtype == INT4:

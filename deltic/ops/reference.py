@@ -499,8 +499,8 @@ def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
 
 @cache
 def hadamard(size: int) -> Tensor:
-    """[size, size] float64: x @ hadamard rotates rows. Row i of the Hadamard matrix has the sign of a bent function: the
-    parity of the pairs of neighbouring bits of i that are both set, which keeps equal numbers from adding up."""
+    """[size, size] float64: x @ hadamard rotates rows. Row i of the Hadamard matrix has the sign of a bent function:
+    the parity of the pairs of neighbouring bits of i that are both set, which keeps equal numbers from adding up."""
     def sign(row: int, column: int) -> int:
         pairs = sum(row >> bit & row >> bit + 1 & 1 for bit in range(0, size.bit_length(), 2))
         return -1 if ((row & column).bit_count() + pairs) % 2 else 1
@@ -530,7 +530,8 @@ def read_int4(stored: Tensor) -> Tensor:
     bits, flat = 4 if (width - 2) % 5 else 5, stored.flatten().tolist()  # of so many numbers as a power of two
     size = (width - 2) * 8 // bits
     scales = stored.flatten()[-2 * heads:].clone().view(torch.bfloat16)
-    codes = torch.tensor([[flat[(head * size + i) // 2] >> i % 2 * 4 & 15 for i in range(size)] for head in range(heads)])
+    codes = torch.tensor([[flat[(head * size + i) // 2] >> i % 2 * 4 & 15 for i in range(size)]
+                          for head in range(heads)])
     if bits == 5:
         high = flat[heads * size // 2:]
         codes += torch.tensor([[(high[(head * size + i) // 8] >> i % 8 & 1) * 16 for i in range(size)]

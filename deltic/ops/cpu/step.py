@@ -172,7 +172,8 @@ def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
     """True if all weights are packed, on the CPU, and caches have a dtype that the kernels know."""
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     kinds, dtypes = {view.keys.dtype for view in views.kv}, {view.conv.dtype for view in views.states}
-    return all(map(packed, weights)) and kinds <= KV_KINDS.keys() and dtypes <= KINDS.keys() and wide_states(views.states)
+    known = kinds <= KV_KINDS.keys() and dtypes <= KINDS.keys()
+    return known and all(map(packed, weights)) and wide_states(views.states)
 
 
 def _predict(structs: Iterable[ModelLayer], layers: Sequence[DecoderLayer]) -> None:

@@ -176,7 +176,7 @@ class Attend:
 
 
     def _gather(self, pool: Tensor, kernel: str, places: Tensor) -> Tensor:
-        """Returns K or V of these places, [n, kv_heads, D] bfloat16, because torch's flash kernels read nothing smaller.
+        """Returns K or V of these places, [n, kv_heads, D] bfloat16, because torch's flash kernels read nothing else.
         float8 numbers are the same in bfloat16."""
         if pool.dtype != INT4:
             return take(pool.flatten(0, 1), 0, places).bfloat16()
