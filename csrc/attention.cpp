@@ -8,6 +8,7 @@
 //
 // Vectors of scores have positions as lanes: whatever lies in the keys of positions that a query must not see stays in
 // lanes that are masked. Values of such positions are never multiplied at all.
+#include "int4.hpp"
 #include "levels.hpp"
 #include "pool.hpp"
 #include "simd.hpp"
@@ -85,6 +86,8 @@ struct Call {
     int64_t padded;  // dim, rounded up to panels
     int64_t record;  // floats of a result: weighted values [padded], maximum, sum of weights
 
+    bool int4() const { return kv.type == DELTIC_INT4; }
+    int64_t token_bytes(int bits) const { return layer.kv_heads * int4_width(dim, bits); }  // of int4
     int64_t width() const { return (layer.gate ? 2 : 1) * layer.heads * dim + 2 * layer.kv_heads * dim; }
     int64_t stride() const { return layer.kv_heads * dim; }  // from one position of a page to the next
     const float *query_of(int64_t kv_head, int64_t token) const {
@@ -105,6 +108,24 @@ template <typename T> void store_token(const Call &call, int64_t token, const fl
         put(value_to + i, take(values + i, call.stride() - i), call.stride() - i);
 }
 
+template <> void store_token<Int4>(const Call &call, int64_t token, const float *keys) {
+    const auto &layer = call.layer;
+    int64_t dim = call.dim, heads = layer.kv_heads, turned = layer.rotary_dim, place = call.batch.store[token];
+    auto *key_to = static_cast<uint8_t *>(call.kv.keys) + place * call.token_bytes(kKeyBits);
+    auto *value_to = static_cast<uint8_t *>(call.kv.values) + place * call.token_bytes(kValueBits);
+    const float *values = keys + call.stride();
+    float head_of[kMostDim];
+    for (int64_t head = 0; head < heads; ++head) {
+        prepare_head(keys + head * dim, layer.k_norm, call.cosines + token * turned, call.sines + token * turned, dim,
+                     turned, layer.eps, 1.0f, head_of);
+        rotate_head(head_of, dim);
+        write_head(head_of, dim, kKeyBits, {key_to, head, heads, dim, kKeyBits});
+        std::memcpy(head_of, values + head * dim, size_t(dim) * sizeof(float));
+        rotate_head(head_of, dim);
+        write_head(head_of, dim, kValueBits, {value_to, head, heads, dim, kValueBits});
+    }
+}
+
 template <typename T> void prepare_token(const Call &call, int64_t token) {
     const auto &layer = call.layer;
     int64_t dim = call.dim, turned = layer.rotary_dim, step = layer.gate ? 2 * dim : dim;
@@ -112,8 +133,10 @@ template <typename T> void prepare_token(const Call &call, int64_t token) {
     float factor = 1.0f / std::sqrt(float(dim));
     for (int64_t head = 0; head < layer.heads; ++head) {
         int64_t place = head / call.group * call.batch.tokens + token;
+        float *query = call.queries + (place * call.group + head % call.group) * dim;
         prepare_head(proj + head * step, layer.q_norm, call.cosines + token * turned, call.sines + token * turned, dim,
-                     turned, layer.eps, factor, call.queries + (place * call.group + head % call.group) * dim);
+                     turned, layer.eps, factor, query);
+        if constexpr (std::is_same_v<T, Int4>) rotate_head(query, dim);
     }
     store_token<T>(call, token, proj + layer.heads * step);
 }
@@ -306,6 +329,12 @@ void finish(const Call &call, const float *total, int64_t token, int64_t head) {
     float *to = call.out + (token * call.layer.heads + head) * dim;
     const float *gate = call.layer.gate ? call.proj + token * call.width() + (2 * head + 1) * dim : nullptr;
     Floats inverse = splat(1.0f / total[call.padded + 1]);
+    float back[kMostDim];
+    if (call.int4()) {
+        std::memcpy(back, total, size_t(dim) * sizeof(float));
+        rotate_head_back(back, dim);
+        total = back;
+    }
     for (int64_t i = 0; i < dim; i += kLanes) {
         Floats mean = loadf(total + i) * inverse;
         put(to + i, gate ? mean * sigmoid(take(gate + i, dim - i)) : mean, dim - i);
@@ -342,6 +371,7 @@ struct Space {
 };
 
 template <typename T> struct Worker {
+    static constexpr bool kInt4 = std::is_same_v<T, Int4>;
     const Call &call;
     const Job &job;
     const Space &space;
@@ -356,10 +386,18 @@ template <typename T> struct Worker {
     }
     int64_t tile_rows(int64_t tile) const { return least(kTile, queries - tile); }
 
-    // Keys or values of the job's first head in the page of a position.
+    // Keys or values of the job's first head in the page of a position; of int4, of all heads.
     const T *page(const void *pool, int64_t position) const {
         int64_t number = call.batch.pages[job.row * call.batch.table + (start + position) / kPage];
-        return static_cast<const T *>(pool) + number * kPage * call.stride() + job.head * dim;
+        if constexpr (kInt4)
+            return static_cast<const T *>(pool) + number * kPage * call.token_bytes(bits_of(pool));
+        else return static_cast<const T *>(pool) + number * kPage * call.stride() + job.head * dim;
+    }
+    int bits_of(const void *pool) const { return pool == call.kv.keys ? kKeyBits : kValueBits; }
+    // Numbers [dim] of the job's head of int4 keys or values at a position of a page.
+    void read_int4(const T *page, int64_t position, int bits, float *to) const {
+        const auto *token = reinterpret_cast<const uint8_t *>(page) + position % kPage * call.token_bytes(bits);
+        read_head({token, job.head, call.layer.kv_heads, dim, bits}, dim, bits, to);
     }
     // What is needed after the keys, or the values, of the page at a position: the part's keys come before its values.
     const T *after_keys(int64_t position) const {
@@ -430,18 +468,20 @@ template <typename T> struct Worker {
 
     // A single tile uses what it loads once: unpacking it to memory would be in vain.
     static bool direct(const Call &call, int64_t tokens) {
-        return tokens * call.group <= kTile && call.dim % kGroup<T> == 0 && call.dim % kPanel == 0;
+        return !kInt4 && tokens * call.group <= kTile && call.dim % kGroup<T> == 0 && call.dim % kPanel == 0;
     }
 
     void run_part(float *result) {
         bool straight = direct(call, job.tokens);
         std::memset(result, 0, size_t(job.heads * rows * call.record) * sizeof(float));
-        straight ? score_directly() : score();
+        if constexpr (kInt4) score();
+        else straight ? score_directly() : score();
         each_query([&](int64_t row, int64_t query, int64_t) {
             if (int64_t count = seen(query))
                 soften(space.scores + row * kScores, count, result + row * call.record + call.padded);
         });
-        straight ? weigh_directly(result) : weigh_panels(result);
+        if constexpr (kInt4) weigh_panels(result);
+        else straight ? weigh_directly(result) : weigh_panels(result);
     }
 
     // All heads of a page before the next page: memory is fastest when it is read in one go.
@@ -492,6 +532,14 @@ template <typename T> struct Worker {
     }
     // Keys of a page as [dim, kPanel].
     void unpack_keys(const T *keys, const T *next, float *to) {
+        if constexpr (kInt4) {
+            alignas(64) float rows[kPage * kMostDim];
+            for (int64_t i = 0; i < kPage; ++i) read_int4(keys, i, kKeyBits, rows + i * dim);
+            for (int64_t d = 0; d < dim; d += kLanes)
+                columns(rows + d, dim, [&](int64_t i, Floats key) { store(to + (d + i) * kPanel, key); });
+        } else unpack_plain_keys(keys, next, to);
+    }
+    void unpack_plain_keys(const T *keys, const T *next, float *to) {
         int64_t whole = dim / kGroup<T> * kGroup<T>;
         for (int64_t d = 0; d < whole; d += kGroup<T>) {
             fetch_lines(next + d, call.stride());
@@ -512,13 +560,26 @@ template <typename T> struct Worker {
     // Values of the part in a panel of dimensions, as [positions, kPanel].
     void unpack_values(int64_t first) {
         int64_t width = least(kPanel, dim - first);
-        for (int64_t i = 0; i < positions; ++i) {
+        if constexpr (kInt4) return unpack_int4_values(first, width);
+        else for (int64_t i = 0; i < positions; ++i) {
             const T *values = page(call.kv.values, i) + i % kPage * call.stride() + first;
             float *to = space.panel + i * kPanel;
             if (width == kPanel)
                 for (int w = 0; w < kPanel; w += kNative) store(to + w, load_native(values + w));
             else
                 for (int w = 0; w < kPanel; ++w) to[w] = w < width ? widen(values[w]) : 0.0f;
+        }
+    }
+
+    void unpack_int4_values(int64_t first, int64_t width) {
+        for (int64_t i = 0; i < positions; ++i) {
+            const auto *token = reinterpret_cast<const uint8_t *>(page(call.kv.values, i));
+            token += i % kPage * call.token_bytes(kValueBits);
+            Int4Head<const uint8_t> from(token, job.head, call.layer.kv_heads, dim, kValueBits);
+            from.low += first / 2;
+            float *to = space.panel + i * kPanel;
+            read_head(from, width, kValueBits, to);
+            std::fill(to + width, to + kPanel, 0.0f);
         }
     }
 
@@ -597,6 +658,12 @@ template <typename T> struct Plan {
     }
 };
 
+// body(T{}) for the type of keys and values.
+template <typename Body> void by_kv_type(int64_t type, Body &&body) {
+    if (type == DELTIC_INT4) body(Int4{});
+    else by_type(type, body);
+}
+
 // body(token), in pieces of so many that handing them out costs nothing.
 template <typename Body> void by_token(deltic_pool *pool, int64_t tokens, int64_t width, Body &&body) {
     int64_t at_once = 16384 / width + 1;
@@ -639,7 +706,7 @@ void attention(deltic_pool *pool, const deltic_attention_layer &layer, const del
     int64_t padded = round_up(layer.head_dim, kPanel);
     Call call{layer,  kv, batch, cosines, sines, proj, nullptr, out, layer.head_dim, layer.heads / layer.kv_heads,
               padded, padded + kLanes};
-    by_type(kv.type, [&](auto kept) { run<decltype(kept)>(pool, call); });
+    by_kv_type(kv.type, [&](auto kept) { run<decltype(kept)>(pool, call); });
 }
 
 void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv, const deltic_batch &batch,
@@ -648,7 +715,7 @@ void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const delt
     int64_t width = 2 * call.stride();
     by_token(pool, batch.tokens, width, [&](int64_t token) {
         const float *keys = proj + token * width;
-        by_type(kv.type, [&](auto kept) { store_token<decltype(kept)>(call, token, keys); });
+        by_kv_type(kv.type, [&](auto kept) { store_token<decltype(kept)>(call, token, keys); });
     });
 }
 

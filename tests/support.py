@@ -246,7 +246,7 @@ def fresh_pools(runtime: ModelRunner, pages: int, slots: int, rings: int | None 
                     state or like.recurrent.dtype)
     pools = allocate(runtime.config, pages, slots, like.conv.dtype, runtime.decoder.ops, str(like.device), extras)
     for tensor in (*pools.page_tensors, *pools.slot_tensors, *(pools.delta_logs or ())):
-        tensor.fill_(float("nan"))
+        tensor.fill_(0xff if tensor.dtype == torch.uint8 else float("nan"))
     return pools
 
 

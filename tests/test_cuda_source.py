@@ -116,8 +116,9 @@ def members(struct: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["Product", "Packed", "Unpack", "Gdn", "Attention", "Enter", "AddNorm", "Gate",
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
-                                  "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
-                                  "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn", "TowerNorm"])
+                                  "PromptGate", "GatherInt4", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter",
+                                  "HeadKeys", "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn",
+                                  "TowerNorm"])
 def test_struct_layouts(name: str) -> None:
     given: type[KernelArguments] = getattr(arguments, f"{name}Args")
     assert [member for member, _ in given._fields_] == members(name)

@@ -50,7 +50,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"}, "float16": {"dtype": "float16"}, "bfloat16": {"dtype": "bfloat16"},
     "q8_0": {"dtype": "float32", "quant": "q8_0"}, "q4_k": {"dtype": "bfloat16", "quant": "q4_k"},
     "qwen2": {"dtype": "bfloat16", "quant": "q8_0"}, "experts": {"dtype": "float32"},
-    "experts, q4_k": {"dtype": "bfloat16", "quant": "q4_k"}}
+    "experts, q4_k": {"dtype": "bfloat16", "quant": "q4_k"},
+    "int4 kv": {"dtype": "float32", "kv_dtype": "int4"}}
 BLOCKS = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
 """A shape that can be quantized."""
 SHAPES = {"qwen2": qwen2_shape(hidden_size=256, intermediate_size=512),

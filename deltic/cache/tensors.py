@@ -26,7 +26,7 @@ from deltic.cache.operations import CopyPage, CopySlot, FlushDeltaLog, Operation
 from deltic.config import ModelConfig
 from deltic.ops import Ops
 from deltic.ops.capabilities import on_device
-from deltic.ops.kv import as_bytes, is_finite, take
+from deltic.ops.kv import KEY_BITS, VALUE_BITS, as_bytes, is_finite, take, width
 from deltic.ops.memory import is_shortage, memory_for, reserve
 from deltic.ops.types import PAGE, RING, DeltaLogView, KvView, StateView
 
@@ -71,8 +71,9 @@ class _UnitTensor:
 
 def _page(config: ModelConfig, dtype: torch.dtype, head: bool) -> dict[str, _UnitTensor]:
     layers = len(config.attention_layers) + head
-    form = _UnitTensor(layers, (PAGE, config.num_key_value_heads, config.head_dim), dtype)
-    return {"keys": form, "values": form}
+    heads, dim = config.num_key_value_heads, config.head_dim
+    return {name: _UnitTensor(layers, (PAGE, heads, width(dim, bits, dtype)), dtype)
+            for name, bits in (("keys", KEY_BITS), ("values", VALUE_BITS))}
 
 
 def _slot(config: ModelConfig, dtype: torch.dtype, head: bool, state: torch.dtype) -> dict[str, _UnitTensor]:
@@ -114,7 +115,7 @@ def delta_log_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 class CachePools:
     """The tensors of A attention layers (the draft head's is the last) and G recurrent layers.
 
-    keys, values: [A, pages, PAGE, kv_heads, head_dim].
+    keys, values: [A, pages, PAGE, kv_heads, head_dim]; with int4 the last size is of `ops.kv.width`.
     recurrent: [G, slots, Hv, Dk, Dv] float32 or bfloat16.
     conv: [G, slots, conv_kernel, C].
     ops: copies and flushes.

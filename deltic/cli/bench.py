@@ -188,9 +188,11 @@ def _report(llm: LLM, case: Case, runs: Sequence[Measurement]) -> dict[str, Any]
 
 
 def model_facts(llm: LLM) -> dict[str, Any]:
+    from deltic.ops.kv import name_of
+
     runtime = llm.runtime
     dtype = runtime.config.dtype if runtime.options.dtype == "auto" else runtime.options.dtype
-    kv = "float8_e4m3fn" if runtime.options.kv_dtype == "fp8" else dtype
+    kv = name_of(runtime.pools.keys.dtype)
     return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype, "kv_dtype": kv,
             "state_dtype": runtime.options.state_dtype, "device": runtime.options.device}
 

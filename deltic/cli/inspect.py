@@ -192,10 +192,11 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, p
     import torch
 
     from deltic.cache.tensors import delta_log_bytes, page_bytes, slot_bytes
+    from deltic.ops.kv import name_of
 
     dtype: torch.dtype = getattr(torch, activation_dtype(config, engine))
     kv = pools.kv or dtype
-    facts: Facts = {"kv_dtype": str(kv).removeprefix("torch."), "state_dtype": str(pools.state).removeprefix("torch.")}
+    facts: Facts = {"kv_dtype": name_of(kv), "state_dtype": str(pools.state).removeprefix("torch.")}
     units = {"page": (plan.pages, page_bytes(config, kv, pools.head)),
              "slot": (plan.slots, slot_bytes(config, dtype, pools.head, pools.state)),
              "ring": (pools.delta_logs, delta_log_bytes(config, dtype))}

@@ -76,7 +76,8 @@ class EngineConfig:
         "auto", "instruction set of the CPU kernels; auto: the best that the processor has", choices=CPU_LEVELS)
     kv_dtype: str = _device(
         "auto", "dtype of the KV cache. auto: that of activations; fp8: on a GPU, float8 (e4m3), half the memory of "
-        "bfloat16 at low precision", choices=("auto", "fp8"))
+        "bfloat16 at low precision; int4: rotated heads in 4.5 bits a number, 3.5 times smaller than bfloat16",
+        choices=("auto", "fp8", "int4"))
     state_dtype: str = _device(
         "float32", "dtype of recurrent states in the cache. bfloat16: half the memory, rounded at every write, so that "
         "answers may depend on scheduling; on a CPU, torch computes these layers then, which is slower",
@@ -252,7 +253,7 @@ class EngineConfig:
         cpu = self.on_gpu is False
         share = self.gpu_memory_utilization is not None
         yield (self.kv_dtype == "fp8" and cpu, "kv_dtype",
-               "kv_dtype=fp8 is for NVIDIA GPUs: leave it out, or give device cuda")
+               "kv_dtype=fp8 is for NVIDIA GPUs: use int4, which is smaller, leave it out, or give device cuda")
         yield (self.quant == "fp8" and cpu, "quant",
                "quant=fp8 is for NVIDIA GPUs: use q8_0, which has the same size and is more precise, or give device "
                "cuda")

@@ -1,12 +1,35 @@
-"""K/V in pages: the model's dtype, or float8 e4m3 with a scale of 1, which torch can only move as bytes and convert."""
+"""K/V in pages: the model's dtype, float8 e4m3 with a scale of 1, or int4.
+
+int4: each head vector is rotated (`rotated`), so that its numbers are alike in size, and rounded to 2^bits levels
+around zero: 5 bits for keys, whose errors change what is attended to, 4 for values. The level c stands for
+(c - (2^bits - 1) / 2) * scale; scale is the largest magnitude over 2^(bits - 1). A token has
+[kv_heads, bits * D / 8 + 2] bytes: the low four bits of all heads, two numbers to a byte; the fifth bits of keys, eight
+to a byte; the bfloat16 scales.
+Queries are rotated in the same way, which leaves their products with keys as they were; outputs are rotated back.
+"""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
+FP8, INT4 = torch.float8_e4m3fn, torch.uint8
+KEY_BITS, VALUE_BITS = 5, 4
 _LARGEST = 448.0
+_SMALLEST_SCALE = 2.0**-100
+"""Vectors of a smaller scale are stored as zeros, so that its inverse is finite."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype of K/V."""
+    return "int4" if dtype == INT4 else str(dtype).removeprefix("torch.")
+
+
+def width(dim: int, bits: int, dtype: torch.dtype) -> int:
+    """Returns the entries of a head vector in pages of a dtype: with int4, its bytes."""
+    return dim * bits // 8 + 2 if dtype == INT4 else dim
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -21,7 +44,9 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def store(pool: Tensor, places: Tensor, x: Tensor) -> None:
-    """Writes x [T, kv_heads, head_dim] to places page * PAGE + offset of pages [P, PAGE, kv_heads, head_dim]."""
+    """Writes x [T, kv_heads, head_dim] to places page * PAGE + offset of pages [P, PAGE, kv_heads, width]."""
+    if pool.dtype == INT4:
+        x = pack(rotated(x), (pool.shape[-1] - 2) * 8 // x.shape[-1])
     as_bytes(pool).flatten(0, 1).index_copy_(0, places, as_bytes(rounded(x, pool.dtype)))
 
 
@@ -31,9 +56,77 @@ def take(pool: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def is_finite(x: Tensor) -> bool:
-    """True if all numbers are finite. Takes one or two passes and, unlike `isfinite`, no tensor of their size."""
+    """True if all numbers are finite. Takes one or two passes and, unlike `isfinite`, no tensor of their size.
+
+    x: with int4 [..., kv_heads, width]."""
     if not x.numel():
         return True
+    if x.dtype == INT4:
+        scales = x.flatten(-2)[..., -2 * x.shape[-2]:].contiguous().view(torch.bfloat16)
+        return bool(scales.isfinite().all())
     if x.dtype == FP8:  # NaN has all bits but the sign set
         return int(x.view(torch.int8).max()) < 0x7f and int(x.view(torch.uint8).max()) < 0xff
     return all(bool(bound.isfinite()) for bound in torch.aminmax(x))
+
+
+# int4
+
+
+@cache
+def _signs(dim: int, device: torch.device) -> Tensor:
+    """Signs [dim] of a bent sequence: a Hadamard transform spreads a vector of equal numbers over all places."""
+    index = torch.arange(dim)
+    pairs = index & index >> 1
+    parity = sum(pairs >> bit & 1 for bit in range(0, dim.bit_length(), 2)) & 1
+    return (1.0 - 2.0 * parity).to(device)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    step, size = 1, x.shape[-1]
+    while step < size:
+        left, right = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((left + right, left - right), -2).flatten(-3)
+        step *= 2
+    return x * size**-0.5
+
+
+def rotated(x: Tensor) -> Tensor:
+    """x [..., D], D a power of two -> its signed Hadamard transform, float32 or float64."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return _hadamard(wide * _signs(x.shape[-1], x.device))
+
+
+def rotated_back(x: Tensor) -> Tensor:
+    """The inverse of `rotated`."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return _hadamard(wide) * _signs(x.shape[-1], x.device)
+
+
+def pack(x: Tensor, bits: int) -> Tensor:
+    """x [T, kv_heads, D], rotated -> bytes [T, kv_heads, width]. What is not finite gets a scale that is not."""
+    middle = (2**bits - 1) / 2
+    scale = (x.abs().amax(-1) * 2.0**(1 - bits)).bfloat16()
+    scale = torch.where(scale < _SMALLEST_SCALE, 0, scale)
+    inverse = torch.where(scale == 0, 0, 1 / scale.to(x.dtype))
+    codes = (x * inverse[..., None] + middle).nan_to_num(0).round().clamp(0, 2 * middle).to(torch.uint8)
+    even, odd = (codes & 15).unflatten(-1, (-1, 2)).unbind(-1)
+    parts = [even | odd << 4]
+    if bits == KEY_BITS:
+        eighths = (codes >> 4).unflatten(-1, (-1, 8))
+        parts.append((eighths << torch.arange(8, device=x.device)).sum(-1).to(torch.uint8))
+    parts.append(scale[..., None].contiguous().view(torch.uint8))
+    whole = torch.cat([part.flatten(-2) for part in parts], -1)
+    return whole.unflatten(-1, (x.shape[-2], -1))
+
+
+def unpack(stored: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """stored [..., kv_heads, width] -> [..., kv_heads, dim], rotated."""
+    heads, bits = stored.shape[-2], (stored.shape[-1] - 2) * 8 // dim
+    sizes = [heads * dim // 2, heads * dim // 8 * (bits - 4), heads * 2]
+    low, high, scale = stored.flatten(-2).split(sizes, -1)
+    codes = torch.stack((low & 15, low >> 4), -1).flatten(-2)
+    if bits == KEY_BITS:
+        fifths = (high[..., None] >> torch.arange(8, device=stored.device, dtype=torch.uint8) & 1).flatten(-2)
+        codes = codes | fifths << 4
+    levels = (codes.float() - (2**bits - 1) / 2).unflatten(-1, (heads, dim))
+    return (levels * scale.contiguous().view(torch.bfloat16)[..., None].float()).to(dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -492,13 +493,58 @@ def _project_heads(x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor
 
 def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
     """pool [pages, PAGE, kv_heads, D], pages [P] -> the row's first entries, [length, kv_heads, D]."""
-    return torch.stack([pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)])
+    entries = [pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)]
+    return torch.stack([read_int4(entry) for entry in entries] if pool.dtype == torch.uint8 else entries)
+
+
+@cache
+def hadamard(size: int) -> Tensor:
+    """[size, size] float64: x @ hadamard rotates rows. Row i of the Hadamard matrix has the sign of a bent function:
+    the parity of the pairs of neighbouring bits of i that are both set, which keeps equal numbers from adding up."""
+    def sign(row: int, column: int) -> int:
+        pairs = sum(row >> bit & row >> bit + 1 & 1 for bit in range(0, size.bit_length(), 2))
+        return -1 if ((row & column).bit_count() + pairs) % 2 else 1
+
+    rows = [[sign(row, column) for column in range(size)] for row in range(size)]
+    return torch.tensor(rows, dtype=torch.float64) * size**-0.5
+
+
+def write_int4(x: Tensor, bits: int) -> Tensor:
+    """x [kv_heads, D] -> bytes [kv_heads, D * bits / 8 + 2], rotated and rounded (`ops/kv`)."""
+    low, high, scales, most = list[int](), list[int](), list[Tensor](), 2**bits - 1
+    for head in x.to(wide(x)) @ hadamard(x.shape[-1]).to(wide(x)):
+        scale = (head.abs().max() / 2 ** (bits - 1)).to(torch.bfloat16)
+        scale = torch.zeros_like(scale) if scale < 2.0**-100 else scale
+        levels = [] if scale == 0 else (head * (1 / scale.to(head.dtype)) + most / 2).nan_to_num(0).tolist()
+        codes = [min(max(round(level), 0), most) for level in levels] or [(most + 1) // 2] * len(head)
+        low += [codes[i] % 16 + codes[i + 1] % 16 * 16 for i in range(0, len(codes), 2)]
+        high += [sum((codes[i + bit] >> 4) << bit for bit in range(8)) for i in range(0, len(codes), 8)]
+        scales.append(scale)
+    body = torch.tensor(low + (high if bits == 5 else []), dtype=torch.uint8)
+    return torch.cat([body, torch.stack(scales).view(torch.uint8)]).view(len(x), -1)
+
+
+def read_int4(stored: Tensor) -> Tensor:
+    """bytes as of write_int4 -> [kv_heads, D] float64, rotated back."""
+    heads, width = stored.shape
+    bits, flat = 4 if (width - 2) % 5 else 5, stored.flatten().tolist()  # of so many numbers as a power of two
+    size = (width - 2) * 8 // bits
+    scales = stored.flatten()[-2 * heads:].clone().view(torch.bfloat16)
+    codes = torch.tensor([[flat[(head * size + i) // 2] >> i % 2 * 4 & 15 for i in range(size)]
+                          for head in range(heads)])
+    if bits == 5:
+        high = flat[heads * size // 2:]
+        codes += torch.tensor([[(high[(head * size + i) // 8] >> i % 8 & 1) * 16 for i in range(size)]
+                               for head in range(heads)])
+    return (codes - (2**bits - 1) / 2) * scales.double()[:, None] @ hadamard(size).T
 
 
 def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
     """key, value [T, kv_heads, D], before norm and rotation."""
     key = rotate(each_token(lambda heads: rms_norm(heads, k_norm, eps), key), rope)
-    for pool, rows in ((kv.keys, key), (kv.values, value)):
+    for pool, rows, bits in ((kv.keys, key, 5), (kv.values, value, 4)):
+        if pool.dtype == torch.uint8:
+            rows = torch.stack([write_int4(entry, bits) for entry in rows])
         if pool.dtype == torch.float8_e4m3fn:  # has no infinity; torch moves only its bytes
             pool, rows = pool.view(torch.uint8), rows.clamp(-448, 448).to(pool.dtype).view(torch.uint8)
         pool.view(-1, *rows.shape[1:])[batch.store] = rows.to(pool.dtype)

@@ -15,7 +15,7 @@ from deltic.config.engine import option_defaults
 from deltic.errors import ConfigError
 from deltic.ops.capabilities import device_capabilities
 from deltic.ops.cuda.quantized_moe import scratch_bytes
-from deltic.ops.kv import FP8
+from deltic.ops.kv import FP8, INT4
 
 log = logging.getLogger("deltic")
 
@@ -34,7 +34,10 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     head. drafts, defers: sequences need delta logs, for drafts or for deferred state writes. vectors: the model makes
     embeddings beside other models, so the cache takes no more than one text of full length and a step need. unpacks: as
     in `working_bytes`."""
-    kv = FP8 if options.kv_dtype == "fp8" else None
+    kv = {"fp8": FP8, "int4": INT4}.get(options.kv_dtype)
+    if kv == INT4 and config.head_dim not in (16, 32, 64, 128, 256):
+        raise ConfigError(f"kv_dtype=int4 rotates heads of 16 to 256 dimensions, a power of two; this model's have "
+                          f"{config.head_dim}: leave it out", "kv_dtype")
     state: torch.dtype = getattr(torch, options.state_dtype)
     needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,

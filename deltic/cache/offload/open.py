@@ -15,6 +15,7 @@ from deltic.config import EngineConfig, available_memory
 from deltic.errors import DelticError
 from deltic.ops import Ops
 from deltic.ops.capabilities import backend_summary, device_capabilities
+from deltic.ops.kv import name_of
 
 log = logging.getLogger("deltic")
 
@@ -48,7 +49,7 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
 
 def _open_disk(name: str, options: EngineConfig, ops: Ops, made: Identity,
                dtype: torch.dtype) -> tuple[TierIndex, DiskRecords]:
-    kv = str(dtype).removeprefix("torch.")
+    kv = name_of(dtype)
     facts = {**made.facts, **machine_facts(options, ops), "kv": kv, "state": options.state_dtype}
     states = "" if options.state_dtype == "float32" else f"states of {options.state_dtype}, "
     about = f"{kv}, {states}{backend_summary(facts)}"

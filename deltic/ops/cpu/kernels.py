@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deltic.ops.cpu.library import (
     KINDS,
+    KV_KINDS,
     AttentionLayer,
     Drawing,
     Expert,
@@ -188,13 +189,13 @@ def attention_layer(weights: AttentionWeights, projections: bool = False) -> Att
 
 def kv_pages(view: KvView) -> Kv:
     """Returns the struct of a layer's pages."""
-    return Kv(address(view.keys), address(view.values), KINDS[view.keys.dtype], len(view.keys))
+    return Kv(address(view.keys), address(view.values), KV_KINDS[view.keys.dtype], len(view.keys))
 
 
 def attention_mixer(
     pool: ThreadPool, x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope
 ) -> Tensor:
-    if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
+    if x.dtype not in KINDS or kv.keys.dtype not in KV_KINDS:
         return TORCH.attention_mixer(x, weights, kv, batch, rope)
     proj, mixed = linear(pool, x, weights.qkv), torch.empty(len(x), weights.spec.queries)
     if weights.bias is not None:
@@ -206,7 +207,7 @@ def attention_mixer(
 
 def store_kv(pool: ThreadPool, x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView,
              batch: Batch, rope: Rope) -> None:
-    if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
+    if x.dtype not in KINDS or kv.keys.dtype not in KV_KINDS:
         return TORCH.store_kv(x, weight, k_norm, spec, kv, batch, rope)
     layer = AttentionLayer(k_norm=address(k_norm), heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
                            rotary_dim=spec.rotary_dim, eps=spec.eps)

@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError
+from deltic.ops.kv import INT4
 from deltic.ops.memory import Arena
 from deltic.ops.quantized import PANEL
 from deltic.ops.types import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 13, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 14, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """Constants that the library must return, so that both sides agree on layouts."""
 _NO_MEMORY, _READ_FAILED = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
+KV_KINDS = {**KINDS, INT4: 1000}
 """Type numbers of caches."""
 def _members(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names.split())

@@ -25,6 +25,7 @@ from deltic.ops.cpu.kernels import (
 )
 from deltic.ops.cpu.library import (
     KINDS,
+    KV_KINDS,
     Drawing,
     ModelLayer,
     ModelStruct,
@@ -170,8 +171,9 @@ def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
 def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
     """True if all weights are packed, on the CPU, and caches have a dtype that the kernels know."""
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
-    dtypes = {view.keys.dtype for view in views.kv} | {view.conv.dtype for view in views.states}
-    return all(map(packed, weights)) and dtypes <= KINDS.keys() and wide_states(views.states)
+    kinds, dtypes = {view.keys.dtype for view in views.kv}, {view.conv.dtype for view in views.states}
+    known = kinds <= KV_KINDS.keys() and dtypes <= KINDS.keys()
+    return known and all(map(packed, weights)) and wide_states(views.states)
 
 
 def _predict(structs: Iterable[ModelLayer], layers: Sequence[DecoderLayer]) -> None:

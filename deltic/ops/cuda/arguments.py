@@ -73,6 +73,7 @@ PromptHeadsArgs = _struct(
     "PromptHeadsArgs", "proj query_norm key_norm bias turns query keys values store", "eps",
     "heads kv_heads stride rotary token")
 PromptGateArgs = _struct("PromptGateArgs", "proj bias own prefix own_mass prefix_mass y", "", "heads size stride token")
+GatherInt4Args = _struct("GatherInt4Args", "pool y places", "", "count heads")
 DeltaTermsArgs = _struct(
     "DeltaTermsArgs", "proj tiles units decay dt_bias terms gates starts chunks", "",
     "key_heads value_heads stride gate_column tiled")

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.card import Card, card_of
-from deltic.ops.cuda.driver import entry, headers, load_module
+from deltic.ops.cuda.driver import Module, entry, headers, load_module
 from deltic.ops.cuda.kernel_config import Shapes, state_header
 from deltic.ops.cuda.staging import on_device
-from deltic.ops.kv import take
+from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, take
 from deltic.ops.types import (
     CHUNK,
     PAGE,
@@ -144,9 +144,10 @@ def _square(tokens: int, context: int) -> CausalSquare:
 
 
 class Attend:
-    """Attention of a group's tokens to K/V that are stored already."""
+    """Attention of a group's tokens to K/V that are stored already; with int4, of rotated queries to rotated K/V."""
 
-    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device, module: Module) -> None:
+        self._spec, self._module = spec, module
         # on older cards it knows no large heads, and torch's flash kernels are as fast
         self._cudnn = torch.backends.cudnn.is_available() and card_of(device).capability >= (9, 0)
         if self._cudnn:  # its first call takes a second
@@ -174,8 +175,8 @@ class Attend:
         PREFIX_GRAIN."""
         begin = PREFIX_GRAIN + group.first
         own_query = query[begin:begin + group.tokens]
-        # torch's flash kernels read no float8; in bfloat16 the numbers are the same
-        keys, values = (take(pool.flatten(0, 1), 0, group.places).bfloat16() for pool in (kv.keys, kv.values))
+        keys, values = (self._gather(pool, name, group.places) for pool, name in (
+            (kv.keys, "k_gather_keys"), (kv.values, "k_gather_values")))
         square = group.square if self._cudnn else None
         if square is None and len(group.queries) == 2:
             # a row alone: torch splits its context among the multiprocessors
@@ -192,6 +193,18 @@ class Attend:
             return AttentionParts(near[own])
         far, far_mass = _cudnn_attention(wide, keys[:square.prefix], values[:square.prefix], False)
         return AttentionParts(near[own], far[own], near_mass[own], far_mass[own])
+
+
+    def _gather(self, pool: Tensor, kernel: str, places: Tensor) -> Tensor:
+        """Returns K or V of these places, [n, kv_heads, D] bfloat16, because torch's flash kernels read nothing else.
+        float8 numbers are the same in bfloat16."""
+        if pool.dtype != INT4:
+            return take(pool.flatten(0, 1), 0, places).bfloat16()
+        count, heads = len(places), self._spec.kv_heads
+        gathered = torch.empty(count, heads, self._spec.head_dim, dtype=torch.bfloat16, device=pool.device)
+        self._module.launch(kernel, (-(-count * heads // 8),), 256, args.GatherInt4Args(
+            pool=pool, y=gathered, places=places, count=count, heads=heads))
+        return gathered
 
 
 def _cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -238,11 +251,14 @@ def source(shapes: Shapes) -> str:
             ("gated_norm", "GatedNorm", "256"), ("delta_terms", "DeltaTerms", "128, 4"),
             ("delta_scan", "DeltaScan", "256, 1"))]
     if shapes.attention:
-        spec = shapes.attention
-        heads = spec.heads + 2 * spec.kv_heads
+        spec, int4 = shapes.attention, shapes.kv == "Int4"
+        heads, rotated = spec.heads + 2 * spec.kv_heads, spec.head_dim if int4 else 0
         text += [entry("prompt_heads", "PromptHeads", "256",
                        f"prompt_heads<{spec.head_dim}, {heads}, {shapes.kv}, {shapes.form}>"),
-                 entry("prompt_gate", "PromptGate", "256", f"prompt_gate<{shapes.form}>")]
+                 entry("prompt_gate", "PromptGate", "256", f"prompt_gate<{shapes.form}, {rotated}>")]
+        if int4:
+            text += [entry(name, "GatherInt4", "256", f"gather_int4<{spec.head_dim}, {bits}>")
+                     for name, bits in (("gather_keys", KEY_BITS), ("gather_values", VALUE_BITS))]
     return "".join(text)
 
 
@@ -341,7 +357,7 @@ class PrefillStep:
     def __init__(self, step: DecodeStep, shapes: Shapes, device: torch.device) -> None:
         self._step, self._shapes, self._device = step, shapes, device
         self._module = load_module(source(shapes), device)
-        self._attend = Attend(shapes.attention, device) if shapes.attention else None
+        self._attend = Attend(shapes.attention, device, self._module) if shapes.attention else None
 
     def prepare_attention(self, most: int) -> None:
         """As `PreparesAttention`."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.ops.kv import FP8, store, take
+from deltic.ops.kv import FP8, INT4, rotated, rotated_back, store, take, unpack
 from deltic.ops.torch.basic import linear, rms_norm
 from deltic.ops.types import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 
@@ -27,7 +27,10 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     query, gate = query.chunk(2, dim=-1) if spec.gate else (query, None)
     query = rotate(_normed(query, weights.q_norm, spec.eps), rope).to(x.dtype)
     _store(key, value, weights.k_norm, spec, kv, batch, rope)
-    mixed = _attend(query if kv.keys.dtype == FP8 else query.to(kv.keys.dtype), kv, batch).to(x.dtype)
+    if kv.keys.dtype == INT4:
+        mixed = rotated_back(_attend(rotated(query).to(x.dtype), kv, batch)).to(x.dtype)
+    else:
+        mixed = _attend(query if kv.keys.dtype == FP8 else query.to(kv.keys.dtype), kv, batch).to(x.dtype)
     if gate is not None:
         mixed = mixed * gate.sigmoid()
     return linear(mixed.flatten(1), weights.o_proj)
@@ -100,7 +103,7 @@ def _make_plan(batch: Batch) -> _AttentionPlan:
 
 
 def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
-    """query [T, heads, head_dim] -> [T, heads, head_dim], in the dtype of K/V (any dtype with float8 K/V)."""
+    """query [T, heads, head_dim] -> [T, heads, head_dim], in the dtype of K/V (any dtype with float8 and int4 K/V)."""
     plan, layout = _plan(batch), batch.layout
     parts, row, token = [], 0, 0
     if plan.padded and layout.decode_rows:
@@ -135,7 +138,7 @@ def _causal(batch: Batch, row: int, tokens: int, context: int, groups: int) -> T
 
 def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
     """One token for each row: query [R, heads, head_dim], mask [R, 1, 1, context]."""
-    keys, values = (_gather(pool, pages, context, query.dtype) for pool in (kv.keys, kv.values))
+    keys, values = (_gather(pool, pages, context, query) for pool in (kv.keys, kv.values))
     if mask is not None:
         # masked weights are zero, but zero times a stale NaN is NaN
         values = values.masked_fill(~mask.transpose(-1, -2), 0)
@@ -153,7 +156,7 @@ def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask:
 
 def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
     """One longer row: query [n, heads, head_dim], mask [groups * n, context]."""
-    keys, values = (_gather(pool, pages, context, query.dtype) for pool in (kv.keys, kv.values))
+    keys, values = (_gather(pool, pages, context, query) for pool in (kv.keys, kv.values))
     if mask is None:
         out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
@@ -167,12 +170,13 @@ def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor 
     return ungrouped
 
 
-def _gather(pool: Tensor, pages: Tensor, context: int, dtype: torch.dtype) -> Tensor:
+def _gather(pool: Tensor, pages: Tensor, context: int, query: Tensor) -> Tensor:
     """Gathers K or V of each row: pool [P, PAGE, kv_heads, head_dim], pages [R, ...] -> [R, kv_heads, context,
-    head_dim]."""
+    head_dim], in the query's dtype."""
     wanted = pages[:, :-(-context // PAGE)]
-    rows = take(pool.flatten(1), 0, wanted.flatten()).to(dtype)
-    return rows.view(len(pages), -1, *pool.shape[2:])[:, :context].transpose(1, 2)
+    rows = take(pool.flatten(1), 0, wanted.flatten()).view(len(pages), -1, *pool.shape[2:])[:, :context]
+    gathered = unpack(rows, query.shape[-1], query.dtype) if pool.dtype == INT4 else rows.to(query.dtype)
+    return gathered.transpose(1, 2)
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

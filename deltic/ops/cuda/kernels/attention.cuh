@@ -64,10 +64,13 @@ DEVICE void turn(float (&v)[D / 32], const In *from, const float *bias, const fl
     __syncwarp();
 }
 
-// In: of the projections. KV: of keys and values in the pages, as in kv.cuh. WIDTH: columns of a query and its gate.
+// In: of the projections. KV: of keys and values in the pages, as in kv.cuh. WIDTH: columns of a query and its gate. TURN:
+// numbers that a block has at once, a thread four.
 template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
-    static constexpr int WARPS = 8, N = D / 32, WIDTH = FORM & kGated ? 2 * D : D, TURN = WARPS * 128;  // TURN: numbers that a block has at once, a thread four
-    typedef Vector<N, KV> Kept;
+    static constexpr int WARPS = 8, N = D / 32, WIDTH = FORM & kGated ? 2 * D : D, TURN = WARPS * 128;
+    static constexpr bool INT4 = IS_INT4<KV>;
+    typedef typename Stored<D, KV>::Key Key;
+    typedef typename Stored<D, KV>::Value Value;
     struct alignas(16) Shared {
         float query[SHARE][D], buffers[WARPS][SHARE < 3 ? 3 : SHARE][D], top[WARPS][SHARE], weight[WARPS][SHARE];
         float share[SHARE][64];
@@ -105,15 +108,19 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
     DEVICE bool is_new(int p) const { return p >= done && p <= position; }
     // The warp's own room for two new keys and values, where its sums will be.
     DEVICE u32 *fresh(int h, int value) const {
-        return (u32 *)m.buffers[warp][1] + ((h * 2 + value) * 32 + lane) * Kept::WORDS;
+        return (u32 *)m.buffers[warp][1] + ((h * 2 + value) * 32 + lane) * Key::WORDS;
     }
-    DEVICE void keep(int h, int value, const float (&v)[N], KV *pool) {
+    // page: where it is stored; negative: nowhere.
+    template <class Kept> DEVICE void keep(int h, int value, float (&v)[N], i64 page, int p) {
         u32 *const to = fresh(h, value);
         Kept kept;
+        if constexpr (INT4) rotate<D>(v, lane);
         kept.round(v);
 #pragma unroll
         for (int i = 0; i < Kept::WORDS; ++i) to[i] = kept.w[i];
-        if (pool) store_all<N>(pool, v);
+        if (page < 0) return;
+        if constexpr (INT4) kept.write((u8 *)(value ? a.values : a.keys), page * PAGE + p % PAGE, kv, a.kv_heads);
+        else store_all<N>((value ? values() : keys()) + place(page, p), v);
     }
     // The token's queries, a warp for each, and the new keys and values of this part, a warp for two. The token's own are
     // stored.
@@ -124,6 +131,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
             const int column = (kv * SHARE + job) * WIDTH;
             turn<D, FORM>(v, input(token) + column, a.bias + column, a.query_norm, a.turns + token * a.rotary, a.rotary,
                           a.eps, m.buffers[warp][0]);
+            if constexpr (INT4) rotate<D>(v, lane);
 #pragma unroll
             for (int i = 0; i < N; ++i) m.query[job][own_query(i)] = v[i] * rsqrtf(float(D));
         }
@@ -132,18 +140,31 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
             const int p = first_of(last_page()) + h, other = start + p - done;
             if (!is_new(p)) continue;
             const int column = a.heads * WIDTH + kv * D, value = column + a.kv_heads * D + lane * N;
-            const i64 at = p == position ? place(page_of(p / PAGE), p) : -1;
+            const i64 page = p == position ? page_of(p / PAGE) : -1;
             float v[N];
             turn<D, FORM>(v, input(other) + column, a.bias + column, a.key_norm, a.turns + other * a.rotary, a.rotary,
                           a.eps, m.buffers[warp][0]);
-            keep(h, 0, v, at < 0 ? nullptr : keys() + at);
+            keep<Key>(h, 0, v, page, p);
             load_head<FORM>(v, input(other) + value, a.bias + value);
-            keep(h, 1, v, at < 0 ? nullptr : values() + at);
+            keep<Value>(h, 1, v, page, p);
         }
     }
     // A warp's two keys and values of a page that earlier steps have stored; zeros for others. where: the page.
-    DEVICE void fetch(int page, i64 where, Kept (&key)[2], Kept (&value)[2]) {
+    DEVICE void fetch(int page, i64 where, Key (&key)[2], Value (&value)[2]) {
         const int first = first_of(page);
+        if constexpr (INT4) {
+            const i64 token = first < done ? where * PAGE + first % PAGE : 0;
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (first + h < done) {
+                    key[h].read((const u8 *)a.keys, token + h, kv, a.kv_heads);
+                    value[h].read((const u8 *)a.values, token + h, kv, a.kv_heads);
+                } else {
+                    key[h].clear(), value[h].clear();
+                }
+        } else fetch_plain(first, where, key, value);
+    }
+    DEVICE void fetch_plain(int first, i64 where, Key (&key)[2], Value (&value)[2]) {
         const i64 at = first < done ? place(where, first) : 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -152,13 +173,13 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
             else key[h].clear(), value[h].clear();
         }
     }
-    DEVICE void fetch_new(int page, Kept (&key)[2], Kept (&value)[2]) {
+    DEVICE void fetch_new(int page, Key (&key)[2], Value (&value)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (is_new(first_of(page) + h)) key[h].take(fresh(h, 0)), value[h].take(fresh(h, 1));
     }
     // This part's share of one token's attention.
-    DEVICE void attend(Kept (&key)[2], Kept (&value)[2]) {
+    DEVICE void attend(Key (&key)[2], Value (&value)[2]) {
         float acc[SHARE][N], best[SHARE], mass[SHARE];
 #pragma unroll
         for (int g = 0; g < SHARE; ++g) {
@@ -169,7 +190,8 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
         i64 next = page_of(part + a.parts);
         for (int page = part; page * PAGE <= position; page += a.parts) {
             const int first = first_of(page);
-            Kept next_key[2], next_value[2];
+            Key next_key[2];
+            Value next_value[2];
             fetch(page + a.parts, next, next_key, next_value);
             next = page_of(page + 2 * a.parts);
             if (page + a.parts > position / PAGE) fetch_new(page, key, value);
@@ -183,6 +205,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
                         const float q = m.query[g][own_query(i)];
                         one += q * key[0].at(i), two += q * key[1].at(i);
                     }
+                    if constexpr (INT4) one *= key[0].scale(), two *= key[1].scale();
                     scores[2 * g] = one, scores[2 * g + 1] = two;
                 }
                 warp_sums(scores);
@@ -192,6 +215,7 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
                     const float top = fmaxf(best[g], fmaxf(one, two)), old = __expf(best[g] - top);
                     one = __expf(one - top), two = __expf(two - top);
                     best[g] = top, mass[g] = mass[g] * old + one + two;
+                    if constexpr (INT4) one *= value[0].scale(), two *= value[1].scale();
 #pragma unroll
                     for (int i = 0; i < N; ++i) acc[g][i] = acc[g][i] * old + one * value[0].at(i) + two * value[1].at(i);
                 }
@@ -221,13 +245,14 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
                 load_gate(gate, g, d);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sum[i] *= 1.f / total;
-                finish(g, d, sum, gate);
+                settle(g, d, sum, gate);
                 continue;
             }
             const i64 at = (i64(token) * a.heads + kv * SHARE + g) * a.parts + part;
             store4(a.mixed + at * D + d, make_float4(sum[0], sum[1], sum[2], sum[3]));
             if (d == 0) a.mass[at * 2] = high, a.mass[at * 2 + 1] = total;
         }
+        if (all == 1) finish_rotated();
     }
     static DEVICE void add(float (&sum)[4], float share, float4 v) {
         sum[0] += share * v.x, sum[1] += share * v.y, sum[2] += share * v.z, sum[3] += share * v.w;
@@ -242,6 +267,29 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[i] = FORM & kGated ? sum[i] * sigmoid(gate[i]) : sum[i];
         store_all<4>(a.y + i64(token) * (a.heads * D) + (kv * SHARE + g) * D + d, v);
+    }
+    // Four columns of a query's sums over all parts. Those of rotated values wait where the queries were.
+    DEVICE void settle(int g, int d, const float (&sum)[4], const float (&gate)[4]) {
+        if constexpr (INT4) *(float4 *)&m.query[g][d] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        else finish(g, d, sum, gate);
+    }
+    // A warp for each query.
+    DEVICE void finish_rotated() {
+        if constexpr (INT4) {
+            __syncthreads();
+            for (int g = warp; g < SHARE; g += WARPS) {
+                const int head = kv * SHARE + g;
+                float v[N], gate[N];
+                const int column = head * WIDTH + D + lane * N;
+                if constexpr (FORM & kGated) load_head<FORM>(gate, input(token) + column, a.bias + column);
+#pragma unroll
+                for (int i = 0; i < N; ++i) v[i] = m.query[g][lane * N + i];
+                rotate_back<D>(v, lane);
+#pragma unroll
+                for (int i = 0; i < N; ++i) v[i] = FORM & kGated ? v[i] * sigmoid(gate[i]) : v[i];
+                store_all<N>(a.y + i64(token) * (a.heads * D) + head * D + lane * N, v);
+            }
+        }
     }
     // The last block of a token's K/V head joins what all have found.
     DEVICE void join() {
@@ -293,11 +341,13 @@ template <int D, int SHARE, class In, class KV, int FORM> struct Attend {
 #pragma unroll
                 for (int p = 0; p < AHEAD; ++p) add(sum, m.share[g][from + p], found[p]);
             }
-            finish(g, d, sum, gate);
+            settle(g, d, sum, gate);
         }
+        finish_rotated();
     }
     DEVICE void run() {
-        Kept key[2], value[2];
+        Key key[2];
+        Value value[2];
         if (active) fetch(part, page_of(part), key, value);  // what earlier steps have stored can be read at once
         if (FORM & kNormed && tid * 32 < D) prefetch(a.query_norm + tid * 32), prefetch(a.key_norm + tid * 32);
         wait();

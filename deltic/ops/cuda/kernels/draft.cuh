@@ -121,7 +121,9 @@ template <int D, class In, class KV> DEVICE void head_keys(const HeadKeys &a) {
         const int head = job % a.kv_heads;
         if (job < a.kv_heads) turn<D, kNormed>(v, from + head * D, nullptr, a.key_norm, a.turns + token * a.rotary, a.rotary, a.eps, buffers[warp]);
         else load_all<N>(v, from + (a.kv_heads + head) * D + lane * N);
-        store_all<N>((KV *)(job < a.kv_heads ? a.keys : a.values) + (place * a.kv_heads + head) * D + lane * N, v);
+        void *const pool = job < a.kv_heads ? a.keys : a.values;
+        if constexpr (IS_INT4<KV>) store_int4<D>(pool, job < a.kv_heads, place, head, a.kv_heads, v);
+        else store_all<N>((KV *)pool + (place * a.kv_heads + head) * D + lane * N, v);
     }
     for (int i = threadIdx.x; ends && i < a.size; i += 256) a.slots[a.target[row] * a.size + i] = __ldcg(a.last + i64(token) * a.size + i);
 }

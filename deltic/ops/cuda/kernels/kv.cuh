@@ -1,5 +1,6 @@
-// Keys and values as they lie in the pages: bfloat16 (u16), or float8 e4m3 (u8), which has no infinity: numbers beyond
-// its largest one, 448, become that one. Whichever kernel writes them rounds the same float32 number once.
+// Keys and values as they lie in the pages: bfloat16 (u16); float8 e4m3 (u8), which has no infinity: numbers beyond its
+// largest one, 448, become that one; or rotated and rounded to four or five bits (Int4), as deltic/ops/kv.py describes.
+// Whichever kernel writes them rounds the same float32 number once.
 
 // To the nearest e4m3 number, of two as near the even one.
 DEVICE u32 round_e4m3(float x) {
@@ -87,3 +88,168 @@ template <int N, class KV> struct Vector {
         else return i & 1 ? high(w[i / 2]) : low(w[i / 2]);
     }
 };
+
+// ---- Int4
+
+struct Int4;
+template <class KV> constexpr bool IS_INT4 = false;
+template <> constexpr bool IS_INT4<Int4> = true;
+constexpr int KEY_BITS = 5, VALUE_BITS = 4;
+
+DEVICE float sign_of(int i) { return __popc(i & i >> 1 & 0x55) & 1 ? -1.f : 1.f; }
+template <int D> constexpr float HADAMARD_FACTOR = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
+
+// The Hadamard transform of D numbers in D / N neighbouring lanes, lane has N consecutive ones; `own`: its place among them.
+template <int D, int N> DEVICE void hadamard(float (&v)[N], int own, u32 mask = ~0u) {
+#pragma unroll
+    for (int step = 1; step < N; step *= 2)
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            if (!(i & step)) {
+                const float left = v[i], right = v[i + step];
+                v[i] = left + right, v[i + step] = left - right;
+            }
+#pragma unroll
+    for (int step = 1; step < D / N; step *= 2)
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float other = __shfl_xor_sync(mask, v[i], step);
+            v[i] = own & step ? other - v[i] : v[i] + other;
+        }
+}
+template <int D, int N> DEVICE void rotate(float (&v)[N], int own) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] *= sign_of(own * N + i);
+    hadamard<D>(v, own);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] *= HADAMARD_FACTOR<D>;
+}
+template <int D, int N> DEVICE void rotate_back(float (&v)[N], int own, u32 mask = ~0u) {
+    hadamard<D>(v, own, mask);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] *= HADAMARD_FACTOR<D> * sign_of(own * N + i);
+}
+
+// A rotated head's numbers, of which a lane of a warp has N. Words: the low four bits of each, then the fifth ones and the
+// scale; with two numbers all in one.
+template <int D, int BITS> struct Int4Vector {
+    static constexpr int N = D / 32, WORDS = N == 2 ? 1 : 2, FIFTHS = N == 2 ? 8 : 0, TOP = (1 << BITS) - 1;
+    u32 w[WORDS];
+
+    // Where the parts of a token's head lie.
+    struct Place {
+        i64 low, high, scale;
+        DEVICE Place(i64 token, int head, int heads) {
+            const i64 first = token * heads * (D * BITS / 8 + 2);
+            low = first + head * (D / 2), high = first + heads * (D / 2) + head * (D / 8);
+            scale = first + heads * (D * BITS / 8) + head * 2;
+        }
+    };
+    DEVICE void read(const u8 *pool, i64 token, int head, int heads) {
+        const int lane = threadIdx.x & 31;
+        const Place at(token, head, heads);
+        const u8 *const low = pool + at.low + lane * (N / 2);
+        u32 rest = u32(__ldcg((const u16 *)(pool + at.scale))) << 16;
+        if constexpr (BITS == 5)
+            rest |= (__ldcg(pool + at.high + lane * N / 8) >> lane * N % 8 & (1 << N) - 1) << FIFTHS;
+        if constexpr (N == 8) w[0] = __ldcg((const u32 *)low), w[1] = rest;
+        if constexpr (N == 4) w[0] = __ldcg((const u16 *)low), w[1] = rest;
+        if constexpr (N == 2) w[0] = __ldcg(low) | rest;
+    }
+    DEVICE void write(u8 *pool, i64 token, int head, int heads) const {
+        const int lane = threadIdx.x & 31;
+        const Place at(token, head, heads);
+        u8 *const low = pool + at.low + lane * (N / 2);
+        if constexpr (N == 8) *(u32 *)low = w[0];
+        if constexpr (N == 4) *(u16 *)low = u16(w[0]);
+        if constexpr (N == 2) *low = u8(w[0]);
+        if (lane == 0) *(u16 *)(pool + at.scale) = u16(w[WORDS - 1] >> 16);
+        if constexpr (BITS == 5) {
+            u32 fifths = (w[WORDS - 1] >> FIFTHS & (1 << N) - 1) << lane * N % 8;
+#pragma unroll
+            for (int step = 1; step < 8 / N; step *= 2) fifths |= __shfl_xor_sync(~0u, fifths, step);
+            if (lane * N % 8 == 0) pool[at.high + lane * N / 8] = u8(fifths);
+        }
+    }
+    DEVICE void take(const u32 *p) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) w[i] = p[i];
+    }
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) w[i] = 0;
+    }
+    // By all lanes. No product is joined with a sum, so that all processors round alike.
+    DEVICE void round(const float (&v)[N]) {
+        u32 most = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) most = max(most, __float_as_uint(v[i]) & 0x7fffffff);  // NaN is the largest
+        most = __reduce_max_sync(~0u, most);
+        u32 scale = narrow2(__uint_as_float(most) * (1.f / (1 << BITS - 1)), 0.f) & 0xffff;
+        if (__uint_as_float(scale << 16) < 0x1p-100f) scale = 0;
+        const float inverse = scale ? __fdiv_rn(1.f, __uint_as_float(scale << 16)) : 0.f;
+        u32 low = 0, fifths = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            float level = __fadd_rn(__fmul_rn(v[i], inverse), TOP / 2.f);
+            level = level > 0 ? level : 0;
+            const u32 code = __float_as_uint(__fadd_rn(level < TOP ? level : TOP, 8388608.f));
+            low |= (code & 15) << 4 * i, fifths |= (code >> 4 & 1) << i;
+        }
+        const u32 rest = scale << 16 | fifths << FIFTHS;
+        if constexpr (N == 2) w[0] = low | rest;
+        else w[0] = low, w[1] = rest;
+    }
+    // In units of `scale`. The bits of 2^22 + code, whose last place counts a half.
+    DEVICE float at(int i) const {
+        u32 code = w[0] >> 4 * i & 15;
+        if constexpr (BITS == 5) code |= (w[WORDS - 1] >> i + FIFTHS & 1) << 4;
+        return __uint_as_float(0x4a800000 | code << 1) - (4194304.f + TOP / 2.f);
+    }
+    DEVICE float scale() const { return __uint_as_float(w[WORDS - 1] & 0xffff0000); }
+};
+
+// What a lane has of a key and of a value.
+template <int D, class KV> struct Stored {
+    typedef Vector<D / 32, KV> Key;
+    typedef Vector<D / 32, KV> Value;
+};
+template <int D> struct Stored<D, Int4> {
+    typedef Int4Vector<D, KEY_BITS> Key;
+    typedef Int4Vector<D, VALUE_BITS> Value;
+};
+
+// Rotates, rounds and stores a head's vector, by all lanes of a warp.
+template <int D> DEVICE void store_int4(void *pool, bool key, i64 token, int head, int heads, float (&v)[D / 32]) {
+    rotate<D>(v, threadIdx.x & 31);
+    if (key) {
+        Int4Vector<D, KEY_BITS> kept;
+        kept.round(v);
+        kept.write((u8 *)pool, token, head, heads);
+    } else {
+        Int4Vector<D, VALUE_BITS> kept;
+        kept.round(v);
+        kept.write((u8 *)pool, token, head, heads);
+    }
+}
+
+struct GatherInt4 {
+    const u8 *pool;     // [pages * PAGE, kv_heads, width]
+    u16 *y;             // [count, kv_heads, D] bfloat16
+    const i64 *places;  // [count]
+    int count, heads;
+};
+// Keys or values of some tokens, rotated: a warp for each head.
+template <int D, int BITS> DEVICE void gather_int4(const GatherInt4 &a) {
+    launch_dependents();
+    wait();
+    constexpr int N = D / 32;
+    const int item = blockIdx.x * 8 + (threadIdx.x >> 5), index = item / a.heads, head = item - index * a.heads;
+    if (index >= a.count) return;
+    Int4Vector<D, BITS> kept;
+    kept.read(a.pool, a.places[index], head, a.heads);
+    float v[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = kept.at(i) * kept.scale();
+    store_all<N>(a.y + i64(item) * D + (threadIdx.x & 31) * N, v);
+}

@@ -218,7 +218,13 @@ template <int D, int HEADS, class KV, int FORM> DEVICE void prompt_heads(const P
                 v[i][k] = turned ? x * cosine[k] + (second ? other : -other) * sine[k] : x;
             }
         }
-        if constexpr (sizeof(KV) == 1) {
+        if constexpr (IS_INT4<KV>) {
+            if (!query) {
+                store_int4<D>(value ? a.values : a.keys, !value, place, (head - a.heads) % a.kv_heads, a.kv_heads, v[i]);
+                continue;
+            }
+            rotate<D>(v[i], lane);
+        } else if constexpr (sizeof(KV) == 1) {
             if (!query) {
                 const i64 at = (place * a.kv_heads + (head - a.heads) % a.kv_heads) * D;
                 store_all<N>((KV *)(value ? a.values : a.keys) + at + first, v[i]);
@@ -245,8 +251,8 @@ struct PromptGate {
     int heads, size, stride, token;
 };
 // Joins the two parts of the attention where there are two, times sigmoid(gate) if there is one: a thread for 8 numbers;
-// blocks (token, 2048 numbers).
-template <int FORM> DEVICE void prompt_gate(const PromptGate &a) {
+// blocks (token, 2048 numbers). ROTATED: the size of heads whose values are rotated, else 0.
+template <int FORM, int ROTATED> DEVICE void prompt_gate(const PromptGate &a) {
     launch_dependents();
     wait();
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 8, queries = a.heads * a.size;
@@ -269,11 +275,20 @@ template <int FORM> DEVICE void prompt_gate(const PromptGate &a) {
         share = sigmoid(load(a.prefix_mass + token * a.heads + head) - load(a.own_mass + token * a.heads + head));
     }
     u32 out[4];
+    float v[8];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        const float l = low(word(x, w)) + share * (low(word(y, w)) - low(word(x, w)));
-        const float h = high(word(x, w)) + share * (high(word(y, w)) - high(word(x, w)));
-        out[w] = FORM & kGated ? narrow2(l * sigmoid(gate[2 * w]), h * sigmoid(gate[2 * w + 1])) : narrow2(l, h);
+        v[2 * w] = low(word(x, w)) + share * (low(word(y, w)) - low(word(x, w)));
+        v[2 * w + 1] = high(word(x, w)) + share * (high(word(y, w)) - high(word(x, w)));
     }
+    if constexpr (ROTATED > 0) {
+        constexpr int LANES = ROTATED / 8;  // of a head; those of others may have ended
+        const int lane = threadIdx.x & 31, own = lane & LANES - 1;
+        rotate_back<ROTATED>(v, own, LANES == 32 ? ~0u : (1u << LANES % 32) - 1 << lane - own);
+    }
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+        out[w] = FORM & kGated ? narrow2(v[2 * w] * sigmoid(gate[2 * w]), v[2 * w + 1] * sigmoid(gate[2 * w + 1]))
+                               : narrow2(v[2 * w], v[2 * w + 1]);
     *(uint4 *)(a.y + (a.token + token) * queries + column) = make_uint4(out[0], out[1], out[2], out[3]);
 }

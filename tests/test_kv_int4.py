@@ -1,0 +1,266 @@
+"""Keys and values in four bits: the format, its kernels against the reference, and what of an answer it keeps. What a
+GPU's kernels make of them is in test_cuda_kv_int4.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from op_cases import (
+    ROPE,
+    Case,
+    Row,
+    attention_weights,
+    build_batch,
+    generator,
+    hidden_states,
+    relative_rms,
+    same_bits,
+)
+from real_models import documents, smollm2
+from reuse_cases import usage_of
+from support import drain, embedded_runtime, fresh_pools, greedy, numbers, small_runtime
+from torch import Tensor
+
+from deltic import LLM, SamplingParams
+from deltic.cache.manager import HybridCache
+from deltic.cache.offload.disk import DiskStore
+from deltic.cache.offload.host import HostStore
+from deltic.cache.offload.index import TierIndex
+from deltic.cache.offload.types import StoredItem
+from deltic.cache.operations import CopyPage
+from deltic.cache.tensors import page_bytes
+from deltic.config import EngineConfig, ModelConfig
+from deltic.engine.engine import Engine
+from deltic.errors import ConfigError
+from deltic.ops import Ops, backends, reference
+from deltic.ops.kv import INT4, KEY_BITS, VALUE_BITS, is_finite, pack, rotated, rotated_back, store, unpack, width
+from deltic.ops.types import AttentionSpec, KvView, Rope, RopeSpec
+from deltic.params import PAGE, EngineRequest
+from deltic.runner.memory import plan_memory
+from deltic.runner.model_runner import ModelRunner
+from deltic.session import Session
+
+SIZES = (16, 32, 64, 128, 256)
+BITS = {KEY_BITS: 0.057, VALUE_BITS: 0.112}
+"""The error of normally distributed numbers at most."""
+
+# The format
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_rotation(dim: int) -> None:
+    x = torch.randn(4, 3, dim, generator=generator(1), dtype=torch.float64)
+    matrix = reference.hadamard(dim)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(dim, dtype=torch.float64))
+    assert torch.allclose(rotated(x), x @ matrix) and torch.allclose(rotated_back(rotated(x)), x)
+    assert rotated(torch.ones(dim)).abs().max() < 1.5, "equal numbers do not add up"
+    assert rotated(x.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dim", SIZES)
+def test_bytes_are_those_of_the_reference(dim: int, bits: int) -> None:
+    x = torch.randn(50, 3, dim, generator=generator(2), dtype=torch.float64) * torch.logspace(-6, 6, 50)[:, None, None]
+    stored = pack(rotated(x), bits)
+    assert stored.shape == (50, 3, width(dim, bits, INT4)) == (50, 3, dim * bits // 8 + 2)
+    assert torch.equal(stored, torch.stack([reference.write_int4(token, bits) for token in x]))
+    back = rotated_back(unpack(stored, dim, torch.float64))
+    assert relative_rms(back, torch.stack([reference.read_int4(token) for token in stored])) < 1e-12
+    assert 0.02 < (back - x).norm(dim=-1).div(x.norm(dim=-1)).mean() < BITS[bits]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_unusual_numbers(bits: int) -> None:
+    x = torch.randn(5, 2, 32, generator=generator(3))
+    x[0], x[1] = 0, 1e-38
+    stored = pack(rotated(x), bits)
+    assert not unpack(stored, 32, torch.float32)[:2].any() and is_finite(stored) and is_finite(stored[:0])
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x[3, 1, 7] = bad
+        stored = pack(rotated(x), bits)
+        assert is_finite(stored[:3]) and not is_finite(stored[3]) and not is_finite(stored)
+        assert not is_finite(reference.write_int4(x[3], bits))
+
+
+def test_it_is_three_and_a_half_times_smaller() -> None:
+    for dim, least in ((64, 3.3), (128, 3.4), (256, 3.5)):
+        assert 4 * dim / (width(dim, KEY_BITS, INT4) + width(dim, VALUE_BITS, INT4)) > least
+
+
+# Options
+
+
+def test_what_it_cannot_be() -> None:
+    config = replace(ModelConfig.preset("qwen3.5-4b"), head_dim=80)
+    with pytest.raises(ConfigError, match="a power of two; this model's have 80") as caught:
+        plan_memory(config, EngineConfig(device="cpu", kv_dtype="int4"), torch.bfloat16, False, False)
+    assert caught.value.option == "kv_dtype"
+
+
+def test_smaller_pages_are_more_of_them() -> None:
+    config, pages = ModelConfig.preset("qwen3.5-4b"), []
+    for kv in ("auto", "int4"):
+        options = EngineConfig(device="cpu", kv_dtype=kv, memory="16GiB", max_batch=4)
+        pages.append(plan_memory(config, options, torch.bfloat16, False, drafts=False)[0].pages)
+    assert pages[1] > 1.6 * pages[0], "the rest are states"
+
+
+# Attention
+
+CASE = build_batch([Row(1, 5), Row(1, 0), Row(1, 33), Row(1, 530), Row(3, 14), Row(20, 7), Row(17, 0)], 8)
+SPECS = {dim: AttentionSpec(heads=6, kv_heads=heads, head_dim=dim, rotary_dim=rotary, gate=gate, eps=1e-6)
+         for dim, heads, rotary, gate in ((16, 2, 8, True), (64, 3, 64, False), (128, 1, 32, True), (256, 2, 64, True))}
+
+
+def view_of(case: Case, spec: AttentionSpec) -> KvView:
+    """Pages whose scales are NaN but for the entries before each row's cursor."""
+    rng, views = generator(4), list[Tensor]()
+    for bits in (KEY_BITS, VALUE_BITS):
+        pool = torch.full((case.pages, PAGE, spec.kv_heads, width(spec.head_dim, bits, INT4)), 0xff, dtype=INT4)
+        for row, table in zip(case.rows, case.batch.pages, strict=True):
+            if row.done:
+                places = torch.tensor([int(table[place // PAGE]) * PAGE + place % PAGE for place in range(row.done)])
+                store(pool, places, torch.randn(row.done, spec.kv_heads, spec.head_dim, generator=rng))
+        views.append(pool)
+    return KvView(*views)
+
+
+def rope_of(spec: AttentionSpec) -> Rope:
+    return reference.OPS.rope(CASE.batch.positions, RopeSpec(ROPE.theta, spec.rotary_dim))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", SPECS)
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_attention(backend: str, dim: int, dtype: torch.dtype) -> None:
+    ops: Ops | None = backends().get(backend)
+    if ops is None:
+        pytest.skip("the kernels are not compiled")
+    spec = SPECS[dim]
+    x, weights, view = hidden_states(CASE, dtype), attention_weights(3, dtype, spec), view_of(CASE, spec)
+    slow = KvView(view.keys.clone(), view.values.clone())
+    found = ops.attention_mixer(x, weights, view, CASE.fresh(), rope_of(spec))
+    wanted = reference.attention_mixer(x.double(), attention_weights(3, dtype, spec), slow, CASE.fresh(), rope_of(spec))
+    assert found.dtype == dtype and relative_rms(found, wanted) < {torch.float32: 5e-3, torch.bfloat16: 5e-2}[dtype]
+    stored = torch.zeros(CASE.pages * PAGE, dtype=torch.bool)
+    stored[CASE.batch.store] = True
+    for mine, theirs in ((view.keys, slow.keys), (view.values, slow.values)):
+        mine, theirs = mine.flatten(0, 1), theirs.flatten(0, 1)
+        assert same_bits(mine[~stored], theirs[~stored]), "an entry of no token was written"
+        assert is_finite(mine[stored])
+        if dtype == torch.float32:
+            assert (mine[stored] != theirs[stored]).float().mean() < 2e-3
+
+
+# Pools and tiers
+
+
+def over_int4(*tiers: TierIndex, reuse: bool = True) -> ModelRunner:
+    small = small_runtime(embedded_runtime(), batch=4)
+    pools = fresh_pools(small, 128, 24, kv=INT4)
+    assert pools.sizes.token_bytes == page_bytes(small.config, INT4) // PAGE == 2 * 2 * (42 + 34)
+    return replace(small, cache=HybridCache(pools, reuse, tiers))
+
+
+def test_pages_are_copied_and_checked() -> None:
+    pools = over_int4().pools
+    for tensor in pools.page_tensors:
+        tensor[:, 3] = torch.randint(0, 0x7f, tensor[:, 3].shape, dtype=INT4)
+        tensor[:, 5] = 1
+    pools.apply([CopyPage(3, 7)])
+    for tensor in pools.page_tensors:
+        assert same_bits(tensor[:, 7], tensor[:, 3]) and bool((tensor[:, 6] == 0xff).all())
+    assert pools.sound((), (3, 7), 2 * PAGE) and not pools.sound((), (3, 8), PAGE + 1)
+    pools.values[-1, 7, 3, -1, -2:] = 0xff
+    assert pools.sound((), (3, 7), PAGE + 3) and not pools.sound((), (3, 7), PAGE + 4)
+
+
+def test_only_what_these_pools_could_hold_is_let_in() -> None:
+    pools = over_int4().pools
+    item = StoredItem("kv", "key", "", 0, 3)
+    kept = {name: torch.ones(len(pool), 3, *pool.shape[3:], dtype=INT4)
+            for name, pool in zip(("keys", "values"), pools.page_tensors, strict=True)}
+    kept["tokens"] = torch.tensor([1, 2, 3])
+    assert pools.item_validator.refuse(item, kept) == ""
+    assert "its keys are torch.uint8" in pools.item_validator.refuse(item, {**kept, "keys": kept["values"]})
+    kept["values"][1, 2, -1, -2:] = 0xff
+    assert pools.item_validator.refuse(item, kept) == "its values are not all finite"
+
+
+PROMPT = numbers(1, 100, 500)
+
+
+def added(runtime: ModelRunner, request: EngineRequest) -> Engine:
+    engine = Engine(runtime)
+    engine.add(request)
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_prefix_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
+    def tier() -> TierIndex:
+        return TierIndex(HostStore(1 << 24) if kind == "host" else DiskStore(tmp_path, "model", 1 << 24), threads=False)
+
+    kept = tier()
+    first = over_int4(kept)
+    told = drain(added(first, greedy(PROMPT, 12)))["a", 0].tokens
+    longer = (*PROMPT, *told, *numbers(2, 30, 500))
+    wanted = drain(added(over_int4(reuse=False), greedy(longer, 24)))["a", 0].tokens
+    again = over_int4(kept if kind == "host" else tier())
+    answers = drain(added(again, greedy(longer, 24)))
+    assert usage_of(answers).cached_tokens >= 100 and answers["a", 0].tokens == wanted
+    pages = [runtime.cache.tree.shared(PROMPT) for runtime in (again, first)]
+    for pools in zip(again.pools.page_tensors, first.pools.page_tensors, strict=True):
+        found, before = (pool[:, known] for pool, known in zip(pools, pages, strict=True))
+        assert len(pages[0]) == 100 // PAGE and is_finite(found) and same_bits(found, before)
+
+
+# What it costs
+
+QUESTIONS = ("What is the capital of {}?", "Which language is spoken in {}?", "On which continent is {}?",
+             "Name a city in {}.", "Is {} in Europe?")
+COUNTRIES = ("France", "Italy", "Spain", "Japan", "Brazil", "Egypt", "Kenya", "Peru", "India", "Greece", "Norway",
+             "Chile", "Poland", "Turkey", "Canada", "Mexico", "China", "Sweden", "Portugal", "Austria")
+SUMS = tuple(f"What is {a} {op} {b}?" for a in range(3, 13) for op, b in (("+", 5), ("-", 2), ("*", 3), ("+", 8)))
+PROMPTS = (*(question.format(country) for question in QUESTIONS for country in COUNTRIES), *SUMS,
+           *(f"I have {a} apples and buy {b} more. How many are there?" for a in range(2, 14) for b in range(2, 7)))
+LEAST, MOST = 0.99, 0.035
+"""Least share of greedy tokens of the embedded model that are those over bfloat16 K/V. Most that the perplexity of
+SmolLM2 may rise by, a small model with heads of 64 dimensions."""
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_the_embedded_model() -> None:
+    assert len(PROMPTS) == len({*PROMPTS}) == 200
+    answers = []
+    for kv in ("auto", "int4"):
+        with LLM("tiny", dtype="bfloat16", kv_dtype=kv, memory="128MiB", speculate="off") as llm:
+            prompts = [llm.chat_processor.chat([{"role": "user", "content": text}]).request.prompt for text in PROMPTS]
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48))
+        answers.append([output.choices[0].tokens for output in outputs])
+    tokens = sum(map(len, answers[0]))
+    same = sum(a == b for one, two in zip(*answers, strict=True) for a, b in zip(one, two, strict=False))
+    print(f"{same / tokens:.2%} of {tokens} greedy tokens are the same over int4 K/V")
+    assert tokens > 1000 and same / tokens >= LEAST
+
+
+@pytest.mark.slow
+def test_perplexity_of_a_real_model() -> None:
+    losses, window, windows = [], 1024, 12
+    with LLM(smollm2(), memory="64MiB", max_context=64) as llm:
+        ids = llm.chat_processor.tokenizer.encode(documents())
+    for kv in ("auto", "int4"):
+        session = Session(smollm2(), "bfloat16", kv_dtype=kv, memory="256MiB", max_context=window + 64, speculate="off")
+        losses.append(0.0)
+        for start in range(0, window * windows, window):
+            tokens = ids[start:start + window]
+            session.reset()
+            logits = session.prefill(tokens, all_logits=True)
+            loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))
+            losses[-1] += float(loss) / windows
+    rise = torch.tensor(losses[1] - losses[0]).exp().item() - 1
+    print(f"the perplexity rises by {rise:.2%} over int4 K/V")
+    assert 0.0005 < rise < MOST
