@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltic.cache.tensors import delta_log_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig
 from deltic.errors import ConfigError
 from deltic.runner.memory import card_share, plan_memory, working_bytes
@@ -71,3 +72,22 @@ def test_what_a_share_is_not_for(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         EngineConfig(**{"device": "cuda", "gpu_memory_utilization": 0.9, **options})
     assert caught.value.option == "gpu_memory_utilization"
+
+
+def test_256_sequences_of_4b_run_in_30_gib() -> None:
+    """A sequence takes one slot and one delta log."""
+    config, unit = ModelConfig.preset("qwen3.5-4b"), torch.bfloat16
+    assert slot_bytes(config, unit) + delta_log_bytes(config, unit) < 85 << 20
+    options = EngineConfig(device="cuda", memory="30GiB", max_batch=256)
+    plan, pools = plan_memory(config, options, unit, False, False, defers=True)
+    assert plan.max_batch == pools.delta_logs == 256 and not plan.warnings
+    states = plan.slots * slot_bytes(config, unit) + pools.delta_logs * delta_log_bytes(config, unit)
+    assert states / 256 < 85 << 20 and plan.pages * 16 > 256 * 1500
+
+
+def test_256_sequences_of_9b_run_on_a_card_of_80_gb(card: list[int]) -> None:
+    config = ModelConfig.preset("qwen3.5-9b")
+    card[0] -= 2 * config.parameter_count
+    options = EngineConfig(device="cuda", max_batch=256)
+    plan, pools = plan_memory(config, options, torch.bfloat16, False, False, defers=True)
+    assert plan.max_batch == pools.delta_logs == 256 and not plan.warnings

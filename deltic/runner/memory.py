@@ -13,7 +13,6 @@ from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.config.engine import option_defaults
 from deltic.errors import ConfigError
-from deltic.ops.capabilities import device_capabilities
 from deltic.ops.cuda.quantized_moe import scratch_bytes
 from deltic.ops.kv import FP8
 
@@ -36,22 +35,28 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     in `working_bytes`."""
     kv = FP8 if options.kv_dtype == "fp8" else None
     state: torch.dtype = getattr(torch, options.state_dtype)
+    logs = delta_log_bytes(config, dtype) if drafts or defers else 0
     needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
-                        ahead=device_capabilities(options.device).overlaps)
-    budget, ring = options.memory_bytes, delta_log_bytes(config, dtype)
+                        logs, options.prefix_cache)
+    budget = options.memory_bytes
     if budget is None:
         assert options.token_budget
         budget = _chosen(config, options, unpacks)
         if vectors:
             budget = min(budget, enough(needs, options.token_budget))
-    # delta logs take a quarter at most; sequences without one do not speculate
-    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if drafts or defers else 0
-    memory = split_memory(budget - rings * ring, needs)
-    if drafts and not rings:
+    memory = _split(budget, needs)
+    if drafts and logs and not memory.delta_logs:
         log.warning("nothing is drafted: %d MiB of cache have no room for state delta logs (raise `memory`)",
                     budget >> 20)
-    return memory, PoolOptions(min(rings, memory.max_batch), head, kv=kv, state=state)
+    return memory, PoolOptions(memory.delta_logs, head, kv=kv, state=state)
+
+
+def _split(budget: int, needs: MemoryNeeds) -> MemoryPlan:
+    """Splits the budget; without state delta logs if one would take more than a quarter of it, or leave no room."""
+    if needs.log_bytes > budget // 4 or needs.smallest_bytes > budget:
+        needs = replace(needs, log_bytes=0)
+    return split_memory(budget, needs)
 
 
 def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
