@@ -662,7 +662,8 @@ def splits() -> Iterator[tuple[int, MemoryNeeds]]:
                     for limit in (None, 1, 40):
                         for budget in (1, 2, 3, 9, 50, 333, 1001, 2064, 9999, 40000, 10**6):
                             yield budget, MemoryNeeds(page, slot, context, batch, limit, (budget + context) % 3 * 20,
-                                                      slot // 3 * (budget % 4 == 1), budget % 5 > 0)
+                                                      slot // 3 * (budget % 4 == 1), budget % 5 > 0,
+                                                      budget % 2 > 0)
 
 
 def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
@@ -712,6 +713,7 @@ def test_l4_sequences_come_before_checkpoints_and_behind_a_context_that_was_aske
     long = replace(needs, model_context=160_000)
     halved = split_memory(11_200, long)
     assert halved.max_batch == 40 and halved.max_context < 160_000
+    long = replace(long, context_first=True)
     asked = split_memory(11_200, replace(long, max_context=150_000))
     assert asked.max_context == 150_000 and asked.max_batch == 10, "one that is asked for comes first"
     whole = split_memory(11_200, replace(long, max_context=320_000))

@@ -16,8 +16,7 @@ import torch
 from reuse_cases import runtime_of
 from speculation_cases import Dictate, EndingAt
 from support import Answers, embedded_runtime, every, numbers, odd_runtime, take
-from test_ahead import plain, tell
-from test_ahead import compare_kept
+from test_ahead import compare_kept, plain, tell
 from test_prefix_tree import tokens_of
 
 from deltic.cache.offload.host import HostStore

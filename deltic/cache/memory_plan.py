@@ -28,6 +28,8 @@ class MemoryNeeds:
     max_context: tokens of a sequence (None: the model's).
     row_bytes: cost of the logits of one token.
     keeps: prefixes are kept for following sequences.
+    context_first: a context of this length was asked for, unlike the number of sequences.
+    option: the option that raises the budget.
     """
 
     page_bytes: int
@@ -38,6 +40,8 @@ class MemoryNeeds:
     row_bytes: int = 0
     log_bytes: int = 0
     keeps: bool = True
+    context_first: bool = False
+    option: str = "memory"
 
     @property
     def context_pages(self) -> int:
@@ -66,6 +70,7 @@ class MemoryPlan:
     delta_logs: one for each sequence, or none.
     warnings: limits that were lowered, and why.
     rows: prompt ends that may be kept with logits; None: as many as there are slots.
+    notes: how the memory is divided.
     """
 
     pages: int
@@ -75,6 +80,7 @@ class MemoryPlan:
     warnings: tuple[str, ...] = field(default=())
     rows: int | None = None
     delta_logs: int = 0
+    notes: tuple[str, ...] = field(default=())
 
 
 def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
@@ -82,7 +88,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
 
     1. Logits get a sixteenth of the budget, and room for one row at least.
     2. Sequences get slots and logs: as many as `max_batch`, as long as one whole context and a few pages for each other
-       sequence fit beside them, or, unless `max_context` was asked for, as they take at most half of the budget.
+       sequence fit beside them, or, unless the context comes first, as they take at most half of the budget.
        `max_batch` is lowered to that, with a warning. See `_extra_slots` for a few more.
     3. One whole context gets pages; `max_context` is lowered to fit, with a warning.
     4. Of what remains, half goes to slots for checkpoints, half to pages: for whole contexts of all sequences, and for
@@ -90,8 +96,8 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     """
     context, smallest = needs.max_context or needs.model_context, needs.smallest_bytes
     if budget < smallest:
-        raise ConfigError(f"memory: {_mib(budget)} cannot hold one sequence, which takes at least {_mib(smallest)}; "
-                          "raise `memory`", "memory")
+        raise ConfigError(f"{needs.option}: {_mib(budget)} cannot hold one sequence, which takes at least "
+                          f"{_mib(smallest)}; raise `{needs.option}`", needs.option)
     rows = _MAX_KEPT
     if needs.row_bytes:
         rows = 1 + min(rows - 1, budget // _ROWS // needs.row_bytes, (budget - smallest) // needs.row_bytes)
@@ -103,7 +109,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     if batch < needs.max_batch:
         warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a sequence takes "
                         f"{_mib(needs.sequence_bytes)} beside its K/V, and the cache has {_mib(budget)} (raise "
-                        "`memory`)")
+                        f"`{needs.option}`)")
     logs = batch if needs.log_bytes else 0
     budget -= logs * needs.log_bytes
     slots = batch + _extra_slots(batch)
@@ -114,7 +120,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     if pages < needs.context_pages:
         context = pages * PAGE
         warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
-                        f"what {_mib(budget)} of cache hold (raise `memory`)")
+                        f"what {_mib(budget)} of cache hold (raise `{needs.option}`)")
     most = batch * needs.context_pages + kept * _pages_between_checkpoints(needs)
     return MemoryPlan(min(pages, most), slots, batch, context, tuple(warnings), min(rows, slots), logs)
 
@@ -140,7 +146,7 @@ def _batch(budget: int, needs: MemoryNeeds) -> int:
         return needs.max_batch
     counts = range(1, needs.max_batch + 1)
     most = bisect_right(counts, budget, key=beside_context)
-    if needs.max_context is None:
+    if not needs.context_first:
         most = max(most, bisect_right(counts, budget // 2, key=states))
     return max(most, 1)
 

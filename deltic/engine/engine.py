@@ -493,7 +493,7 @@ class Failures:
             largest = max(live, key=lambda each: each.tokens)
             lost, message = {largest.sequence.request.id}, (
                 f"there is no memory for a step with {largest.tokens} tokens of this request: let the server have a "
-                "smaller `token_budget`, `memory` or `gpu_memory_utilization`")
+                "smaller `token_budget` or `memory`, or a larger `gpu_memory`")
         else:
             log.error("a step failed; its requests end with an error", exc_info=error)
             lost, message = {each.sequence.request.id for each in live}, f"internal error: {error}"
