@@ -87,8 +87,9 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     """Splits a budget in bytes between K/V pages, state slots and state delta logs.
 
     1. Logits get a sixteenth of the budget, and room for one row at least.
-    2. Sequences get slots and logs: as many as `max_batch`, as long as one whole context and a few pages for each other
-       sequence fit beside them, or, unless the context comes first, as they take at most half of the budget.
+    2. Sequences get slots and logs: as many as `max_batch`, as long as these take at most half of the budget, or leave
+       one whole context and a few pages for each other sequence. If the context comes first, the half must leave a
+       whole context; else they take at most an eighth.
        `max_batch` is lowered to that, with a warning. See `_extra_slots` for a few more.
     3. One whole context gets pages; `max_context` is lowered to fit, with a warning.
     4. Of what remains, half goes to slots for checkpoints, half to pages: for whole contexts of all sequences, and for
@@ -139,16 +140,17 @@ def _batch(budget: int, needs: MemoryNeeds) -> int:
     def states(batch: int) -> int:
         return batch * needs.sequence_bytes + _extra_slots(batch) * needs.slot_bytes
 
-    def beside_context(batch: int) -> int:
-        return states(batch) + needs.context_pages * needs.page_bytes + (batch - 1) * needs.least_bytes
+    def with_kv(batch: int) -> int:
+        return states(batch) + (batch - 1) * needs.least_bytes
 
     if not needs.slot_bytes:
         return needs.max_batch
-    counts = range(1, needs.max_batch + 1)
-    most = bisect_right(counts, budget, key=beside_context)
-    if not needs.context_first:
-        most = max(most, bisect_right(counts, budget // 2, key=states))
-    return max(most, 1)
+    counts, beside_context = range(1, needs.max_batch + 1), budget - needs.context_pages * needs.page_bytes
+    most = bisect_right(counts, budget // 2, key=states)
+    if needs.context_first:
+        most = max(min(most, bisect_right(counts, beside_context, key=states)),
+                   bisect_right(counts, budget // 8, key=states))
+    return max(1, most, bisect_right(counts, beside_context, key=with_kv))
 
 
 def _extra_slots(batch: int) -> int:

@@ -92,9 +92,10 @@ def _division(memory: MemoryPlan, needs: MemoryNeeds, card: CardMemory | None) -
     kv, states = memory.pages * needs.page_bytes, memory.slots * needs.slot_bytes
     logs, logits = memory.delta_logs * needs.log_bytes, (memory.rows or 0) * needs.row_bytes
     tokens = f"{_gib(kv)} K/V of {memory.pages * PAGE:,} tokens, " if needs.page_bytes else ""
-    parts = (f"cache: {_gib(kv + states + logs + logits)} = {tokens}{_gib(states)} states of {memory.max_batch} running "
-             f"sequences and {memory.slots - memory.max_batch} others, {_gib(logs)} state delta logs, {_gib(logits)} "
-             f"logits of prompt ends; contexts of up to {memory.max_context:,} tokens")
+    others = memory.slots - memory.max_batch
+    parts = (f"cache: {_gib(kv + states + logs + logits)} = {tokens}{_gib(states)} states of {memory.max_batch} "
+             f"running sequences and {others} others, {_gib(logs)} state delta logs, {_gib(logits)} logits of "
+             f"prompt ends; contexts of up to {memory.max_context:,} tokens")
     if card is None:
         return (parts,)
     return (f"GPU memory: {_gib(card.limit)} = {_gib(card.taken)} weights, CUDA and other programs, "
