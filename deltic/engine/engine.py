@@ -121,7 +121,7 @@ class Engine:
     def pause(self, request: str) -> None:
         """Takes a request's places until `resume`. What it has processed stays cached while there is room. Its answers
         do not change. Does nothing for unknown and paused requests."""
-        if request in self._sequences:
+        if any(self._ahead(sequence) for sequence in self._sequences.get(request, ())):
             self._collect_flight()
         self._commit_checkpoints()
         for sequence in self._sequences.get(request, ()):
@@ -430,8 +430,7 @@ class Engine:
             self._commit_checkpoints()
         # the state of a sequence that has drawn a token is finite
         keep = sequence.finish != "error" and sequence.generated > 0
-        flight = self._flight.scheduled if self._flight and keep else ()
-        ahead = next((each for each in flight if each.sequence is sequence and each.writes_state), None)
+        ahead = self._ahead(sequence) if keep else None
         if ahead:
             self.runtime.cache.commit(ahead.cache, ahead.tokens)
             ahead.last = True
@@ -448,6 +447,11 @@ class Engine:
         group.remove(sequence)
         if not group:
             del self._sequences[sequence.request.id]
+
+    def _ahead(self, sequence: Sequence) -> ScheduledSequence | None:
+        """The sequence's part of the step in flight, if that brings the state in its slot past its cursor."""
+        flight = self._flight.scheduled if self._flight else ()
+        return next((each for each in flight if each.sequence is sequence and each.writes_state), None)
 
     def _release_left(self, flight: InFlight) -> None:
         """Releases the caches of sequences that ended while this step was in flight. Waits for it, as the tree takes
