@@ -34,7 +34,8 @@ def main() -> None:
                           kv_dtype=args.kv_dtype)
     runtime = load(args.file or RandomModel(args.model, head=True), config)
     runtime.warm_up()
-    engine, peak, began, failed, tokens = Engine(runtime), 0, time.perf_counter(), [], 0
+    engine, failed, began = Engine(runtime), list[str](), time.perf_counter()
+    peak = tokens = 0
     for request in _turns(args.turns, runtime.memory.max_context, runtime.config.vocab_size):
         engine.add(request)
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) >= AT_ONCE:

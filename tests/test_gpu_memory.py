@@ -13,7 +13,7 @@ from deltic.cache.tensors import PoolOptions, delta_log_bytes, page_bytes, slot_
 from deltic.cli.inspect import head_bytes, plan_cache, weight_bytes
 from deltic.config import EngineConfig, ModelConfig
 from deltic.errors import ConfigError
-from deltic.runner.memory import card_room, expected_card, fit_card, plan_memory, working_bytes
+from deltic.runner.memory import card_room, expected_card, fit_card, free_on_card, plan_memory, working_bytes
 
 GIB = 1 << 30
 
@@ -38,6 +38,8 @@ def test_a_share_of_the_card_is_of_all_of_it(card: list[int]) -> None:
     assert card_room(options) == 62 * GIB, "10 of 80 are taken"
     assert card_room(EngineConfig(device="cuda", gpu_memory="24GiB")) == 14 * GIB
     assert card_room(EngineConfig(device="cuda", gpu_memory="200GiB")) == 70 * GIB, "more than the card has"
+    assert free_on_card(options) == 70 * GIB
+    assert free_on_card(EngineConfig(device="cuda", gpu_memory="24GiB")) == 14 * GIB
     card[0] = 4 * GIB
     with pytest.raises(ConfigError, match=r"=0.9 leaves no memory.*of 73728 MiB, weights.* take 77824.*raise it"):
         card_room(options)
@@ -61,7 +63,7 @@ def test_more_tokens_and_more_experts_take_more_to_work_in() -> None:
 
 
 def test_share_that_leaves_no_memory_is_an_error(card: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"=0.13 leaves no memory.*raise it, lower token_budget"):
+    with pytest.raises(ConfigError, match=r"=0.13 leaves no memory.*raise it, lower `token_budget`"):
         planned(gpu_memory_utilization=0.13)
 
 

@@ -131,7 +131,7 @@ def _card_budget(options: EngineConfig, card: CardMemory) -> int:
         given = options.gpu_memory or options.gpu_memory_utilization
         raise ConfigError(
             f"{card.option}={given} leaves no memory for the cache: of {card.limit >> 20} MiB, weights, CUDA and other "
-            f"programs take {card.taken >> 20}, and steps work in {card.steps >> 20}; raise it, lower token_budget, "
+            f"programs take {card.taken >> 20}, and steps work in {card.steps >> 20}; raise it, lower `token_budget`, "
             "take weights of fewer bits (a smaller GGUF file, or `quant`), leave out the vision tower "
             "(`vision=False`) or drafts (`speculate='off'`), or free memory of the GPU", card.option)
     return card.left
@@ -143,6 +143,13 @@ def card_memory(options: EngineConfig, steps: int = 0) -> CardMemory:
     limit = options.gpu_memory_bytes or int(total * (options.gpu_memory_utilization or _SHARE))
     option = "gpu_memory_utilization" if options.gpu_memory is None else "gpu_memory"
     return CardMemory(min(limit, total), total - free, steps, option)
+
+
+def free_on_card(options: EngineConfig) -> int:
+    """Returns the bytes that can still be allocated on the options' GPU, within `gpu_memory`."""
+    free, total = torch.cuda.mem_get_info(options.device)
+    limit = options.gpu_memory_bytes
+    return free if limit is None else max(min(free, limit - (total - free)), 0)
 
 
 def card_room(options: EngineConfig) -> int:
